@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.megatron_layout import read_layout
 from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
 from pipesim.scheduling.memory_checks import check_stages
 
@@ -25,8 +26,8 @@ __all__ = [
     "checked_split",
 ]
 
-#: Number of stages, or layers of each stage.
-Split = int | Sequence[int] | NDArray[np.integer[Any]]
+#: Number of stages, or layers of each stage: one number each, or a layout string of Megatron.
+Split = int | Sequence[int] | NDArray[np.integer[Any]] | str
 #: How layers are divided among stages: as many each, or so that the slowest stage is fastest.
 LayerPartition = Literal["even", "balanced"]
 
@@ -102,12 +103,14 @@ def _alternative(size: int, rest: int, n_stages: int) -> str:
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:
     """Return the layers of each stage, without a check of their sum; see `checked_split`."""
+    if isinstance(split, str) and set("EtL|") & set(split):
+        split = read_layout(split, name)
     if isinstance(split, np.ndarray):
         split = split.tolist()
     if not isinstance(split, (list, tuple)) or not split:
         raise ArgumentError(
-            f"{name} must be a number of stages or the layers of each stage, such as [3, 3, 2], "
-            f"got {split!r}"
+            f"{name} must be a number of stages or the layers of each stage, such as [3, 3, 2] or "
+            f"'Et*3|t*3|t*2L', got {split!r}"
         )
     ends = (0, len(split) - 1) if ends_may_be_empty else ()
     return tuple(

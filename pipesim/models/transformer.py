@@ -343,7 +343,8 @@ class Transformer:
         Parameters
         ----------
         layers_per_stage
-            Layers of each stage, in order (first and last may have none), or a number of stages.
+            Layers of each stage, in order (first and last may have none); or a layout string of
+            Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages.
         microbatch_size
             Sequences of a micro-batch.
         flops_per_second

@@ -1,0 +1,74 @@
+"""Layout strings of Megatron: read, written, and refused with the position of a mistake."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.costs.megatron_layout import read_layout, write_layout
+from pipesim.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("EtL", [1]),
+        ("EL", [0]),
+        ("E|t|L", [0, 1, 0]),
+        ("Ett|tt|ttL", [2, 2, 2]),
+        ("Et*2|(t*2|)*34,t*3|tL", [2, *[2] * 34, 3, 1]),  # with a comma, as Megatron's examples
+        ("Et*3|(tt|)*29,t|L", [3, *[2] * 29, 1, 0]),
+        ("E ( t | )*2 ((t|)*2 tt|)*2 L", [1, 1, 1, 1, 2, 1, 1, 2, 0]),
+        ("Et*0|ttL", [0, 2]),
+    ],
+)
+def test_reads(text: str, layers: list[int]) -> None:
+    assert read_layout(text) == tuple(layers)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_what_is_written_is_read(layers: list[int]) -> None:
+    assert read_layout(write_layout(layers)) == tuple(layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Et|xL", r"position 3 of the layout, 'x': only E, t"),
+        ("Et|mL", r"position 3 of the layout, 'm'"),
+        ("*2EtL", r"position 0 of the layout, '\*': nothing stands before it"),
+        ("Et|(*2)L", r"position 4 .*nothing stands before"),
+        ("Et|(t|L", r"position 3 of the layout, '\(': the bracket is never closed"),
+        ("Et|)tL", r"position 3 of the layout, '\)': no bracket is open"),
+        ("Et*|tL", r"position 2 of the layout, '\*': only"),
+        ("t|tL", "must begin with E"),
+        ("Et|t", "end with L"),
+        ("EtL|tL", "each stands once"),
+        ("EtE|tL", "has 2 embeddings"),
+        ("Et*999999999L", "more than 1,000,000 letters"),
+        ("", "must begin with E"),
+    ],
+)
+def test_mistakes(text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        read_layout(text)
+
+
+def test_the_mistake_is_pointed_to() -> None:
+    with pytest.raises(ArgumentError) as error:
+        read_layout("Et|xL", "layers_per_stage")
+    assert str(error.value).splitlines()[1:] == ["    Et|xL", "       ^"]
+
+
+def test_costs_of_a_layout() -> None:
+    """As those of the layers of each stage."""
+    model = ps.Transformer.preset("llama3_8b")
+    options = {"microbatch_size": 1, "flops_per_second": 4e14}
+    layout = "Et*7|(t*9|)*2t*7L"
+    assert model.costs(layout, **options) == model.costs([7, 9, 9, 7], **options)
+    with pytest.raises(ArgumentError, match="sums to 31 layers, but there are 32"):
+        model.costs("Et*7|(t*9|)*2t*6L", **options)
+    with pytest.raises(ArgumentError, match="layers_per_stage: mistake at position 3"):
+        model.costs("Et|?L", **options)
