@@ -42,11 +42,12 @@ def scaled(
     check_stages(n_stages or 1)
     factors = np.ones(n_stages or 1)
     factors[slice(None) if stage is None else stage] = value
-    if op is None:
-        present = [name for name in _SECONDS if getattr(costs, name) is not None]
-        seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
-    else:
-        seconds = _scaled_operation(costs, _operation(op), factors)
+    with np.errstate(over="ignore"):  # `_check_finite` refuses infinite seconds
+        if op is None:
+            present = [name for name in _SECONDS if getattr(costs, name) is not None]
+            seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
+        else:
+            seconds = _scaled_operation(costs, _operation(op), factors)
     _check_finite(seconds, value)
     changed: dict[str, Any] = {}
     for name, values in seconds.items():

@@ -115,3 +115,5 @@ def test_operations_that_cannot_be_scaled() -> None:
         ps.Costs(1, 2).scaled(2, op="W")
     with pytest.raises(CostsError, match="backward is missing"):
         ps.Costs(1).scaled(2, op="B")
+    with pytest.raises(CostsError, match="forward must be finite seconds, and factor=10"):
+        ps.Costs(1e308, 1).scaled(10, op="F")
