@@ -254,11 +254,7 @@ class Network:
 
     def unlimited(self) -> Network:
         """Return this network with infinite bandwidth, so that only latency is left."""
-        nodes = self.nodes
-        if nodes is not None:
-            nodes = replace(nodes, port_bandwidth=math.inf, nic_bandwidth=math.inf)
-        links = tuple(replace(link, bandwidth=math.inf) for link in self.links)
-        return replace(self, bandwidth=math.inf, links=links, nodes=nodes)
+        return self._times(1.0, math.inf)
 
     def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
         """Return this network with all latencies and bandwidths multiplied by factors.
@@ -285,20 +281,24 @@ class Network:
             raise NetworkError(f"latency must be a finite factor >= 0, got {latency!r}")
         if faster is None or not 0 < faster < math.inf:
             raise NetworkError(f"bandwidth must be a finite factor > 0, got {bandwidth!r}")
+        return self._times(slower, faster)
+
+    def _times(self, latency: float, bandwidth: float) -> Network:
+        """Return this network with all latencies and bandwidths times factors."""
         nodes = self.nodes
         if nodes is not None:
             nodes = replace(
                 nodes,
-                port_latency=nodes.port_latency * slower,
-                port_bandwidth=nodes.port_bandwidth * faster,
-                nic_latency=nodes.nic_latency * slower,
-                nic_bandwidth=nodes.nic_bandwidth * faster,
+                port_latency=nodes.port_latency * latency,
+                port_bandwidth=nodes.port_bandwidth * bandwidth,
+                nic_latency=nodes.nic_latency * latency,
+                nic_bandwidth=nodes.nic_bandwidth * bandwidth,
             )
         links = tuple(
-            replace(x, latency=x.latency * slower, bandwidth=x.bandwidth * faster)
-            for x in self.links
+            replace(link, latency=link.latency * latency, bandwidth=link.bandwidth * bandwidth)
+            for link in self.links
         )
-        return Network(self.latency * slower, self.bandwidth * faster, links, nodes)
+        return Network(self.latency * latency, self.bandwidth * bandwidth, links, nodes)
 
     @classmethod
     def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:
