@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GPU", "gpus"]
 
-#: Unit of each field that may be 0.
+#: Units of the fields that must be above 0, and of those that may be 0.
+_RATES = {"flops": "FLOP/s", "bandwidth": "bytes/s", "memory": "bytes", "peak_flops": "FLOP/s"}
 _UNITS = {"launch": "seconds", "overhead": "seconds", "half_depth": "elements"}
 #: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
 #: depth at half the rate.
@@ -25,7 +26,7 @@ _LAUNCH, _OVERHEAD, _HALF_DEPTH = 6e-6, 2e-6, 64.0
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A GPU by what its kernels reach, which is less than what its data sheet says.
+    """Rates that kernels reach on a GPU, seconds to launch them, and bytes of memory.
 
     A kernel takes ``max(flops * (1 + half_depth / depth) / gpu.flops, nbytes / gpu.bandwidth) +
     overhead`` seconds, where the depth is the size that a matrix product sums over. An operation
@@ -80,12 +81,10 @@ class GPU:
     name: str = ""
 
     def __post_init__(self) -> None:
-        rates = {"flops": "FLOP/s", "bandwidth": "bytes/s", "memory": "bytes",
-                 "peak_flops": "FLOP/s"}  # fmt: skip
-        for field, unit in {**rates, **_UNITS}.items():
+        for field, unit in {**_RATES, **_UNITS}.items():
             value = getattr(self, field)
             if value is not None or field not in ("memory", "peak_flops"):
-                checked = checked_value(field, value, unit, above_zero=field in rates)
+                checked = checked_value(field, value, unit, above_zero=field in _RATES)
                 object.__setattr__(self, field, checked)
         if self.peak < self.flops:
             raise ArgumentError(

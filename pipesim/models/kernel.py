@@ -13,7 +13,7 @@ class Kernel(NamedTuple):
     Attributes
     ----------
     name
-        What it computes.
+        Name of the computation.
     flops
         Floating-point operations of matrix products, two per multiply-add. Other operations are
         bound by memory, and count as none.

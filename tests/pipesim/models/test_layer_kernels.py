@@ -14,11 +14,7 @@ GPU = ps.GPU(flops=1e12, bandwidth=1e12)
 GPT3 = ps.Transformer(
     hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048, vocabulary_size=51200
 )
-LLAMA = ps.Transformer(
-    hidden_size=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_size=14336, sequence_length=8192,
-    vocabulary_size=128256, gated_mlp=True, biases=False, learned_positions=False, dropout=False,
-    tied_embeddings=False,
-)  # fmt: skip
+LLAMA = ps.Transformer.preset("llama3_8b")
 
 
 def sums(model: ps.Transformer, column: str, part: str = "layer", **options: Any) -> dict[str, Any]:
