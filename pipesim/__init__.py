@@ -18,6 +18,7 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
 from pipesim.costs.layer_split import balanced_split
 from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.costs.workload import Workload
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
@@ -77,6 +78,7 @@ __all__ = [
     "Tasks",
     "Timeline",
     "Transformer",
+    "Workload",
     "audit",
     "autograd_orders",
     "balanced_split",

@@ -21,6 +21,7 @@ from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
+from pipesim.costs.workload import Workload, checked_workload
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
@@ -128,6 +129,10 @@ class Costs:
         Links between devices.
     all_reduce
         Algorithm of REDUCE_GRAD, ``"ring"`` or ``"tree"``; `Network.all_reduce` has the formulas.
+    workload
+        Tokens and FLOPs of a micro-batch and the GPUs, a `Workload` or a mapping of its fields;
+        None if unknown. Throughput in tokens, MFU and the memory limit follow from it, and no
+        times.
 
     Raises
     ------
@@ -169,6 +174,7 @@ class Costs:
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
+    workload: Workload | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, Network):
@@ -181,6 +187,7 @@ class Costs:
         object.__setattr__(self, "skip_bytes", checked_skip_bytes(self.skip_bytes))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
+        object.__setattr__(self, "workload", checked_workload(self.workload))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
@@ -256,6 +263,11 @@ class Costs:
         """``skip_bytes`` as stored: one number, or pairs of a skip connection and its bytes."""
         return checked_skip_bytes(self.skip_bytes)
 
+    @property
+    def work(self) -> Workload | None:
+        """``workload`` as stored: a `Workload`, or None."""
+        return checked_workload(self.workload)
+
     def in_chunks(self, placement: Placement) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.
 
@@ -303,6 +315,7 @@ class Costs:
             "all_reduce": self.all_reduce,
             **({} if self.buckets is None else {"buckets": self.buckets}),
             **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
+            **({} if self.work is None else {"workload": self.work.to_dict()}),
         }
 
     def _exchange_values(self) -> dict[str, dict[str, Any]]:
@@ -536,7 +549,7 @@ class Costs:
 
 
 #: Fields of `Costs` that are plain values, but not one a stage.
-OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes")
+OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload")
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.workload import Workload
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
 from pipesim.network.network import Network
@@ -169,7 +170,7 @@ def _value(where: str, key: str, value: object) -> Any:
 
 def _plain(where: str, value: Any) -> Any:
     """Return a value as types of JSON and TOML."""
-    if isinstance(value, (Costs, Network)):
+    if isinstance(value, (Costs, Network, Workload)):
         return value.to_dict()
     if isinstance(value, (np.generic, np.ndarray)):
         return _plain(where, value.tolist())

@@ -1,0 +1,145 @@
+"""`Workload`: tokens and FLOPs of a micro-batch, and the GPUs that compute them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from pipesim.errors import CostsError, check_count, check_name, number
+
+__all__ = ["Workload", "checked_workload"]
+
+#: Units of the fields that must be finite and above 0.
+_UNITS = {"tokens": "tokens", "flops": "FLOPs", "peak_flops": "FLOP/s", "memory": "bytes"}
+#: Fields that may be None.
+_OPTIONAL = ("peak_flops", "memory")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens and FLOPs of a micro-batch, and the GPUs that compute them.
+
+    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory_limit` follow from it.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of one micro-batch of one replica.
+    flops
+        Model FLOPs of one micro-batch: forward and backward of all stages and of all GPUs, without
+        recompute.
+    gpus_per_device
+        Number of GPUs that act as one device, such as a tensor-parallel group.
+    peak_flops
+        FLOP/s of one GPU as its data sheet gives them; None if unknown.
+    memory
+        Bytes of memory of one GPU; None if unknown. ``Costs`` have the bytes of one GPU too.
+    settings
+        Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
+        their network, as values of JSON; None if there are none. Not compared by ``==``.
+
+    Raises
+    ------
+    CostsError
+        For numbers that are not finite and above 0, and for settings that JSON cannot hold.
+    ArgumentError
+        If ``gpus_per_device`` is no whole number of at least 1.
+
+    Examples
+    --------
+    >>> workload = Workload(tokens=2048, flops=6 * 7e9 * 2048, gpus_per_device=8, peak_flops=989e12)
+    >>> Workload.from_dict(workload.to_dict()) == workload
+    True
+    """
+
+    tokens: float
+    flops: float
+    gpus_per_device: int = 1
+    peak_flops: float | None = None
+    memory: float | None = None
+    settings: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, unit in _UNITS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _checked_number(name, value, unit))
+        n_gpus = check_count("workload: gpus_per_device", self.gpus_per_device)
+        object.__setattr__(self, "gpus_per_device", n_gpus)
+        object.__setattr__(self, "settings", _checked_settings(self.settings))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON or TOML; unset fields are left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["settings"] = _checked_settings(self.settings)  # a copy of its own
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Workload:
+        """Return the workload in a mapping that `to_dict` returned.
+
+        Raises
+        ------
+        CostsError
+            If ``values`` is no mapping, or lacks a field.
+        UnknownNameError
+            For an unknown key, with the nearest known one.
+        """
+        if not isinstance(values, Mapping):
+            raise CostsError(
+                f"workload must be a pipesim.Workload or a mapping, got {values!r:.60}; "
+                'give such as {"tokens": 2048, "flops": 8.6e13}'
+            )
+        for key in values:
+            check_name("field of a workload", key, [f.name for f in fields(cls)])
+        for name in ("tokens", "flops"):
+            if name not in values:
+                raise CostsError(f"workload: {name} is missing; give those of one micro-batch")
+        return cls(**values)
+
+
+def checked_workload(value: object) -> Workload | None:
+    """Return a workload as `Costs` keeps it, from a `Workload`, a mapping, or None."""
+    if value is None or isinstance(value, Workload):
+        return value
+    return Workload.from_dict(value)  # type: ignore[arg-type]  # it checks the type
+
+
+def _checked_number(name: str, value: object, unit: str) -> float:
+    """Return a number as a float; raise `CostsError` unless it is finite and above 0."""
+    result = number(value)
+    if result is None or not 0 < result < math.inf:
+        raise CostsError(f"workload: {name} must be finite {unit} above 0, got {value!r:.60}")
+    return result
+
+
+def _checked_settings(value: object) -> dict[str, Any] | None:
+    """Return a copy of settings as values of JSON; raise `CostsError` if JSON has no such form."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CostsError(
+            "workload: settings must map names to values, as keyword arguments of "
+            f"Costs.transformer, got {value!r:.60}"
+        )
+    try:
+        text = json.dumps(dict(value), default=_plain, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CostsError(
+            f"workload: settings must be values of JSON: {error}; give numbers, texts, lists and "
+            "mappings"
+        ) from error
+    copied: dict[str, Any] = json.loads(text)
+    return copied
+
+
+def _plain(value: object) -> Any:
+    """Return an array or a number of NumPy as values of JSON; raise `TypeError` for others."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} has no form in JSON")
