@@ -207,7 +207,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=_value,
                        metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
     costs.add_argument("--all-reduce", dest="settings.costs.all_reduce", metavar="ALGORITHM",
-                       help="of gradients, ring or tree")  # fmt: skip
+                       help="of gradients: ring, tree or fastest")  # fmt: skip
     for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
         dest = f"settings.costs.network.{name}"
         costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)

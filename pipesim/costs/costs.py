@@ -128,7 +128,8 @@ class Costs:
     network
         Links between devices.
     all_reduce
-        Algorithm of REDUCE_GRAD, ``"ring"`` or ``"tree"``; `Network.all_reduce` has the formulas.
+        Algorithm of REDUCE_GRAD: ``"ring"``, ``"tree"`` or ``"fastest"`` of both;
+        `Network.all_reduce` has the formulas.
     workload
         Tokens and FLOPs of a micro-batch and the GPUs, a `Workload` or a mapping of its fields;
         None if unknown. Throughput in tokens, MFU and the memory limit follow from it, and no

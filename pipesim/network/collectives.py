@@ -1,6 +1,7 @@
 """Seconds of collective operations in closed form, and the links that they hold (rule 9).
 
-For n members of b bytes each; latency and bandwidth are those of the slowest hop:
+For n members of b bytes each; latency and bandwidth are those of the slowest hop. Members on nodes,
+with no named link between them, have the formulas of `pipesim.network.node_collectives` instead.
 
 =================  ==============================================================================
 ring all-reduce    ``2(n-1)/n * b / bandwidth + 2(n-1) * latency``
@@ -27,11 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.network.links import Nodes
+from pipesim.network.node_collectives import group_of_devices, ring, tree
 from pipesim.network.routes import Paths, Router
 
 __all__ = [
     "all_to_all",
     "all_to_all_links",
+    "fastest_all_reduce",
     "ring_all_reduce",
     "ring_links",
     "tree_all_reduce",
@@ -47,6 +50,8 @@ def ring_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
 
     A link that k hops of the ring hold serves each at 1/k of its bandwidth.
     """
+    if (nodes := _only_nodes(router, devices)) is not None:
+        return ring(group_of_devices(nodes, devices), nbytes)
     n = len(devices)
     paths = router.paths(devices, np.roll(devices, -1), int(devices.max()) + 1)
     steps = 2 * (n - 1)
@@ -59,10 +64,18 @@ def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
     A member sends or receives along at most four edges, with half of the bytes on each: together
     ``2 * nbytes``. A link that k > 4 edges hold serves each at 4/k of its bandwidth.
     """
+    if (nodes := _only_nodes(router, devices)) is not None:
+        return tree(group_of_devices(nodes, devices), nbytes)
     source, target = _tree_hops(len(devices))
     paths = router.paths(devices[source], devices[target], int(devices.max()) + 1)
     depth = (len(devices) - 1).bit_length()
     return 2 * nbytes / _slowest(paths, 4) + 2 * depth * float(paths.latency.max())
+
+
+def fastest_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
+    """Return the seconds of the faster of ring and tree, as NCCL chooses for each size."""
+    ring_seconds = ring_all_reduce(router, nbytes, devices)
+    return min(ring_seconds, tree_all_reduce(router, nbytes, devices))
 
 
 def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
@@ -130,12 +143,22 @@ def _even(router: Router, share: float, devices: Devices) -> float:
 
 
 def ring_links(router: Router, devices: Devices, n_devices: int) -> Devices:
-    """Return the links that each member's hop to the next of ``devices`` holds."""
+    """Return the links that each member's hop to the next of ``devices`` holds.
+
+    Rings over nodes hold the port of each member, and between nodes its NIC, each out and in.
+    """
+    if _only_nodes(router, devices) is not None:
+        return _ends_held(router, devices, n_devices)
     return _finite_links(router.paths(devices, np.roll(devices, -1), n_devices))
 
 
 def tree_links(router: Router, devices: Devices, n_devices: int) -> Devices:
-    """Return the links that each member's hops hold: up and down the edges of both trees."""
+    """Return the links that each member's hops hold: up and down the edges of both trees.
+
+    Trees over nodes hold the same links as rings over nodes.
+    """
+    if _only_nodes(router, devices) is not None:
+        return _ends_held(router, devices, n_devices)
     source, target = _tree_hops(len(devices))
     links = _finite_links(router.paths(devices[source], devices[target], n_devices))
     return _rows(np.repeat(source, links.shape[1]), links.ravel(), len(devices))
@@ -162,6 +185,19 @@ def all_to_all_links(router: Router, devices: Devices, n_devices: int) -> Device
     kept = (pairs_of[link] > 1) & np.isfinite(router.link_bandwidth[link])
     member = np.concatenate([np.repeat(np.arange(n), ends.shape[1]), i[kept]])
     return _rows(member, np.concatenate([ends.ravel(), link[kept]]), n)
+
+
+def _only_nodes(router: Router, devices: Devices) -> Nodes | None:
+    """Return the nodes of a network, unless it names a link between two of ``devices``."""
+    return None if len(_named_pairs(router, devices)[2]) else router.nodes
+
+
+def _ends_held(router: Router, devices: Devices, n_devices: int) -> Devices:
+    """Return port out, port in and, for members on several nodes, NIC out and NIC in."""
+    ends = router.ends(devices, n_devices)
+    if router.nodes is not None and len(np.unique(router.nodes.node_of(devices))) == 1:
+        return ends[:, :2]
+    return ends
 
 
 def _finite_links(paths: Paths) -> Devices:

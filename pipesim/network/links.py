@@ -125,6 +125,10 @@ class Nodes:
     n_nics
         NICs of each node: a divisor of ``devices_per_node``; by default one a device. Device d of
         a node uses NIC ``d * n_nics // devices_per_node``.
+    gpus_per_device, nodes_per_device
+        GPUs that act as one device, such as a tensor-parallel group, and the nodes on which they
+        are. Port and NIC are those of each GPU, and bytes those of one GPU. A device on several
+        nodes has them to itself: ``devices_per_node`` is 1 then.
 
     Raises
     ------
@@ -144,8 +148,11 @@ class Nodes:
     nic_latency: float = 0.0
     nic_bandwidth: float = math.inf
     n_nics: int | None = None
+    gpus_per_device: int = 1
+    nodes_per_device: int = 1
 
     def __post_init__(self) -> None:
+        self._check_gpus()
         per_node = check_count("nodes: devices_per_node", self.devices_per_node)
         n_nics = per_node if self.n_nics is None else check_count("nodes: n_nics", self.n_nics)
         if per_node > MAX_DEVICE:
@@ -163,6 +170,33 @@ class Nodes:
             seconds, rate = checked_speed("nodes", *values, f"{name}_")
             object.__setattr__(self, latency, seconds)
             object.__setattr__(self, bandwidth, rate)
+
+    def _check_gpus(self) -> None:
+        """Check the GPUs and the nodes of a device."""
+        for name in ("gpus_per_device", "nodes_per_device"):
+            count = check_count(f"nodes: {name}", getattr(self, name))
+            object.__setattr__(self, name, count)
+        if self.gpus_per_device % self.nodes_per_device:
+            raise NetworkError(
+                f"nodes: gpus_per_device={self.gpus_per_device} cannot be spread evenly over "
+                f"nodes_per_device={self.nodes_per_device}"
+            )
+        if self.nodes_per_device > 1 and self.devices_per_node != 1:
+            raise NetworkError(
+                f"nodes: a device on {self.nodes_per_device} nodes has them to itself; give "
+                f"devices_per_node=1, got {self.devices_per_node!r}"
+            )
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of each node."""
+        return self.devices_per_node * self.gpus_per_device // self.nodes_per_device
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes a second of all NICs of a node, in each direction."""
+        gpus = self.gpus_per_device // self.nodes_per_device
+        return self.nics_per_node * gpus * self.nic_bandwidth
 
     @property
     def nics_per_node(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, check_name, number
+from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.network.collective_arguments import (
     checked_matrix,
     checked_members,
@@ -26,6 +26,7 @@ from pipesim.network.collective_arguments import (
 from pipesim.network.collectives import (
     all_to_all,
     all_to_all_links,
+    fastest_all_reduce,
     ring_all_reduce,
     ring_links,
     tree_all_reduce,
@@ -34,6 +35,7 @@ from pipesim.network.collectives import (
 )
 from pipesim.network.link_tables import matrix_links, read_links
 from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
+from pipesim.network.node_collectives import Group, group_of_gpus, ring, tree
 from pipesim.network.routes import Router, Routes
 from pipesim.network.sources import network_fields, preset_nodes
 from pipesim.utils.files import check_path
@@ -41,9 +43,18 @@ from pipesim.utils.files import check_path
 __all__ = ["Link", "Network", "Nodes", "Routes"]
 
 #: Algorithms of an all-reduce.
-ALL_REDUCE = {"ring": ring_all_reduce, "tree": tree_all_reduce}
-#: Links that the members of each collective hold.
-_LINKS = {"ring": ring_links, "tree": tree_links, "all_to_all": all_to_all_links}
+ALL_REDUCE = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "fastest": fastest_all_reduce,
+}
+#: Links that the members of each collective hold. Those of the fastest all-reduce are the ring's.
+_LINKS = {
+    "ring": ring_links,
+    "tree": tree_links,
+    "fastest": ring_links,
+    "all_to_all": all_to_all_links,
+}
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,9 @@ class Network:
         bandwidth of their hops. Hops that hold the same link share its bandwidth. See
         `pipesim.network.collectives` for the sources.
 
+        Between nodes, rings use all NICs of the members, as in NCCL, in any order of the members;
+        see `pipesim.network.node_collectives`.
+
         Parameters
         ----------
         nbytes
@@ -163,7 +177,7 @@ class Network:
         devices
             The members, each once; the ring visits them in this order.
         algorithm
-            ``"ring"`` or ``"tree"``.
+            ``"ring"``, ``"tree"``, or ``"fastest"``: the faster of both, as NCCL chooses.
 
         Raises
         ------
@@ -176,6 +190,72 @@ class Network:
         formula = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
         size, members = checked_members("all-reduce", nbytes, devices)
         return finite_seconds("all-reduce", formula, self._router, size, members)
+
+    def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
+        """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
+
+        The faster of ring and tree, as NCCL chooses; see `pipesim.network.node_collectives`.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that each GPU brings.
+        n_gpus
+            GPUs of a tensor-parallel group, which fill the nodes of their device one by one.
+
+        Raises
+        ------
+        NetworkError
+            For bytes that are not finite or negative, and for a network without nodes, or with
+            fewer ``gpus_per_device``, unless ``n_gpus`` is 1.
+
+        Examples
+        --------
+        >>> network = Network.preset("dgx_h100", gpus_per_device=8)
+        >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 6 steps of 3.4 us
+        1.77
+        """
+        group = self._group(nbytes, n_gpus)
+        return 0.0 if group is None else min(ring(group, nbytes), tree(group, nbytes))
+
+    def group_all_gather(self, nbytes: float, n_gpus: int) -> float:
+        """Return the seconds of an all-gather, or a reduce-scatter, between GPUs of one device.
+
+        Half of a ring all-reduce.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes of the gathered tensor, of which each GPU brings its part.
+        n_gpus
+            As for `group_all_reduce`.
+
+        Raises
+        ------
+        NetworkError
+            As `group_all_reduce`.
+        """
+        group = self._group(nbytes, n_gpus)
+        return 0.0 if group is None else ring(group, nbytes) / 2
+
+    def _group(self, nbytes: object, n_gpus: object) -> Group | None:
+        """Return GPUs of one device as a group; None for a single GPU."""
+        size, count = number(nbytes), check_count("n_gpus", n_gpus)
+        if size is None or not 0 <= size < math.inf:
+            raise NetworkError(f"nbytes must be finite and >= 0, got {nbytes!r}")
+        if count == 1:
+            return None
+        if self.nodes is None:
+            raise NetworkError(
+                f"{count} GPUs of one device: the network has no nodes, and so no rate between "
+                'them; give such as Network.preset("dgx_h100", gpus_per_device=8)'
+            )
+        if count > self.nodes.gpus_per_device:
+            raise NetworkError(
+                f"{count} GPUs of one device, but each device of the network has "
+                f"{self.nodes.gpus_per_device}; give gpus_per_device={count}"
+            )
+        return group_of_gpus(self.nodes, count)
 
     def all_to_all(self, nbytes: float | ArrayLike, devices: Sequence[int] | NDArray[Any]) -> float:
         """Return seconds in which each member sends ``nbytes / n`` to each other; 0 for one member.
@@ -222,7 +302,7 @@ class Network:
         Parameters
         ----------
         algorithm
-            ``"ring"`` or ``"tree"`` of an all-reduce, or ``"all_to_all"``.
+            ``"ring"``, ``"tree"`` or ``"fastest"`` of an all-reduce, or ``"all_to_all"``.
         devices
             The members, in the order that `all_reduce` or `all_to_all` gets.
         n_devices
@@ -311,15 +391,17 @@ class Network:
         efficiency
             Share of the nominal bandwidths that messages reach, above 0 and at most 1.
         gpus_per_device
-            GPUs that act as one device, such as a tensor-parallel group. Bytes are then those of
-            one GPU, as in `Costs.transformer`, and so are port and NIC.
+            GPUs that act as one device, such as a tensor-parallel group; more than a node has for
+            groups over several nodes. Bytes are then those of one GPU, as in `Costs.transformer`,
+            and so are port and NIC.
 
         Raises
         ------
         UnknownNameError
             Naming the nearest known name and all of them.
         NetworkError
-            For an efficiency out of range, and GPUs that do not divide those of a node.
+            For an efficiency out of range, and GPUs that neither divide those of a node nor are a
+            multiple of them.
         """
         return cls(nodes=preset_nodes(name, efficiency, gpus_per_device))
 

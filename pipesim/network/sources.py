@@ -37,14 +37,17 @@ def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -
     if part is None or not 0 < part <= 1:
         raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
     size = check_count("gpus_per_device", gpus_per_device)
-    if nodes.devices_per_node % size:
+    per_node = nodes.devices_per_node
+    if per_node % size and size % per_node:
         raise NetworkError(
-            f"gpus_per_device must divide the {nodes.devices_per_node} GPUs of a node of "
-            f"{name}, got {size}"
+            f"gpus_per_device must divide the {per_node} GPUs of a node of {name}, or be a "
+            f"multiple of them, got {size}"
         )
     return replace(
         nodes,
-        devices_per_node=nodes.devices_per_node // size,
+        devices_per_node=max(per_node // size, 1),
+        gpus_per_device=size,
+        nodes_per_device=max(size // per_node, 1),
         port_bandwidth=nodes.port_bandwidth * part,
         nic_bandwidth=nodes.nic_bandwidth * part,
         n_nics=None,

@@ -352,7 +352,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         output_seconds=values(seconds) if draw(st.booleans()) else 0.0,
         gradient_bytes=values(sizes) if draw(st.booleans()) else None,
         network=draw(networks(n_devices)),
-        all_reduce=draw(st.sampled_from(["ring", "tree"])),
+        all_reduce=draw(st.sampled_from(["ring", "tree", "fastest"])),
     )
 
 

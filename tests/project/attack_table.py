@@ -174,6 +174,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
             "source,target,latency,bandwidth\n0,1,1e-6,1e9\n"))},
     "ps.Network.from_dict": lambda _: {"values": {"latency": 1.0}},
     "ps.Network.from_matrix": lambda _: {"latency": MATRIX, "bandwidth": MATRIX},
+    "ps.Network.group_all_gather": lambda _: {"self": network(), "nbytes": 1.0, "n_gpus": 1},
+    "ps.Network.group_all_reduce": lambda _: {"self": network(), "nbytes": 1.0, "n_gpus": 1},
     "ps.Network.preset": lambda _: {"name": "dgx_h100"},
     "ps.Network.scaled": lambda _: {"self": ps.Network(1e-6, 1e9)},
     "ps.Network.to_dict": lambda _: {"self": network()},

@@ -223,11 +223,20 @@ def test_scenarios_in_which_collectives_meet() -> None:
 
 
 def test_links_of_a_ring() -> None:
-    """Each member holds the links to the next: ports and NICs as messages have them."""
+    """Each member holds its port out and in, and between nodes its NIC out and in.
+
+    Four devices on two nodes: ports out are 0 to 3, ports in 4 to 7, NICs out 8 and 9, in 10, 11.
+    """
     network = ps.Network(nodes=ps.Nodes(2, port_bandwidth=9, nic_bandwidth=1, n_nics=1))
-    held = network.collective_links("ring", [0, 1, 2], 4)
-    messages = network.resolve(np.array([0, 1, 2]), np.array([1, 2, 0]), 4).links
-    assert [set(row) for row in held.tolist()] == [set(row) for row in messages.tolist()]
+    held = [[0, 4, 8, 10], [1, 5, 8, 10], [2, 6, 9, 11]]
+    for algorithm in ("ring", "tree", "fastest"):
+        assert network.collective_links(algorithm, [0, 1, 2], 4).tolist() == held
+    assert network.collective_links("ring", [2, 3], 4).tolist() == [[2, 6], [3, 7]]
+    # A named link between two members: the hops of the ring, as messages have them.
+    named = ps.Network(links=(ps.Link(0, 1, ((0, 1),)),), nodes=network.nodes)
+    held = named.collective_links("ring", [0, 1, 2], 4).tolist()
+    messages = named.resolve(np.array([0, 1, 2]), np.array([1, 2, 0]), 4).links
+    assert [set(row) for row in held] == [set(row) for row in messages.tolist()]
     uniform = ps.Network(bandwidth=1).collective_links("ring", [3, 0], 4)
     assert uniform.tolist() == [[12], [3]]  # from 3 to 0, and back
     assert network.collective_links("ring", [2], 4).shape == (1, 0)

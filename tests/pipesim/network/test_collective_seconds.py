@@ -39,15 +39,77 @@ def test_ring_takes_the_slowest_hop() -> None:
 
 
 def test_ring_over_nodes() -> None:
-    """Inside a node at the port's rate; beyond it at the NIC's, which hops may share."""
+    """Inside a node at the port's rate; between nodes at that of all NICs of the members."""
     assert CLUSTER.all_reduce(8, range(4)) == 6 / 4 * 8 / 8 + 6 * 1
-    assert CLUSTER.all_reduce(8, range(8)) == 14 / 8 * 8 / 1 + 14 * 3  # one hop a NIC
-    # 0 and 1 have one NIC: as 0 4 1 5 it carries two hops each way, as 0 1 4 5 one.
-    assert CLUSTER.all_reduce(8, [0, 4, 1, 5]) == 6 / 4 * 8 / 0.5 + 6 * 3
-    assert CLUSTER.all_reduce(8, [0, 1, 4, 5]) == 6 / 4 * 8 / 1 + 6 * 3
-    # With a port slower than the NIC, two hops on the NIC are still as fast as the port.
-    nodes = ps.Nodes(2, port_bandwidth=1, nic_bandwidth=2, n_nics=1)
-    assert ps.Network(nodes=nodes).all_reduce(4, [0, 2, 1, 3]) == 6 / 4 * 4 / 1
+    # Both NICs of each node; of 14 steps, two are between nodes.
+    assert CLUSTER.all_reduce(8, range(8)) == 14 / 8 * 8 / 2 + 12 * 1 + 2 * 3
+    # 0 and 1 have one NIC. The order of members does not matter: NCCL orders them by node.
+    one_nic = 6 / 4 * 8 / 1 + 4 * 1 + 2 * 3
+    assert CLUSTER.all_reduce(8, [0, 4, 1, 5]) == CLUSTER.all_reduce(8, [0, 1, 4, 5]) == one_nic
+    # The node with the fewest NICs is the slowest: 4 of node 1 has one, 0 and 2 have two.
+    assert CLUSTER.all_reduce(8, [0, 2, 4]) == 4 / 3 * 8 / 1 + 2 * 1 + 2 * 3
+    # A port that is slower than the NICs of a node together.
+    nodes = ps.Nodes(2, port_bandwidth=3, nic_bandwidth=2)
+    assert ps.Network(nodes=nodes).all_reduce(6, range(4)) == 6 / 4 * 6 / 3
+
+
+def test_tree_over_nodes() -> None:
+    """Chains inside nodes, a binary tree between them; the fastest is the faster of both."""
+    nodes = ps.Nodes(8, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1)
+    network = ps.Network(nodes=nodes)
+    assert network.all_reduce(64, range(64), "tree") == 2 * 64 / 8 + 2 * 7 * 1 + 2 * 3 * 3
+    ring = 126 / 64 * 64 / 8 + 2 * 56 * 1 + 2 * 7 * 3
+    assert network.all_reduce(64, range(64), "ring") == ring
+    assert network.all_reduce(64, range(64), "fastest") < ring
+    assert network.all_reduce(1e6, range(64), "fastest") < network.all_reduce(
+        1e6, range(64), "tree"
+    )
+
+
+def test_collectives_between_gpus_of_a_device() -> None:
+    """Tensor-parallel groups: half a node, a node, two nodes with all their NICs."""
+    half = ps.Network.preset("dgx_h100", gpus_per_device=4)
+    step = 3.4e-6
+    assert half.group_all_gather(450e9, 4) == pytest.approx(3 / 4 + 3 * step)
+    assert half.group_all_reduce(450e9, 4) == pytest.approx(6 / 4 + 6 * step)
+    assert half.group_all_reduce(0, 4) == pytest.approx(4 * step)  # a tree is faster
+    assert half.group_all_reduce(450e9, 2) == pytest.approx(1 + 2 * step)
+    two = ps.Network.preset("dgx_h100", gpus_per_device=16)
+    assert (two.nodes.gpus_per_node, two.nodes.devices_per_node) == (8, 1)  # type: ignore[union-attr]
+    # 8 NICs of 50 GB/s have less than a port of 450 GB/s.
+    assert two.group_all_gather(400e9, 16) == pytest.approx(15 / 16 + 14 * step + 14e-6)
+    # Another device's message leaves through the NIC of each GPU.
+    routes = two.resolve(np.array([0]), np.array([1]), 2)
+    assert routes.bandwidth.tolist() == [50e9]
+    assert ps.Network().group_all_reduce(5, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("network", "arguments", "message"),
+    [
+        (ps.Network(1, 8), (5, 2), "no nodes"),
+        (ps.Network.preset("dgx_h100"), (5, 8), "give gpus_per_device=8"),
+        (ps.Network.preset("dgx_h100"), (-1, 1), "nbytes must be finite and >= 0"),
+        (ps.Network.preset("dgx_h100"), (math.nan, 1), "nbytes must be finite and >= 0"),
+    ],
+)
+def test_impossible_groups(network: ps.Network, arguments: tuple[float, int], message: str) -> None:
+    """Groups of which the network knows no rates."""
+    with pytest.raises(NetworkError, match=message):
+        network.group_all_reduce(*arguments)
+    with pytest.raises(NetworkError, match=message):
+        network.group_all_gather(*arguments)
+
+
+def test_nodes_of_a_device() -> None:
+    """A device on several nodes has them to itself, and its GPUs are spread evenly."""
+    with pytest.raises(NetworkError, match="has them to itself; give devices_per_node=1, got 2"):
+        ps.Nodes(2, gpus_per_device=16, nodes_per_device=2)
+    with pytest.raises(NetworkError, match="gpus_per_device=9 cannot be spread evenly"):
+        ps.Nodes(1, gpus_per_device=9, nodes_per_device=2)
+    for gpus in (3, 12):
+        with pytest.raises(NetworkError, match="must divide the 8 GPUs of a node"):
+            ps.Network.preset("dgx_a100", gpus_per_device=gpus)
 
 
 @pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
@@ -105,7 +167,9 @@ def test_all_to_all_over_nodes() -> None:
     assert ps.Network(links=(outward, back), nodes=NODES).all_to_all(8, members) == 4 * 2 / 2 + 5
 
 
-@given(st.data(), st.integers(3, 7), st.floats(0, 1e9), st.sampled_from(["ring", "tree"]))
+@given(
+    st.data(), st.integers(3, 7), st.floats(0, 1e9), st.sampled_from(["ring", "tree", "fastest"])
+)
 def test_collectives_are_not_faster_than_the_wire(
     data: st.DataObject, n: int, nbytes: float, algorithm: str
 ) -> None:
