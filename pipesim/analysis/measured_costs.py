@@ -127,7 +127,7 @@ _SECONDS_OF_BYTES = {
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
 #: For each operation with parts, the part whose seconds count.
 _PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}
-_KEPT = ("all_reduce", "exchange_bytes", "workload")
+_KEPT = ("all_reduce", "exchange_bytes", "workload", "memory_reserve")
 
 
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:

@@ -208,6 +208,8 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
                        metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
     costs.add_argument("--all-reduce", dest="settings.costs.all_reduce", metavar="ALGORITHM",
                        help="of gradients: ring, tree or fastest")  # fmt: skip
+    costs.add_argument("--memory-reserve", dest="settings.costs.memory_reserve", type=_value,
+                       metavar="SHARE", help="of the allocated bytes, held besides")  # fmt: skip
     for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
         dest = f"settings.costs.network.{name}"
         costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)

@@ -50,7 +50,10 @@ _SUBSTITUTES = {
     "vector_bytes": "output_bytes",
 }
 #: Fields of which each stage of a device has the whole value, and not a share.
-_UNSHARED = ("launch", "output_bytes", "output_seconds")
+_UNSHARED = (
+    *("launch", "output_bytes", "output_seconds"),
+    *("forward_workspace_bytes", "backward_workspace_bytes"),
+)
 #: Fields that may be None.
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
@@ -97,6 +100,9 @@ class Costs:
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes
         Bytes that a stage holds between I and W: activations, and gradients of outputs.
+    forward_workspace_bytes, backward_workspace_bytes
+        Bytes that a stage holds only while a task runs, beyond ``activation_bytes``: F and R, and
+        B, I and W. They are temporary tensors, such as gradients of activations.
     parameter_bytes, optimizer_bytes
         Bytes of a stage's parameters, which UNSHARD gathers, and of its optimizer state. If the
         optimizer is sharded, a replica has its share of the state. For a sharded stage, both are
@@ -134,6 +140,10 @@ class Costs:
         Tokens and FLOPs of a micro-batch and the GPUs, a `Workload` or a mapping of its fields;
         None if unknown. Throughput in tokens, MFU and the memory limit follow from it, and no
         times.
+    memory_reserve
+        Share of the bytes of tensors that a device holds besides them: memory that the caching
+        allocator keeps in blocks which are too small or only partly used. `Timeline.peak_memory`
+        leaves it out; `Timeline.memory_breakdown` shows it. 0, the default, is an ideal allocator.
 
     Raises
     ------
@@ -176,6 +186,9 @@ class Costs:
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
     workload: Workload | Mapping[str, Any] | None = None
+    forward_workspace_bytes: PerStage = 0.0
+    backward_workspace_bytes: PerStage = 0.0
+    memory_reserve: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, Network):
@@ -189,6 +202,7 @@ class Costs:
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
         object.__setattr__(self, "workload", checked_workload(self.workload))
+        object.__setattr__(self, "memory_reserve", _checked_reserve(self.memory_reserve))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
@@ -274,7 +288,8 @@ class Costs:
 
         With them, schedules with one and with several stages a device are compared for one model.
         The stages of a device share its seconds and bytes evenly, on the first path of a
-        bidirectional placement. ``launch``, ``output_bytes`` and ``output_seconds`` are not shared.
+        bidirectional placement. ``launch``, ``output_bytes``, ``output_seconds`` and the bytes of
+        workspaces are not shared.
 
         Raises
         ------
@@ -314,6 +329,7 @@ class Costs:
             **{name: value for name, value in values.items() if value is not None},
             "network": self.network.to_dict(),
             "all_reduce": self.all_reduce,
+            **({} if self.memory_reserve == 0 else {"memory_reserve": self.memory_reserve}),
             **({} if self.buckets is None else {"buckets": self.buckets}),
             **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
             **({} if self.work is None else {"workload": self.work.to_dict()}),
@@ -550,7 +566,9 @@ class Costs:
 
 
 #: Fields of `Costs` that are plain values, but not one a stage.
-OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload")
+OTHER_FIELDS = (
+    *("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload", "memory_reserve"),
+)
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 
@@ -572,4 +590,15 @@ def _checked_number(name: str, value: object, where: str) -> float:
     if result is None or result < 0 or math.isinf(result):
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{name}{where} must be finite {unit} >= 0, got {value!r}")
+    return result
+
+
+def _checked_reserve(value: object) -> float:
+    """Return ``memory_reserve`` as a float; raise `CostsError` unless it is a share >= 0."""
+    result = number(value)
+    if result is None or not 0 <= result < math.inf:
+        raise CostsError(
+            f"memory_reserve must be a finite share >= 0 of the bytes of tensors, got "
+            f"{value!r:.60}; give such as 0.05 for 5 %"
+        )
     return result

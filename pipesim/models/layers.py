@@ -44,6 +44,8 @@ __all__ = ["Layers", "as_layers"]
 
 #: Columns in which the value of a stage is that of its last layer, not a sum.
 _LAST_LAYER = ("output_bytes", "output_seconds")
+#: Columns of which a stage has its layers' largest value.
+_LARGEST = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Layers:
         -------
         Costs
             Seconds and bytes summed over each stage's layers; ``output_bytes`` and
-            ``output_seconds`` are those of its last layer.
+            ``output_seconds`` are those of its last layer, bytes of workspaces its layers' largest.
 
         Raises
         ------
@@ -195,8 +197,7 @@ class Layers:
         sizes = checked_split(split, len(self), "split")
         values: dict[str, Any] = {
             name: tuple(
-                part[-1] if name in _LAST_LAYER else _sum(f"{name} of stage {stage}", part)
-                for stage, part in enumerate(_parts(column, sizes))
+                _stage_value(name, stage, part) for stage, part in enumerate(_parts(column, sizes))
             )
             for name, column in self.columns.items()
         }
@@ -217,6 +218,13 @@ def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:
         "layers must be the path of a CSV file, a DataFrame or Layers, got "
         f"{layers!r:.60} ({type(layers).__name__})"
     )
+
+
+def _stage_value(name: str, stage: int, part: Sequence[float]) -> float:
+    """Return the value of a stage, from those of its layers."""
+    if name in _LAST_LAYER:
+        return part[-1]
+    return max(part) if name in _LARGEST else _sum(f"{name} of stage {stage}", part)
 
 
 def _sum(what: str, values: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from pipesim.timeline.task_bytes import (
     finite_bytes,
     kind_bytes,
     static,
+    workspaces,
 )
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints, bincount, count
@@ -28,7 +29,14 @@ from pipesim.utils.jit import kernel
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["in_order_of_time", "over_time", "peak_memory"]
+__all__ = [
+    "HeldBytes",
+    "costs_of",
+    "held_bytes",
+    "in_order_of_time",
+    "over_time",
+    "peak_memory",
+]
 
 Floats = NDArray[np.float64]
 
@@ -43,15 +51,16 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     CostsError
         If the sum of the bytes of a device is not finite.
     """
-    graph, costs = timeline.graph, _costs(timeline)
+    graph, costs = timeline.graph, costs_of(timeline)
     peak = np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
         if len(waiting_gradients(graph, costs).reduction):
-            events = _events(timeline, costs)
+            events = held_bytes(timeline)
             np.maximum.at(peak, events.device, events.balance)
         else:
             columns = _columns(timeline)
             is_counted = (columns.allocated != 0) | (columns.released != 0)
+            is_counted |= columns.workspace != 0
             none = np.empty(0)
             _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
         return finite_bytes(static(graph, costs) + peak)
@@ -77,11 +86,11 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     """
     import pandas as pd
 
-    graph, costs = timeline.graph, _costs(timeline)
+    graph, costs = timeline.graph, costs_of(timeline)
     held = static(graph, costs)
     if len(waiting_gradients(graph, costs).reduction):
         peak_memory(timeline)  # for its error
-        events = _events(timeline, costs)
+        events = held_bytes(timeline)
         device = np.concatenate([np.arange(graph.n_devices), events.device])
         time = np.concatenate([np.zeros(graph.n_devices), events.time])
         nbytes = np.concatenate([held, held[events.device] + events.balance])
@@ -111,31 +120,38 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     return frame[kept].reset_index(drop=True)
 
 
-class _HeldBytes(NamedTuple):
+class HeldBytes(NamedTuple):
     """Starts and ends of tasks, by device and in order of time; one entry each.
 
-    ``balance`` has the bytes that are held from then on, beyond the static ones.
+    ``is_end`` marks the ends. ``balance`` has the bytes that are held from then on, beyond the
+    static ones. ``workspace`` is the part of them that tasks hold only while they run.
     """
 
+    task: Ints
+    is_end: NDArray[np.bool_]
     device: Ints
     time: Floats
     balance: Floats
+    workspace: Floats
 
 
-def _events(timeline: Timeline, costs: Costs) -> _HeldBytes:
+def held_bytes(timeline: Timeline) -> HeldBytes:
     """Return the starts and ends of tasks that compute or release bytes."""
-    graph = timeline.graph
+    graph, costs = timeline.graph, costs_of(timeline)
     allocated, released = changes(graph, costs)
     computes = graph.is_op(COMPUTE)
     task, is_end = in_order_of_time(timeline, computes, computes | (released > 0))
     device = graph.device[task]
     change = np.where(is_end, -released[task], allocated[task])
-    balance = np.empty_like(change)
+    temporary = workspaces(graph, costs)[graph.kind[task]]
+    temporary = np.where(is_end, -temporary, temporary)
+    balance, workspace = np.empty_like(change), np.empty_like(change)
     for number in range(graph.n_devices):
         rows = slice(*np.searchsorted(device, [number, number + 1]))
-        balance[rows] = np.cumsum(change[rows])
+        workspace[rows] = np.cumsum(temporary[rows])
+        balance[rows] = np.cumsum(change[rows]) + workspace[rows]
     time = np.where(is_end, timeline.end[task], timeline.start[task])
-    return _HeldBytes(device, time, balance)
+    return HeldBytes(task, is_end, device, time, balance, workspace)
 
 
 def in_order_of_time(
@@ -168,6 +184,7 @@ class _Columns(NamedTuple):
     allocated: Floats
     kept: Floats
     released: Floats
+    workspace: Floats
     dropped: NDArray[np.bool_]
     start: Floats
     end: Floats
@@ -182,7 +199,8 @@ def _columns(timeline: Timeline) -> _Columns:
         kinds.device,
         kinds.replica,
         kinds.stage,
-        *kind_bytes(graph, _costs(timeline)),
+        *kind_bytes(graph, costs_of(timeline)),
+        workspaces(graph, costs_of(timeline)),
         dropped_activations(graph),
         timeline.start,
         timeline.end,
@@ -205,9 +223,10 @@ def _balances(
     beyond ``static_bytes`` of each device. Unless ``time`` is empty, ``time`` and ``nbytes`` get a
     row for each start and end, from the ``cursor`` of the device on, which is moved behind them.
     """
-    kind, microbatch, device, replica, stage, allocated, kept, released, dropped, start, end = (
-        columns
-    )
+    (
+        kind, microbatch, device, replica, stage, allocated, kept, released, workspace, dropped,
+        start, end,
+    ) = columns  # fmt: skip
     held = np.zeros(len(peak))
     record = len(time) > 0
     for task in range(len(kind)):
@@ -218,18 +237,18 @@ def _balances(
         m = microbatch[task] if len(dropped) else -1
         change = kept[k] if m >= 0 and dropped[replica[k], stage[k], m] else allocated[k]
         during = held[d] + change
-        peak[d] = max(peak[d], during)
+        peak[d] = max(peak[d], during + workspace[k])
         ends = not np.isnan(end[task])
         held[d] = during - released[k] if ends else during
         if record:
             row = cursor[d]
-            time[row], nbytes[row] = start[task], static_bytes[d] + during
+            time[row], nbytes[row] = start[task], static_bytes[d] + (during + workspace[k])
             if ends:
                 time[row + 1], nbytes[row + 1] = end[task], static_bytes[d] + held[d]
             cursor[d] = row + 1 + ends
 
 
-def _costs(timeline: Timeline) -> Costs:
+def costs_of(timeline: Timeline) -> Costs:
     """Return the costs of a timeline; raise `TimelineError` if it has none."""
     if timeline.costs is None:
         raise TimelineError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,15 +17,33 @@ from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
 __all__ = [
+    "StaticBytes",
     "changes",
     "dropped_activations",
     "finite_bytes",
     "kind_bytes",
     "static",
+    "static_parts",
     "weight_versions",
+    "workspaces",
 ]
 
 Floats = NDArray[np.float64]
+
+
+class StaticBytes(NamedTuple):
+    """Bytes that each device holds throughout, by what they are for; shape ``(n_devices,)``."""
+
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+
+
+def static_parts(graph: TaskGraph, costs: Costs) -> StaticBytes:
+    """Return the parts of `static`."""
+    homes = graph.homes.ravel()
+    parts = (np.broadcast_to(part, graph.homes.shape) for part in _stage_parts(graph, costs))
+    return StaticBytes(*(bincount(homes, part.ravel(), graph.n_devices) for part in parts))
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
@@ -39,14 +59,24 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     CostsError
         If the sum of the bytes of a device is not finite.
     """
+    parameters, gradients, optimizer = _stage_parts(graph, costs)
+    with np.errstate(over="ignore"):
+        held = parameters + gradients + optimizer
+    return finite_bytes(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
+
+
+def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
+    """Return bytes of parameters, gradients and optimizer; one value a stage, or a replica too."""
     parameters, gradients, optimizer = (
         costs.per_stage(f"{name}_bytes", graph.n_stages)
         for name in ("parameter", "gradient", "optimizer")
     )
     with np.errstate(over="ignore"):
-        held = weight_versions(graph) * parameters + gradients
-        held += optimizer / graph.optimizer_shares
-    return finite_bytes(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
+        return (
+            weight_versions(graph) * parameters,
+            gradients,
+            optimizer / graph.optimizer_shares,
+        )
 
 
 def finite_bytes(nbytes: Floats) -> Floats:
@@ -163,6 +193,18 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     less = np.maximum(0.0, activation - weight_grad)
     released = choose((Op.B, activation), (Op.I, less), (Op.W, weight_grad))
     return allocated, choose((Op.F, kept_input), (Op.R, allocated), (Op.I, more)), released
+
+
+def workspaces(graph: TaskGraph, costs: Costs) -> Floats:
+    """Return bytes that tasks of each kind hold only while they run."""
+    kinds = graph.kinds
+    forward, backward = (
+        costs.per_stage(f"{name}_workspace_bytes", graph.n_stages)[kinds.stage]
+        for name in ("forward", "backward")
+    )
+    is_forward = kinds.is_op(frozenset({Op.F, Op.R}))
+    is_backward = kinds.is_op(frozenset({Op.B, Op.I, Op.W}))
+    return np.where(is_forward, forward, 0.0) + np.where(is_backward, backward, 0.0)
 
 
 def dropped_activations(graph: TaskGraph) -> NDArray[np.bool_]:

@@ -231,6 +231,32 @@ class Timeline:
 
         return over_time(self)
 
+    def memory_breakdown(self) -> pd.DataFrame:
+        """Return the bytes that each device holds at its first peak, by what they are for.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row a device, in bytes:
+
+            - ``parameters``, ``gradients`` and ``optimizer`` are held throughout.
+            - ``activations`` of all micro-batches in flight, and gradients that wait for their W.
+            - ``workspace`` of the task that runs at the peak.
+            - ``buffers``: gradients that wait for a reduction while the next ones are added up.
+            - ``reserve`` of the allocator: ``Costs.memory_reserve`` times `peak_memory`.
+            - ``total``: the sum of the others, which is `peak_memory` and the reserve.
+
+        Raises
+        ------
+        TimelineError
+            If the timeline has no costs.
+        CostsError
+            If the sum of the bytes of a device is not finite.
+        """
+        from pipesim.timeline.memory_breakdown import memory_breakdown
+
+        return memory_breakdown(self)
+
     def critical_path(self) -> pd.DataFrame:
         """Return the chain of tasks that sets the makespan."""
         from pipesim.analysis.critical_path import critical_path

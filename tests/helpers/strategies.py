@@ -339,6 +339,8 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         "output_bytes",
         "activation_bytes",
         "weight_grad_bytes",
+        "forward_workspace_bytes",
+        "backward_workspace_bytes",
         "parameter_bytes",
         "optimizer_bytes",
         "key_bytes",

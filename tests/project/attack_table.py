@@ -225,6 +225,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.idle_by_cause": lambda _: {"self": timeline()},
     "ps.Timeline.load": lambda to: {"path": _written(to / "timeline.csv", timeline().save)},
     "ps.Timeline.memory": lambda _: {"self": timeline()},
+    "ps.Timeline.memory_breakdown": lambda _: {"self": timeline()},
     "ps.Timeline.plot": lambda _: {"self": timeline()},
     "ps.Timeline.plot_idle": lambda _: {"self": timeline()},
     "ps.Timeline.save": lambda to: {"self": timeline(), "path": to / "saved.csv"},

@@ -141,7 +141,11 @@ def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
     placement = data.draw(placements())
     prices = data.draw(costs(placement.n_stages, placement.n_devices))
     prices = ps.Costs.from_dict(
-        {**prices.to_dict(), "parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+        {
+            **prices.to_dict(),
+            **{f"{name}_bytes": 0 for name in ("parameter", "gradient", "optimizer")},
+            **{f"{name}_workspace_bytes": 0 for name in ("forward", "backward")},
+        }
     )
     one = bytes_of_one(placement, prices)
     limits = [nbytes * data.draw(st.sampled_from([1.0, 1.5, 3.0])) for nbytes in one]

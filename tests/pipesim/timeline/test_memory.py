@@ -10,9 +10,9 @@ from hypothesis import given
 from strategies import cases
 
 import pipesim as ps
-from pipesim.errors import TimelineError
+from pipesim.errors import CostsError, TimelineError
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline.task_bytes import changes, static
+from pipesim.timeline.task_bytes import changes, static, workspaces
 
 
 def simulated(orders: list[list[str]], costs: ps.Costs, recompute: str = "never") -> ps.Timeline:
@@ -138,6 +138,7 @@ def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Cost
     graph, costs = case
     timeline = ps.simulate(graph, costs)
     allocated, given_back = changes(graph, costs)
+    temporary = workspaces(graph, costs)[graph.kind]
     for device in range(graph.n_devices):
         own = graph.device == device
         others = np.flatnonzero(own & ~graph.on_compute & (given_back > 0))
@@ -146,7 +147,7 @@ def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Cost
             now += allocated[task]
             moment, start, end = timeline.start[task], timeline.start[others], timeline.end[others]
             ended = (end < moment) | (end == moment) & ((start < end) | (others < task))
-            peak = max(peak, now - given_back[others[ended]].sum())
+            peak = max(peak, now + temporary[task] - given_back[others[ended]].sum())
             now -= given_back[task]
         assert timeline.peak_memory[device] == static(graph, costs)[device] + peak
 
@@ -239,3 +240,126 @@ def test_without_costs() -> None:
     for ask in (lambda: bare.peak_memory, bare.memory):
         with pytest.raises(TimelineError, match=r"'mine' has no costs .*costs=\.\.\."):
             ask()
+
+
+WORKSPACE = ps.Costs(
+    forward=1,
+    backward=2,
+    activation_bytes=10,
+    forward_workspace_bytes=(3, 4),
+    backward_workspace_bytes=(20, 30),
+)
+
+
+def test_workspace_is_held_while_a_task_runs() -> None:
+    """Two stages, two micro-batches: F0 F1 B1 B0, with 3 bytes more during F and 20 during B."""
+    timeline = simulated(TWO, WORKSPACE)
+    assert balance(timeline, 0) == [
+        (0, 0), (0, 13), (1, 10), (1, 23), (2, 20), (5, 40), (7, 10), (7, 30), (9, 0)
+    ]  # fmt: skip
+    assert timeline.peak_memory.tolist() == [40, 50]
+
+
+def test_workspace_of_every_operation() -> None:
+    """F and R hold that of forward; B, I and W that of backward."""
+    costs = replace(WORKSPACE, output_bytes=10, input_grad=1, weight_grad=1, weight_grad_bytes=4)
+    split = simulated([["0F0", "0I0", "0W0"]], one_stage(costs))
+    assert balance(split, 0) == [(0, 0), (0, 13), (1, 10), (1, 30), (2, 4), (2, 24), (3, 0)]
+    again = simulated([["0F0", "0B0"]], one_stage(costs), recompute="always")
+    # Stage 0 keeps no input: F ends with 0 bytes, R takes 10.
+    assert balance(again, 0) == [(0, 0), (0, 3), (1, 0), (1, 13), (2, 10), (2, 30), (4, 0)]
+
+
+def one_stage(costs: ps.Costs) -> ps.Costs:
+    """Return the costs of stage 0 alone."""
+    return replace(costs, forward_workspace_bytes=3, backward_workspace_bytes=20)
+
+
+def test_two_stages_of_a_device_share_a_workspace() -> None:
+    """They run one after the other: the larger workspace counts, not the sum."""
+    timeline = simulated([["0F0", "1F0", "1B0", "0B0"]], WORKSPACE)
+    assert timeline.peak_memory.tolist() == [20 + 30]
+    placement = ps.Schedule.from_orders([["0F0", "1F0", "1B0", "0B0"]]).placement
+    device = ps.Costs(1, 2, activation_bytes=(10,), backward_workspace_bytes=(20,))
+    chunks = device.in_chunks(placement)
+    assert chunks.activation_bytes == (5, 5)
+    assert chunks.backward_workspace_bytes == (20, 20)
+
+
+def test_breakdown_by_hand() -> None:
+    """Device 0 peaks in B1, with two micro-batches; a tenth of its bytes is the reserve."""
+    costs = replace(
+        WORKSPACE,
+        parameter_bytes=100,
+        gradient_bytes=200,
+        optimizer_bytes=(300, 600),
+        memory_reserve=0.1,
+    )
+    timeline = simulated(TWO, costs)
+    table = timeline.memory_breakdown()
+    assert table.index.name == "device"
+    assert table.to_dict("index") == {
+        0: {
+            "parameters": 100, "gradients": 200, "optimizer": 300, "activations": 20,
+            "workspace": 20, "buffers": 0, "reserve": 64, "total": 704,
+        },
+        1: {
+            "parameters": 100, "gradients": 200, "optimizer": 600, "activations": 20,
+            "workspace": 30, "buffers": 0, "reserve": 95, "total": 1045,
+        },
+    }  # fmt: skip
+    assert timeline.peak_memory.tolist() == [640, 950]
+
+
+def test_breakdown_of_waiting_gradients_and_versions() -> None:
+    """Gradients that wait for reductions are buffers; both versions of weights are parameters."""
+    graph = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", step="none")
+    row = ps.simulate(graph, WAITING).memory_breakdown().loc[0]
+    assert row[["parameters", "gradients", "activations", "buffers"]].tolist() == [10, 100, 1, 300]
+    schedule = ps.schedule("1f1b", 2, 4).with_updates(2, "double_buffered")
+    costs = ps.Costs(1, 2, parameter_bytes=7)
+    versions = ps.simulate(ps.lower(schedule), costs).memory_breakdown()
+    assert versions["parameters"].tolist() == [14, 14]
+    nothing = ps.simulate(ps.lower(schedule), ps.Costs(1, 2)).memory_breakdown()
+    assert (nothing == 0).all(axis=None)
+
+
+@pytest.mark.slow
+@given(cases())
+def test_breakdown_sums_to_the_peak(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Every part is at least 0. They sum to the peak, up to rounding of thirds of a byte."""
+    graph, costs = case
+    timeline = ps.simulate(graph, replace(costs, memory_reserve=0.5))
+    table = timeline.memory_breakdown()
+    assert (table >= 0).all(axis=None)
+    parts = table.drop(columns=["reserve", "total"]).sum(axis=1)
+    assert parts.tolist() == pytest.approx(timeline.peak_memory.tolist(), rel=1e-12)
+    assert table["total"].tolist() == (1.5 * timeline.peak_memory).tolist()
+    workspace = workspaces(graph, costs)
+    assert set(table["workspace"]) <= {0.0, *workspace.tolist()}
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), "a", None, (0.1, 0.2), True])
+def test_bad_reserve(value: object) -> None:
+    """A share is one finite number of at least 0."""
+    with pytest.raises(CostsError, match="memory_reserve must be a finite share >= 0"):
+        ps.Costs(1, 2, memory_reserve=value)  # type: ignore[arg-type]
+
+
+def test_memory_fields_survive_files() -> None:
+    """Costs come back from `to_dict`, and costs of a timeline keep them."""
+    costs = replace(WORKSPACE, memory_reserve=0.25)
+    assert ps.Costs.from_dict(costs.to_dict()) == costs
+    assert "memory_reserve" not in WORKSPACE.to_dict()
+    measured = ps.Costs.from_timeline(simulated(TWO, costs))
+    assert measured.backward_workspace_bytes == (20, 30)
+    assert measured.memory_reserve == 0.25
+
+
+def test_layers_of_a_stage_share_a_workspace() -> None:
+    """A stage of several layers has the largest of theirs."""
+    layers = ps.Layers({"forward": [1, 1, 1], "backward": [2, 2, 2], "activation_bytes": [4, 4, 4],
+                        "backward_workspace_bytes": [5, 9, 6]})  # fmt: skip
+    costs = layers.costs([2, 1])
+    assert costs.activation_bytes == (8, 4)
+    assert costs.backward_workspace_bytes == (9, 6)
