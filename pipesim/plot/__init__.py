@@ -5,6 +5,7 @@ returns the axes. None shows or saves anything; `save` does. matplotlib is impor
 something is drawn.
 """
 
+from pipesim.plot.accuracy_plot import accuracy
 from pipesim.plot.charts import bars, memory
 from pipesim.plot.comparisons import comparison, overlay
 from pipesim.plot.dependency_plot import dependencies
@@ -18,6 +19,7 @@ __all__ = [
     "ONE_COLUMN",
     "PALETTE",
     "TWO_COLUMNS",
+    "accuracy",
     "bars",
     "comparison",
     "comparison_html",

@@ -1,0 +1,1 @@
+"""Constants of a GPU from measured steps of training."""

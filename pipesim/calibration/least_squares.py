@@ -1,0 +1,178 @@
+"""Robust least squares over the logarithms of constants, with a weak prior.
+
+The objective, for measured seconds t and predicted seconds p(x)::
+
+    sum of rho(log(p / t) / scale) + sum of (x / PRIOR)^2
+
+x is log(constant / start), one number a constant. The prior says that a constant is rarely more
+than a factor e, about 2.7, from its start. It decides only where the rows say little. rho(z) is
+``2 c^2 (sqrt(1 + z^2 / c^2) - 1)`` with c = 1.5: a square for small errors, and the distance for
+large ones, so that an outlier has little weight.
+
+The method is that of Levenberg and Marquardt, with weights in place of rho at each iteration.
+Source: Nocedal and Wright, "Numerical Optimization", second edition, sections 10.3 and 16.7. It is
+written here since SciPy's has no prior that its robust loss leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PRIOR", "Floats", "Ints", "Problem", "curvature", "minimize", "search"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Standard deviation of the prior of log(constant / start).
+PRIOR = 1.0
+#: Error, in scales, from which it counts by its distance and no longer by its square.
+_TURN = 1.5
+#: Difference of a logarithm by which derivatives are taken. Predictions have kinks.
+_DIFFERENCE = 1e-3
+#: Most iterations; least gain of the objective, as a share, for another; and the bounds of damping.
+_ITERATIONS, _GAIN = 40, 1e-7
+_LEAST_DAMPING, _MOST_DAMPING = 1e-6, 1e6
+#: Factors by which each constant is moved in search of a better start.
+_FACTORS = (0.25, 0.5, 2.0, 4.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Measured rows, and a prediction of them.
+
+    Attributes
+    ----------
+    predict
+        Function of x, shape ``(n_constants,)``, and of indices of rows. It returns the logarithms
+        of the seconds that are predicted for these rows.
+    measured
+        Logarithm of the measured seconds of each row.
+    lower, upper
+        Bounds of x.
+    scale
+        Error of a prediction, as a share, that is not unusual.
+    """
+
+    predict: Callable[[Floats, Ints], Floats]
+    measured: Floats
+    lower: Floats
+    upper: Floats
+    scale: float
+
+    @property
+    def rows(self) -> Ints:
+        """Indices of all rows."""
+        return np.arange(len(self.measured))
+
+    def errors(self, x: Floats, rows: Ints) -> Floats:
+        """Return log(predicted / measured) of some rows."""
+        return self.predict(x, rows) - self.measured[rows]
+
+    def jacobian(self, x: Floats, errors: Floats, rows: Ints, free: Ints) -> Floats:
+        """Return the derivatives of ``errors``, at x, by each free constant: a column each."""
+        columns = []
+        for constant in free:
+            moved = x.copy()
+            inside = moved[constant] + _DIFFERENCE <= self.upper[constant]
+            moved[constant] += _DIFFERENCE if inside else -_DIFFERENCE
+            change = moved[constant] - x[constant]
+            columns.append((self.errors(moved, rows) - errors) / change)
+        return np.array(columns).reshape(len(free), len(rows)).T
+
+    def objective(self, x: Floats, errors: Floats) -> float:
+        """Return the objective at x, where the rows have these errors."""
+        z = errors / self.scale
+        robust = 2 * _TURN**2 * (np.sqrt(1 + (z / _TURN) ** 2) - 1)
+        return float(robust.sum() + ((x / PRIOR) ** 2).sum())
+
+    def weights(self, errors: Floats) -> Floats:
+        """Return the weight of each error's square, at most 1; small for outliers."""
+        weights: Floats = 1 / np.sqrt(1 + (errors / self.scale / _TURN) ** 2)
+        return weights
+
+
+def curvature(problem: Problem, jacobian: Floats, errors: Floats) -> Floats:
+    """Return half the curvature of the objective by the columns of a Jacobian, prior included."""
+    weights = problem.weights(errors)[:, None] / problem.scale**2
+    both: Floats = jacobian.T @ (weights * jacobian) + np.eye(jacobian.shape[1]) / PRIOR**2
+    return both
+
+
+def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
+    """Return the x with the least objective over some rows.
+
+    Parameters
+    ----------
+    problem
+        Rows and prediction.
+    x
+        Start. It is not changed.
+    free
+        Indices of the constants that vary; the others stay.
+    rows
+        Indices of the rows that count.
+    """
+    damping = 1e-3
+    errors = problem.errors(x, rows)
+    value = problem.objective(x, errors)
+    for _ in range(_ITERATIONS):
+        jacobian = problem.jacobian(x, errors, rows, free)
+        slope = jacobian.T @ (problem.weights(errors) * errors) / problem.scale**2
+        slope = slope + x[free] / PRIOR**2
+        bent = curvature(problem, jacobian, errors)
+        before = value
+        while damping <= _MOST_DAMPING:
+            moved = _step(problem, x, free, slope, bent, damping)
+            moved_errors = problem.errors(moved, rows)
+            moved_value = problem.objective(moved, moved_errors)
+            if moved_value < value:
+                x, errors, value = moved, moved_errors, moved_value
+                damping = max(damping / 10, _LEAST_DAMPING)
+                break
+            if np.abs(moved - x).max(initial=0.0) < _DIFFERENCE / 10:
+                return x
+            damping *= 10
+        if before - value <= _GAIN * before:
+            break
+    return x
+
+
+def _step(
+    problem: Problem, x: Floats, free: Ints, slope: Floats, bent: Floats, damping: float
+) -> Floats:
+    """Return x after a damped step that stays in the bounds.
+
+    A constant at a bound, beyond which the objective would fall, does not move.
+    """
+    stuck = (x[free] <= problem.lower[free]) & (slope > 0)
+    stuck |= (x[free] >= problem.upper[free]) & (slope < 0)
+    inner = np.flatnonzero(~stuck)
+    part = bent[np.ix_(inner, inner)]
+    part = part + damping * np.diag(np.diag(part))
+    moved = x.copy()
+    moved[free[inner]] -= np.linalg.solve(part, slope[inner])
+    return np.clip(moved, problem.lower, problem.upper)
+
+
+def search(problem: Problem, x: Floats, free: Ints) -> Floats:
+    """Return the best x that is reached by moving one free constant after the other.
+
+    Steps alone would not leave a start at which a constant has no effect, as `launch` has none
+    where kernels take longer.
+    """
+    rows = problem.rows
+    best = problem.objective(x, problem.errors(x, rows))
+    for constant in free:
+        around = x
+        for factor in _FACTORS:
+            moved = around.copy()
+            moved[constant] += np.log(factor)
+            moved = np.clip(moved, problem.lower, problem.upper)
+            value = problem.objective(moved, problem.errors(moved, rows))
+            if value < best:
+                x, best = moved, value
+    return x

@@ -1,0 +1,97 @@
+"""Draw measured over predicted seconds of many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesim.errors import ArgumentError, check_numbers
+from pipesim.ops import Op
+from pipesim.plot.paper_figure import SMALL, axes_or_new, figure, label, set_title
+from pipesim.plot.style import INK, PALETTE, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["accuracy"]
+
+#: Error of a prediction that the band shows, as a share.
+BAND = 0.1
+#: Space around the points, as a factor.
+_SPACE = 1.25
+#: Height of new axes with their labels (inches).
+_HEIGHT = 3.2
+
+
+def accuracy(
+    measured: Sequence[float],
+    predicted: Sequence[float],
+    *,
+    ax: Axes | None = None,
+    unit: str | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw a point a step, measured over predicted seconds, on logarithmic axes of equal length.
+
+    A line marks equal values, and a band around it predictions that are at most 10 % off. The mean
+    and the worst error (predicted over measured, minus 1) are to the right of the title.
+
+    Parameters
+    ----------
+    measured, predicted
+        Seconds of each step.
+    ax
+        Axes to draw into; its scales and limits are set. New axes, a column wide, by default.
+    unit
+        Unit of both axes: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
+    title
+        No title by default.
+
+    Raises
+    ------
+    ArgumentError
+        For different numbers of values, none, values that are not finite and above 0, or an ``ax``
+        that is no Axes.
+    UnknownNameError
+        For an unknown unit.
+    """
+    true, guess = _checked("measured", measured), _checked("predicted", predicted)
+    if len(true) != len(guess) or not len(true):
+        raise ArgumentError(
+            f"measured and predicted must have one value a step each, got {len(true)} and "
+            f"{len(guess)}"
+        )
+    sign, scale = time_unit(float(np.median(true)), unit)
+    ax = figure(1, height=_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    ends = np.array([min(true.min(), guess.min()) / _SPACE, max(true.max(), guess.max()) * _SPACE])
+    ends *= scale
+    band = ax.fill_between(
+        ends, ends / (1 + BAND), ends / (1 - BAND), color=PALETTE[Op.R], linewidth=0, zorder=1
+    )
+    band.set_gid("accuracy:band")
+    (line,) = ax.plot(ends, ends, color=INK, linewidth=0.6, zorder=2)
+    line.set_gid("accuracy:equal")
+    points = ax.scatter(
+        guess * scale, true * scale, s=14, color=PALETTE[Op.B], edgecolor=INK, linewidth=0.4,
+        zorder=3,
+    )  # fmt: skip
+    points.set_gid("accuracy:steps")
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    label(ax, f"Predicted ({sign})", f"Measured ({sign})")
+    ax.tick_params(which="minor", width=0.4, length=1.5, labelsize=SMALL)
+    errors = np.abs(guess / true - 1)
+    ax.legend([line, band], ["equal", f"within {BAND:.0%}"], loc="upper left", frameon=False,
+              fontsize=SMALL, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+    set_title(ax, title or "", f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}")
+    return ax
+
+
+def _checked(name: str, values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return values as an array, checked to be finite and above 0."""
+    array = np.array(check_numbers(name, values))
+    wrong = array[~((array > 0) & np.isfinite(array))]
+    if len(wrong):
+        raise ArgumentError(f"{name} must be finite seconds above 0, got {wrong[0]}")
+    return array

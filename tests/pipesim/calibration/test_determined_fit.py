@@ -1,0 +1,139 @@
+"""Constants from synthetic rows, of which the truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.optimize import least_squares
+
+from pipesim.calibration import determined_fit
+from pipesim.calibration.determined_fit import LEAST_DETERMINED, Fit, fit
+from pipesim.calibration.least_squares import Floats, Ints, Problem, minimize
+
+TRUTH = np.array([0.6, -0.4, 0.9])
+N_ROWS = 12
+#: Seconds of each row in three parts, which constants multiply.
+PARTS = np.random.default_rng(0).uniform(0.1, 10, (N_ROWS, 3))
+
+
+def sums(x: Floats, rows: Ints) -> Floats:
+    """Rows that are sums of three parts."""
+    return np.log(PARTS[rows] @ np.exp(x[:3]))
+
+
+def twins(x: Floats, rows: Ints) -> Floats:
+    """The first and the fourth constant multiply the same part."""
+    return np.log(PARTS[rows] @ np.exp([x[0] + x[3], x[1], x[2]]))
+
+
+def floors(x: Floats, rows: Ints) -> Floats:
+    """A floor under the rows, which is below all of them at the start."""
+    return np.log(np.maximum(PARTS[rows].sum(1), 2 * np.exp(x[0])))
+
+
+def fitted(
+    predict: Callable[[Floats, Ints], Floats], measured: Floats, n: int, most: float = 4.6
+) -> Fit:
+    return fit(predict, measured, np.full(n, -4.6), np.full(n, most))
+
+
+def measured(noise: float = 0.0, seed: int = 0) -> Floats:
+    drawn = np.random.default_rng(seed).normal(0, noise, N_ROWS) if noise else np.zeros(N_ROWS)
+    return sums(TRUTH, np.arange(N_ROWS)) + drawn
+
+
+def test_rows_without_noise_give_back_the_constants() -> None:
+    """The prior pulls them towards their start by less than 1 %."""
+    result = fitted(sums, measured(), 3)
+    np.testing.assert_allclose(result.x, TRUTH, atol=0.01)
+    np.testing.assert_allclose(result.predicted, measured(), atol=2e-3)
+    np.testing.assert_allclose(result.left_out, measured(), atol=5e-3)
+    assert result.together == {}
+
+
+def test_standard_errors_are_those_of_repeated_measurements() -> None:
+    results = [fitted(sums, measured(0.03, seed), 3) for seed in range(60)]
+    spread = np.std([result.x for result in results], axis=0)
+    stated = np.mean([result.standard_errors for result in results], axis=0)
+    assert (spread > stated / 1.6).all()
+    assert (spread < stated * 1.6).all()
+
+
+def test_an_outlier_has_little_weight() -> None:
+    """Least squares without a robust loss move the constants three times as far, or more."""
+    rows = measured(0.01)
+    rows[3] += np.log(2)
+    robust = np.abs(fitted(sums, rows, 3).x - TRUTH).max()
+    plain = least_squares(lambda x: sums(x, np.arange(N_ROWS)) - rows, np.zeros(3)).x
+    assert robust < 0.15
+    assert np.abs(plain - TRUTH).max() > 3 * robust
+
+
+def test_the_minimum_is_that_of_scipy() -> None:
+    """Plain squares: errors far below the scale count by their squares."""
+    rows = measured(0.05)
+    bounds = np.full(3, -4.6), np.full(3, 4.6)
+    problem = Problem(sums, rows, *bounds, scale=10.0)
+    both = least_squares(
+        lambda x: np.append((sums(x, np.arange(N_ROWS)) - rows) / 10, x), np.zeros(3)
+    )
+    x = minimize(problem, np.zeros(3), np.arange(3), np.arange(N_ROWS))
+    np.testing.assert_allclose(x, both.x, atol=2e-3)
+
+
+def test_a_constant_without_effect_keeps_its_start() -> None:
+    result = fitted(sums, measured(0.01), 4)
+    assert result.x[3] == 0
+    assert result.together == {3: ()}
+    assert result.standard_errors[3] > LEAST_DETERMINED > result.standard_errors[:3].max()
+    np.testing.assert_allclose(result.x[:3], TRUTH, atol=0.1)
+
+
+def test_of_two_constants_with_one_effect_the_later_keeps_its_start() -> None:
+    result = fitted(twins, measured(0.01), 4)
+    assert result.x[3] == 0
+    assert result.together == {3: (0,)}
+    np.testing.assert_allclose(result.x[:3], TRUTH, atol=0.1)
+
+
+def test_a_constant_without_effect_at_its_start_is_found() -> None:
+    """A factor of 4 gives the floor an effect."""
+    rows = floors(np.array([2.3]), np.arange(N_ROWS))
+    assert (floors(np.array([0.1]), np.arange(N_ROWS)) == np.log(PARTS.sum(1))).all()
+    assert fitted(floors, rows, 1).x == pytest.approx([2.3], abs=1e-3)
+
+
+def test_bounds_hold_and_the_other_constants_are_the_best_within_them() -> None:
+    result = fitted(sums, measured(), 3, most=0.5)
+    assert result.x[0] == 0.5
+    assert result.x[2] == 0.5
+    assert result.x[1] > TRUTH[1]  # makes up for them
+
+
+def test_a_left_out_row_has_no_influence_on_its_prediction() -> None:
+    rows = measured(0.02)
+    before = fitted(sums, rows, 3)
+    rows[5] += np.log(1.5)
+    after = fitted(sums, rows, 3)
+    assert after.left_out[5] == pytest.approx(before.left_out[5], abs=0.01)
+    assert after.predicted[5] > before.predicted[5]
+
+
+def test_one_step_leaves_a_row_out_nearly_as_a_fit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = measured(0.05)
+    exact = fitted(sums, rows, 3)
+    monkeypatch.setattr(determined_fit, "EXACT_ROWS", N_ROWS - 1)
+    step = fitted(sums, rows, 3)
+    assert np.abs(exact.left_out - exact.predicted).max() > 0.015
+    np.testing.assert_allclose(step.left_out, exact.left_out, atol=0.004)
+
+
+def test_as_many_rows_as_constants() -> None:
+    """Such rows are met; their left-out errors are larger."""
+    rows = np.arange(3)
+    result = fit(sums, measured()[:3], np.full(3, -4.6), np.full(3, 4.6))
+    near = np.abs(result.predicted - measured()[:3])
+    assert near.max() < 0.03
+    assert np.abs(result.left_out - measured()[rows]).max() > 2 * near.max()
