@@ -409,7 +409,7 @@ class Costs:
             each, unless ``partition="balanced"`` is among the settings.
         **settings
             The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...) and the
-            arguments of its ``costs`` (``microbatch_size``, ``flops_per_second``,
+            arguments of its ``costs`` (``microbatch_size``, ``gpu``,
             ``tensor_parallel``, ...). ``n_layers`` may be left out if the layers of each stage are
             given.
 
@@ -422,7 +422,7 @@ class Costs:
         --------
         >>> costs = Costs.transformer(
         ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
-        ...     vocabulary_size=50304, microbatch_size=4, flops_per_second=150e12)
+        ...     vocabulary_size=50304, microbatch_size=4, gpu="a100_80gb")
         """
         from pipesim.models.costs_from_sizes import costs_from_sizes
 

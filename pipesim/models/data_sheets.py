@@ -8,6 +8,9 @@ measured [14]_. A GPU that is not in that list has the share of a measured one o
 (``basis`` names it), or 0.8. Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9
 and more, the element-wise kernels of a training step less.
 
+Multiprocessors (compute units of AMD) are those of the vendors' architecture papers, as listed in
+[13]_; a GPU of two dies has those of both.
+
 References
 ----------
 .. [1] NVIDIA, "V100 Tensor Core GPU", https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
@@ -46,6 +49,8 @@ class DataSheet:
         Vendor, product and memory.
     flops, bandwidth, memory
         Nominal FLOP/s, bytes/s and bytes.
+    multiprocessors
+        Number of streaming multiprocessors, or compute units.
     flops_efficiency, bandwidth_efficiency
         Shares of both rates that kernels reach.
     basis
@@ -58,6 +63,7 @@ class DataSheet:
     flops: float
     bandwidth: float
     memory: float
+    multiprocessors: int
     flops_efficiency: float
     basis: str
     source: int
@@ -70,23 +76,23 @@ _LIKE_A100, _LIKE_H100 = (0.87, "as A100 SXM"), (0.80, "as H100 SXM")
 _ASSUMED = 0.8, "assumed"
 
 DATA_SHEETS = {
-    "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, *_ASSUMED, 1),
-    "a100_40gb": DataSheet("NVIDIA A100 SXM 40 GB", 312e12, 1555e9, 40e9, *_A100, 2),
-    "a100_80gb": DataSheet("NVIDIA A100 SXM 80 GB", 312e12, 2039e9, 80e9, *_A100, 2),
-    "a100_pcie": DataSheet("NVIDIA A100 PCIe 80 GB", 312e12, 1935e9, 80e9, *_A100_PCIE, 2),
-    "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, *_LIKE_A100, 2),
-    "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, *_H100, 3),
-    "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, *_LIKE_H100, 3),
-    "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, *_LIKE_H100, 3),
-    "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, *_LIKE_H100, 4),
-    "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, *_LIKE_H100, 13),
-    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, *_LIKE_H100, 13),
-    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, *_LIKE_H100, 5),
-    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, *_LIKE_H100, 6),
-    "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, *_ASSUMED, 7),
-    "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, *_ASSUMED, 8),
-    "rtx_4090": DataSheet("NVIDIA GeForce RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, *_ASSUMED, 9),
-    "mi250x": DataSheet("AMD MI250X 128 GB, both dies", 383e12, 3277e9, 128e9, *_MI250X, 10),
-    "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, *_MI300X, 11),
-    "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, *_MI325X, 12),
+    "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, 80, *_ASSUMED, 1),
+    "a100_40gb": DataSheet("NVIDIA A100 SXM 40 GB", 312e12, 1555e9, 40e9, 108, *_A100, 2),
+    "a100_80gb": DataSheet("NVIDIA A100 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_A100, 2),
+    "a100_pcie": DataSheet("NVIDIA A100 PCIe 80 GB", 312e12, 1935e9, 80e9, 108, *_A100_PCIE, 2),
+    "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_LIKE_A100, 2),
+    "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3),
+    "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3),
+    "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3),
+    "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4),
+    "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13),
+    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_LIKE_H100, 13),
+    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_LIKE_H100, 5),
+    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_H100, 6),
+    "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7),
+    "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8),
+    "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9),
+    "mi250x": DataSheet("AMD MI250X 128 GB, both dies", 383e12, 3277e9, 128e9, 220, *_MI250X, 10),
+    "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, 304, *_MI300X, 11),
+    "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, 304, *_MI325X, 12),
 }  # fmt: skip

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
 from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.kernel import Kernel
-from pipesim.models.size_checks import checked_value
+from pipesim.models.size_checks import check_size, checked_value
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GPU", "gpus"]
+__all__ = ["GPU", "as_gpu", "gpus"]
 
 #: Units of the fields that must be above 0, and of those that may be 0.
 _RATES = {"flops": "FLOP/s", "bandwidth": "bytes/s", "memory": "bytes", "peak_flops": "FLOP/s"}
-_UNITS = {"launch": "seconds", "overhead": "seconds", "half_depth": "elements"}
+_UNITS = {
+    "launch": "seconds",
+    "overhead": "seconds",
+    "half_depth": "elements",
+    "synchronization": "seconds",
+}
 #: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
 #: depth at half the rate.
 _LAUNCH, _OVERHEAD, _HALF_DEPTH = 6e-6, 2e-6, 64.0
+#: Elements of the tiles of a matrix product's result, and the share of ``flops`` that they reach:
+#: tiles of 128 by 256, and of 128 by 128 with an assumed loss.
+_TILES = ((128 * 256, 1.0), (128 * 128, 0.93))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
     """Rates that kernels reach on a GPU, seconds to launch them, and bytes of memory.
 
-    A kernel takes ``max(flops * (1 + half_depth / depth) / gpu.flops, nbytes / gpu.bandwidth) +
-    overhead`` seconds, where the depth is the size that a matrix product sums over. An operation
-    takes as long as all its kernels, and at least ``launch`` for each of them: the host launches
-    kernels one after another while the GPU runs earlier ones.
+    A kernel takes ``max(flops * (1 + half_depth / depth) * waves / gpu.flops, nbytes /
+    gpu.bandwidth) + overhead`` seconds, where the depth is the size that a matrix product sums
+    over. An operation takes as long as all its kernels, and at least ``launch`` for each of them:
+    the host launches kernels one after another while the GPU runs earlier ones.
 
-    Source of the maximum: Williams et al., "Roofline", Communications of the ACM 52(4), 2009.
+    Each multiprocessor computes one tile of a product's result at a time. ``waves`` is the number
+    of tiles a multiprocessor, rounded up, over that number: 2 if 109 tiles run on 108
+    multiprocessors. Tiles have 128 by 256 elements, or 128 by 128 at 93 % of ``flops`` where that
+    is faster.
+
+    Sources: Williams et al., "Roofline", Communications of the ACM 52(4), 2009. NVIDIA, "Matrix
+    Multiplication Background User's Guide" (tiles and waves),
+    https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
 
     Attributes
     ----------
@@ -50,6 +66,12 @@ class GPU:
     half_depth
         Depth at which a matrix product reaches half of ``flops``. Each tile of its result begins
         with loads and ends with a store, during which it computes nothing.
+    synchronization
+        Seconds that a message between stages holds its stream, in addition to its bytes: in
+        frameworks that wait for the GPU before and after a message, such as early Megatron-LM. A
+        message that blocks (``lower(overlap=False)``) delays its stage by it.
+    multiprocessors
+        Number of multiprocessors that compute tiles; 0 (the default) for no waves.
     peak_flops
         FLOP/s of the data sheet without sparsity, the base of the model FLOPs utilization; None
         (the default) for ``flops``.
@@ -60,7 +82,7 @@ class GPU:
     ------
     ArgumentError
         For rates and memory that are not finite and above 0, times that are not finite and at
-        least 0, and for ``peak_flops`` below ``flops``.
+        least 0, ``multiprocessors`` that are no whole number, and ``peak_flops`` below ``flops``.
 
     Examples
     --------
@@ -77,6 +99,8 @@ class GPU:
     memory: float | None = None
     overhead: float = 0.0
     half_depth: float = 0.0
+    synchronization: float = 0.0
+    multiprocessors: int = 0
     peak_flops: float | None = None
     name: str = ""
 
@@ -86,6 +110,8 @@ class GPU:
             if value is not None or field not in ("memory", "peak_flops"):
                 checked = checked_value(field, value, unit, above_zero=field in _RATES)
                 object.__setattr__(self, field, checked)
+        count = check_size("multiprocessors", self.multiprocessors, 0)
+        object.__setattr__(self, "multiprocessors", count)
         if self.peak < self.flops:
             raise ArgumentError(
                 f"peak_flops={self.peak:g} must be at least flops={self.flops:g}: flops are those "
@@ -123,6 +149,7 @@ class GPU:
             memory=sheet.memory,
             overhead=_OVERHEAD,
             half_depth=_HALF_DEPTH,
+            multiprocessors=sheet.multiprocessors,
             peak_flops=sheet.flops,
             name=name,
         )
@@ -140,10 +167,21 @@ class GPU:
         check_type("kernel", kernel, Kernel)
         shallow = 1 + self.half_depth / kernel.depth if kernel.depth else 1.0
         return {
-            "compute": kernel.flops * shallow / self.flops,
+            "compute": kernel.flops * shallow * self._waves(kernel) / self.flops,
             "memory": kernel.nbytes / self.bandwidth,
             "overhead": kernel.n_kernels * self.overhead,
         }
+
+    def _waves(self, kernel: Kernel) -> float:
+        """Return how much longer a product takes since its tiles run in whole waves."""
+        if not (kernel.depth and kernel.n_kernels and self.multiprocessors):
+            return 1.0
+        elements = kernel.flops / (2 * kernel.depth * kernel.n_kernels)
+        least = math.inf
+        for tile, rate in _TILES:
+            tiles = elements / tile / self.multiprocessors
+            least = min(least, math.ceil(tiles) / (tiles * rate) if tiles else 1.0)
+        return least
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Return the seconds that the GPU is busy with a kernel, whatever its launch takes.
@@ -174,12 +212,36 @@ class GPU:
         return max(busy, self.launch * sum(kernel.n_kernels for kernel in operation))
 
 
+def as_gpu(gpu: GPU | Mapping[str, Any] | str) -> GPU:
+    """Return a GPU from any form that `pipesim.Transformer.costs` takes.
+
+    Raises
+    ------
+    UnknownNameError
+        For an unknown name or field.
+    ArgumentError
+        As `GPU`, for fields that are missing, and for anything but a GPU, a name or a mapping.
+    """
+    if isinstance(gpu, str):
+        return GPU.preset(gpu)
+    if isinstance(gpu, Mapping):
+        names = [field.name for field in fields(GPU)]
+        for name in gpu:
+            check_name("field of a GPU", name, names)
+        for name in ("flops", "bandwidth"):
+            if name not in gpu:
+                raise ArgumentError(f"gpu lacks {name}; give flops and bandwidth, or a name")
+        return GPU(**gpu)
+    return check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
+
+
 def gpus() -> pd.DataFrame:
     """List the GPUs that `GPU.preset` accepts, one row a name.
 
     Columns: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth`` (bytes/s) and
-    ``memory`` (bytes); ``flops_efficiency`` and ``bandwidth_efficiency``, the shares of these
-    rates that kernels reach; ``basis`` of the efficiencies; ``source`` of the nominal values.
+    ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and ``bandwidth_efficiency``, the
+    shares of these rates that kernels reach; ``basis`` of the efficiencies; ``source`` of the
+    nominal values.
 
     Examples
     --------

@@ -22,6 +22,10 @@ The attention core has 2 products forward, of depth d and s, and 4 backward. Fus
 it is one kernel of depth d, which computes the half of the scores that the causal mask leaves, and
 2.5 times as many FLOPs backward, since it computes the scores again (Dao, arXiv 2307.08691,
 section 3). Unfused, scores are written and read by softmax and dropout, and none are left out.
+
+Gradients of weights are summed over micro-batches. Where gradients have more bytes than parameters,
+the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM); otherwise autograd has a
+kernel for each parameter that adds. Parameters of norms and biases always have such a kernel.
 """
 
 from __future__ import annotations
@@ -86,18 +90,30 @@ class _Sizes:
         nbytes = e * (rows * depth + depth * columns + rows * columns)
         return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
 
-    def weight_grad(self, name: str, inputs: float, outputs: float) -> tuple[Kernel, ...]:
-        """Return the product of a weight's gradient, which adds to the sum of micro-batches.
+    def weight_grad(
+        self, name: str, inputs: float, outputs: float, *, bias: bool = True
+    ) -> tuple[Kernel, ...]:
+        """Return the product of a weight's gradient and its sum, and those of the bias, if any.
 
         The gradient of a bias is a sum over the gradients of outputs.
         """
         model, tokens = self.shard.model, self.tokens
-        e, sums = model.bytes_per_activation, 2 * model.bytes_per_gradient
-        nbytes = e * tokens * (inputs + outputs) + sums * inputs * outputs
-        product = Kernel(f"{name} weight", 2 * tokens * inputs * outputs, nbytes, tokens)
-        if not model.biases:
-            return (product,)
-        return product, Kernel(f"{name} bias", nbytes=e * tokens * outputs)
+        e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
+        fused = g > model.bytes_per_parameter
+        written = 2 * g if fused else model.bytes_per_parameter
+        nbytes = e * tokens * (inputs + outputs) + written * size
+        product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens)
+        kernels = [product] if fused else [product, self.accumulation(name, size)]
+        if model.biases and bias:
+            kernels.append(Kernel(f"{name} bias", nbytes=e * tokens * outputs))
+            kernels.append(self.accumulation(f"{name} bias", outputs))
+        return tuple(kernels)
+
+    def accumulation(self, name: str, size: float, n_kernels: int = 1) -> Kernel:
+        """Return the sum of a gradient with those of earlier micro-batches."""
+        model = self.shard.model
+        nbytes = (model.bytes_per_parameter + 2 * model.bytes_per_gradient) * size
+        return Kernel(f"{name} accumulation", nbytes=nbytes, n_kernels=n_kernels)
 
 
 def layer_kernels(shard: Shard) -> OperationKernels:
@@ -134,9 +150,15 @@ def layer_kernels(shard: Shard) -> OperationKernels:
         *residual_back, sizes.product("projection input", tokens, attended, h), *core.input_grad,
         *rotary, sizes.product("qkv input", tokens, h, qkv), norm_back,
     )  # fmt: skip
+    # Gradients of a norm's parameters: sums over tokens, in two kernels.
+    norm_weight = (
+        Kernel("norm weight", nbytes=2 * e * h * share, n_kernels=2),
+        sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
+    )
     weight_grad = (
-        *sizes.weight_grad("down", f, h), *sizes.weight_grad("up", h, up),
+        *sizes.weight_grad("down", f, h), *sizes.weight_grad("up", h, up), *norm_weight,
         *sizes.weight_grad("projection", attended, h), *sizes.weight_grad("qkv", h, qkv),
+        *norm_weight,
     )  # fmt: skip
     recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
     return OperationKernels(forward, input_grad, weight_grad, recompute)
@@ -212,5 +234,5 @@ def head_kernels(shard: Shard) -> OperationKernels:
             loss_back, cast, sizes.product("logits input", sizes.tokens, h, v),
             norm._replace(nbytes=3 * e * h * sizes.share),
         ),
-        sizes.weight_grad("logits", h, v)[:1],  # the head has no bias
+        sizes.weight_grad("logits", h, v, bias=False),
     )  # fmt: skip

@@ -22,11 +22,15 @@ _FEW_LAYERS = 1000
 
 
 def stage_sizes(
-    layers_per_stage: Split, partition: LayerPartition | None, n_layers: int, layer: int, head: int
+    layers_per_stage: Split,
+    partition: LayerPartition | None,
+    n_layers: int,
+    layer: float,
+    head: float,
 ) -> tuple[int, ...]:
     """Return the layers of each stage; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``layer`` and ``head`` are the FLOPs of one layer and of the LM head, forward and backward.
+    ``layer`` and ``head`` are the seconds of one layer and of the LM head, forward and backward.
     """
     is_number = check_partition(partition, layers_per_stage, "layers_per_stage")
     if is_number and partition == "balanced":
@@ -46,7 +50,7 @@ def stage_sizes(
     return sizes
 
 
-def _balanced_sizes(n_stages: object, n_layers: int, layer: int, head: int) -> tuple[int, ...]:
+def _balanced_sizes(n_stages: object, n_layers: int, layer: float, head: float) -> tuple[int, ...]:
     """Return the split whose slowest stage is fastest; the last stage may have the head alone."""
     count = check_count("layers_per_stage", n_stages)
     if count > n_layers + 1:
@@ -58,6 +62,6 @@ def _balanced_sizes(n_stages: object, n_layers: int, layer: int, head: int) -> t
     return (*sizes, last - 1)
 
 
-def _slowest(sizes: tuple[int, ...], layer: int, head: int) -> int:
-    """Return the FLOPs of the slowest stage."""
+def _slowest(sizes: tuple[int, ...], layer: float, head: float) -> float:
+    """Return the seconds of the slowest stage."""
     return max(layer * n + head * (stage == len(sizes) - 1) for stage, n in enumerate(sizes))

@@ -5,12 +5,12 @@ Letters and sources are those of `pipesim.models.transformer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesim.costs.layer_split import LayerPartition, Split
+from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import check_flag, check_name, check_type
-from pipesim.models.size_checks import check_divides, check_size, checked_value
+from pipesim.models.size_checks import check_divides, check_size
+from pipesim.models.stage_seconds import per_stage, stage_seconds
 from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
@@ -45,6 +45,10 @@ class Shard:
     flash_attention
         Whether the attention core is one fused kernel, which keeps neither scores nor softmax, but
         32 bits for each head and token.
+    scatter_gather
+        Whether each GPU of the group sends its part of a stage's output, and the receiving group
+        gathers the parts (arXiv 2104.04473, section 4.1). Otherwise each sends the whole output to
+        its counterpart. Sequence parallelism has parts already, and needs none gathered.
 
     Raises
     ------
@@ -68,6 +72,7 @@ class Shard:
     sequence_parallel: bool = False
     recompute: LayerRecompute = "none"
     flash_attention: bool = False
+    scatter_gather: bool = False
 
     def __post_init__(self) -> None:
         check_type("model", self.model, Transformer)
@@ -75,6 +80,7 @@ class Shard:
             object.__setattr__(self, name, check_size(name, getattr(self, name)))
         check_flag("sequence_parallel", self.sequence_parallel)
         check_flag("flash_attention", self.flash_attention)
+        check_flag("scatter_gather", self.scatter_gather)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
             check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
@@ -84,8 +90,17 @@ class Shard:
 
     @property
     def output_bytes(self) -> float:
-        """Bytes of a stage's output that a GPU sends: 2sbh; 2sbh/t with sequence parallelism."""
-        return self._tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
+        """Bytes of a stage's output that a GPU sends.
+
+        2sbh; 2sbh/t with sequence parallelism or ``scatter_gather``.
+        """
+        parts = self.tensor_parallel if self.scattered_messages else 1
+        return self._input_bytes / parts
+
+    @property
+    def scattered_messages(self) -> bool:
+        """Whether the receiving group gathers the parts of a message, each sent by one GPU."""
+        return self.scatter_gather and self.tensor_parallel > 1 and not self.sequence_parallel
 
     @property
     def layer_activation_bytes(self) -> float:
@@ -107,7 +122,7 @@ class Shard:
         recompute is not counted.
         """
         if self.recompute == "full":
-            return self.output_bytes
+            return self._input_bytes
         model, e, mask = self.model, self.model.bytes_per_activation, self._mask
         split = e * self._split_inputs
         if self.recompute == "none" and self.flash_attention:
@@ -145,7 +160,7 @@ class Shard:
         4sbh/t(1 + v/h) with sequence parallelism (arXiv 2205.05198, section 4.3), else
         4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded.
         """
-        return 2 * self.output_bytes + self._logit_bytes
+        return 2 * self._input_bytes + self._logit_bytes
 
     @property
     def layer_parameters(self) -> float:
@@ -165,6 +180,20 @@ class Shard:
     def head_parameters(self) -> float:
         """Parameters of final norm and LM head; the norm is whole."""
         return self._split_parameters(self.model.head_parameters, self.model.norm_parameters)
+
+    def stage_parameters(self, layers_per_stage: Split) -> tuple[float, ...]:
+        """Return the parameters of each stage; the last of several has a copy of a tied matrix.
+
+        Raises
+        ------
+        ArgumentError
+            For layers that do not sum to the model's or do not divide evenly.
+        """
+        sizes = self._sizes(layers_per_stage)
+        copied = self._copied_parameters if len(sizes) > 1 else 0.0
+        return per_stage(
+            sizes, self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
+        )
 
     def stages(
         self,
@@ -205,58 +234,45 @@ class Shard:
         ArgumentError
             For a rate that is not finite and above 0, and as `Transformer.costs`.
         """
-        flops_per_second = checked_value(
-            "flops_per_second", flops_per_second, "FLOP/s", above_zero=True
-        )
-        model, b = self.model, self.microbatch_size
-        layer = 3 * model.layer_flops(b) + model.recomputed_flops(b, self.recompute)
-        head = 3 * model.head_flops(b)
-        sizes = stage_sizes(layers_per_stage, partition, model.n_layers, layer, head)
-        rate = self.tensor_parallel * float(flops_per_second)
-        return {**self._stage_seconds(sizes, rate), **self._stage_bytes(sizes)}
+        seconds = stage_seconds(self, None, flops_per_second, None)
+        layer, _, head = seconds.parts
+        sizes = stage_sizes(layers_per_stage, partition, self.model.n_layers, layer, head)
+        return {**seconds.stages(sizes), **self.stage_bytes(sizes)}
 
-    def _stage_seconds(self, sizes: Sequence[int], rate: float) -> dict[str, tuple[float, ...]]:
-        """Return the fields of `Costs` in seconds, at ``rate`` FLOP/s of all GPUs of the group."""
-        model, b = self.model, self.microbatch_size
-        linear, core, head = model.linear_flops(b), model.core_flops(b), model.head_flops(b)
-        recomputed = model.recomputed_flops(b, self.recompute)
-        forward = _per_stage(sizes, (linear + core) / rate, last=head / rate)
-        backward = (2 * (linear + core) + recomputed) / rate
-        input_grad = (linear + 2 * core + recomputed) / rate
-        return {
-            "forward": forward,
-            "backward": _per_stage(sizes, backward, last=2 * head / rate),
-            "input_grad": _per_stage(sizes, input_grad, last=head / rate),
-            "weight_grad": _per_stage(sizes, linear / rate, last=head / rate),
-            "recompute": forward,
-        }
+    def stage_bytes(self, layers_per_stage: Split) -> dict[str, tuple[float, ...]]:
+        """Return the fields of `Costs` in bytes, one value a stage.
 
-    def _stage_bytes(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the fields of `Costs` in bytes."""
-        model = self.model
-        copied = self._copied_parameters if len(sizes) > 1 else 0.0
-        parameters = _per_stage(
-            sizes, self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
-        )
+        Raises
+        ------
+        ArgumentError
+            For layers that do not sum to the model's or do not divide evenly.
+        """
+        sizes = self._sizes(layers_per_stage)
+        model, parameters = self.model, self.stage_parameters(sizes)
         return {
             "output_bytes": (self.output_bytes,) * len(sizes),
-            "activation_bytes": _per_stage(
+            "activation_bytes": per_stage(
                 sizes,
                 self.layer_activation_bytes,
                 self.embedding_activation_bytes,
                 self.head_activation_bytes,
             ),
             # Embedding: the gradient of its output. Head: its input and the gradient of the logits.
-            "weight_grad_bytes": _per_stage(
+            "weight_grad_bytes": per_stage(
                 sizes,
                 self.layer_weight_grad_bytes,
-                self.output_bytes,
-                self.output_bytes + self._logit_bytes,
+                self._input_bytes,
+                self._input_bytes + self._logit_bytes,
             ),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
             "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
             "optimizer_bytes": tuple(n * model.optimizer_bytes_per_parameter for n in parameters),
         }
+
+    def _sizes(self, layers_per_stage: Split) -> tuple[int, ...]:
+        """Return the layers of each stage."""
+        n_layers = self.model.n_layers
+        return checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
 
     @property
     def _tokens(self) -> int:
@@ -267,6 +283,11 @@ class Shard:
     def _whole(self) -> int:
         """GPUs that share tensors which tensor parallelism leaves whole: t or 1."""
         return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
+    def _input_bytes(self) -> float:
+        """Bytes of a layer's input, and of a stage's output, on one GPU: 2sbh or 2sbh/t."""
+        return self._tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
 
     @property
     def _mask(self) -> int:
@@ -298,13 +319,3 @@ class Shard:
     def _split_parameters(self, total: int, whole: int) -> float:
         """Return the parameters on one GPU, of ``total`` of which ``whole`` are not split."""
         return (total - whole) / self.tensor_parallel + whole
-
-
-def _per_stage(
-    sizes: Sequence[int], layer: float, first: float = 0.0, last: float = 0.0
-) -> tuple[float, ...]:
-    """Return the value of each stage: ``layer`` times its layers, plus ``first`` or ``last``."""
-    end = len(sizes) - 1
-    return tuple(
-        n * layer + first * (stage == 0) + last * (stage == end) for stage, n in enumerate(sizes)
-    )

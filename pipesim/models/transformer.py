@@ -15,6 +15,7 @@ The file has more than 300 lines: one class of short methods, and the docstrings
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -261,12 +262,19 @@ class Transformer:
         sequence_parallel: bool = False,
         recompute: LayerRecompute = "none",
         flash_attention: bool = False,
+        scatter_gather: bool = False,
     ) -> Shard:
         """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
 
         return Shard(
-            self, microbatch_size, tensor_parallel, sequence_parallel, recompute, flash_attention
+            self,
+            microbatch_size,
+            tensor_parallel,
+            sequence_parallel,
+            recompute,
+            flash_attention,
+            scatter_gather,
         )
 
     def kernels(
@@ -329,12 +337,15 @@ class Transformer:
         layers_per_stage: Split,
         *,
         microbatch_size: int,
-        flops_per_second: float,
+        gpu: GPU | Mapping[str, Any] | str | None = None,
+        flops_per_second: float | None = None,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
         recompute: LayerRecompute = "none",
+        flash_attention: bool = False,
+        scatter_gather: bool = False,
         partition: LayerPartition | None = None,
-        optimizer_step: PerStage = 0.0,
+        optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -347,46 +358,80 @@ class Transformer:
             Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages.
         microbatch_size
             Sequences of a micro-batch.
+        gpu
+            A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields. Seconds are those
+            of the `kernels` and of the collectives of tensor parallelism, and at least those of
+            their launches; see `pipesim.models.stage_seconds`. STEP takes the time to read and
+            write gradients, optimizer and parameters. REDUCE_GRAD takes the faster of ring and
+            tree.
         flops_per_second
-            FLOP/s that a GPU achieves (not its peak), averaged over its computing and its waiting
-            for messages of its tensor-parallel group.
-        tensor_parallel, sequence_parallel, recompute
+            Instead of ``gpu``: FLOP/s that a GPU achieves (not its peak), averaged over all that it
+            does. It leaves out that small kernels and element-wise ones are slower, and that the
+            host needs time to launch them; collectives of tensor parallelism; and STEP. Do not
+            compare configurations by it: measured against 240 steps on a node of A100, the best
+            configuration by such costs is slower than one chosen at random.
+        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather
             As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
             values.
         partition
             How layers are divided among a number of stages. ``"even"`` (the default here): each
             stage has as many. ``"balanced"`` (the default of `Costs.from_layers`): the slowest
             stage, including the LM head, takes as little time as possible.
-        optimizer_step, launch, network
-            As in `Costs`.
+        optimizer_step
+            Seconds of STEP; None (the default) for those that follow from ``gpu``, or 0 without.
+        launch
+            Seconds of the host to issue a task, as in `Costs`. Launches of kernels are not among
+            them: those are ``gpu.launch``.
+        network
+            Links between devices, and between the GPUs of a device: with ``tensor_parallel=8``
+            such as ``Network.preset("dgx_h100", gpus_per_device=8)``.
+
+        Returns
+        -------
+        Costs
+            With its ``workload``: tokens, FLOPs and GPUs.
 
         Raises
         ------
         ArgumentError
             - For layers that do not sum to the model's or do not divide evenly.
             - For a tensor-parallel size that does not divide the sizes it splits.
-            - For a rate that is not positive.
-            - For an unknown ``recompute`` or ``partition`` (`UnknownNameError`).
+            - For a rate that is not positive, and for both or none of ``gpu`` and
+              ``flops_per_second``.
+            - For an unknown ``recompute``, ``partition`` or GPU (`UnknownNameError`).
             - For a ``partition`` together with the layers of each stage.
+        NetworkError
+            With ``gpu``, for a network whose devices have another number of GPUs than
+            ``tensor_parallel``.
 
         Warns
         -----
         CostsWarning
-            For a number of stages without ``partition``, if the slowest stage takes more than 5 %
-            longer than with ``"balanced"``.
+            - For a number of stages without ``partition``, if the slowest stage takes more than 5 %
+              longer than with ``"balanced"``.
+            - With ``gpu``, for tensor parallelism on a network without nodes, whose collectives
+              then take no time.
         """
-        flops_per_second = checked_value(
-            "flops_per_second", flops_per_second, "FLOP/s", above_zero=True
-        )
+        from pipesim.models.model_costs import model_costs
+
         shard = self.shard(
             microbatch_size=microbatch_size,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
+            flash_attention=flash_attention,
+            scatter_gather=scatter_gather,
         )
-        values: dict[str, Any] = shard.stages(layers_per_stage, flops_per_second, partition)
-        others: dict[str, Any] = {"optimizer_step": optimizer_step, "launch": launch}
-        return Costs(**values, **others, network=Network() if network is None else network)
+        return model_costs(
+            shard,
+            layers_per_stage,
+            gpu=gpu,
+            flops_per_second=flops_per_second,
+            partition=partition,
+            optimizer_step=optimizer_step,
+            launch=launch,
+            network=network,
+        )
 
     def _tokens(self, microbatch_size: int) -> int:
         """Tokens of a micro-batch."""

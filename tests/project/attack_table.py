@@ -202,6 +202,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Schedule.with_updates": lambda _: {
         "self": schedule(), "n_batches": 1, "weight_versions": "one"},
     "ps.Shard": lambda _: {"model": model()},
+    "ps.Shard.stage_bytes": lambda _: {"self": model().shard(), "layers_per_stage": 2},
+    "ps.Shard.stage_parameters": lambda _: {"self": model().shard(), "layers_per_stage": 2},
     "ps.Shard.stages": lambda _: {
         "self": model().shard(), "layers_per_stage": 2, "flops_per_second": 1e12},
     "ps.TaskCosts.of_tasks": lambda _: {"table": task_costs().per_task().table},

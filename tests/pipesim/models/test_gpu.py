@@ -41,6 +41,27 @@ def test_an_operation_takes_its_kernels_or_their_launches() -> None:
     assert SMALL.seconds([]) == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "waves"),
+    [
+        (128 * 20, 256 * 5, 1.0),  # 100 tiles
+        (128 * 20, 256 * 15, 1.0),  # 300
+        (128, 256, 50 / 0.93),  # two tiles of half the size: each takes as long as 50 of 100
+        (128 * 101, 256, 1.5 / (1.01 * 0.93)),  # 202 half tiles: 3 waves of half the length
+        (128 * 149, 256, 1.5 / (1.49 * 0.93)),
+        (128 * 170, 256, 2 / 1.7),  # 2 waves; four of half tiles are no better
+    ],
+)
+def test_tiles_run_in_whole_waves(rows: int, columns: int, waves: float) -> None:
+    """On 100 multiprocessors; tiles of 128 by 256, or of 128 by 128 at 93 % of the rate."""
+    gpu = ps.GPU(flops=1e12, bandwidth=1e12, multiprocessors=100)
+    product = Kernel("product", flops=2 * rows * columns * 64, depth=64)
+    assert gpu.kernel_seconds(product) == pytest.approx(waves * product.flops / 1e12)
+    # Two products of half the size have as many tiles each as one of them.
+    two = product._replace(flops=2 * product.flops, n_kernels=2)
+    assert gpu.kernel_seconds(two) == pytest.approx(2 * gpu.kernel_seconds(product))
+
+
 def test_presets_are_data_sheets_times_efficiencies() -> None:
     table = ps.gpus()
     for name, row in table.iterrows():
@@ -63,6 +84,8 @@ def test_presets_are_data_sheets_times_efficiencies() -> None:
         ({"launch": -1e-6}, "launch must be finite seconds >= 0"),
         ({"overhead": nan}, "overhead must be finite seconds"),
         ({"half_depth": -1}, "half_depth must be finite elements >= 0"),
+        ({"synchronization": nan}, "synchronization must be finite seconds"),
+        ({"multiprocessors": 1.5}, "multiprocessors must be a whole number"),
         ({"memory": 0}, "memory must be finite bytes > 0"),
         ({"peak_flops": 5e11}, r"peak_flops=5e\+11 must be at least flops=1e\+12"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -81,8 +82,17 @@ def test_bytes_of_a_layer_by_hand() -> None:
     gradients = table[(table["part"] == "layer") & (table["op"] == "I")]
     assert gradients["bytes"].tolist() == [2 * n for n in backward]
     weights = table[(table["part"] == "layer") & (table["op"] == "W")].set_index("kernel")["bytes"]
-    # Input and gradient of the output are read; the sum of gradients is read and written.
-    assert weights["qkv weight"] == 2 * (x + 3 * x + 2 * 8 * 24)
+    # Input and gradient of the output are read. Autograd adds the gradient to the sum: two reads
+    # and a write.
+    assert weights["qkv weight"] == 2 * (x + 3 * x + 8 * 24)
+    assert weights["qkv accumulation"] == 2 * 3 * 8 * 24
+    assert weights["norm accumulation"].tolist() == [2 * 3 * 8] * 2
+    wide_sums = replace(small, bytes_per_gradient=4).kernels(GPU, microbatch_size=1)
+    weights = wide_sums.set_index(["part", "kernel"])["bytes"]
+    # The product adds to a wider sum itself.
+    assert weights["layer", "qkv weight"] == 2 * (x + 3 * x) + 2 * 4 * 8 * 24
+    assert "qkv accumulation" not in weights["layer"]
+    assert weights["head", "logits weight"] == 2 * (4 * 8 + 4 * 16) + 2 * 4 * 8 * 16
 
 
 def test_a_gated_activation_reads_two_tensors() -> None:

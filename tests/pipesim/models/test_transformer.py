@@ -253,7 +253,7 @@ def test_bad_input(wrong: dict[str, Any], message: str) -> None:
         ps.Costs.transformer(**settings)
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "vocabulary_size", "flops_per_second"])
+@pytest.mark.parametrize("name", ["hidden_size", "vocabulary_size", "microbatch_size"])
 def test_missing_setting(name: str) -> None:
     """It is named, and so is everything that is needed."""
     settings = {name_: value for name_, value in {**SIZES, **RUN}.items() if name_ != name}

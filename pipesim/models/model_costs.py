@@ -1,0 +1,66 @@
+"""`model_costs`: costs of the stages of a transformer, and the workload that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from pipesim.costs.costs import Costs, PerStage
+from pipesim.costs.layer_split import LayerPartition, Split
+from pipesim.costs.workload import Workload
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.stage_sizes import stage_sizes
+from pipesim.models.tensor_parallel import Shard
+from pipesim.network.network import Network
+
+__all__ = ["model_costs"]
+
+
+def model_costs(
+    shard: Shard,
+    layers_per_stage: Split,
+    *,
+    gpu: GPU | Mapping[str, Any] | str | None,
+    flops_per_second: float | None,
+    partition: LayerPartition | None,
+    optimizer_step: PerStage | None,
+    launch: PerStage,
+    network: Network | None,
+) -> Costs:
+    """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings."""
+    rates = None if gpu is None else as_gpu(gpu)
+    seconds = stage_seconds(shard, rates, flops_per_second, network)
+    layer, _, head = seconds.parts
+    sizes = stage_sizes(layers_per_stage, partition, shard.model.n_layers, layer, head)
+    values: dict[str, Any] = {**seconds.stages(sizes), **shard.stage_bytes(sizes)}
+    values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
+    if optimizer_step is not None:
+        values["optimizer_step"] = optimizer_step
+    costs = Costs(**values, network=Network() if network is None else network)
+    settings: dict[str, Any] = {
+        "layers_per_stage": list(sizes),
+        **asdict(shard.model),
+        **{f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"},
+        "launch": costs.launch,
+    }
+    if rates is None:
+        settings["flops_per_second"] = flops_per_second
+    else:
+        settings["gpu"] = {k: v for k, v in asdict(rates).items() if v is not None}
+    if optimizer_step is not None:
+        settings["optimizer_step"] = costs.optimizer_step
+    return replace(costs, workload=_workload(shard, rates, settings))
+
+
+def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any]) -> Workload:
+    """Return tokens, FLOPs and GPUs of the costs that ``settings`` give."""
+    return Workload(
+        tokens=shard.microbatch_size * shard.model.sequence_length,
+        flops=shard.model.step_flops(shard.microbatch_size),
+        gpus_per_device=shard.tensor_parallel,
+        peak_flops=None if gpu is None else gpu.peak,
+        memory=None if gpu is None else gpu.memory,
+        settings=settings,
+    )
