@@ -28,6 +28,7 @@ from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.network.network import ALL_REDUCE, Network
 from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
 
@@ -435,6 +436,8 @@ class Costs:
         split: Split,
         *,
         partition: LayerPartition | None = None,
+        placement: Placement | Schedule | TaskGraph | None = None,
+        memory_limit: float | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -445,10 +448,13 @@ class Costs:
         layers
             One row a layer; `pipesim.Layers` lists the columns.
         split
-            Layers of each stage, or a number of stages, which are balanced by default.
+            Layers of each stage; a number of stages, which are balanced by default; or, with
+            ``placement``, ``"even"`` or ``"balanced"``.
         partition
             As for `Layers.costs`, whose default is ``"balanced"``. That of `Transformer.costs` is
-            ``"even"``.
+            ``"even"`` without ``placement``.
+        placement, memory_limit
+            As for `Layers.costs`: what is balanced, and the most bytes of a device.
         launch, network
             As in `Costs`.
 
@@ -461,7 +467,14 @@ class Costs:
         """
         from pipesim.models.layers import as_layers
 
-        return as_layers(layers).costs(split, partition=partition, launch=launch, network=network)
+        return as_layers(layers).costs(
+            split,
+            partition=partition,
+            placement=placement,
+            memory_limit=memory_limit,
+            launch=launch,
+            network=network,
+        )
 
     @classmethod
     def from_timeline(

@@ -34,6 +34,8 @@ from pipesim.models.layer_tables import (
     column_values,
     read_columns,
 )
+from pipesim.models.placed_split import Placed, placed_sizes
+from pipesim.models.split_problem import LayerModel
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path
 
@@ -162,6 +164,8 @@ class Layers:
         split: Split,
         *,
         partition: LayerPartition | None = None,
+        placement: Placed | None = None,
+        memory_limit: float | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -170,11 +174,25 @@ class Layers:
         Parameters
         ----------
         split
-            Layers of each stage, in order, or the number of stages.
+            - Layers of each stage, in order, or a layout string of Megatron.
+            - The number of stages.
+            - With ``placement``: ``"even"`` or ``"balanced"``, for as many stages as it has.
         partition
-            How layers are divided among a number of stages. ``"balanced"`` (the default): the
-            slowest stage takes as little time as possible (`pipesim.balanced_split` of `seconds`).
-            ``"even"``: each stage has as many layers.
+            How layers are divided among a number of stages. ``"even"``: each stage has as many
+            layers. ``"balanced"`` (the default): without ``placement``, the slowest stage takes as
+            little time as possible (`pipesim.balanced_split` of `seconds`).
+        placement
+            What ``"balanced"`` balances.
+
+            - A `pipesim.Placement`: the busiest device, which may have several stages, has as few
+              seconds of F and B as possible. Among such splits, stages are as even as possible.
+            - A `Schedule`, or a graph that it was lowered to: the simulated step takes as little
+              time as possible, so that recompute and messages that block count too. The search
+              starts from the split for the placement, and simulates up to 600 splits; fewer if
+              the graph is large.
+        memory_limit
+            Most bytes that a device may hold, as `Timeline.peak_memory` counts them. Balanced
+            splits for a schedule or a graph keep to it.
         launch, network
             As in `Costs`.
 
@@ -188,20 +206,43 @@ class Layers:
         ------
         ArgumentError
             For a split that does not sum to the number of layers, has an empty stage, or has more
-            stages than there are layers.
+            stages than there are layers. For a placement of another number of stages, a word
+            without a placement, and a limit of memory without a schedule or a graph.
         CostsError
-            If the values of a stage are too large to be added.
+            If the values of a stage are too large to be added, or no split is found that fits in
+            memory.
+
+        Examples
+        --------
+        >>> from pipesim.scheduling.placement import v_shaped
+        >>> layers = Layers({"forward": [1] * 16 + [4], "backward": [2] * 16 + [8]})
+        >>> costs = layers.costs("balanced", placement=v_shaped(4))
+        >>> costs.forward
+        (1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0)
         """
+
+        def costs_of(sizes: Sequence[int]) -> Costs:
+            """Return the costs of stages of these sizes."""
+            return self._stage_costs(sizes, launch, Network() if network is None else network)
+
+        model = LayerModel(len(self), costs_of, has_ends=False)
+        placed = placed_sizes(model, split, "split", partition=partition, placement=placement,
+                              memory_limit=memory_limit)  # fmt: skip
+        if placed is not None:
+            return costs_of(placed)
         if check_partition(partition, split, "split") and partition != "even":
             split = balanced_split(self.seconds.tolist(), check_count("split", split))
-        sizes = checked_split(split, len(self), "split")
+        return costs_of(checked_split(split, len(self), "split"))
+
+    def _stage_costs(self, sizes: Sequence[int], launch: PerStage, network: Network) -> Costs:
+        """Return the costs of stages with these many layers."""
         values: dict[str, Any] = {
             name: tuple(
                 _stage_value(name, stage, part) for stage, part in enumerate(_parts(column, sizes))
             )
             for name, column in self.columns.items()
         }
-        return Costs(**values, launch=launch, network=Network() if network is None else network)
+        return Costs(**values, launch=launch, network=network)
 
 
 def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:

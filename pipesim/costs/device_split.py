@@ -1,0 +1,236 @@
+"""Splits of layers that balance devices, each of which may hold several stages.
+
+Devices with one stage each are the special case that `pipesim.costs.layer_split.balanced_split`
+solves exactly. In general the problem is a search over the borders between stages: this one moves
+borders as long as that improves the split, from several first splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "SplitProblem",
+    "all_borders",
+    "balanced_borders",
+    "kicked_borders",
+    "neighbours",
+    "sizes_of",
+]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Differences below this share of the largest value do not count: they are rounding.
+_EXACT = 1e-9
+#: Most splits of a problem for which all of them are tried.
+_FEW = 20_000
+#: Number of stages times random changes of the best split, each of which a search follows.
+_KICKS = 800
+#: Borders that such a change moves.
+_KICKED = 3
+#: Number of stages times the most stages that a move of one layer goes past.
+_SPAN = 4096
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """Layers, stages and devices of a split. A split is given by its borders.
+
+    Borders are the first layer of each stage, and the number of layers at the end.
+
+    Attributes
+    ----------
+    sums
+        Sums of the values of all layers before each layer, of the modules beside the layers too;
+        shape ``(n_values, n_layers + 1)``. The first value is seconds, others are bytes.
+    ends
+        Values of the modules that the first and the last stage have beside layers (embedding, and
+        LM head); shape ``(n_values, 2)``.
+    inputs
+        Bytes of the input of a stage that begins with each layer; shape ``(n_layers + 1,)``.
+    least
+        Fewest layers of each stage; shape ``(n_stages,)``.
+    load
+        Micro-batches of each stage that a device computes, as a share; shape
+        ``(n_devices, n_stages)``.
+    other_load
+        Seconds of each device besides those of layers, such as of messages that block it.
+    held
+        Numbers of each value of each stage, then of each stage's input, that a device holds at
+        once; one row a moment; shape ``(n_moments, n_values * n_stages)``.
+    holder
+        Device of each moment; shape ``(n_moments,)``.
+    limit
+        Most bytes of those at each moment; shape ``(n_moments,)``.
+    """
+
+    sums: Floats
+    ends: Floats
+    inputs: Floats
+    least: Ints
+    load: Floats
+    other_load: Floats
+    held: Floats
+    holder: Ints
+    limit: Floats
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.inputs) - 1
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return len(self.least)
+
+    def stage_values(self, borders: Ints) -> Floats:
+        """Return the values of stages; shape ``(n_values, n_splits, n_stages)``."""
+        values: Floats = self.sums[:, borders[:, 1:]] - self.sums[:, borders[:, :-1]]
+        values[:, :, 0] += self.ends[:, :1]
+        values[:, :, -1] += self.ends[:, 1:]
+        return values
+
+    def loads(self, borders: Ints) -> Floats:
+        """Return the seconds of each device a micro-batch; shape ``(n_splits, n_devices)``."""
+        seconds: Floats = self.stage_values(borders)[0] @ self.load.T
+        return seconds + self.other_load
+
+    def held_bytes(self, borders: Ints) -> Floats:
+        """Return the bytes at each moment; shape ``(n_splits, n_moments)``."""
+        values = self.stage_values(borders)[1:]
+        stages = np.concatenate([*values, self.inputs[borders[:, :-1]]], axis=1)
+        nbytes: Floats = stages @ self.held.T
+        return nbytes
+
+    def peak_bytes(self, borders: Ints) -> Floats:
+        """Return the most bytes that each device holds with one split."""
+        peak = np.zeros(len(self.load))
+        np.maximum.at(peak, self.holder, self.held_bytes(borders[None])[0])
+        return peak
+
+    def excess(self, borders: Ints) -> Floats:
+        """Return the bytes beyond the limit, as a sum over moments; shape ``(n_splits,)``."""
+        if not len(self.limit):
+            return np.zeros(len(borders))
+        over: Floats = np.maximum(0.0, self.held_bytes(borders) - self.limit).sum(axis=1)
+        return over
+
+    def keys(self, borders: Ints, even: bool = True) -> Floats:
+        """Return what makes splits bad, most important first; shape ``(3 or 4, n_splits)``.
+
+        Bytes beyond the limit, seconds of the busiest device, and sums of squares over stages (if
+        ``even``) and devices.
+        """
+        stages, loads = self.stage_values(borders)[0], self.loads(borders)
+        squares = [(loads**2).sum(axis=1)]
+        if even:
+            squares.insert(0, (stages**2).sum(axis=1))
+        return np.array([self.excess(borders), loads.max(axis=1), *squares])
+
+
+def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 0) -> Ints:
+    """Return the borders of the best split that the search finds; of few splits, the best of all.
+
+    A split is better if its devices hold fewer bytes beyond the limit; then if its busiest device
+    has fewer seconds; then if its stages are more even.
+
+    Parameters
+    ----------
+    problem
+        Layers, stages and devices.
+    starts
+        Borders of the first splits.
+    seed
+        Of the random changes of the best split, after each of which the search goes on. The result
+        depends on nothing else.
+    """
+    if n_splits(problem) <= _FEW:
+        return _best_of(problem, all_borders(problem))
+    random = np.random.default_rng(seed)
+    best = _best_of(problem, np.array([_descended(problem, start, False) for start in starts]))
+    for _ in range(_KICKS // problem.n_stages if problem.n_stages > 2 else 0):
+        kicked = _descended(problem, kicked_borders(problem, best, random), False)
+        best = _best_of(problem, np.array([best, kicked]))
+    return _descended(problem, best, True)
+
+
+def n_splits(problem: SplitProblem) -> int:
+    """Return the number of splits."""
+    spare = problem.n_layers - int(problem.least.sum())
+    return comb(spare + problem.n_stages - 1, problem.n_stages - 1)
+
+
+def all_borders(problem: SplitProblem) -> Ints:
+    """Return the borders of all splits; shape ``(n_splits(problem), n_stages + 1)``."""
+    spare, n = problem.n_layers - int(problem.least.sum()), problem.n_stages
+    # Bars between the layers to spare, as in the count of such splits; a bar takes a place too.
+    bars = np.array(list(combinations(range(spare + n - 1), n - 1)), dtype=np.int64)
+    bars = bars.reshape(-1, n - 1) - np.arange(n - 1)
+    inner = bars + np.cumsum(problem.least)[:-1]
+    return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, problem.n_layers)))
+
+
+def _best_of(problem: SplitProblem, borders: Ints, even: bool = True) -> Ints:
+    """Return the best of several splits, the first of equals."""
+    kept = np.arange(len(borders))
+    for row in problem.keys(borders, even):
+        values = row[kept]
+        kept = kept[values <= values.min() + _EXACT * abs(values).max()]
+    best: Ints = borders[kept[0]]
+    return best
+
+
+def _descended(problem: SplitProblem, borders: Ints, even: bool) -> Ints:
+    """Return borders that no move improves, from ``borders`` on; each step takes the best move."""
+    while True:
+        # The first of equals is kept, so that equal splits end the search.
+        best = _best_of(problem, np.vstack([borders, neighbours(problem, borders)]), even)
+        if (best == borders).all():
+            return borders
+        borders = best
+
+
+def neighbours(problem: SplitProblem, borders: Ints) -> Ints:
+    """Return the splits that one move makes of another; shape ``(n_splits, n_stages + 1)``.
+
+    - A layer goes from one stage to another: all borders between them move by one.
+    - One border moves, to anywhere between its neighbours.
+    """
+    n = problem.n_stages
+    # Moving borders first..last by one, up or down, takes a layer from a stage for another.
+    first, last = np.triu_indices(n - 1)
+    near = last - first <= _SPAN // n
+    first, last, column = first[near] + 1, last[near] + 1, np.arange(n + 1)
+    shift = (first[:, None] <= column) & (column <= last[:, None])
+    low, high = borders[:-2] + problem.least[:-1], borders[2:] - problem.least[1:]
+    places = [(i + 1, place) for i in range(n - 1) for place in range(low[i], high[i] + 1)]
+    border, place = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    moved = np.repeat(borders[None], len(places), axis=0)
+    moved[np.arange(len(places)), border] = place
+    table = np.concatenate([borders + shift, borders - shift, moved])
+    is_possible = (np.diff(table, axis=1) >= problem.least).all(axis=1)
+    possible: Ints = table[is_possible & (table != borders).any(axis=1)]
+    return possible
+
+
+def kicked_borders(problem: SplitProblem, borders: Ints, random: np.random.Generator) -> Ints:
+    """Return borders of which some are moved at random, to between their neighbours."""
+    borders = borders.copy()
+    for border in random.integers(1, problem.n_stages, _KICKED).tolist():
+        low = borders[border - 1] + problem.least[border - 1]
+        high = borders[border + 1] - problem.least[border]
+        borders[border] = random.integers(low, high + 1)
+    return borders
+
+
+def sizes_of(borders: Ints) -> tuple[int, ...]:
+    """Return the layers of each stage."""
+    return tuple(np.diff(borders).tolist())

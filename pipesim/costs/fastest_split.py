@@ -1,0 +1,95 @@
+"""Splits of layers with which a schedule takes the least time, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipesim.costs.device_split import (
+    Ints,
+    SplitProblem,
+    all_borders,
+    kicked_borders,
+    n_splits,
+    neighbours,
+)
+
+__all__ = ["fastest_borders"]
+
+#: Times that differ by this share are equal: the rest is rounding.
+_EXACT = 1e-9
+
+
+class _Simulations:
+    """Seconds of splits, each simulated once, up to a number of simulations."""
+
+    def __init__(self, problem: SplitProblem, makespan: Callable[[Ints], float], most: int) -> None:
+        self.problem, self.makespan, self.most = problem, makespan, most
+        self.seconds: dict[tuple[int, ...], float] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether no simulation is left."""
+        return len(self.seconds) >= self.most
+
+    def time(self, borders: Ints) -> float:
+        """Return the seconds of a split."""
+        key = tuple(borders.tolist())
+        if key not in self.seconds:
+            self.seconds[key] = self.makespan(borders)
+        return self.seconds[key]
+
+    def descended(self, borders: Ints) -> Ints:
+        """Return a split that no move makes faster; moves that balance devices are tried first."""
+        while not self.spent:
+            table = neighbours(self.problem, borders)
+            excess, busiest, squares, _ = self.problem.keys(table)
+            table = table[np.lexsort((squares, busiest.round(12), excess))]
+            limit = self.time(borders) * (1 - _EXACT)
+            faster = (x for x in table if not self.spent and self.time(x) < limit)
+            step = next(faster, None)
+            if step is None:
+                return borders
+            borders = step
+        return borders
+
+
+def fastest_borders(
+    problem: SplitProblem,
+    starts: Sequence[Ints],
+    makespan: Callable[[Ints], float],
+    most: int,
+    seed: int = 0,
+) -> Ints:
+    """Return the borders of the fastest split that a search by simulation finds.
+
+    If there are at most ``most`` splits, it is the fastest of all.
+
+    Parameters
+    ----------
+    problem
+        Layers, stages and devices, to tell which moves are tried first.
+    starts
+        Borders of the first splits. The result is never slower than any of them.
+    makespan
+        Seconds of a split; infinite if it must not be used.
+    most
+        Most simulations, besides those of ``starts``.
+    seed
+        Of the random changes of the best split with which the search goes on as long as
+        simulations are left.
+    """
+    if n_splits(problem) <= most:
+        return min([*starts, *all_borders(problem)], key=makespan)
+    random = np.random.default_rng(seed)
+    simulations = _Simulations(problem, makespan, most + len(starts))
+    best = min(starts, key=simulations.time)
+    for start in sorted(starts, key=simulations.time):
+        best = min(best, simulations.descended(start), key=simulations.time)
+    for _ in range(most if problem.n_stages > 2 else 0):
+        if simulations.spent:
+            break
+        changed = kicked_borders(problem, best, random)
+        best = min(best, simulations.descended(changed), key=simulations.time)
+    return best

@@ -1,0 +1,205 @@
+"""The values of layers, and loads and memory of devices, from which splits are searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.device_split import Floats, Ints, SplitProblem
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import COMPUTE, Op
+from pipesim.scheduling.placement import Placement
+from pipesim.timeline.task_bytes import dropped_activations, weight_versions
+
+__all__ = ["CostsOf", "LayerModel", "split_problem"]
+
+#: Costs of stages with these many layers.
+CostsOf = Callable[[Sequence[int]], Costs]
+
+#: Fields of `Costs` with the seconds of operations that layers take.
+_SECONDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input_grad",
+    Op.W: "weight_grad",
+    Op.R: "recompute",
+}
+
+
+@dataclass(frozen=True)
+class LayerModel:
+    """A model to split: how many layers it has, and the costs of any split.
+
+    Attributes
+    ----------
+    n_layers
+        Number of layers.
+    costs_of
+        Costs of stages with these many layers. Costs of a stage are the sums of its layers', apart
+        from ``output_bytes``.
+    has_ends
+        Whether the first and the last stage have modules beside layers, and so may have no layer.
+    """
+
+    n_layers: int
+    costs_of: CostsOf
+    has_ends: bool
+
+    @property
+    def finest(self) -> Costs:
+        """Costs of stages of one layer each, with modules beside layers in stages of their own."""
+        ends = [0] * self.has_ends
+        return self.costs_of([*ends, *[1] * self.n_layers, *ends])
+
+    def least(self, n_stages: int) -> NDArray[np.int64]:
+        """Return the fewest layers of each stage."""
+        least = np.ones(n_stages, dtype=np.int64)
+        least[[0, -1]] -= self.has_ends and n_stages > 1
+        return least
+
+
+class _Work(NamedTuple):
+    """Work of devices, for one micro-batch.
+
+    Attributes
+    ----------
+    load
+        Share of micro-batches of each stage; shape ``(n_devices, n_stages)``.
+    ops
+        Times that each operation runs.
+    """
+
+    load: Floats
+    ops: dict[Op, float]
+
+
+def split_problem(
+    model: LayerModel, target: Placement | TaskGraph, memory_limit: float | None
+) -> SplitProblem:
+    """Return the problem of splitting a model over the devices of a placement or of a graph.
+
+    The seconds of a layer are those of its operations for one micro-batch: F and B in a placement,
+    and in a graph those that it has, such as R.
+    """
+    if isinstance(target, TaskGraph):
+        work = _graph_work(target)
+    else:
+        work = _Work(_placement_load(target), {Op.F: 1.0, Op.B: 1.0})
+    finest, n_stages = model.finest, work.load.shape[1]
+    n = model.n_layers + 2 * model.has_ends
+    rows = _values(finest, n, work.ops, target, memory_limit is not None)
+    columns = slice(model.has_ends, model.has_ends + model.n_layers)
+    ends = rows[:, [0, -1]] if model.has_ends else np.zeros((len(rows), 2))
+    output = finest.per_stage("output_bytes", n)
+    held, holder = np.zeros((0, 4 * n_stages)), np.zeros(0, dtype=np.int64)
+    if memory_limit is not None and isinstance(target, TaskGraph):
+        held, holder = _held(target)
+    return SplitProblem(
+        sums=np.concatenate([np.zeros((len(rows), 1)), rows[:, columns].cumsum(axis=1)], axis=1),
+        ends=ends,
+        inputs=np.concatenate([[0.0], output[columns]]),
+        least=model.least(n_stages),
+        load=work.load,
+        other_load=np.zeros(len(work.load)),
+        held=held,
+        holder=holder,
+        limit=np.full(len(held), np.inf if memory_limit is None else memory_limit),
+    )
+
+
+def _placement_load(placement: Placement) -> Floats:
+    """Return the share of micro-batches of each stage that each device computes."""
+    load = np.zeros((placement.n_devices, placement.n_stages))
+    for path in placement.paths:
+        load[path, np.arange(placement.n_stages)] += 1 / placement.n_paths
+    return load
+
+
+def _graph_work(graph: TaskGraph) -> _Work:
+    """Return the work of the devices of a graph."""
+    op, stage, device = graph.kinds.op[graph.kind], graph.stage, graph.device
+    forwards = op == Op.F
+    load = np.zeros((graph.n_devices, graph.n_stages))
+    np.add.at(load, (device[forwards], stage[forwards]), 1 / graph.n_microbatches)
+    n_forwards = max(1, int(forwards.sum()))
+    return _Work(load, {x: float((op == x).sum()) / n_forwards for x in _SECONDS})
+
+
+def _values(
+    costs: Costs, n: int, ops: dict[Op, float], target: Placement | TaskGraph, with_bytes: bool
+) -> Floats:
+    """Return seconds, and bytes if needed, of each of the ``n`` finest stages.
+
+    Bytes are those of parameters, gradients and optimizer; of activations; and between I and W.
+    """
+    seconds = np.zeros(n)
+    for op, times in ops.items():
+        if times:
+            seconds += times * costs.per_stage(_SECONDS[op], n)
+    if not with_bytes or not isinstance(target, TaskGraph):
+        return seconds[None]
+    optimizer = costs.per_stage("optimizer_bytes", n) / target.optimizer_shares.max()
+    static = costs.per_stage("parameter_bytes", n) * weight_versions(target).max()
+    static = static + costs.per_stage("gradient_bytes", n) + optimizer
+    others = [costs.per_stage(name, n) for name in ("activation_bytes", "weight_grad_bytes")]
+    return np.array([seconds, static, *others])
+
+
+def _held(graph: TaskGraph) -> tuple[Floats, Ints]:
+    """Return what devices hold at moments that may be their fullest, and the device of each.
+
+    The four values of a stage are: whether it is there, micro-batches between F and B (or I), those
+    between I and W, and inputs of those whose activations R recomputes. Bytes depend on the order
+    of a device alone (rule 10), so that times do not matter. `SplitProblem.held` has the shape.
+    """
+    computes = graph.is_op(COMPUTE)
+    rows = [_held_of_device(graph, np.flatnonzero(computes & (graph.device == device)), device)
+            for device in range(graph.n_devices)]  # fmt: skip
+    holder = np.repeat(np.arange(graph.n_devices), [len(table) for table in rows])
+    return np.concatenate(rows), holder
+
+
+def _held_of_device(graph: TaskGraph, tasks: NDArray[np.int64], device: int) -> Floats:
+    """Return what one device holds during each task, and after each I."""
+    n = graph.n_stages
+    op, stage = graph.kinds.op[graph.kind[tasks]], graph.stage[tasks]
+    dropped = dropped_activations(graph)
+    keeps_input = np.zeros(len(tasks), dtype=bool)
+    if len(dropped):
+        where = (graph.replica[tasks], stage, np.maximum(graph.microbatch[tasks], 0))
+        keeps_input = dropped[where] & (op == Op.F)
+    at_start, at_end = (np.zeros((len(tasks), 4 * n)) for _ in range(2))
+    row = np.arange(len(tasks))
+
+    def change(table: Floats, marked: NDArray[np.bool_], value: int, step: int) -> None:
+        """Add to one value of the stages of marked tasks."""
+        table[row[marked], value * n + stage[marked]] += step
+
+    change(at_start, (op == Op.F) & ~keeps_input, 1, 1)
+    change(at_start, keeps_input, 3, 1)
+    change(at_start, op == Op.R, 1, 1)
+    change(at_start, op == Op.R, 3, -1)
+    change(at_end, (op == Op.B) | (op == Op.I), 1, -1)
+    change(at_end, op == Op.I, 2, 1)
+    change(at_end, op == Op.W, 2, -1)
+    ended = at_end.cumsum(axis=0)
+    during = at_start.cumsum(axis=0) + ended - at_end
+    # During I the activations are held, or what W needs if that is more.
+    held = np.concatenate([during, during[op == Op.I] + at_end[op == Op.I]])
+    held[:, :n] = (graph.homes == device).any(axis=0)
+    return _largest(np.unique(held, axis=0))
+
+
+def _largest(rows: Floats) -> Floats:
+    """Return the rows that no other row exceeds in all columns; rows must differ."""
+    used = rows[:, rows.any(axis=0)]
+    kept: list[int] = []
+    for index in np.argsort(-used.sum(axis=1), kind="stable"):
+        if not any((used[other] >= used[index]).all() for other in kept):
+            kept.append(int(index))
+    return rows[kept]

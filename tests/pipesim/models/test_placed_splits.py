@@ -1,0 +1,225 @@
+"""Splits that balance devices, for a placement, a schedule or a graph, under a limit of memory."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, CostsError, PipeError
+
+#: Sixteen equal layers and one four times as long, such as an LM head.
+HEAD = [*[1e-3] * 16, 4e-3]
+#: Times that differ by less are equal: the rest is rounding.
+EXACT = 1 + 1e-9
+
+
+def layers(seconds: Any, **columns: Any) -> ps.Layers:
+    """Return layers whose F, I and W take as long each."""
+    names = ("forward", "input_grad", "weight_grad")
+    return ps.Layers({**{name: list(seconds) for name in names}, **columns})
+
+
+def makespan(schedule: ps.Schedule, costs: ps.Costs) -> float:
+    return ps.simulate(ps.lower(schedule), costs).makespan
+
+
+def busiest(placement: ps.Placement, stages: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of the busiest device, from the seconds of stages in the last axis."""
+    load = np.zeros((*stages.shape[:-1], placement.n_devices))
+    for path in placement.paths:
+        for stage, device in enumerate(path):
+            load[..., device] += stages[..., stage] / placement.n_paths
+    return load.max(axis=-1)
+
+
+def random_stages(random: np.random.Generator, seconds: Any, n: int) -> NDArray[np.float64]:
+    """Return the seconds of the stages of 2,000 random splits; shape ``(2000, n)``."""
+    inner = [random.choice(len(seconds) - 1, n - 1, replace=False) + 1 for _ in range(2000)]
+    borders = np.pad(np.sort(inner), ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(seconds))))
+    stages: NDArray[np.float64] = np.diff(np.concatenate([[0], np.cumsum(seconds)])[borders])
+    return stages
+
+
+def all_splits(n_layers: int, n_stages: int) -> list[list[int]]:
+    ends = [(0, *inner, n_layers) for inner in combinations(range(1, n_layers), n_stages - 1)]
+    return [np.diff(borders).tolist() for borders in ends]
+
+
+PLACEMENTS = {
+    "linear": ps.linear(4),
+    "looped": ps.looped(4, 3),
+    "v": ps.v_shaped(6),
+    "waves": ps.waves(4, 2),
+    "bidirectional": ps.bidirectional(6),
+    "irregular": ps.Placement([0, 1, 1, 2, 0, 0, 2]),
+}
+
+
+def test_devices_are_balanced_where_stages_cannot_be() -> None:
+    """The heavy layer is a stage; the other stage of its device is short."""
+    schedule = ps.schedule("zbv", 4, 16)
+    by_stages = layers(HEAD).costs(8)
+    by_devices = layers(HEAD).costs("balanced", placement=schedule.placement)
+    assert makespan(schedule, by_stages) == pytest.approx(0.294)
+    assert makespan(schedule, by_devices) == pytest.approx(0.265)
+    # 20 layers' worth of work, on 4 devices with 5 each
+    load = busiest(schedule.placement, by_devices.per_stage("forward", 8))
+    assert load == pytest.approx(5e-3)
+    by_time = layers(HEAD).costs("balanced", placement=schedule)
+    assert makespan(schedule, by_time) < 0.265
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("kind", ["head", "random", "skewed"])
+def test_no_random_split_has_a_less_busy_device(name: str, kind: str) -> None:
+    random = np.random.default_rng(7)
+    seconds = {
+        "head": np.array([*[1.0] * 29, 6.0]),
+        "random": random.uniform(0.2, 2, 30),
+        "skewed": random.lognormal(0, 1, 30),
+    }[kind]
+    placement = PLACEMENTS[name]
+    costs = layers(seconds).costs("balanced", placement=placement)
+    least = busiest(placement, random_stages(random, seconds, placement.n_stages)).min()
+    assert busiest(placement, costs.per_stage("forward", placement.n_stages)) <= least * EXACT
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=6, max_size=9),
+    st.lists(st.integers(0, 2), min_size=3, max_size=3),
+)
+def test_small_splits_are_the_best_of_all(seconds: list[int], devices: list[int]) -> None:
+    """And of splits with equally busy devices, stages are most even."""
+    placement = ps.Placement([0, 1, 2, *devices])
+    sums = np.concatenate([[0], np.cumsum(seconds)])
+
+    def rank(split: list[int]) -> tuple[float, float]:
+        stages = np.diff(sums[np.cumsum([0, *split])])
+        return float(busiest(placement, stages)), float((stages**2).sum())
+
+    forward = layers(seconds).costs("balanced", placement=placement).per_stage("forward", 6)
+    best = min(map(rank, all_splits(len(seconds), 6)))
+    assert (busiest(placement, forward), (forward**2).sum()) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_one_stage_a_device_as_balanced_split(copies: int) -> None:
+    seconds = [float(1 + i * i % 7) for i in range(24 * copies)]
+    n = 8 * copies
+    costs = layers(seconds).costs("balanced", placement=ps.linear(n))
+    assert costs.forward == layers(seconds).costs(ps.balanced_split(seconds, n)).forward
+
+
+SCHEDULES = {
+    "zbv": ps.schedule("zbv", 3, 9),
+    "interleaved": ps.schedule("interleaved_1f1b", 3, 12, n_chunks=2),
+    "1f1b": ps.schedule("1f1b", 4, 16),
+    "gpipe": ps.schedule("gpipe", 4, 16),
+    "chimera": ps.schedule("chimera", 4, 8),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_as_fast_as_with_any_split(name: str) -> None:
+    """The backward of the last layer takes longer than its share, as that of a loss does."""
+    schedule = SCHEDULES[name]
+    columns = {"forward": [1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0], "output_bytes": [0.1] * 9}
+    model = ps.Layers(columns | {"backward": [2.0] * 8 + [9.0]})
+    if name == "zbv":
+        model = layers(columns["forward"], output_bytes=[0.1] * 9)
+    graph = ps.lower(schedule, overlap=name != "1f1b", recompute="always" if name == "gpipe" else
+                     "listed")  # fmt: skip
+    network = ps.Network(bandwidth=1.0)
+    times = [ps.simulate(graph, model.costs(split, network=network)).makespan
+             for split in all_splits(9, schedule.n_stages)]  # fmt: skip
+    costs = model.costs("balanced", placement=graph, network=network)
+    assert ps.simulate(graph, costs).makespan <= min(times) * EXACT
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [(ps.schedule("1f1b", 3, 6), "never"), (ps.schedule("1f1b", 3, 6), "always"),
+     (ps.schedule("zbv", 2, 4), "never")],
+)  # fmt: skip
+def test_memory_limits_choose_among_splits(schedule: ps.Schedule, recompute: Any) -> None:
+    """Of all splits that fit, as fast as the fastest; refused exactly where none fits."""
+    graph = ps.lower(schedule, recompute=recompute)
+    model = layers(
+        [1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 2.0],
+        activation_bytes=[4.0, 4.0, 4.0, 2.0, 4.0, 4.0, 9.0],
+        weight_grad_bytes=[2.0, 2.0, 5.0, 2.0, 2.0, 2.0, 2.0],
+        output_bytes=[1.0] * 7,
+        parameter_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0],
+        optimizer_bytes=[3.0] * 7,
+        backward_workspace_bytes=[0.0] * 6 + [20.0],
+    )
+    splits = all_splits(7, schedule.n_stages)
+    timelines = [ps.simulate(graph, model.costs(split)) for split in splits]
+    peaks = np.array([timeline.peak_memory.max() for timeline in timelines])
+    times = np.array([timeline.makespan for timeline in timelines])
+    for limit in np.unique(peaks):
+        timeline = ps.simulate(graph, model.costs("balanced", placement=graph, memory_limit=limit))
+        assert timeline.peak_memory.max() <= limit
+        assert timeline.makespan == pytest.approx(times[peaks <= limit].min())
+    with pytest.raises(CostsError, match=r"no split of 7 layers .* on device \d"):
+        model.costs("balanced", placement=graph, memory_limit=peaks.min() * 0.999)
+
+
+def test_a_limit_moves_layers_to_devices_with_fewer_microbatches() -> None:
+    """Of 1F1B, the first device holds as many micro-batches as there are devices, the last one."""
+    schedule = ps.schedule("1f1b", 4, 8)
+    model = layers([1.0] * 40, activation_bytes=[3.0] * 40)
+    # 10 layers a device would hold 4 * 10 * 3 = 120 bytes on the first.
+    costs = model.costs("balanced", placement=schedule, memory_limit=100)
+    assert ps.simulate(ps.lower(schedule), costs).peak_memory.tolist() == [96, 99, 66, 30]
+    assert costs.forward == (8.0, 11.0, 11.0, 10.0)
+
+
+def test_words() -> None:
+    """One meaning for a number, a word, and both."""
+    placement, model = ps.v_shaped(2), layers([1.0] * 7 + [5.0])
+    balanced = model.costs("balanced", placement=placement)
+    assert balanced == model.costs(4, placement=placement)
+    assert balanced == model.costs(4, partition="balanced", placement=placement)
+    assert balanced == ps.Costs.from_layers(model, "balanced", placement=placement)
+    even = model.costs([2, 2, 2, 2])
+    assert even == model.costs("even", placement=placement)
+    assert even == model.costs(4, partition="even", placement=placement)
+    assert even == model.costs([2, 2, 2, 2], placement=placement)
+    assert even == model.costs("Ett|tt|tt|ttL", placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("split", "options", "message"),
+    [
+        ("balanced", {}, "split='balanced' needs the number of stages: give placement="),
+        ("even", {"partition": "even"}, "split='even' needs the number of stages"),
+        ("even", {"placement": ps.linear(3)}, "8 layers do not divide into 3 stages"),
+        ("fair", {"placement": ps.linear(2)}, "split must be a number of stages or the layers"),
+        ("even", {"placement": ps.linear(2), "partition": "balanced"}, "give one of them"),
+        (3, {"placement": ps.linear(2)}, "split=3, but the placement has 2 stages"),
+        ([2, 3, 3], {"placement": ps.linear(2)}, "split has 3 stages, but the placement has 2"),
+        ("balanced", {"placement": ps.looped(3, 3)}, "8 layers cannot be split .* 9 stages"),
+        ("balanced", {"placement": [0, 1]}, "placement must be a pipesim.Placement, a Schedule"),
+        ("balanced", {"placement": ps.linear(2), "memory_limit": 9}, "give the schedule as"),
+        (2, {"memory_limit": 9}, "memory_limit needs to know how many micro-batches"),
+        ([4, 4], {"placement": ps.linear(2), "memory_limit": 9}, 'the splits of "balanced"'),
+        (2, {"placement": SCHEDULES["1f1b"], "memory_limit": -1}, "memory_limit must be bytes"),
+    ],
+)
+def test_mistakes(split: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipeError, match=message):
+        layers([1.0] * 8).costs(split, **options)
+
+
+def test_too_many_layers_to_search() -> None:
+    with pytest.raises(ArgumentError, match="5000 layers would take too long"):
+        layers([1.0] * 5000).costs("balanced", placement=ps.linear(4))
