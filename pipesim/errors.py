@@ -116,6 +116,10 @@ class CostsWarning(PipeWarning):
     """Costs may describe something else than they are used for."""
 
 
+class MemoryLimitWarning(PipeWarning):
+    """A device would hold more bytes than it may."""
+
+
 class LegibilityWarning(PipeWarning):
     """A figure is too small for texts that it should have."""
 

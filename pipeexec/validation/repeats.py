@@ -13,7 +13,7 @@ from pipeexec.validation.run_options import RunOptions
 from pipeexec.validation.steppable import StepCalibration, Steppable
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 
 __all__ = ["MeasuredRepeat", "make_rows", "measure_memory", "run_repeats"]
 
@@ -124,7 +124,7 @@ def _make_row(
 ) -> Row:
     """Return the row of a subject's predictions and steps."""
     graph = measured[-1].results[index][-1].timeline.graph
-    repeats = [Repeat(simulate(graph, x.costs), x.results[index]) for x in measured]
+    repeats = [Repeat(predict_timeline(graph, x.costs), x.results[index]) for x in measured]
     results = [result for repeat in repeats for result in repeat.results]
     predictions = tuple(repeat.predicted.makespan for repeat in repeats)
     return Row(

@@ -19,7 +19,7 @@ from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -195,7 +195,9 @@ def autograd_orders(
             break
         different.setdefault((*orders, *last))
     schedules = tuple(_schedule(orders, m, n_recomputed) for orders in different)
-    timelines = tuple(simulate(lower(schedule, **lowering), costs) for schedule in schedules)
+    timelines = tuple(
+        predict_timeline(lower(schedule, **lowering), costs) for schedule in schedules
+    )
     return AutogradOrders(schedules, timelines, n_possible)
 
 

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
+from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from pandas.api.extensions import ExtensionArray
 
-__all__ = ["Comparison", "compare", "summary", "table_of", "warn_of_other_models"]
+__all__ = [
+    "KNOWN_RESULTS",
+    "Comparison",
+    "compare",
+    "known_columns",
+    "known_results",
+    "summary",
+    "table_of",
+    "warn_of_other_models",
+]
+
+#: Columns of `compare` that a table has only if a timeline has their values.
+KNOWN_RESULTS = ("memory_limit", "fits", "tokens_per_second", "mfu")
 
 
-def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
+def compare(
+    timelines: Mapping[str, Timeline], *, memory_limit: float | Sequence[float] | None = None
+) -> pd.DataFrame:
     """Return one row a timeline, in the given order.
+
+    Parameters
+    ----------
+    timelines
+        Timelines by name.
+    memory_limit
+        Bytes that a device may hold, one number or one a device; by default each timeline's own
+        `Timeline.memory_limit`.
 
     Returns
     -------
@@ -27,10 +51,19 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
         ``bubble_fraction`` (0..1), ``throughput`` (micro-batches a second), and ``peak_memory``
         (bytes of the fullest device; NaN for timelines without costs).
 
+        Further columns, each only if it is known for one of the timelines:
+
+        - ``memory_limit``: bytes that a device may hold; if devices differ, those of the device
+          with the least room;
+        - ``fits``: whether each device stays within its limit; missing if unknown;
+        - ``tokens_per_second``, of all replicas;
+        - ``mfu`` (0..1), as `Timeline.mfu`.
+
     Raises
     ------
     ArgumentError
-        If the mapping is empty, or a value is no `Timeline`.
+        If the mapping is empty, a value is no `Timeline`, or ``memory_limit`` is negative, NaN or
+        for another number of devices.
 
     Warns
     -----
@@ -45,6 +78,11 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     for name, timeline in timelines.items():
         if not isinstance(timeline, Timeline):
             raise ArgumentError(f"{name!r} is no Timeline but {type(timeline).__name__}")
+    if memory_limit is not None:
+        timelines = {
+            name: replace(timeline, limits=checked_memory_limit(memory_limit, timeline.n_devices))
+            for name, timeline in timelines.items()
+        }
     warn_of_other_models(
         (name, timeline.n_devices, timeline.graph.n_stages, timeline.costs)
         for name, timeline in timelines.items()
@@ -61,6 +99,9 @@ def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     rows = {name: summary(timeline) for name, timeline in timelines.items()}
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
     table.insert(1, "relative", table["makespan"] / first if first else float("nan"))
+    further = [known_results(timeline) for timeline in timelines.values()]
+    for name, column in known_columns(further).items():
+        table[name] = column
     return table
 
 
@@ -104,6 +145,35 @@ def summary(timeline: Timeline) -> dict[str, float]:
         "bubble_fraction": timeline.bubble_fraction,
         "throughput": timeline.throughput,
         "peak_memory": float(timeline.peak_memory.max()) if has_costs else float("nan"),
+    }
+
+
+def known_results(timeline: Timeline) -> dict[str, float | bool]:
+    """Return the values of a timeline in those columns of `compare` that may be missing."""
+    results: dict[str, float | bool] = {}
+    limit = timeline.memory_limit
+    if limit is not None:
+        room = limit if timeline.costs is None else limit - timeline.peak_memory
+        results["memory_limit"] = float(limit[room.argmin()])
+    if timeline.fits is not None:
+        results["fits"] = timeline.fits
+    work = None if timeline.costs is None else timeline.costs.work
+    if work is not None:
+        results["tokens_per_second"] = timeline.tokens_per_second
+    if work is not None and work.peak_flops is not None:
+        results["mfu"] = timeline.mfu()
+    return results
+
+
+def known_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, ExtensionArray]:
+    """Return the columns of `known_results` that a row has; missing values are NA."""
+    import pandas as pd
+
+    types = {name: "boolean" if name == "fits" else "float64" for name in KNOWN_RESULTS}
+    return {
+        name: pd.array([row.get(name) for row in rows], dtype=kind)  # type: ignore[call-overload]  # names of types by variable
+        for name, kind in types.items()
+        if any(row.get(name) is not None for row in rows)
     }
 
 

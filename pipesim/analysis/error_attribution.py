@@ -21,7 +21,7 @@ from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COMPUTE, RECVS
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class _MixedSimulation:
             links=tasks.links,
             share=tasks.share,
         )
-        return simulate(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
+        return predict_timeline(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
 
 
 #: Fields of `_TaskValues` of each kind; order as in `PARTS`.

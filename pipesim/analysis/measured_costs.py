@@ -29,7 +29,7 @@ from pipesim.errors import (
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "stage_seconds"]
@@ -99,7 +99,7 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
     """Warn if a timeline would be much shorter with every task issued in time."""
     graph, costs = timeline.graph, replay_costs(timeline)
     late, in_time = (
-        simulate(graph, replace(costs, issued=moments)).makespan
+        predict_timeline(graph, replace(costs, issued=moments)).makespan
         for moments in (costs.issued, np.zeros(len(graph)))
     )
     if in_time < (1.0 - _MUCH) * late:

@@ -14,7 +14,7 @@ from pipesim.analysis.blocking import (
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["message_times", "replay", "replay_costs"]
@@ -51,7 +51,7 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
             "loaded, such as ps.Timeline.load(path)"
         )
     timeline.check_complete("replay")
-    again = simulate(timeline.graph, replay_costs(timeline), engine=engine)
+    again = predict_timeline(timeline.graph, replay_costs(timeline), engine=engine)
     return again.with_name(f"{timeline.name} replayed")
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipesim.costs.costs import Costs
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["shortest", "simulate_order"]
@@ -16,7 +16,7 @@ __all__ = ["shortest", "simulate_order"]
 
 def simulate_order(schedule: Schedule, costs: Costs) -> Timeline:
     """Return the timeline of an order, without skips, replicas or optimizer steps."""
-    return simulate(lower(schedule, step="none"), replace(costs, skip_bytes=None))
+    return predict_timeline(lower(schedule, step="none"), replace(costs, skip_bytes=None))
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:

@@ -1,4 +1,4 @@
-"""Look of tasks in figures and tables: the palette, shades of chunks, units of time and bytes."""
+"""Look of tasks in figures and tables: the palette, shades of chunks; units are re-exported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import check_name
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.utils.units import TIME_UNITS, byte_unit, format_bytes, format_time, time_unit
 
 __all__ = [
     "DEVICES",
@@ -90,9 +90,6 @@ LABELS: Mapping[Op, str] = {
     Op.DISPATCH: "group keys",
     Op.REORDER: "reorder",
 }
-#: Units in a second.
-TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 #: Colour of text, arrows and lines; and of the outline of a task that never ended.
 INK, UNFINISHED = "#1C1C1C", "#B22222"
 
@@ -149,52 +146,6 @@ def text_colours(colours: Floats) -> list[str]:
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
     return [INK if value > 0.18 else "#FFFFFF" for value in luminance]
-
-
-def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
-    """Return a unit's sign and its number in a second; by default the unit fits ``seconds``.
-
-    Raises
-    ------
-    UnknownNameError
-        If ``unit`` is not ``s``, ``ms``, ``us`` or ``ns``.
-    """
-    if unit is None:
-        small = (name for name, scale in TIME_UNITS.items() if abs(seconds) * scale >= 0.9995)
-        unit = next(small, "ns") if seconds else "s"
-    name = check_name("unit of time", unit, TIME_UNITS)
-    return {"us": "µs"}.get(name, name), TIME_UNITS[name]
-
-
-def byte_unit(nbytes: float) -> tuple[str, float]:
-    """Return the unit that fits ``nbytes``, and its size in bytes."""
-    power = 0
-    while abs(nbytes) >= 1023.5 * 1024.0**power and power < len(_BYTE_UNITS) - 1:
-        power += 1
-    return _BYTE_UNITS[power], 1024.0**power
-
-
-def _significant(value: float) -> str:
-    """Return a value with three digits, without an exponent."""
-    if abs(value) >= 99.95:
-        return f"{value:.0f}"
-    if abs(value) >= 9.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 0.9995 else f"{value:.3g}"
-
-
-def format_time(seconds: float) -> str:
-    """Return seconds in a fitting unit, such as ``"412 ms"``; ``"n/a"`` for NaN."""
-    if math.isnan(seconds):
-        return "n/a"
-    sign, scale = time_unit(seconds)
-    return f"{_significant(seconds * scale)} {sign}"
-
-
-def format_bytes(nbytes: float) -> str:
-    """Return bytes in a fitting unit, such as ``"3.25 GiB"``."""
-    sign, size = byte_unit(nbytes)
-    return f"{_significant(nbytes / size)} {sign}"
 
 
 def format_error(share: float) -> str:

@@ -19,7 +19,13 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
-from pipesim.simulation.simulate import checked_costs, checked_noise, simulate
+from pipesim.simulation.simulate import (
+    checked_costs,
+    checked_noise,
+    predict_timeline,
+    simulate,
+    warn_of_memory_limit,
+)
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 from pipesim.utils.host_memory import check_memory
@@ -135,6 +141,11 @@ def simulate_many(
         If the costs are so large that a task would end after more than 1e150 s.
     CapacityError
         If the scenarios that run at once, or all results, would not fit in memory.
+
+    Warns
+    -----
+    MemoryLimitWarning
+        Once, if the step without noise needs more memory than a device has; see `simulate`.
     """
     n = check_count("n", n)
     check_flag("progress", progress)
@@ -145,7 +156,8 @@ def simulate_many(
     workers = cores if n_jobs == -1 else min(n_jobs, _MOST_THREADS * cores)
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)
-    quiet = simulate(graph, tasks).makespan
+    quiet = predict_timeline(graph, tasks)
+    warn_of_memory_limit(quiet, stacklevel=3)
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))
     parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]
@@ -165,10 +177,10 @@ def simulate_many(
         _run_in_threads(work, parts, workers, done)
     endless = np.flatnonzero(~(makespan <= LONGEST))
     if len(endless):  # raises CostsError with the task
-        simulate(graph, costs, noise=noise, scenario=int(endless[0]))
+        predict_timeline(graph, costs, noise=noise, scenario=int(endless[0]))
     time = graph.n_devices * makespan
     bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
-    return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)
+    return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet.makespan)
 
 
 def _run_in_threads(

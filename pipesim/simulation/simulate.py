@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from pipesim.errors import (
     ArgumentError,
     CostsError,
     EngineWarning,
+    MemoryLimitWarning,
     check_count,
     check_name,
 )
@@ -22,10 +23,11 @@ from pipesim.graph.verify import verify
 from pipesim.lowering.issue_times import issue_times
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
+from pipesim.timeline.memory_limit import checked_memory_limit, limit_text
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 
-__all__ = ["simulate"]
+__all__ = ["predict_timeline", "simulate", "warn_of_memory_limit"]
 
 Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
 #: Columns of costs that must be numbers of at least 0.
@@ -40,6 +42,7 @@ def simulate(
     engine: str = "compiled",
     noise: Noise | None = None,
     scenario: int = 0,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> Timeline:
     """Predict the start and end of each task of ``graph``.
 
@@ -55,12 +58,16 @@ def simulate(
     noise, scenario
         Noise that varies the durations, and the number of its scenario, from 0. Without noise, 0
         is the only scenario. `pipesim.simulate_many` simulates many scenarios at once.
+    memory_limit
+        Bytes that a device may hold, one number or one a device; by default the memory of a GPU in
+        the workload of the costs, if any. The times do not depend on it. `Timeline.fits` says
+        whether each device stays within.
 
     Raises
     ------
     CostsError
-        If the costs lack an operation of the graph or have another number of stages, and if a task
-        would end after more than 1e150 s.
+        If the costs lack an operation of the graph or have another number of stages, if a task
+        would end after more than 1e150 s, and for a ``memory_limit`` if the costs have no bytes.
     GraphError
         If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
         ever. No task is simulated then.
@@ -68,11 +75,38 @@ def simulate(
         If a link names a device that the graph does not have.
     ArgumentError
         For an unknown engine, noise that does not suit the graph, a scenario that is no whole
-        number from 0 or is not 0 without noise, or arguments of another type.
+        number from 0 or is not 0 without noise, a memory limit that is negative, NaN or for another
+        number of devices, or arguments of another type.
+
+    Warns
+    -----
+    MemoryLimitWarning
+        If a device needs more bytes than it may hold.
+    """
+    timeline = predict_timeline(
+        graph, costs, engine=engine, noise=noise, scenario=scenario, memory_limit=memory_limit
+    )
+    warn_of_memory_limit(timeline, stacklevel=3)
+    return timeline
+
+
+def predict_timeline(
+    graph: TaskGraph,
+    costs: Costs | TaskCosts,
+    *,
+    engine: str = "compiled",
+    noise: Noise | None = None,
+    scenario: int = 0,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Timeline:
+    """Return the timeline of `simulate`, without a warning if it does not fit in memory.
+
+    Functions that simulate many graphs use it; arguments and errors are those of `simulate`.
     """
     check_name("engine", engine, ENGINES)
     scenario = check_count("scenario", scenario, minimum=0)
     tasks = checked_costs(graph, costs)
+    limits = None if memory_limit is None else checked_memory_limit(memory_limit, graph.n_devices)
     if noise is not None:
         tasks = checked_noise(noise).applied(graph, tasks, scenario)
     elif scenario:
@@ -85,9 +119,26 @@ def simulate(
         start, end = run(graph, tasks)
     _check_times(graph, end)
     if tasks.row is graph.kind and tasks.costs and tasks.issued is None:
-        return Timeline(graph, start, end, None, tasks.costs)  # costs imply bytes and issue times
-    issued = issue_times(graph, tasks.launch) if tasks.issued is None else tasks.issued
-    return Timeline(graph, start, end, tasks.nbytes, tasks.costs, issued=issued)
+        # costs imply bytes and issue times
+        timeline = Timeline(graph, start, end, None, tasks.costs, limits=limits)
+    else:
+        issued = issue_times(graph, tasks.launch) if tasks.issued is None else tasks.issued
+        timeline = Timeline(
+            graph, start, end, tasks.nbytes, tasks.costs, issued=issued, limits=limits
+        )
+    if limits is not None and timeline.fits is None:
+        raise CostsError(
+            "memory_limit is given, but the costs have no bytes, so that nothing is known of "
+            "memory; give activation_bytes, parameter_bytes, optimizer_bytes, ..., or leave "
+            "memory_limit out"
+        )
+    return timeline
+
+
+def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
+    """Warn if a device needs more bytes than it may hold."""
+    if timeline.fits is False:
+        warnings.warn(limit_text(timeline), MemoryLimitWarning, stacklevel=stacklevel)
 
 
 def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
@@ -121,7 +172,7 @@ def _engine(name: str) -> Engine:
             "numba is missing or switched off; SimPy's engine serves instead of the compiled one, "
             "with the same answer some hundred times more slowly",
             EngineWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         name = "simpy"
     return ENGINES[name]

@@ -20,7 +20,7 @@ from pipesim.network.links import Nodes
 from pipesim.network.sources import KEYS
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
@@ -267,5 +267,5 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     order = _make_schedule(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
-    timeline = simulate(graph, costs, **engine)
+    timeline = predict_timeline(graph, costs, **engine)
     return timeline.with_name(str(case["label"]))

@@ -11,7 +11,13 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.analysis.compare import summary, warn_of_other_models
+from pipesim.analysis.compare import (
+    KNOWN_RESULTS,
+    known_columns,
+    known_results,
+    summary,
+    warn_of_other_models,
+)
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.scheduling.registry import ScheduleInfo
 from pipesim.sweeps.grid import SweepRow, cell_text, sweep_rows, version
@@ -30,6 +36,8 @@ _MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})
 #: Key in a file of the number of stages of a row's graph; rows of older versions lack it. No option
 #: of a schedule has a dot: options are names of parameters.
 _STAGES = "graph.n_stages"
+#: Key in a file of each result that a row may have; a setting may have the name of its column.
+_KNOWN = {name: f"timeline.{name}" for name in KNOWN_RESULTS}
 #: Columns of results, after those of the configuration.
 RESULTS = (
     "n_tasks", "makespan", "bubble_fraction", "throughput", "peak_memory", "seconds", "error",
@@ -83,9 +91,11 @@ def sweep(
     pandas.DataFrame
         In the order of ``configurations``: their keys (`Costs`, networks and values of each stage
         as JSON), then ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput``
-        (micro-batches a second), ``peak_memory`` (bytes of the fullest device), ``seconds`` (to
-        compute the row), and ``error``: the problem of a row, whose results are then missing; or
-        missing. If a row kills its worker, its ``error`` says so, and the other rows still run.
+        (micro-batches a second), ``peak_memory`` (bytes of the fullest device), ``memory_limit``,
+        ``fits``, ``tokens_per_second`` and ``mfu`` as in `compare`, each if a row has it,
+        ``seconds`` (to compute the row), and ``error``: the problem of a row, whose results are
+        then missing; or missing. If a row kills its worker, its ``error`` says so, and the other
+        rows still run.
 
     Raises
     ------
@@ -181,7 +191,8 @@ def _simulate_row(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         timeline = run(case, info)
-        values = {"n_tasks": len(timeline.graph), **summary(timeline)}
+        further = {_KNOWN[name]: value for name, value in known_results(timeline).items()}
+        values = {"n_tasks": len(timeline.graph), **summary(timeline), **further}
         result = {k: v if math.isfinite(v) else None for k, v in values.items()}
         result |= {"error": None, _STAGES: timeline.graph.n_stages}
     except PipeError as error:
@@ -217,6 +228,20 @@ def _problem(row: Mapping[str, Any]) -> str:
             return f"{name} must be a finite number, and no less than 0, got {value!r:.60}"
         if name == "n_tasks" and not isinstance(value, int):
             return f"n_tasks must be a whole number, got {value!r}"
+    return _problem_of_known(row)
+
+
+def _problem_of_known(row: Mapping[str, Any]) -> str:
+    """Return the problem of results that a row may have, or an empty text."""
+    for name, key in _KNOWN.items():
+        value = row.get(key)
+        if name == "fits":
+            if not isinstance(value, bool | None):
+                return f"fits must be true, false or null, got {value!r:.60}"
+            continue
+        real = number(value)
+        if value is not None and (real is None or not 0 <= real < math.inf):
+            return f"{name} must be a finite number, and no less than 0, got {value!r:.60}"
     return ""
 
 
@@ -235,7 +260,12 @@ def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> p
     values = {key: [results[row.digest].get(key) for row in rows] for key in RESULTS}
     types = {"n_tasks": "Int64", "error": "string"}
     columns = {key: pd.array(values[key], dtype=types.get(key, "float64")) for key in RESULTS}  # type: ignore[call-overload]  # names of types by variable
-    return pd.DataFrame({**shown, **columns})
+    values_of_rows = [
+        {name: results[row.digest].get(key) for name, key in _KNOWN.items()} for row in rows
+    ]
+    further = {name: x for name, x in known_columns(values_of_rows).items() if name not in shown}
+    last = {key: columns.pop(key) for key in ("seconds", "error")}
+    return pd.DataFrame({**shown, **columns, **further, **last})
 
 
 def _record(row: SweepRow, result: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+    from pipesim.costs.workload import Workload
+
 __all__ = ["COLUMNS", "LONGEST", "Timeline"]
 
 #: Seconds up to which sums and squares of times are finite.
@@ -55,6 +57,9 @@ class Timeline:
     issued
         Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN if
         unknown. None to take them from the ``launch`` of ``costs``. See `issue_times`.
+    limits
+        Bytes that each device may hold, one number or one a device, kept as an array of shape
+        ``(n_devices,)``. None to take the memory of a GPU from ``costs``. See `memory_limit`.
 
     Raises
     ------
@@ -71,6 +76,7 @@ class Timeline:
     costs: Costs | None = None
     name: str = ""
     issued: NDArray[np.float64] | None = None
+    limits: float | Sequence[float] | NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         check_type("graph", self.graph, TaskGraph)
@@ -80,6 +86,10 @@ class Timeline:
                 object.__setattr__(self, name, _numbers(name, column, len(self.graph)))
         if self.costs is not None:
             check_type("costs", self.costs, Costs)
+        if self.limits is not None:
+            from pipesim.timeline.memory_limit import checked_memory_limit
+
+            object.__setattr__(self, "limits", checked_memory_limit(self.limits, self.n_devices))
         if not check_text("name", self.name):
             object.__setattr__(self, "name", self.graph.name)
         for what, column in (("start", self.start), ("end", self.end)):
@@ -224,6 +234,72 @@ class Timeline:
         from pipesim.timeline.memory import peak_memory
 
         return peak_memory(self)
+
+    @property
+    def memory_limit(self) -> NDArray[np.float64] | None:
+        """Bytes that each device may hold; shape ``(n_devices,)``, or None if unknown.
+
+        They are `limits`, or else the memory of a GPU in the workload of `costs`.
+        """
+        from pipesim.timeline.memory_limit import memory_limit
+
+        return memory_limit(self)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether no device needs more than its `memory_limit`, which it may reach.
+
+        None if that is unknown: without a limit or costs, and for costs that have no bytes.
+        """
+        from pipesim.timeline.memory_limit import fits
+
+        return fits(self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of all replicas: `throughput` times the tokens of a micro-batch.
+
+        Raises
+        ------
+        TimelineError
+            If the costs have no workload.
+        """
+        from pipesim.timeline.throughput import tokens_per_second
+
+        return tokens_per_second(self)
+
+    def mfu(self, workload: Workload | None = None, *, peak_flops: float | None = None) -> float:
+        """Return the model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B).
+
+        It is the model FLOPs of all micro-batches of all replicas, over the FLOPs that all GPUs
+        could do in the makespan at their peak. Recompute adds no model FLOPs.
+
+        Parameters
+        ----------
+        workload
+            FLOPs of a micro-batch, and GPUs of a device; by default those of `costs`.
+        peak_flops
+            FLOP/s of the data sheet of one GPU; by default those of the workload.
+
+        Raises
+        ------
+        TimelineError
+            If no workload is given and the costs have none.
+        ArgumentError
+            If no ``peak_flops`` are known, or they are not finite and above 0.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2))
+        >>> timeline.makespan  # 2 micro-batches of 6 FLOPs on 2 GPUs of 1 FLOP/s each
+        9.0
+        >>> round(timeline.mfu(ps.Workload(tokens=8, flops=6), peak_flops=1), 3)
+        0.667
+        """
+        from pipesim.timeline.throughput import mfu
+
+        return mfu(self, workload, peak_flops)
 
     def memory(self) -> pd.DataFrame:
         """Return bytes held over time; see `pipesim.timeline.memory.over_time`."""

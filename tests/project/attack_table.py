@@ -228,6 +228,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.load": lambda to: {"path": _written(to / "timeline.csv", timeline().save)},
     "ps.Timeline.memory": lambda _: {"self": timeline()},
     "ps.Timeline.memory_breakdown": lambda _: {"self": timeline()},
+    "ps.Timeline.mfu": lambda _: {
+        "self": timeline(), "workload": ps.Workload(8, 6), "peak_flops": 1.0},
     "ps.Timeline.plot": lambda _: {"self": timeline()},
     "ps.Timeline.plot_idle": lambda _: {"self": timeline()},
     "ps.Timeline.save": lambda to: {"self": timeline(), "path": to / "saved.csv"},

@@ -24,7 +24,7 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph.ancestors import Bits, Edges, ancestors, before
 from pipesim.graph.graph import TaskGraph
-from pipesim.simulation.simulate import checked_costs, simulate
+from pipesim.simulation.simulate import checked_costs, predict_timeline
 from pipesim.utils.csr import CSR, Ints
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
             f"audit takes graphs of at most {MOST_TASKS:,} tasks, got {graph!r}: it checks all "
             "pairs of tasks; use fewer micro-batches, which have the same kinds of wait"
         )
-    base = simulate(graph, tasks).makespan
+    base = predict_timeline(graph, tasks).makespan
     races = _Races(graph)
     rows = [_table_row(row, base, races) for row in _rows(graph, tasks)]
     table = pd.DataFrame.from_records(rows, index="removed")
@@ -135,7 +135,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
 def _table_row(row: _Removal, base: float, races: _Races) -> dict[str, object]:
     """Simulate the graph of a row; return the row of the table."""
     try:
-        makespan = base if row.sort == "graph" else simulate(row.graph, row.costs).makespan
+        makespan = base if row.sort == "graph" else predict_timeline(row.graph, row.costs).makespan
     except DeadlockError:
         makespan = float("nan")
     redundant, race = races.without(row.wait) if row.wait else (None, "")

@@ -1,0 +1,157 @@
+"""Whether a timeline fits in the memory of its devices, and by how much it does not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError, check_list, number
+from pipesim.graph.tasks import Task
+from pipesim.ops import COMPUTE
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import format_bytes, format_time
+
+__all__ = [
+    "Excess",
+    "checked_memory_limit",
+    "excess_text",
+    "excesses",
+    "fits",
+    "limit_text",
+    "memory_limit",
+]
+
+Floats = NDArray[np.float64]
+#: Devices that a text names.
+_MOST_NAMED = 3
+
+
+class Excess(NamedTuple):
+    """A device that needs more bytes than it may hold.
+
+    Attributes
+    ----------
+    device
+        The device.
+    needed, limit
+        Most bytes that it holds, and those that it may hold.
+    time
+        Seconds at which it first holds the most.
+    task
+        Task that starts then and allocates them; None if it holds them throughout.
+    """
+
+    device: int
+    needed: float
+    limit: float
+    time: float
+    task: Task | None
+
+
+def checked_memory_limit(value: object, n_devices: int) -> Floats:
+    """Return the bytes that each device may hold; shape ``(n_devices,)``.
+
+    Parameters
+    ----------
+    value
+        Bytes of each device: one number, or one a device.
+    n_devices
+        Number of devices.
+
+    Raises
+    ------
+    ArgumentError
+        For negative numbers, NaN, other types, and another number of values.
+    """
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (int, float)) or number(value) is not None:
+        return np.full(n_devices, _checked_bytes(value, ""))
+    values = check_list("memory_limit", value, "bytes: one number, or one a device")
+    if len(values) != n_devices:
+        raise ArgumentError(
+            f"memory_limit has {len(values)} values for {n_devices} devices; give one number, or "
+            "one a device"
+        )
+    return np.array([_checked_bytes(x, f" of device {k}") for k, x in enumerate(values)])
+
+
+def _checked_bytes(value: object, where: str) -> float:
+    """Return a number of bytes of at least 0; raise `ArgumentError` for anything else."""
+    nbytes = number(value)
+    if nbytes is None or nbytes < 0:
+        raise ArgumentError(
+            f"memory_limit{where} must be bytes >= 0, got {value!r:.60}; give such as 80e9, or "
+            "None for no limit"
+        )
+    return nbytes
+
+
+def memory_limit(timeline: Timeline) -> Floats | None:
+    """Return the bytes that each device may hold; see `Timeline.memory_limit`."""
+    if timeline.limits is not None:
+        return np.asarray(timeline.limits, dtype=np.float64)
+    work = None if timeline.costs is None else timeline.costs.work
+    if work is None or work.memory is None:
+        return None
+    return np.full(timeline.n_devices, work.memory)
+
+
+def fits(timeline: Timeline) -> bool | None:
+    """Return whether each device holds at most the bytes that it may; see `Timeline.fits`."""
+    limit = memory_limit(timeline)
+    if limit is None or timeline.costs is None:
+        return None
+    needed = timeline.peak_memory
+    return bool((needed <= limit).all()) if needed.any() else None
+
+
+def excesses(timeline: Timeline) -> list[Excess]:
+    """Return the devices that need more bytes than they may hold, in order of their numbers.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no costs.
+    """
+    limit = memory_limit(timeline)
+    if limit is None:
+        return []
+    devices = np.flatnonzero(timeline.peak_memory > limit).tolist()
+    if not devices:
+        return []
+    held = timeline.memory()
+    graph, too_full = timeline.graph, []
+    computes = graph.is_op(COMPUTE)
+    for device in devices:
+        rows = held[held["device"] == device]
+        most = int(rows["nbytes"].to_numpy().argmax())
+        time = float(rows["time"].iloc[most])
+        begins = np.flatnonzero(computes & (graph.device == device) & (timeline.start == time))
+        task = graph.task(int(begins[0])) if most and len(begins) else None
+        needed = float(timeline.peak_memory[device])
+        too_full.append(Excess(device, needed, float(limit[device]), time, task))
+    return too_full
+
+
+def excess_text(excess: Excess) -> str:
+    """Return such as ``device 0 needs 93.1 GiB of 74.5 GiB (18.6 GiB too much) in 0F3 at 1 s``."""
+    place = "throughout"
+    if excess.task is not None:
+        place = f"from {excess.task} on, at {format_time(excess.time)}"
+    return (
+        f"device {excess.device} needs {format_bytes(excess.needed)} of "
+        f"{format_bytes(excess.limit)}, {format_bytes(excess.needed - excess.limit)} too much, "
+        f"{place}"
+    )
+
+
+def limit_text(timeline: Timeline) -> str:
+    """Return one sentence that names the devices that need too much; empty if there are none."""
+    too_full = excesses(timeline)
+    named = "; ".join(excess_text(excess) for excess in too_full[:_MOST_NAMED])
+    more = len(too_full) - _MOST_NAMED
+    others = f"; {more} more device{'s' * (more > 1)} too" if more > 0 else ""
+    return f"timeline {timeline.name!r} does not fit: {named}{others}" if too_full else ""

@@ -1,0 +1,45 @@
+"""Tokens a second, and the model FLOPs utilization of a timeline."""
+
+from __future__ import annotations
+
+import math
+
+from pipesim.costs.workload import Workload
+from pipesim.errors import ArgumentError, TimelineError, check_type, number
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["mfu", "tokens_per_second"]
+
+
+def tokens_per_second(timeline: Timeline) -> float:
+    """Return the tokens a second of all replicas; see `Timeline.tokens_per_second`."""
+    return timeline.throughput * _workload(timeline, None).tokens
+
+
+def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None) -> float:
+    """Return the model FLOPs utilization; see `Timeline.mfu`."""
+    work = _workload(timeline, workload)
+    peak: object = work.peak_flops if peak_flops is None else peak_flops
+    if peak is None:
+        raise ArgumentError(
+            f"timeline {timeline.name!r}: the workload has no peak_flops; give mfu(peak_flops=...),"
+            " the FLOP/s of the data sheet of one GPU"
+        )
+    rate = number(peak)
+    if rate is None or not 0 < rate < math.inf:
+        raise ArgumentError(f"peak_flops must be finite FLOP/s above 0, got {peak_flops!r:.60}")
+    n_gpus = timeline.n_devices * work.gpus_per_device
+    return timeline.throughput * (work.flops / rate) / n_gpus
+
+
+def _workload(timeline: Timeline, workload: Workload | None) -> Workload:
+    """Return the workload to use; raise `TimelineError` if there is none."""
+    if workload is not None:
+        return check_type("workload", workload, Workload, "give ps.Workload(tokens=..., flops=...)")
+    work = None if timeline.costs is None else timeline.costs.work
+    if work is None:
+        raise TimelineError(
+            f"timeline {timeline.name!r} has no workload, so that its tokens and FLOPs are "
+            "unknown; give Costs(workload=ps.Workload(tokens=..., flops=...)), or mfu(workload=...)"
+        )
+    return work

@@ -1,0 +1,84 @@
+"""Seconds and bytes as text, in fitting units, and bytes from text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from pipesim.errors import check_name
+from pipesim.utils.texts import parse_float
+
+__all__ = [
+    "TIME_UNITS",
+    "byte_unit",
+    "format_bytes",
+    "format_time",
+    "parse_bytes",
+    "significant",
+    "time_unit",
+]
+
+#: Units in a second.
+TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+#: Bytes of each unit that a text of bytes may have, by its lower case.
+_SIZES = {unit.lower(): 1024.0**k for k, unit in enumerate(_BYTE_UNITS)} | {
+    unit.lower(): 1000.0**k for k, unit in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))
+}
+
+
+def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
+    """Return a unit's sign and its number in a second; by default the unit fits ``seconds``.
+
+    Raises
+    ------
+    UnknownNameError
+        If ``unit`` is not ``s``, ``ms``, ``us`` or ``ns``.
+    """
+    if unit is None:
+        small = (name for name, scale in TIME_UNITS.items() if abs(seconds) * scale >= 0.9995)
+        unit = next(small, "ns") if seconds else "s"
+    name = check_name("unit of time", unit, TIME_UNITS)
+    return {"us": "µs"}.get(name, name), TIME_UNITS[name]
+
+
+def byte_unit(nbytes: float) -> tuple[str, float]:
+    """Return the unit that fits ``nbytes``, and its size in bytes."""
+    power = 0
+    while abs(nbytes) >= 1023.5 * 1024.0**power and power < len(_BYTE_UNITS) - 1:
+        power += 1
+    return _BYTE_UNITS[power], 1024.0**power
+
+
+def significant(value: float) -> str:
+    """Return a value with three digits, without an exponent."""
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    if abs(value) >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.9995 else f"{value:.3g}"
+
+
+def format_time(seconds: float) -> str:
+    """Return seconds in a fitting unit, such as ``"412 ms"``; ``"n/a"`` for NaN."""
+    if math.isnan(seconds):
+        return "n/a"
+    sign, scale = time_unit(seconds)
+    return f"{significant(seconds * scale)} {sign}"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return bytes in a fitting unit, such as ``"3.25 GiB"``."""
+    sign, size = byte_unit(nbytes)
+    return f"{significant(nbytes / size)} {sign}"
+
+
+def parse_bytes(text: str) -> float | None:
+    """Parse bytes such as ``"80GiB"``, ``"80 GB"`` or ``"8e10"``; None if the text is none."""
+    parts = re.fullmatch(r"([-+.\deE]+) ?([kmgtpKMGTP]?i?[bB])?", text.strip(), re.ASCII)
+    value = parse_float(parts[1]) if parts else None
+    if parts is None or value is None:
+        return None
+    size = _SIZES.get((parts[2] or "B").lower())
+    return None if size is None else value * size
