@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
-from pipesim.timeline.memory_limit import checked_memory_limit
+from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def compare(
 
         - ``memory_limit``: bytes that a device may hold; if devices differ, those of the device
           with the least room;
-        - ``fits``: whether each device stays within its limit; missing if unknown;
+        - ``fits``: whether each device stays within its limit, the allocator's reserve included,
+          which ``peak_memory`` leaves out; missing if unknown;
         - ``tokens_per_second``, of all replicas;
         - ``mfu`` (0..1), as `Timeline.mfu`.
 
@@ -153,7 +154,7 @@ def known_results(timeline: Timeline) -> dict[str, float | bool]:
     results: dict[str, float | bool] = {}
     limit = timeline.memory_limit
     if limit is not None:
-        room = limit if timeline.costs is None else limit - timeline.peak_memory
+        room = limit if timeline.costs is None else limit - reserved_memory(timeline)
         results["memory_limit"] = float(limit[room.argmin()])
     if timeline.fits is not None:
         results["fits"] = timeline.fits

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, check_list, number
 from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE
+from pipesim.timeline.memory import costs_of
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.units import format_bytes, format_time
 
@@ -21,6 +22,7 @@ __all__ = [
     "fits",
     "limit_text",
     "memory_limit",
+    "reserved_memory",
 ]
 
 Floats = NDArray[np.float64]
@@ -36,7 +38,7 @@ class Excess(NamedTuple):
     device
         The device.
     needed, limit
-        Most bytes that it holds, and those that it may hold.
+        Most bytes that it holds, the allocator's reserve included, and those that it may hold.
     time
         Seconds at which it first holds the most.
     task
@@ -99,12 +101,24 @@ def memory_limit(timeline: Timeline) -> Floats | None:
     return np.full(timeline.n_devices, work.memory)
 
 
+def reserved_memory(timeline: Timeline) -> Floats:
+    """Return the most bytes of each device, with the allocator's reserve; shape ``(n_devices,)``.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no costs.
+    """
+    peak = timeline.peak_memory
+    return peak + costs_of(timeline).memory_reserve * peak
+
+
 def fits(timeline: Timeline) -> bool | None:
     """Return whether each device holds at most the bytes that it may; see `Timeline.fits`."""
     limit = memory_limit(timeline)
     if limit is None or timeline.costs is None:
         return None
-    needed = timeline.peak_memory
+    needed = reserved_memory(timeline)
     return bool((needed <= limit).all()) if needed.any() else None
 
 
@@ -119,7 +133,8 @@ def excesses(timeline: Timeline) -> list[Excess]:
     limit = memory_limit(timeline)
     if limit is None:
         return []
-    devices = np.flatnonzero(timeline.peak_memory > limit).tolist()
+    reserved = reserved_memory(timeline)
+    devices = np.flatnonzero(reserved > limit).tolist()
     if not devices:
         return []
     held = timeline.memory()
@@ -131,8 +146,7 @@ def excesses(timeline: Timeline) -> list[Excess]:
         time = float(rows["time"].iloc[most])
         begins = np.flatnonzero(computes & (graph.device == device) & (timeline.start == time))
         task = graph.task(int(begins[0])) if most and len(begins) else None
-        needed = float(timeline.peak_memory[device])
-        too_full.append(Excess(device, needed, float(limit[device]), time, task))
+        too_full.append(Excess(device, float(reserved[device]), float(limit[device]), time, task))
     return too_full
 
 
@@ -154,4 +168,6 @@ def limit_text(timeline: Timeline) -> str:
     named = "; ".join(excess_text(excess) for excess in too_full[:_MOST_NAMED])
     more = len(too_full) - _MOST_NAMED
     others = f"; {more} more device{'s' * (more > 1)} too" if more > 0 else ""
-    return f"timeline {timeline.name!r} does not fit: {named}{others}" if too_full else ""
+    share = costs_of(timeline).memory_reserve if too_full else 0.0
+    reserve = f"; {share:.3g} of the tensors' bytes are the allocator's reserve" if share else ""
+    return f"timeline {timeline.name!r} does not fit: {named}{others}{reserve}" if too_full else ""

@@ -249,6 +249,7 @@ class Timeline:
     def fits(self) -> bool | None:
         """Whether no device needs more than its `memory_limit`, which it may reach.
 
+        A device needs its `peak_memory` and the allocator's share of it, ``Costs.memory_reserve``.
         None if that is unknown: without a limit or costs, and for costs that have no bytes.
         """
         from pipesim.timeline.memory_limit import fits

@@ -87,6 +87,19 @@ def test_waiting_gradients_count() -> None:
         ps.simulate(graph, costs, memory_limit=23)
 
 
+def test_the_reserve_of_the_allocator_counts() -> None:
+    """An eighth more than the tensors' bytes; workspace is part of the peak."""
+    costs = replace(COSTS, memory_reserve=0.125)
+    assert quiet([18, 33.75], costs).fits is True
+    with pytest.warns(MemoryLimitWarning, match=r"needs 33.8 B of 33.0 B.*; 0.125 of the tensors'"):
+        ps.simulate(GRAPH, costs, memory_limit=33)
+    assert quiet([18, 33.75], costs).peak_memory.tolist() == PEAK
+    working = replace(COSTS, backward_workspace_bytes=7)
+    assert quiet([23, 37], working).fits is True
+    with pytest.warns(MemoryLimitWarning, match=r"device 1 needs 37.0 B of 36.0 B.*from 1B1 on"):
+        ps.simulate(GRAPH, working, memory_limit=36)
+
+
 @pytest.mark.parametrize(
     ("limit", "match"),
     [
