@@ -46,8 +46,8 @@ __all__ = ["Layers", "as_layers"]
 
 #: Columns in which the value of a stage is that of its last layer, not a sum.
 _LAST_LAYER = ("output_bytes", "output_seconds")
-#: Columns of which a stage has its layers' largest value.
-_LARGEST = ("forward_workspace_bytes", "backward_workspace_bytes")
+#: Columns of bytes that a layer holds beyond what it and the layers before it keep.
+_WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,9 @@ class Layers:
         -------
         Costs
             Seconds and bytes summed over each stage's layers; ``output_bytes`` and
-            ``output_seconds`` are those of its last layer, bytes of workspaces its layers' largest.
+            ``output_seconds`` are those of its last layer. Its workspace is that of the layer with
+            the most bytes beyond the activations of the stage: while a layer runs, those after it
+            hold none.
 
         Raises
         ------
@@ -236,9 +238,13 @@ class Layers:
 
     def _stage_costs(self, sizes: Sequence[int], launch: PerStage, network: Network) -> Costs:
         """Return the costs of stages with these many layers."""
+        activations = self.columns.get("activation_bytes", (0.0,) * len(self))
         values: dict[str, Any] = {
             name: tuple(
-                _stage_value(name, stage, part) for stage, part in enumerate(_parts(column, sizes))
+                _workspace(part, kept) if name in _WORKSPACES else _stage_value(name, stage, part)
+                for stage, (part, kept) in enumerate(
+                    zip(_parts(column, sizes), _parts(activations, sizes), strict=True)
+                )
             )
             for name, column in self.columns.items()
         }
@@ -263,9 +269,16 @@ def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:
 
 def _stage_value(name: str, stage: int, part: Sequence[float]) -> float:
     """Return the value of a stage, from those of its layers."""
-    if name in _LAST_LAYER:
-        return part[-1]
-    return max(part) if name in _LARGEST else _sum(f"{name} of stage {stage}", part)
+    return part[-1] if name in _LAST_LAYER else _sum(f"{name} of stage {stage}", part)
+
+
+def _workspace(part: Sequence[float], kept: Sequence[float]) -> float:
+    """Return the most bytes of any layer beyond what all layers of a stage keep."""
+    most = later = 0.0
+    for nbytes, activations in zip(reversed(part), reversed(kept), strict=True):
+        most = max(most, nbytes - later)
+        later += activations
+    return most
 
 
 def _sum(what: str, values: Sequence[float]) -> float:

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import check_flag, check_name, check_type
 from pipesim.models.size_checks import check_divides, check_size
+from pipesim.models.stage_memory import (
+    embedding_operations,
+    head_operations,
+    kept_bytes,
+    layer_operations,
+    stage_workspaces,
+)
 from pipesim.models.stage_seconds import per_stage, stage_seconds
 from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
 __all__ = ["Shard"]
 
-#: Bytes of a logit, which is in 32 bits for the loss, and of an element of a dropout mask, which
-#: has 8 bits (arXiv 2205.05198, section 4).
-_LOGIT_BYTES, _MASK_BYTES = 4, 1
-#: Bytes of a row's sum of exponentials, which FlashAttention keeps (arXiv 2307.08691, section 3.1).
-_STATISTIC_BYTES = 4
+#: Bytes of a logit, which is in 32 bits for the loss (arXiv 2205.05198, section 4).
+_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -119,20 +123,9 @@ class Shard:
         =========  =====================  =========================
 
         A gated MLP keeps gate, up and their product. Memory that a layer needs only during its own
-        recompute is not counted.
+        recompute is workspace. `pipesim.models.stage_memory` has the bytes of each operation.
         """
-        if self.recompute == "full":
-            return self._input_bytes
-        model, e, mask = self.model, self.model.bytes_per_activation, self._mask
-        split = e * self._split_inputs
-        if self.recompute == "none" and self.flash_attention:
-            split += _STATISTIC_BYTES * model.n_heads
-        elif self.recompute == "none":  # the softmax, and its dropout's mask and output
-            core = e + (_MASK_BYTES + e) * model.dropout
-            split += core * model.n_heads * model.sequence_length
-        # Inputs of both norms, of QKV and of the MLP; masks of both dropouts.
-        whole = (4 * e + 2 * mask) * model.hidden_size
-        return self._tokens * (whole / self._whole + split / self.tensor_parallel)
+        return kept_bytes(layer_operations(self))
 
     @property
     def layer_weight_grad_bytes(self) -> float:
@@ -151,7 +144,7 @@ class Shard:
 
         Source: arXiv 2205.05198, section 4.3. Token ids are not counted.
         """
-        return self._tokens * self._mask * self.model.hidden_size / self._whole
+        return kept_bytes(embedding_operations(self))
 
     @property
     def head_activation_bytes(self) -> float:
@@ -160,7 +153,7 @@ class Shard:
         4sbh/t(1 + v/h) with sequence parallelism (arXiv 2205.05198, section 4.3), else
         4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded.
         """
-        return 2 * self._input_bytes + self._logit_bytes
+        return kept_bytes(head_operations(self))
 
     @property
     def layer_parameters(self) -> float:
@@ -218,7 +211,8 @@ class Shard:
         Memory is ``parameter_bytes + gradient_bytes + optimizer_bytes``. With Adam, one parameter
         has 2 + 2 + 12 = 16 bytes with gradients in 16 bits, and 2 + 4 + 12 = 18 with gradients in
         32 bits. If the optimizer is sharded, replicas share ``optimizer_bytes`` only.
-        REDUCE_GRAD moves ``gradient_bytes``.
+        REDUCE_GRAD moves ``gradient_bytes``. While a task runs, its stage holds workspace besides
+        its activations: gradients, gathered tensors, what is recomputed.
 
         Notes
         -----
@@ -267,6 +261,7 @@ class Shard:
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
             "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
             "optimizer_bytes": tuple(n * model.optimizer_bytes_per_parameter for n in parameters),
+            **stage_workspaces(self, sizes),
         }
 
     def _sizes(self, layers_per_stage: Split) -> tuple[int, ...]:
@@ -288,11 +283,6 @@ class Shard:
     def _input_bytes(self) -> float:
         """Bytes of a layer's input, and of a stage's output, on one GPU: 2sbh or 2sbh/t."""
         return self._tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
-
-    @property
-    def _mask(self) -> int:
-        """Bytes of an element of a dropout's mask."""
-        return _MASK_BYTES * self.model.dropout
 
     @property
     def _split_inputs(self) -> int:

@@ -156,7 +156,7 @@ def test_any_split_conserves_totals(data: st.DataObject) -> None:
             assert of_stages[-1] == of_layers[-1]
             assert set(of_stages) <= set(of_layers)
         elif "workspace" in name:
-            assert max(of_stages) == max(of_layers)
+            assert of_stages.max() <= max(of_layers)
         else:
             assert math.fsum(of_stages) == pytest.approx(math.fsum(of_layers))
 

@@ -357,9 +357,12 @@ def test_memory_fields_survive_files() -> None:
 
 
 def test_layers_of_a_stage_share_a_workspace() -> None:
-    """A stage of several layers has the largest of theirs."""
-    layers = ps.Layers({"forward": [1, 1, 1], "backward": [2, 2, 2], "activation_bytes": [4, 4, 4],
-                        "backward_workspace_bytes": [5, 9, 6]})  # fmt: skip
+    """By hand: when the first layer's backward holds 9, the second holds its 4 no longer."""
+    columns = {"forward": [1, 1, 1], "backward": [2, 2, 2], "activation_bytes": [4, 4, 4]}
+    layers = ps.Layers({**columns, "backward_workspace_bytes": [9, 4, 6]})
     costs = layers.costs([2, 1])
     assert costs.activation_bytes == (8, 4)
-    assert costs.backward_workspace_bytes == (9, 6)
+    assert costs.backward_workspace_bytes == (5, 6)
+    assert ps.Layers({**columns, "backward_workspace_bytes": [7, 4, 6]}).costs(
+        [3]
+    ).backward_workspace_bytes == (6,)
