@@ -3,10 +3,18 @@
 Nominal FLOP/s are those of dense matrix products in 16 bits with sums in 32 bits, without
 sparsity. Memory is in units of 10^9 bytes. Sources are the vendors' data sheets [1]_ to [13]_.
 
-Shares of FLOP/s are those of the best of many shapes of bfloat16 products in torch, where they were
-measured [14]_. A GPU that is not in that list has the share of a measured one of its architecture
-(``basis`` names it), or 0.8. Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9
-and more, the element-wise kernels of a training step less.
+Shares of FLOP/s rest on three things, which ``basis`` names:
+
+- *training steps*: the share with which `pipesim.Transformer.costs` predicts published steps best.
+  A100: GPT of 22 to 1,000 billion parameters [15]_. H100: Llama 3 405B on 8,192 GPUs, 430 TFLOP/s a
+  GPU [16]_. B200: Llama 3 on 8 GPUs [17]_. Sustained products are slower than short ones on GPUs
+  that reach their power limit: H100 reaches 0.80 in large products and 0.60 in training.
+- *large products*: the best of many shapes of bfloat16 products in torch [14]_.
+- Otherwise the share of a GPU of the same architecture, or 0.7, is assumed. H20 is far from its
+  power limit, and has the share of H100 in large products.
+
+Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9 and more, the element-wise
+kernels of a training step less.
 
 Multiprocessors (compute units of AMD) are those of the vendors' architecture papers, as listed in
 [13]_; a GPU of two dies has those of both.
@@ -30,6 +38,9 @@ References
    https://www.techpowerup.com/gpu-specs/
 .. [14] Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS,
    https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
+.. [15] Korthikanti et al., arXiv 2205.05198, table 5
+.. [16] Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, table 4
+.. [17] MooreThreads, SimuMax, https://github.com/MooreThreads/SimuMax, docs/b200
 """
 
 from __future__ import annotations
@@ -70,10 +81,11 @@ class DataSheet:
     bandwidth_efficiency: float = 0.85
 
 
-_A100, _A100_PCIE, _H100 = (0.87, "measured"), (0.81, "measured"), (0.80, "measured")
-_MI250X, _MI300X, _MI325X = (0.77, "measured"), (0.51, "measured"), (0.60, "measured")
-_LIKE_A100, _LIKE_H100 = (0.87, "as A100 SXM"), (0.80, "as H100 SXM")
-_ASSUMED = 0.8, "assumed"
+_A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.44, "training steps")
+_A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
+_MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
+_LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.44, "as B200")
+_H20, _ASSUMED = (0.80, "large products of H100"), (0.7, "assumed")
 
 DATA_SHEETS = {
     "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, 80, *_ASSUMED, 1),
@@ -86,9 +98,9 @@ DATA_SHEETS = {
     "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3),
     "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4),
     "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13),
-    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_LIKE_H100, 13),
-    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_LIKE_H100, 5),
-    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_H100, 6),
+    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_H20, 13),
+    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5),
+    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_B200, 6),
     "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7),
     "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8),
     "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9),

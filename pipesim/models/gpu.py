@@ -27,7 +27,7 @@ _UNITS = {
 }
 #: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
 #: depth at half the rate.
-_LAUNCH, _OVERHEAD, _HALF_DEPTH = 6e-6, 2e-6, 64.0
+_LAUNCH, _OVERHEAD, _HALF_DEPTH = 10e-6, 2e-6, 64.0
 #: Elements of the tiles of a matrix product's result, and the share of ``flops`` that they reach:
 #: tiles of 128 by 256, and of 128 by 128 with an assumed loss.
 _TILES = ((128 * 256, 1.0), (128 * 128, 0.93))
@@ -129,10 +129,11 @@ class GPU:
         """Return a common GPU from its data sheet; `pipesim.gpus` lists them.
 
         ``flops`` and ``bandwidth`` are nominal rates times the efficiencies in that list, which
-        are measured for some GPUs, and assumed for others. The rest is assumed: an ``overhead`` of
-        2 us, a ``half_depth`` of 64, by which FlashAttention with heads of 128 elements reaches two
-        thirds of ``flops``, and ``launch``. A framework that runs layers from Python needs 5 to
-        50 us a kernel: give yours if operations are short.
+        rest on training steps for some GPUs, on large products or on assumptions for others. The
+        rest is assumed: an ``overhead`` of 2 us, a ``half_depth`` of 64, by which FlashAttention
+        with heads of 128 elements reaches two thirds of ``flops``, no ``synchronization``, and
+        ``launch``. A framework that runs layers from Python needs 5 to 50 us a kernel: give yours
+        if operations are short, or measure some steps and call `fit`.
 
         Raises
         ------
@@ -246,7 +247,7 @@ def gpus() -> pd.DataFrame:
     Examples
     --------
     >>> gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
-    [989400000000000.0, 0.8]
+    [989400000000000.0, 0.6]
     """
     import pandas as pd
 
