@@ -218,7 +218,9 @@ def head_kernels(shard: Shard) -> OperationKernels:
     """Return the kernels of final norm, LM head and loss, whose logits are in 32 bits.
 
     The cross-entropy is that of Megatron-LM over a split vocabulary: a cast, the largest logit, its
-    subtraction, exponentials, their sum, and the probabilities that the backward keeps.
+    subtraction, exponentials, their sum, and the probabilities that the backward keeps. A fused
+    loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
+    which the backward multiplies by that of the loss.
     """
     sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
@@ -228,10 +230,15 @@ def head_kernels(shard: Shard) -> OperationKernels:
     # Reads and writes: largest 1, subtraction 2, exponentials 2, sum 1, probabilities 2.
     loss = Kernel("cross-entropy", nbytes=8 * _FP32 * logits, n_kernels=5)
     loss_back = Kernel("cross-entropy", nbytes=2 * _FP32 * logits, n_kernels=2)
+    losses: tuple[Kernel, ...] = (cast, loss)
+    losses_back: tuple[Kernel, ...] = (loss_back, cast)
+    if shard.fused_loss:
+        losses = (Kernel("cross-entropy", nbytes=3 * e * logits, n_kernels=2),)
+        losses_back = (Kernel("cross-entropy", nbytes=2 * e * logits),)
     return OperationKernels(
-        (norm, sizes.product("logits", sizes.tokens, v, h), cast, loss),
+        (norm, sizes.product("logits", sizes.tokens, v, h), *losses),
         (
-            loss_back, cast, sizes.product("logits input", sizes.tokens, h, v),
+            *losses_back, sizes.product("logits input", sizes.tokens, h, v),
             norm._replace(nbytes=3 * e * h * sizes.share),
         ),
         sizes.weight_grad("logits", h, v, bias=False),

@@ -198,12 +198,16 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return final norm, LM head and loss.
 
     The loss is Megatron-LM's cross-entropy: a copy of the logits in 32 bits becomes their softmax,
-    which is kept, and then their gradient, of which the LM head gets a copy in 16 bits.
+    which is kept, and then their gradient, of which the LM head gets a copy in 16 bits. A fused
+    loss keeps the logits, which it turned into their gradient.
     """
     x, model = _tensors(shard), shard.model
     columns = model.vocabulary_size / shard.tensor_parallel
     weight = model.bytes_per_parameter * columns * model.hidden_size
     reduced = x.hidden * (x.gathered > 0)
+    loss = Operation("loss", x.softmax, x.logits, x.logits)
+    if shard.fused_loss:
+        loss = Operation("loss", x.logits, 0.0, 0.0)
     return (
         Operation("norm", x.hidden, x.hidden, 2 * x.hidden),
         Operation(
@@ -212,7 +216,7 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
             x.gathered + x.logits,
             x.logits + x.all_hidden + x.gathered + reduced + weight,
         ),
-        Operation("loss", x.softmax, x.logits, x.logits),
+        loss,
     )
 
 

@@ -53,6 +53,10 @@ class Shard:
         Whether each GPU of the group sends its part of a stage's output, and the receiving group
         gathers the parts (arXiv 2104.04473, section 4.1). Otherwise each sends the whole output to
         its counterpart. Sequence parallelism has parts already, and needs none gathered.
+    fused_loss
+        Whether the loss is fused into kernels that turn the logits into their gradient in place, in
+        16 bits, such as Transformer Engine's ``parallel_cross_entropy``. Otherwise it keeps a copy
+        of the logits in 32 bits, Megatron-LM's own fusion included.
 
     Raises
     ------
@@ -77,6 +81,7 @@ class Shard:
     recompute: LayerRecompute = "none"
     flash_attention: bool = False
     scatter_gather: bool = False
+    fused_loss: bool = False
 
     def __post_init__(self) -> None:
         check_type("model", self.model, Transformer)
@@ -85,6 +90,7 @@ class Shard:
         check_flag("sequence_parallel", self.sequence_parallel)
         check_flag("flash_attention", self.flash_attention)
         check_flag("scatter_gather", self.scatter_gather)
+        check_flag("fused_loss", self.fused_loss)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
             check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
@@ -151,7 +157,8 @@ class Shard:
         """Bytes that final norm, LM head and loss keep: two inputs, and logits in 32 bits.
 
         4sbh/t(1 + v/h) with sequence parallelism (arXiv 2205.05198, section 4.3), else
-        4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded.
+        4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded. With ``fused_loss``,
+        logits have 16 bits.
         """
         return kept_bytes(head_operations(self))
 
@@ -296,8 +303,9 @@ class Shard:
 
     @property
     def _logit_bytes(self) -> float:
-        """Bytes of the logits on one GPU, in 32 bits."""
-        return self._tokens * _LOGIT_BYTES * self.model.vocabulary_size / self.tensor_parallel
+        """Bytes of the gradient of the logits on one GPU, in 32 bits unless the loss is fused."""
+        size = self.model.bytes_per_activation if self.fused_loss else _LOGIT_BYTES
+        return self._tokens * size * self.model.vocabulary_size / self.tensor_parallel
 
     @property
     def _copied_parameters(self) -> float:

@@ -263,6 +263,7 @@ class Transformer:
         recompute: LayerRecompute = "none",
         flash_attention: bool = False,
         scatter_gather: bool = False,
+        fused_loss: bool = False,
     ) -> Shard:
         """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
@@ -275,6 +276,7 @@ class Transformer:
             recompute,
             flash_attention,
             scatter_gather,
+            fused_loss,
         )
 
     def kernels(
@@ -286,6 +288,7 @@ class Transformer:
         sequence_parallel: bool = False,
         recompute: LayerRecompute = "none",
         flash_attention: bool = False,
+        fused_loss: bool = False,
     ) -> pd.DataFrame:
         """Return the kernels that one GPU runs for one micro-batch, as a table of one row a kernel.
 
@@ -295,7 +298,7 @@ class Transformer:
             Rates that kernels reach.
         microbatch_size
             Sequences of a micro-batch.
-        tensor_parallel, sequence_parallel, recompute, flash_attention
+        tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
             As in `pipesim.models.tensor_parallel.Shard`.
 
         Returns
@@ -329,6 +332,7 @@ class Transformer:
             sequence_parallel=sequence_parallel,
             recompute=recompute,
             flash_attention=flash_attention,
+            fused_loss=fused_loss,
         )
         return kernel_table(shard, gpu)
 
@@ -344,6 +348,7 @@ class Transformer:
         recompute: LayerRecompute = "none",
         flash_attention: bool = False,
         scatter_gather: bool = False,
+        fused_loss: bool = False,
         partition: LayerPartition | None = None,
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
@@ -370,7 +375,7 @@ class Transformer:
             host needs time to launch them; collectives of tensor parallelism; and STEP. Do not
             compare configurations by it: measured against 240 steps on a node of A100, the best
             configuration by such costs is slower than one chosen at random.
-        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather
+        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
             As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
             values.
         partition
@@ -421,6 +426,7 @@ class Transformer:
             recompute=recompute,
             flash_attention=flash_attention,
             scatter_gather=scatter_gather,
+            fused_loss=fused_loss,
         )
         return model_costs(
             shard,

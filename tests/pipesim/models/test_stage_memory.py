@@ -120,6 +120,32 @@ def test_dropout_keeps_masks() -> None:
     assert kept_bytes(head_operations(shard)) == 2 * 256 + 3200
 
 
+def test_fused_loss_keeps_16_bits() -> None:
+    """The logits (1600) become their gradient in place; the LM head's backward has the most bytes.
+
+    That is the gradients of its input and of its weight (3200), besides the layer's buffers.
+    """
+    settings: dict[str, Any] = {"flash_attention": True, "fused_loss": True}
+    assert kept_bytes(head_operations(MODEL.shard(**settings))) == 2 * 256 + 1600
+    forward, backward = workspaces(MODEL, [1, 1], **settings)
+    assert backward[1] == 256 + 3200 + BUFFERS
+    assert forward[1] == 0
+    costs = MODEL.costs([1, 1], microbatch_size=1, flops_per_second=1.0, **settings)
+    apart = MODEL.costs([1, 1], microbatch_size=1, flops_per_second=1.0, flash_attention=True)
+    for name in ("activation_bytes", "weight_grad_bytes"):
+        assert (apart.per_stage(name, 2) - costs.per_stage(name, 2)).tolist() == [0, 1600]
+
+
+def test_fused_loss_reads_and_writes_16_bits() -> None:
+    """Three times the logits forward, twice backward, in three kernels."""
+    gpu = ps.GPU.preset("h100_sxm")
+    table = MODEL.kernels(gpu, microbatch_size=1, fused_loss=True)
+    loss = table[table["kernel"] == "cross-entropy"]
+    assert loss["bytes"].tolist() == [3 * 1600, 2 * 1600]
+    assert loss["n_kernels"].sum() == 3
+    assert not table["kernel"].str.contains("cast").any()
+
+
 @given(
     st.sampled_from(["none", "selective", "full"]),
     st.booleans(),
