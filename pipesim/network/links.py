@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,42 @@ class Nodes:
                 f"nodes: a device on {self.nodes_per_device} nodes has them to itself; give "
                 f"devices_per_node=1, got {self.devices_per_node!r}"
             )
+
+    def grouped(self, gpus_per_device: int) -> Nodes:
+        """Return the same nodes, with groups of GPUs that act as one device.
+
+        Port and NIC of a device are then those of each of its GPUs. Where GPUs of a device share
+        NICs, each has its part of their bandwidth.
+
+        Raises
+        ------
+        NetworkError
+            For GPUs that neither divide those of a node nor are a multiple of them, and for nodes
+            that are grouped already.
+        """
+        size, per_node = check_count("gpus_per_device", gpus_per_device), self.devices_per_node
+        if self.gpus_per_device > 1 and size != self.gpus_per_device:
+            raise NetworkError(
+                f"devices of {self.gpus_per_device} GPUs cannot be grouped again; group the nodes "
+                "of single GPUs"
+            )
+        if size == self.gpus_per_device:
+            return self
+        if per_node % size and size % per_node:
+            raise NetworkError(
+                f"gpus_per_device must divide the {per_node} GPUs of a node, or be a multiple of "
+                f"them, got {size}"
+            )
+        devices, n_nics = max(per_node // size, 1), self.nics_per_node
+        own_nics = n_nics % size == 0 and devices % (n_nics // size) == 0
+        return replace(
+            self,
+            devices_per_node=devices,
+            gpus_per_device=size,
+            nodes_per_device=max(size // per_node, 1),
+            nic_bandwidth=self.nic_bandwidth * (1 if own_nics else n_nics / per_node),
+            n_nics=n_nics // size if own_nics else None,
+        )
 
     @property
     def gpus_per_node(self) -> int:

@@ -336,6 +336,29 @@ class Network:
         """Return this network with infinite bandwidth, so that only latency is left."""
         return self._times(1.0, math.inf)
 
+    def grouped(self, gpus_per_device: int) -> Network:
+        """Return this network with groups of GPUs that act as one device; see `Nodes.grouped`.
+
+        Raises
+        ------
+        NetworkError
+            For a network with named links, or without nodes, unless the group is one GPU; and as
+            `Nodes.grouped`.
+
+        Examples
+        --------
+        >>> network = Network.preset("dgx_h100").grouped(8)
+        >>> network == Network.preset("dgx_h100", gpus_per_device=8)
+        True
+        """
+        if check_count("gpus_per_device", gpus_per_device) == 1 and self.nodes is None:
+            return self
+        if self.nodes is None or self.links:
+            raise NetworkError(
+                f"gpus_per_device={gpus_per_device} needs a network of nodes without named links"
+            )
+        return replace(self, nodes=self.nodes.grouped(gpus_per_device))
+
     def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
         """Return this network with all latencies and bandwidths multiplied by factors.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pipesim.errors import NetworkError, check_count, number
+from pipesim.errors import NetworkError, number
 from pipesim.network.links import Link, Nodes, bandwidth_from_json, check_keys
 from pipesim.network.presets import machine
 
@@ -36,22 +36,12 @@ def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -
     part = number(efficiency)
     if part is None or not 0 < part <= 1:
         raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
-    size = check_count("gpus_per_device", gpus_per_device)
-    per_node = nodes.devices_per_node
-    if per_node % size and size % per_node:
-        raise NetworkError(
-            f"gpus_per_device must divide the {per_node} GPUs of a node of {name}, or be a "
-            f"multiple of them, got {size}"
-        )
-    return replace(
+    nodes = replace(
         nodes,
-        devices_per_node=max(per_node // size, 1),
-        gpus_per_device=size,
-        nodes_per_device=max(size // per_node, 1),
         port_bandwidth=nodes.port_bandwidth * part,
         nic_bandwidth=nodes.nic_bandwidth * part,
-        n_nics=None,
     )
+    return nodes.grouped(gpus_per_device)
 
 
 def network_fields(values: Mapping[str, Any]) -> NetworkFields:

@@ -101,6 +101,23 @@ def test_impossible_groups(network: ps.Network, arguments: tuple[float, int], me
         network.group_all_gather(*arguments)
 
 
+def test_groups_of_gpus_that_share_nics() -> None:
+    """Eight GPUs and four NICs: groups of two, four, eight and sixteen GPUs have the same rates."""
+    network = ps.Network(nodes=ps.Nodes(8, nic_bandwidth=10, n_nics=4))
+    expected = {1: (8, 4, 10), 2: (4, 2, 10), 4: (2, 1, 10), 8: (1, 1, 5), 16: (1, 1, 5)}
+    for size, (devices, n_nics, bandwidth) in expected.items():
+        nodes = network.grouped(size).nodes
+        assert nodes is not None
+        grouped = (nodes.devices_per_node, nodes.nics_per_node, nodes.nic_bandwidth)
+        assert grouped == (devices, n_nics, bandwidth)
+        assert (nodes.gpus_per_node, nodes.node_bandwidth) == (8, 40)
+    assert ps.Network(1, 8).grouped(1) == ps.Network(1, 8)
+    with pytest.raises(NetworkError, match="needs a network of nodes without named links"):
+        ps.Network(1, 8).grouped(2)
+    with pytest.raises(NetworkError, match="devices of 2 GPUs cannot be grouped again"):
+        network.grouped(2).grouped(4)
+
+
 def test_nodes_of_a_device() -> None:
     """A device on several nodes has them to itself, and its GPUs are spread evenly."""
     with pytest.raises(NetworkError, match="has them to itself; give devices_per_node=1, got 2"):

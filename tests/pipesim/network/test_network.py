@@ -141,7 +141,7 @@ def test_devices_that_do_not_exist() -> None:
         ({"preset": "dgx_h100", "latency": 1e-6}, "leave out the one or the other"),
         ({"preset": "dgx_h100", "efficiency": 1.5}, "efficiency must be above 0 and at most 1"),
         ({"preset": "dgx_h100", "efficiency": "1"}, "efficiency must be above 0 and at most 1"),
-        ({"preset": "dgx_h100", "gpus_per_device": 3}, "must divide the 8 GPUs of a node of dgx_h"),
+        ({"preset": "dgx_h100", "gpus_per_device": 3}, "must divide the 8 GPUs of a node"),
         ({"preset": "dgx_h100", "gpus_per_device": 1.0}, "gpus_per_device must be a whole number"),
         ({"efficiency": 0.5}, "network has efficiency without a preset to apply to; add preset ="),
         ({"gpus_per_device": 8, "nodes": {"devices_per_node": 8}}, "has gpus_per_device without"),
