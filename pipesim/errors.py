@@ -112,6 +112,10 @@ class AccuracyWarning(PipeWarning):
     """Measured tasks are too short, or too noisy, for a good prediction."""
 
 
+class CalibrationWarning(PipeWarning):
+    """Measured steps do not determine a constant, which keeps its start value."""
+
+
 class CostsWarning(PipeWarning):
     """Costs may describe something else than they are used for."""
 

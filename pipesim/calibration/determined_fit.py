@@ -37,7 +37,7 @@ class Fit:
     Attributes
     ----------
     x
-        log(constant / start); 0 for a constant that is not determined.
+        log(constant / start); ``undetermined`` of `fit` for a constant that is not determined.
     standard_errors
         Of x. For a constant that is not determined: when it was given up.
     together
@@ -55,14 +55,18 @@ class Fit:
 
 
 def fit(
-    predict: Callable[[Floats, Ints], Floats], measured: Floats, lower: Floats, upper: Floats
+    predict: Callable[[Floats, Ints], Floats],
+    measured: Floats,
+    lower: Floats,
+    upper: Floats,
+    undetermined: Floats | None = None,
 ) -> Fit:
     """Return the constants that suit measured rows.
 
     The error of predictions that is not unusual is estimated from the rows. While the standard
-    error of a constant is above `LEAST_DETERMINED`, the one with the largest returns to its start,
-    and the others are fitted again. Of constants that the rows tell together only, the later in
-    order returns.
+    error of a constant is above `LEAST_DETERMINED`, the one with the largest is given up, and the
+    others are fitted again. Of constants that the rows tell together only, the later in order is
+    given up.
 
     Left-out predictions have a fit of their own for up to `EXACT_ROWS` rows. For more rows, the fit
     without a row is one step of Gauss and Newton from the fit to all rows. Either keeps the
@@ -72,12 +76,14 @@ def fit(
     ----------
     predict, measured, lower, upper
         As in `pipesim.calibration.least_squares.Problem`.
+    undetermined
+        x of each constant if it is given up: 0 (the default), its start, or -inf, a constant of 0.
     """
     problem = Problem(predict, measured, lower, upper, _SCALE)
     free = np.arange(len(lower))
-    x = search(problem, np.zeros(len(lower)), free)
+    x = np.zeros(len(lower))
     for _ in range(_SCALES):
-        x = minimize(problem, x, free, problem.rows)
+        x = minimize(problem, search(problem, x, free), free, problem.rows)
         problem = replace(problem, scale=_scale(problem, x, free))
     together: dict[int, tuple[int, ...]] = {}
     standard_errors = np.full(len(lower), np.nan)
@@ -91,7 +97,7 @@ def fit(
         worst = len(free) - 1 - int(np.argmax(deviations[::-1].round(3)))
         tied = np.abs(spread[worst]) > _TOGETHER * deviations[worst] * deviations
         together[int(free[worst])] = tuple(int(k) for k in free[tied] if k != free[worst])
-        x[free[worst]] = 0.0
+        x[free[worst]] = 0.0 if undetermined is None else undetermined[free[worst]]
         free = np.delete(free, worst)
     left_out = _left_out(problem, x, free)
     return Fit(x, standard_errors, together, predict(x, problem.rows), left_out)
@@ -125,9 +131,8 @@ def _left_out(problem: Problem, x: Floats, free: Ints) -> Floats:
             moved = minimize(problem, x, free, np.delete(rows, row))
         else:
             line, weight = jacobian[row], weights[row]
-            moved = x.copy()
             part = bent - weight * np.outer(line, line)
-            moved[free] += np.linalg.solve(part, weight * errors[row] * line)
-            moved = np.clip(moved, problem.lower, problem.upper)
+            change = np.linalg.solve(part, weight * errors[row] * line)
+            moved = problem.moved(x, free, change)
         predicted[row] = problem.predict(moved, row[None])[0]
     return predicted

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["PRIOR", "Floats", "Ints", "Problem", "curvature", "minimize", "search"]
 
@@ -33,8 +33,9 @@ PRIOR = 1.0
 _TURN = 1.5
 #: Difference of a logarithm by which derivatives are taken. Predictions have kinks.
 _DIFFERENCE = 1e-3
-#: Most iterations; least gain of the objective, as a share, for another; and the bounds of damping.
-_ITERATIONS, _GAIN = 40, 1e-7
+#: Most iterations; least gain of the objective, over 1 + objective, for another; and the bounds of
+#: damping. A gain of 1e-4 moves a constant by about 0.01 of its standard error.
+_ITERATIONS, _GAIN = 40, 1e-4
 _LEAST_DAMPING, _MOST_DAMPING = 1e-6, 1e6
 #: Factors by which each constant is moved in search of a better start.
 _FACTORS = (0.25, 0.5, 2.0, 4.0)
@@ -83,11 +84,22 @@ class Problem:
             columns.append((self.errors(moved, rows) - errors) / change)
         return np.array(columns).reshape(len(free), len(rows)).T
 
+    def moved(self, x: Floats, free: Ints, change: ArrayLike) -> Floats:
+        """Return x with some constants changed, as far as their bounds allow."""
+        moved = x.copy()
+        moved[free] = np.clip(
+            x[free] + np.asarray(change, np.float64), self.lower[free], self.upper[free]
+        )
+        return moved
+
     def objective(self, x: Floats, errors: Floats) -> float:
-        """Return the objective at x, where the rows have these errors."""
+        """Return the objective at x, where the rows have these errors.
+
+        A constant of 0 has x = -inf. It does not vary, and has no prior.
+        """
         z = errors / self.scale
         robust = 2 * _TURN**2 * (np.sqrt(1 + (z / _TURN) ** 2) - 1)
-        return float(robust.sum() + ((x / PRIOR) ** 2).sum())
+        return float(robust.sum() + ((x[np.isfinite(x)] / PRIOR) ** 2).sum())
 
     def weights(self, errors: Floats) -> Floats:
         """Return the weight of each error's square, at most 1; small for outliers."""
@@ -133,10 +145,10 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
                 x, errors, value = moved, moved_errors, moved_value
                 damping = max(damping / 10, _LEAST_DAMPING)
                 break
-            if np.abs(moved - x).max(initial=0.0) < _DIFFERENCE / 10:
+            if np.abs(moved[free] - x[free]).max(initial=0.0) < _DIFFERENCE / 10:
                 return x
             damping *= 10
-        if before - value <= _GAIN * before:
+        if before - value <= _GAIN * (1 + before):
             break
     return x
 
@@ -153,9 +165,7 @@ def _step(
     inner = np.flatnonzero(~stuck)
     part = bent[np.ix_(inner, inner)]
     part = part + damping * np.diag(np.diag(part))
-    moved = x.copy()
-    moved[free[inner]] -= np.linalg.solve(part, slope[inner])
-    return np.clip(moved, problem.lower, problem.upper)
+    return problem.moved(x, free[inner], -np.linalg.solve(part, slope[inner]))
 
 
 def search(problem: Problem, x: Floats, free: Ints) -> Floats:
@@ -169,9 +179,7 @@ def search(problem: Problem, x: Floats, free: Ints) -> Floats:
     for constant in free:
         around = x
         for factor in _FACTORS:
-            moved = around.copy()
-            moved[constant] += np.log(factor)
-            moved = np.clip(moved, problem.lower, problem.upper)
+            moved = problem.moved(around, free[free == constant], np.log(factor))
             value = problem.objective(moved, problem.errors(moved, rows))
             if value < best:
                 x, best = moved, value

@@ -60,8 +60,8 @@ class MeasuredStep:
 
     @property
     def label(self) -> str:
-        """Name for readers: the column ``label``, or its place."""
-        return str(self.settings.get("label", self.where))
+        """Name for readers: the column ``label``, or the row or line."""
+        return str(self.settings.get("label", self.where.rpartition(", ")[2]))
 
 
 def measured_steps(rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str) -> (

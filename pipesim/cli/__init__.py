@@ -1,4 +1,4 @@
-"""The command ``pipesim``: simulate one schedule, compare several, sweep over settings, list.
+"""The command ``pipesim``: simulate one schedule, compare several, sweep over settings, calibrate.
 
 Settings come from arguments, from a TOML file, or from both; see `pipesim.sweeps.settings`.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pipesim.cli.arguments import Command, parse_arguments
+from pipesim.cli.calibrate import calibrate
 from pipesim.cli.commands import compare, list_schedules, simulate, sweep
 from pipesim.errors import PipeError
 
@@ -20,6 +21,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = {
     "simulate": (simulate, "simulate a schedule; print its times and memory"),
     "compare": (compare, "simulate several schedules; print a row for each"),
     "sweep": (sweep, "simulate every combination of values; print a row for each"),
+    "calibrate": (calibrate, "fit constants of a GPU to measured steps; print them and errors"),
     "schedules": (list_schedules, "list the named schedules with their closed forms"),
 }
 

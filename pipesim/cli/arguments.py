@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipesim.cli.help_texts import CALIBRATE_EPILOG, EPILOG, SWEEP_EPILOG
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
@@ -17,56 +18,10 @@ from pipesim.utils.argument_parser import RaisingParser
 from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import parse_float, parse_int
 
-__all__ = ["EPILOG", "SWEEP_EPILOG", "Command", "argument_settings", "parse_arguments"]
+__all__ = ["Command", "argument_settings", "parse_arguments"]
 
 #: A command takes the parsed arguments, and prints its result.
 Command = Callable[[argparse.Namespace], None]
-
-EPILOG = """\
-A TOML file (--config) holds the same settings; arguments override it:
-
-  devices = 4
-  microbatches = 8
-  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
-                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
-                            # exchange_work, prefetch_keys, sparse_grad_sync
-  per = "device"            # costs are of all that a device holds, however many stages
-
-  [costs]                   # the fields of pipesim.Costs: one value, or one a stage
-  file = "costs.json"       # optional, beside this file; the keys below override it
-  forward = 1e-3
-  backward = [2e-3, 2e-3, 2e-3, 3e-3]
-  output_bytes = 4194304
-  network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
-  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
-
-  [[schedule]]              # a table a schedule; it may override any setting above
-  name = "gpipe"
-  options = { backward_order = "forward" }
-
-  [[schedule]]
-  name = "1f1b"
-  label = "1f1b, all kept"  # what tables and plots call it
-  recompute = "never"
-
-Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
-Names on the command line pick tables by label or name, or else name further schedules.
-A name may be a file, as orders.csv: a row a device, cells such as 0F0 and 0B0; or a grid
-as text. It says how many devices and micro-batches there are. In a TOML file it is
-beside that file.
-"""
-SWEEP_EPILOG = """\
-A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
-
-  devices = 4
-  costs = { forward = 1e-3, backward = 2e-3 }
-
-  [grid]                    # every combination; the last key varies fastest
-  schedule = ["gpipe", "1f1b"]
-  microbatches = [4, 8, 16]
-  recompute = ["never", "always"]
-
-Keys of a grid: """
 
 #: Flag, metavar and help of each setting of the same name. Costs have other arguments.
 _FLAGS = (
@@ -157,6 +112,8 @@ def parse_arguments(
         if name == "schedules":
             _add_flags(command, _FLAGS[:2])
             _add_option(command)
+        elif name == "calibrate":
+            _add_calibration(command)
         else:
             _add_settings(command, sweeps=name == "sweep")
     args, unknown = parser.parse_known_args(argv)
@@ -193,6 +150,30 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
         add(flag, dest=f"settings.{flag[2:].replace('-', '_')}", action=action, help=text)
     _add_option(command)
     _add_costs(command)
+
+
+def _add_calibration(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of calibrate."""
+    command.epilog = CALIBRATE_EPILOG
+    add = command.add_argument
+    add("rows", metavar="STEPS.csv", help="measured steps, one a line; see below")
+    add("--gpu", required=True, metavar="NAME",
+        help="GPU to start from, such as a100_80gb; or a file that --json wrote")  # fmt: skip
+    add("--network", default=None, metavar="NAME",
+        help="machine, such as dgx_a100; without one, messages take no time")  # fmt: skip
+    add("--constants", default=None, type=lambda text: text.split(","), metavar="A,B,...",
+        help="constants to fit, such as flops,bandwidth,launch")  # fmt: skip
+    add(
+        "--plot",
+        type=_figure,
+        metavar="FILE",
+        default=None,
+        help=f"measured over predicted, by constants without the row; {', '.join(_FIGURES)}",
+    )
+    add("--csv", type=_writable, metavar="FILE", default=None,
+        help="write the steps with predictions and errors")  # fmt: skip
+    add("--json", type=_writable, metavar="FILE", default=None,
+        help="write the fitted GPU, its constants and errors")  # fmt: skip
 
 
 def _add_costs(command: argparse.ArgumentParser) -> None:

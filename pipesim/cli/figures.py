@@ -1,4 +1,4 @@
-"""Write the figure of a command."""
+"""Write the figures of commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,27 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["write_figure"]
+    from pipesim.calibration.calibration import Calibration
+
+__all__ = ["write_accuracy", "write_figure"]
 
 #: Width of a figure, and height of a device's row or a bar in it (inches).
 _WIDTH, _ROW = 7.16, 0.25
+#: Width and height of a figure of measured over predicted seconds (inches).
+_SQUARE = 3.5
+
+
+def write_accuracy(path: Path | None, fitted: Calibration) -> None:
+    """Write measured over predicted seconds of left-out steps; nothing without a path."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    from pipesim.plot.paper_figure import save
+
+    figure = Figure(figsize=(_SQUARE, _SQUARE), layout="constrained")
+    fitted.plot(ax=figure.add_subplot())
+    save(figure, path)
 
 
 def write_figure(

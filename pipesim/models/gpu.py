@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,12 @@ from pipesim.models.kernel import Kernel
 from pipesim.models.size_checks import check_size, checked_value
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
+
+    from pipesim.calibration.calibration import Calibration
+    from pipesim.network.network import Network
 
 __all__ = ["GPU", "as_gpu", "gpus"]
 
@@ -154,6 +159,45 @@ class GPU:
             peak_flops=sheet.flops,
             name=name,
         )
+
+    @classmethod
+    def fit(
+        cls,
+        rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
+        *,
+        gpu: GPU | Mapping[str, Any] | str,
+        network: Network | str | None = None,
+        constants: Iterable[str] | None = None,
+    ) -> Calibration:
+        """Return the constants of a GPU that suit measured steps, and the errors of predictions.
+
+        `pipesim.calibration.fit_gpu` has the columns of ``rows``, the method, and the errors.
+
+        Parameters
+        ----------
+        rows
+            Measured steps: the path of a CSV file with a line a step, a DataFrame, or a list of
+            mappings.
+        gpu
+            GPU to start from, the name of a preset, or a mapping of a GPU's fields.
+        network
+            Network of the steps, or the name of a machine; by default messages take no time.
+        constants
+            Names of the constants to fit: numbers of `GPU`, or ``"network_efficiency"``. By
+            default ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any
+            row block (``overlap`` is False) and, with a network, its efficiency.
+
+        Examples
+        --------
+        >>> rows = [{"model": "gpt2_xl", "microbatch_size": b, "n_microbatches": 4, "seconds": s}
+        ...         for b, s in ((1, 0.43), (2, 0.74), (4, 1.37))]
+        >>> fitted = GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
+        >>> f"{fitted.gpu.flops:.2g}"
+        '2e+14'
+        """
+        from pipesim.calibration.fit_gpu import fit_gpu
+
+        return fit_gpu(rows, gpu, network, constants)
 
     def kernel_shares(self, kernel: Kernel) -> dict[str, float]:
         """Return the seconds of a kernel's matrix products, of its memory, and its overhead.

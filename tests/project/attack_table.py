@@ -139,6 +139,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Empirical": lambda _: {"samples": [1.0, 2.0]},
     "ps.Failures": lambda _: {"every": 10.0, "pause": 1.0},
     "ps.GPU": lambda _: {"flops": 1e12, "bandwidth": 1e12},
+    "ps.GPU.fit": lambda _: {
+        "rows": [{"model": "gpt2_xl", "microbatch_size": 1, "n_microbatches": 2, "seconds": 0.2}],
+        "gpu": "a100_80gb", "constants": ["flops"]},
     "ps.GPU.kernel_seconds": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
     "ps.GPU.kernel_shares": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
     "ps.GPU.preset": lambda _: {"name": "h100_sxm"},

@@ -91,6 +91,14 @@ def test_a_constant_without_effect_keeps_its_start() -> None:
     np.testing.assert_allclose(result.x[:3], TRUTH, atol=0.1)
 
 
+def test_a_constant_of_zero_without_effect_stays_zero() -> None:
+    given_up = np.array([0.0, 0.0, 0.0, -np.inf])
+    bounds = np.full(4, -4.6), np.full(4, 4.6)
+    result = fit(sums, measured(0.01), *bounds, given_up)
+    assert np.exp(result.x[3]) == 0
+    np.testing.assert_array_equal(result.x[:3], fitted(sums, measured(0.01), 4).x[:3])
+
+
 def test_of_two_constants_with_one_effect_the_later_keeps_its_start() -> None:
     result = fitted(twins, measured(0.01), 4)
     assert result.x[3] == 0

@@ -21,7 +21,7 @@ import pipesim as ps
 import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
 from pipesim.cli import main
-from pipesim.cli.arguments import EPILOG
+from pipesim.cli.help_texts import EPILOG
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.graph.grad_sync import GRAD_SYNC
 

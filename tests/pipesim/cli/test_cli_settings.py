@@ -11,7 +11,7 @@ from command_output import fail, rows, succeed
 import pipesim as ps
 import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
-from pipesim.cli.arguments import EPILOG
+from pipesim.cli.help_texts import EPILOG
 
 # Settings from a file.
 

@@ -1,0 +1,111 @@
+"""`Calibration`: constants that were fitted to measured steps, and how well they predict these."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipesim.calibration.constants import Constants
+from pipesim.models.gpu import GPU
+from pipesim.network.network import Network
+from pipesim.utils.files import check_path, write_text
+from pipesim.utils.texts import CHECKSUM, checksum
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["Calibration"]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Constants fitted to measured steps; `pipesim.GPU.fit` makes it.
+
+    Attributes
+    ----------
+    gpu
+        GPU with the fitted constants. The others are those that it started from.
+    network_efficiency
+        Share of the network's bandwidths that messages reach; 1 if it was not fitted.
+    constants
+        One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
+        about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
+        value that the GPU had before, and a note that says why.
+    rows
+        The measured steps, one row each: their settings, ``measured`` and ``predicted`` (s),
+        ``error`` (predicted over measured, minus 1), ``predicted_left_out`` and ``error_left_out``:
+        the same by constants that are fitted without the row.
+    """
+
+    gpu: GPU
+    network_efficiency: float
+    constants: pd.DataFrame
+    rows: pd.DataFrame
+    _start: Constants
+
+    @property
+    def errors(self) -> pd.DataFrame:
+        """Sizes of the errors: ``mean``, ``median`` and ``worst``, of rows fitted and left out."""
+        import pandas as pd
+
+        sizes = self.rows[["error", "error_left_out"]].abs()
+        table = pd.DataFrame({"mean": sizes.mean(), "median": sizes.median(), "worst": sizes.max()})
+        return table.set_axis(["fitted", "left out"])
+
+    def network(self, gpus_per_device: int = 1) -> Network | None:
+        """Return the network at the fitted efficiency; None if there was none.
+
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs that act as one device, such as a tensor-parallel group. It counts for the name of
+            a machine. A network that was given has its own devices.
+
+        Raises
+        ------
+        NetworkError
+            For a number of GPUs that does not suit the machine.
+        """
+        return self._start.fitted_network(self.network_efficiency, gpus_per_device)
+
+    def plot(self, *, ax: Axes | None = None, left_out: bool = True) -> Axes:
+        """Draw measured over predicted seconds; see `pipesim.plot.accuracy`."""
+        from pipesim.plot.accuracy_plot import accuracy
+
+        column = "predicted_left_out" if left_out else "predicted"
+        return accuracy(self.rows["measured"].tolist(), self.rows[column].tolist(), ax=ax)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: ``gpu``, ``network_efficiency``, ``constants``, ``errors``.
+
+        ``GPU(**values["gpu"])`` is the fitted GPU.
+        """
+        return {
+            "gpu": asdict(self.gpu),
+            "network_efficiency": self.network_efficiency,
+            "constants": self.constants.replace({np.nan: None}).to_dict("index"),
+            "errors": self.errors.to_dict("index"),
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values.
+
+        Raises
+        ------
+        ArgumentError
+            For a value that is no path, and a file that cannot be written.
+        """
+        path, values = check_path("path", path, "write"), self.to_dict()
+        write_text(path, json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n")
+
+    def __repr__(self) -> str:
+        mean = float(self.errors["mean"].iloc[1])
+        return (
+            f"<Calibration of {self.gpu.name or 'a GPU'}: {len(self.constants)} constants, "
+            f"{len(self.rows)} rows, mean error of left-out rows {mean:.1%}>"
+        )

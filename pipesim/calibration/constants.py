@@ -1,0 +1,146 @@
+"""Constants that can be fitted: those of a GPU, and the efficiency of a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from pipesim.calibration.least_squares import Floats
+from pipesim.errors import ArgumentError, check_list, check_name, check_type
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.network.network import Network
+from pipesim.network.presets import MACHINES
+
+__all__ = ["CONSTANTS", "EFFICIENCY", "Constants", "chosen_constants"]
+
+#: Constant of the network: the share of its bandwidths that messages reach.
+EFFICIENCY = "network_efficiency"
+#: Constants that can be fitted. Those of a GPU are its fields that are always numbers.
+CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), EFFICIENCY)
+#: Start value where the GPU has 0; 1e-5 (s) for other constants.
+_TYPICAL = {"half_depth": 64.0, "synchronization": 3e-4}
+#: Largest factor between a constant and its start.
+_LARGEST_FACTOR = 100.0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants to fit, and the GPU and network that have the others.
+
+    Attributes
+    ----------
+    names
+        Constants to fit, of `CONSTANTS`.
+    gpu
+        GPU with the start values.
+    network
+        Name of a machine, a network, or None for messages that take no time.
+    """
+
+    names: tuple[str, ...]
+    gpu: GPU
+    network: Network | str | None
+
+    @property
+    def starts(self) -> Floats:
+        """Start value of each constant; a typical one where the GPU has 0."""
+        return np.array([_own(n, self.gpu) or _TYPICAL.get(n, 1e-5) for n in self.names])
+
+    @property
+    def undetermined(self) -> Floats:
+        """log(constant / start) of constants that are given up: 0, or -inf where the GPU has 0."""
+        own = np.array([_own(name, self.gpu) for name in self.names])
+        return np.where(own > 0, 0.0, -np.inf)
+
+    def bounds(self) -> tuple[Floats, Floats]:
+        """Return the least and the largest log(constant / start) of each constant."""
+        least = np.full(len(self.names), -math.log(_LARGEST_FACTOR))
+        most = -least
+        if "flops" in self.names:
+            peak = math.inf if self.gpu.peak_flops is None else self.gpu.peak_flops
+            k = self.names.index("flops")
+            most[k] = min(most[k], math.log(peak / self.gpu.flops))
+        if EFFICIENCY in self.names and isinstance(self.network, str):
+            most[self.names.index(EFFICIENCY)] = 0.0
+        return least, most
+
+    def fitted_gpu(self, x: Floats, name: str | None = None) -> GPU:
+        """Return the GPU with constants of log(constant / start) = x."""
+        values = dict(zip(self.names, (self.starts * np.exp(x)).tolist(), strict=True))
+        values.pop(EFFICIENCY, None)
+        peak = self.gpu.peak_flops
+        if peak is not None and "flops" in values:
+            values["flops"] = min(values["flops"], peak)  # the exponential may round upwards
+        return replace(self.gpu, **values, name=self.gpu.name if name is None else name)
+
+    def efficiency(self, x: Floats) -> float:
+        """Return the share of the network's bandwidths that messages reach; 1 if not fitted."""
+        if EFFICIENCY not in self.names:
+            return 1.0
+        return math.exp(x[self.names.index(EFFICIENCY)])
+
+    def fitted_network(self, efficiency: float, gpus_per_device: int) -> Network | None:
+        """Return the network of devices of so many GPUs.
+
+        Raises
+        ------
+        PipeError
+            If so many GPUs do not suit the machine.
+        """
+        if self.network is None:
+            return None
+        if isinstance(self.network, str):
+            return Network.preset(self.network, min(efficiency, 1.0), gpus_per_device)
+        return self.network if efficiency == 1 else self.network.scaled(bandwidth=efficiency)
+
+
+def chosen_constants(
+    names: Iterable[str] | None,
+    gpu: GPU | Mapping[str, Any] | str,
+    network: Network | str | None,
+    *,
+    blocking: bool,
+) -> Constants:
+    """Return the constants to fit, checked.
+
+    Parameters
+    ----------
+    names, gpu, network
+        As in `pipesim.GPU.fit`.
+    blocking
+        Whether messages block their stage in any row, so that ``synchronization`` has an effect.
+
+    Raises
+    ------
+    ArgumentError
+        For no constant, one that is named twice, and a network's without a network.
+        `UnknownNameError` for unknown constants, GPUs and machines.
+    """
+    start = as_gpu(gpu)
+    if isinstance(network, str):
+        check_name("network", network, MACHINES)
+    elif network is not None:
+        check_type("network", network, Network, "or give the name of a machine")
+    if names is None:
+        names = ["flops", "bandwidth", "launch"]
+        names += ["synchronization"] if blocking else []
+        names += [EFFICIENCY] if network is not None else []
+    free = check_list("constants", names, f"names of {', '.join(CONSTANTS)}")
+    if not free:
+        raise ArgumentError(f"constants is empty; give at least one of {', '.join(CONSTANTS)}")
+    for name in free:
+        check_name("constant", name, CONSTANTS)
+        if free.count(name) > 1:
+            raise ArgumentError(f"constants has {name!r} twice; give it once")
+        if name == EFFICIENCY and network is None:
+            raise ArgumentError(f"constants has {EFFICIENCY}, but there is no network; give one")
+    return Constants(tuple(free), start, network)
+
+
+def _own(name: str, gpu: GPU) -> float:
+    """Return the value of a constant before the fit."""
+    return 1.0 if name == EFFICIENCY else float(getattr(gpu, name))

@@ -1,0 +1,181 @@
+"""`fit_gpu`: constants of a GPU, and of its network, from measured steps.
+
+A row is a measured step. Its columns, of which empty cells have the default:
+
+``seconds``
+    Measured time of the step. The median of several repetitions is better than their mean.
+``model``, or sizes
+    Name of a preset of `pipesim.Transformer`; or its attributes, ``hidden_size``, ``n_layers``,
+    ``n_heads``, ``sequence_length``, ``vocabulary_size`` and others. With a name, attributes change
+    those of the preset.
+``microbatch_size``, and other arguments of `pipesim.Transformer.costs`
+    ``tensor_parallel``, ``sequence_parallel``, ``flash_attention``, ``scatter_gather``,
+    ``partition``, ``layers_per_stage`` (by default as many on each stage).
+``n_microbatches``, or ``global_batch``
+    Micro-batches of a replica, or sequences of a step of all replicas.
+``schedule``, ``n_devices``
+    1F1B on one device by default; ``n_devices`` are those of the pipeline, without replicas and
+    tensor parallelism. Options of the schedule, such as ``n_chunks``, are columns too.
+``n_replicas``, ``overlap``, ``grad_sync``, ``shard_optimizer``, and others of `pipesim.lower`
+    ``recompute`` is either that of `pipesim.Transformer.costs` (none, selective, full) or that of
+    `pipesim.lower` (never, always, except_last, listed).
+``label``
+    A name for readers.
+
+Constants are fitted by robust least squares of log(predicted / measured), with a weak prior around
+their start (`pipesim.calibration.least_squares`). Those that the rows do not determine keep the
+value of the GPU (`pipesim.calibration.determined_fit`, which also leaves rows out).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipesim.calibration.calibration import Calibration
+from pipesim.calibration.constants import Constants, chosen_constants
+from pipesim.calibration.determined_fit import Fit, fit
+from pipesim.calibration.least_squares import Floats, Ints
+from pipesim.calibration.measured_steps import MeasuredStep, measured_steps
+from pipesim.calibration.step_predictions import StepPrediction, step_predictions
+from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
+from pipesim.models.gpu import GPU
+from pipesim.network.network import Network
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["fit_gpu"]
+
+#: Words between the name of the GPU to start from, and the number of steps.
+_FITTED = " fitted to "
+
+
+def fit_gpu(
+    rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
+    gpu: GPU | Mapping[str, Any] | str,
+    network: Network | str | None,
+    constants: Iterable[str] | None,
+) -> Calibration:
+    """Return the constants that suit measured steps; see `pipesim.GPU.fit` for the arguments.
+
+    Raises
+    ------
+    ArgumentError
+        For rows that are no table of measured steps, or fewer than constants; for seconds that are
+        not finite and above 0; and for constants that cannot be fitted. `UnknownNameError` for
+        unknown columns, constants, GPUs and machines.
+    PipeError
+        For settings of a row that are wrong, or do not suit each other, naming the row.
+
+    Warns
+    -----
+    CalibrationWarning
+        For each constant that the rows do not determine: the standard error of its logarithm is
+        above 0.5, since it has hardly an effect on them, or one that other constants can have too.
+    """
+    steps = measured_steps(rows)
+    predictions = step_predictions(steps)
+    blocking = any(step.blocks for step in predictions)
+    chosen = chosen_constants(constants, gpu, network, blocking=blocking)
+    if len(steps) < len(chosen.names):
+        raise ArgumentError(
+            f"rows has {len(steps)} measured steps for {len(chosen.names)} constants "
+            f"({', '.join(chosen.names)}); measure more steps, or give fewer constants, such as "
+            f"constants={chosen.names[: len(steps)]!r}"
+        )
+    predictor = _Predictor(predictions, chosen)
+    predictor(np.zeros(len(chosen.names)), np.arange(len(steps)))  # mistakes and warnings, once
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CostsWarning)
+        measured = np.log([step.seconds for step in steps])
+        result = fit(predictor, measured, *chosen.bounds(), chosen.undetermined)
+    table = _constants_table(chosen, result)
+    for name, note, value in zip(chosen.names, table["note"], table["value"], strict=True):
+        if note:
+            warnings.warn(
+                f"the rows do not determine {name}: {note}; it stays {value:.4g}",
+                CalibrationWarning,
+                stacklevel=3,
+            )
+    name = chosen.gpu.name.partition(_FITTED)[0]
+    name = f"{name}{_FITTED}{len(steps)} steps".strip()
+    return Calibration(
+        chosen.fitted_gpu(result.x, name),
+        chosen.efficiency(result.x),
+        table,
+        _rows_table(steps, result),
+        chosen,
+    )
+
+
+class _Predictor:
+    """Logarithms of predicted seconds, as `fit` calls for them; each is computed once."""
+
+    def __init__(self, predictions: Sequence[StepPrediction], constants: Constants) -> None:
+        self.predictions = predictions
+        self.constants = constants
+        self._seconds: dict[tuple[bytes, int], float] = {}
+
+    def __call__(self, x: Floats, rows: Ints) -> Floats:
+        """Return log(seconds) of some rows for log(constant / start) = x."""
+        key = x.tobytes()
+        missing = [int(row) for row in rows if (key, int(row)) not in self._seconds]
+        gpu, efficiency = self.constants.fitted_gpu(x), self.constants.efficiency(x)
+        networks: dict[int, Network | None] = {}
+        for row in missing:
+            step = self.predictions[row]
+            try:
+                size = step.gpus_per_device
+                if size not in networks:
+                    networks[size] = self.constants.fitted_network(efficiency, size)
+                self._seconds[key, row] = step.seconds(gpu, networks[size])
+            except PipeError as error:
+                raise type(error)(f"{step.where}: {error}") from error
+        return np.log([self._seconds[key, int(row)] for row in rows])
+
+
+def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
+    """Return the table of constants of a `Calibration`."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "value": constants.starts * np.exp(result.x),
+            "start": constants.starts,
+            "standard_error": result.standard_errors,
+            "determined": [k not in result.together for k in range(len(constants.names))],
+            "note": [_note(k, constants, result) for k in range(len(constants.names))],
+        },
+        index=pd.Index(constants.names, name="constant"),
+    )
+
+
+def _note(constant: int, constants: Constants, result: Fit) -> str:
+    """Return the reason why a constant is not determined; empty if it is."""
+    if constant not in result.together:
+        return ""
+    others = [constants.names[k] for k in result.together[constant]]
+    if others:
+        return f"other values of {' and '.join(others)} make up for it"
+    return "it changes their predicted seconds too little"
+
+
+def _rows_table(steps: Sequence[MeasuredStep], result: Fit) -> pd.DataFrame:
+    """Return the table of rows of a `Calibration`."""
+    import pandas as pd
+
+    table = pd.DataFrame([step.settings for step in steps])
+    if "label" not in table:
+        table.insert(0, "label", [step.label for step in steps])
+    measured = np.array([step.seconds for step in steps])
+    table["measured"] = measured
+    table["predicted"] = np.exp(result.predicted)
+    table["error"] = table["predicted"] / measured - 1
+    table["predicted_left_out"] = np.exp(result.left_out)
+    table["error_left_out"] = table["predicted_left_out"] / measured - 1
+    return table

@@ -1,0 +1,159 @@
+"""`StepPrediction`: seconds of a measured step, predicted for a GPU and a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipesim.calibration.measured_steps import COST_OPTIONS, SIZES, MeasuredStep
+from pipesim.costs.layer_split import Split
+from pipesim.errors import ArgumentError, PipeError, check_count, check_name
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.lowering.recomputed_microbatches import RECOMPUTE as TASK_RECOMPUTE
+from pipesim.models.gpu import GPU
+from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.network.network import Network
+from pipesim.scheduling.registry import schedule
+from pipesim.simulation.simulate import simulate
+from pipesim.sweeps.settings import LOWERING
+
+__all__ = ["StepPrediction", "step_predictions"]
+
+#: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
+_AS_TASKS = ("listed", *TASK_RECOMPUTE)
+#: Schedule and number of devices of a row that does not have them.
+_DEFAULTS = {"schedule": "1f1b", "n_devices": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class StepPrediction:
+    """A step of a transformer: its task graph, and the arguments of its costs.
+
+    Attributes
+    ----------
+    where
+        Place of the row, for messages.
+    graph
+        Tasks of the step.
+    model
+        The transformer.
+    layers_per_stage, options
+        Arguments of `Transformer.costs`.
+    """
+
+    where: str
+    graph: TaskGraph
+    model: Transformer
+    layers_per_stage: Split
+    options: dict[str, Any]
+
+    @property
+    def gpus_per_device(self) -> int:
+        """GPUs that act as one device of the pipeline."""
+        return int(self.options.get("tensor_parallel", 1))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether messages between stages block their stage."""
+        return self.graph.n_devices > 1 and not self.graph.overlap
+
+    def seconds(self, gpu: GPU, network: Network | None) -> float:
+        """Return the predicted seconds.
+
+        Raises
+        ------
+        PipeError
+            For settings that do not suit each other.
+        """
+        costs = self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
+        return simulate(self.graph, costs).makespan
+
+
+def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:
+    """Return the prediction of each step. Steps that are lowered alike share their graph.
+
+    Raises
+    ------
+    PipeError
+        For settings that are missing, unknown or wrong, naming the row.
+    """
+    graphs: dict[str, TaskGraph] = {}
+    predictions = []
+    for step in steps:
+        try:
+            predictions.append(_prediction(step, graphs))
+        except PipeError as error:
+            raise type(error)(f"{step.where}: {error}") from error
+    return predictions
+
+
+def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPrediction:
+    """Return the prediction of a step, with a graph of ``graphs`` if it has the right one."""
+    settings = {**_DEFAULTS, **step.settings}
+    settings.pop("label", None)
+    sizes = {name: settings.pop(name) for name in SIZES if name in settings}
+    model = _model(settings.pop("model", None), sizes)
+    # `recompute` is none, selective or full within backwards; other values make tasks of it.
+    recompute = check_name("recompute", settings.get("recompute", "none"), (*RECOMPUTE, *_AS_TASKS))
+    as_tasks = recompute in _AS_TASKS
+    options = {
+        name: settings.pop(name)
+        for name in COST_OPTIONS
+        if name in settings and not (as_tasks and name == "recompute")
+    }
+    layers = settings.pop("layers_per_stage", None)
+    settings["n_microbatches"] = _n_microbatches(settings, options)
+    key = repr(sorted(settings.items()))
+    if key not in graphs:
+        graphs[key] = _graph(settings)
+    if layers is None:
+        layers = graphs[key].n_stages
+        options = {"partition": "even", **options}
+    return StepPrediction(step.where, graphs[key], model, layers, options)
+
+
+def _model(name: str | None, sizes: Mapping[str, Any]) -> Transformer:
+    """Return the transformer of a row: a preset with changes, or one by its sizes."""
+    if name is not None:
+        return Transformer.preset(name, **sizes)
+    missing = [name for name in SIZES[:5] if name not in sizes]
+    if missing:
+        raise ArgumentError(
+            f"{missing[0]} is missing; give the sizes of a transformer ({', '.join(SIZES[:5])}) "
+            "or a model, such as llama3_8b"
+        )
+    return Transformer(**sizes)
+
+
+def _n_microbatches(settings: dict[str, Any], options: Mapping[str, Any]) -> int:
+    """Return the number of micro-batches of a replica, from the global batch if it is given."""
+    if "microbatch_size" not in options:
+        raise ArgumentError("microbatch_size is missing; give the sequences of a micro-batch")
+    batch = settings.pop("global_batch", None)
+    if ("n_microbatches" in settings) == (batch is not None):
+        raise ArgumentError(
+            "give either n_microbatches, those of a replica, or global_batch, the sequences of a "
+            f"step of all replicas; got {'both' if batch is not None else 'neither'}"
+        )
+    if batch is None:
+        return check_count("n_microbatches", settings["n_microbatches"])
+    size = check_count("microbatch_size", options["microbatch_size"])
+    replicas = check_count("n_replicas", settings.get("n_replicas", 1))
+    if check_count("global_batch", batch) % (size * replicas):
+        raise ArgumentError(
+            f"global_batch={batch} is no multiple of {size * replicas} = microbatch_size={size} x "
+            f"n_replicas={replicas}"
+        )
+    return int(batch) // (size * replicas)
+
+
+def _graph(settings: Mapping[str, Any]) -> TaskGraph:
+    """Return the task graph of a row: arguments of `lower`, counts, and options of a schedule."""
+    lowering = {name: settings[name] for name in LOWERING.values() if name in settings}
+    others = {name: value for name, value in settings.items() if name not in lowering}
+    order = schedule(
+        others.pop("schedule"), others.pop("n_devices"), others.pop("n_microbatches"), **others
+    )
+    return lower(order, **lowering)

@@ -1,0 +1,67 @@
+"""Texts below the arguments in the help of commands: files that they read."""
+
+from __future__ import annotations
+
+__all__ = ["CALIBRATE_EPILOG", "EPILOG", "SWEEP_EPILOG"]
+
+EPILOG = """\
+A TOML file (--config) holds the same settings; arguments override it:
+
+  devices = 4
+  microbatches = 8
+  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
+                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
+                            # exchange_work, prefetch_keys, sparse_grad_sync
+  per = "device"            # costs are of all that a device holds, however many stages
+
+  [costs]                   # the fields of pipesim.Costs: one value, or one a stage
+  file = "costs.json"       # optional, beside this file; the keys below override it
+  forward = 1e-3
+  backward = [2e-3, 2e-3, 2e-3, 3e-3]
+  output_bytes = 4194304
+  network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
+  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
+
+  [[schedule]]              # a table a schedule; it may override any setting above
+  name = "gpipe"
+  options = { backward_order = "forward" }
+
+  [[schedule]]
+  name = "1f1b"
+  label = "1f1b, all kept"  # what tables and plots call it
+  recompute = "never"
+
+Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
+Names on the command line pick tables by label or name, or else name further schedules.
+A name may be a file, as orders.csv: a row a device, cells such as 0F0 and 0B0; or a grid
+as text. It says how many devices and micro-batches there are. In a TOML file it is
+beside that file.
+"""
+SWEEP_EPILOG = """\
+A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
+
+  devices = 4
+  costs = { forward = 1e-3, backward = 2e-3 }
+
+  [grid]                    # every combination; the last key varies fastest
+  schedule = ["gpipe", "1f1b"]
+  microbatches = [4, 8, 16]
+  recompute = ["never", "always"]
+
+Keys of a grid: """
+CALIBRATE_EPILOG = """\
+Columns of the file are seconds, the measured time of a step, and its settings:
+
+  model                     a published model, such as llama3_8b; or the sizes of one:
+                            hidden_size, n_layers, n_heads, sequence_length, vocabulary_size, ...
+  microbatch_size, tensor_parallel, sequence_parallel, recompute, flash_attention,
+  layers_per_stage, ...     arguments of Transformer.costs
+  n_devices, schedule       pipeline stages' devices (1), and their schedule (1f1b); options of
+                            the schedule, such as n_chunks, are columns too
+  n_microbatches            of a replica; or global_batch, the sequences of all replicas
+  n_replicas, overlap, grad_sync, shard_optimizer, ...
+                            arguments of pipesim.lower
+  label                     a name for readers
+
+An empty cell has the default. A list is quoted, as in layers_per_stage "8,8,7".
+"""

@@ -1,0 +1,247 @@
+"""`GPU.fit` on steps of a known GPU, through costs and simulation."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from figure_artists import artist_of, axes
+from measured_rows import MACHINE, SIZES, TRUE_EFFICIENCY, TRUTH, measured_rows, true_seconds
+
+import pipesim as ps
+from pipesim.calibration import Calibration
+from pipesim.calibration.constants import CONSTANTS, EFFICIENCY
+from pipesim.calibration.measured_steps import measured_steps
+from pipesim.calibration.step_predictions import StepPrediction, step_predictions
+from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
+
+START = "a100_80gb"
+#: Steps of one device, which are quick to fit, and one with all that a row may lack.
+FEW = [
+    {**SIZES, "hidden_size": h, "microbatch_size": b, "n_microbatches": 2, "n_devices": 1,
+     "overlap": False} for h, b in ((4096, 4), (2048, 4), (512, 1), (256, 1))
+]  # fmt: skip
+ROW = {"model": "gpt2_xl", "n_layers": 4, "microbatch_size": 2, "n_microbatches": 4, "seconds": 0.1}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return measured_rows()
+
+
+@pytest.fixture(scope="module")
+def fitted(rows: list[dict[str, Any]]) -> Calibration:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CalibrationWarning)  # none: all constants are determined
+        return ps.GPU.fit(rows, gpu=START, network=MACHINE)
+
+
+def few() -> list[dict[str, Any]]:
+    return [{**row, "seconds": true_seconds(row)} for row in FEW]
+
+
+def prediction(**settings: Any) -> StepPrediction:
+    """Return the prediction of `ROW` with other settings; None removes one."""
+    (step,) = step_predictions(measured_steps([{**ROW, **settings}]))
+    return step
+
+
+@pytest.mark.slow
+def test_the_constants_of_the_gpu_that_took_the_steps(fitted: Calibration) -> None:
+    """Each is within its standard error, though it begins far from it."""
+    truth = {**asdict(TRUTH), EFFICIENCY: TRUE_EFFICIENCY}
+    table = fitted.constants
+    assert list(table.index) == ["flops", "bandwidth", "launch", "synchronization", EFFICIENCY]
+    assert table["determined"].all()
+    for name, row in table.iterrows():
+        assert abs(np.log(row["value"] / truth[str(name)])) < row["standard_error"] < 0.35, name
+        assert abs(np.log(row["start"] / truth[str(name)])) > 5 * abs(
+            np.log(row["value"] / truth[str(name)])
+        )
+    assert fitted.gpu == replace(
+        TRUTH, name=f"{START} fitted to 8 steps", flops=table.loc["flops", "value"],
+        bandwidth=table.loc["bandwidth", "value"], launch=table.loc["launch", "value"],
+        synchronization=table.loc["synchronization", "value"],
+    )  # fmt: skip
+    assert fitted.network_efficiency == table.loc[EFFICIENCY, "value"]
+
+
+@pytest.mark.slow
+def test_predictions_are_simulations_with_the_fitted_gpu_and_network(fitted: Calibration) -> None:
+    row = fitted.rows.iloc[6]
+    model = ps.Transformer(hidden_size=row["hidden_size"], **SIZES)
+    costs = model.costs(
+        2, microbatch_size=4, tensor_parallel=8, partition="even", gpu=fitted.gpu,
+        network=fitted.network(8),
+    )  # fmt: skip
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), overlap=False)
+    assert row["predicted"] == pytest.approx(ps.simulate(graph, costs).makespan, rel=1e-9)
+    assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+
+
+@pytest.mark.slow
+def test_errors_of_fitted_and_left_out_rows(fitted: Calibration) -> None:
+    """Without noise, only rows that determine a constant alone are badly predicted without it."""
+    errors = fitted.errors
+    assert errors.loc["fitted", "worst"] < 0.02
+    assert errors.loc["left out", "median"] < 0.01
+    assert (errors.loc["left out"] >= errors.loc["fitted"]).all()
+    left_out = fitted.rows["error_left_out"].abs()
+    assert errors.loc["left out"].tolist() == [left_out.mean(), left_out.median(), left_out.max()]
+    assert "8 rows" in repr(fitted)
+
+
+def test_a_constant_without_effect_stays_what_it_was() -> None:
+    """No message blocks where there is no pipeline: the 0 of the GPU stays."""
+    gpu = replace(TRUTH, synchronization=0.0, flops=2.7e14, launch=6e-6)
+    with pytest.warns(CalibrationWarning, match="do not determine synchronization: it changes"):
+        fitted = ps.GPU.fit(few(), gpu=gpu, constants=["flops", "launch", "synchronization"])
+    assert fitted.gpu.synchronization == 0
+    assert fitted.constants["determined"].tolist() == [True, True, False]
+    assert fitted.constants.loc["synchronization", "value"] == 0
+    assert fitted.gpu.bandwidth == gpu.bandwidth  # was not fitted
+
+
+@pytest.mark.slow
+def test_constants_by_default_are_those_that_can_have_an_effect(rows: list[dict[str, Any]]) -> None:
+    some = [row for row in rows if row["tensor_parallel"] == 1]
+    fitted = ps.GPU.fit([{**row, "overlap": True} for row in some], gpu=replace(TRUTH, flops=2e14))
+    assert list(fitted.constants.index) == ["flops", "bandwidth", "launch"]
+    assert fitted.network() is None
+    assert set(fitted.constants.index) < set(CONSTANTS)
+    assert not {"memory", "peak_flops", "multiprocessors", "name"} & set(CONSTANTS)
+
+
+@pytest.mark.slow
+def test_one_wrong_measurement_hardly_changes_the_constants() -> None:
+    rows = few()
+    rows += [{**row, "seconds": row["seconds"] * f} for row in rows for f in (0.99, 1.01)]
+    rows[5]["seconds"] *= 2
+    fitted = ps.GPU.fit(pd.DataFrame(rows), gpu=TRUTH, constants=["flops", "launch"])
+    assert fitted.gpu.flops == pytest.approx(TRUTH.flops, rel=0.03)
+    assert fitted.gpu.launch == pytest.approx(TRUTH.launch, rel=0.03)
+    assert abs(fitted.rows.loc[5, "error_left_out"] + 0.5) < 0.03
+
+
+def test_rates_stay_below_those_of_the_data_sheet() -> None:
+    rows = [{**row, "seconds": row["seconds"] / 20} for row in few()[:2]]
+    fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"])
+    assert fitted.gpu.flops == pytest.approx(312e12)
+    assert fitted.gpu.flops <= fitted.gpu.peak
+
+
+@pytest.mark.slow
+def test_a_network_of_ones_own_is_scaled(rows: list[dict[str, Any]]) -> None:
+    """The efficiency is relative to it, and may be above 1."""
+    some = [row for row in rows if row["tensor_parallel"] == 8]
+    network = ps.Network.preset(MACHINE, 0.25, 8)
+    fitted = ps.GPU.fit(some, gpu=TRUTH, network=network, constants=[EFFICIENCY])
+    assert fitted.network_efficiency == pytest.approx(2, rel=0.05)
+    assert fitted.network() == network.scaled(bandwidth=fitted.network_efficiency)
+
+
+@pytest.mark.slow
+def test_the_picture_has_predictions_of_left_out_rows(fitted: Calibration) -> None:
+    ax = axes(3.5, 3.5)
+    assert fitted.plot(ax=ax) is ax
+    points = artist_of(ax, "accuracy:steps").get_offsets()
+    unit = 1e3 if "(ms)" in ax.get_xlabel() else 1.0
+    expected = fitted.rows[["predicted_left_out", "measured"]].to_numpy() * unit
+    np.testing.assert_allclose(points, expected)
+    in_sample = artist_of(fitted.plot(ax=axes(), left_out=False), "accuracy:steps").get_offsets()
+    np.testing.assert_allclose(in_sample[:, 0], fitted.rows["predicted"] * unit)
+
+
+@pytest.mark.slow
+def test_a_file_gives_the_gpu_back(fitted: Calibration, tmp_path: Path) -> None:
+    fitted.save(tmp_path / "gpu.json")
+    values = json.loads((tmp_path / "gpu.json").read_text())
+    assert ps.GPU(**values["gpu"]) == fitted.gpu
+    assert values["network_efficiency"] == fitted.network_efficiency
+    assert values["constants"]["flops"]["determined"] is True
+    assert values["errors"]["left out"]["worst"] == fitted.errors.loc["left out", "worst"]
+
+
+def test_a_batch_is_divided_among_replicas_and_micro_batches() -> None:
+    step = prediction(n_microbatches=None, global_batch=24, n_replicas=3)
+    assert (step.graph.n_replicas, step.graph.n_microbatches) == (3, 4)
+    assert step.model == ps.Transformer.preset("gpt2_xl", n_layers=4)
+
+
+def test_recompute_is_in_backwards_or_in_tasks_of_its_own() -> None:
+    inside, as_tasks = prediction(recompute="full"), prediction(recompute="always")
+    assert (inside.graph.recompute, inside.options["recompute"]) == ("never", "full")
+    assert (as_tasks.graph.recompute, "recompute" in as_tasks.options) == ("always", False)
+
+
+def test_steps_with_stages_options_and_equal_graphs() -> None:
+    looped = prediction(schedule="interleaved_1f1b", n_devices=2, n_chunks=2)
+    assert (looped.graph.n_stages, looped.layers_per_stage) == (4, 4)
+    assert prediction(n_devices=2, layers_per_stage=[1, 3]).layers_per_stage == [1, 3]
+    rows = [ROW, {**ROW, "microbatch_size": 4}, {**ROW, "overlap": False}]
+    first, same, other = step_predictions(measured_steps(rows))
+    assert first.graph is same.graph is not other.graph
+
+
+def test_a_warning_of_a_row_comes_once() -> None:
+    """Splits that are not balanced are priced many times."""
+    row = {**ROW, "model": "llama3_8b", "n_devices": 2, "layers_per_stage": 2}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ps.GPU.fit([row, row], gpu=START, constants=["flops"])
+    assert [w.category for w in caught if w.category is not CalibrationWarning] == [
+        CostsWarning
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "llama3_9b"},
+            "row 1: unknown transformer 'llama3_9b'; did you mean 'llama3_8b'",
+        ),
+        ({"model": None}, "row 1: hidden_size is missing; give the sizes"),
+        ({"microbatch_size": None}, "row 1: microbatch_size is missing"),
+        ({"n_microbatches": None}, "row 1: give either n_microbatches.*got neither"),
+        ({"global_batch": 8}, "row 1: give either n_microbatches.*got both"),
+        ({"n_microbatches": None, "global_batch": 9}, "global_batch=9 is no multiple of 2"),
+        ({"n_microbatches": 0}, "row 1: n_microbatches must be at least 1"),
+        ({"schedule": "1f2b"}, "row 1: unknown schedule '1f2b'; did you mean '1f1b'"),
+        ({"n_chunks": 2}, "row 1: schedule '1f1b' takes no option 'n_chunks'"),
+        ({"tensor_parallel": 3}, "row 1: tensor_parallel=3 does not divide n_heads=25"),
+        ({"layers_per_stage": [1, 2], "n_devices": 2}, "row 1: layers_per_stage"),
+        ({"recompute": "some"}, "row 1: unknown recompute 'some'"),
+    ],
+)
+def test_rows_that_cannot_be_predicted(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipeError, match=message):
+        ps.GPU.fit([ROW, {**ROW, **changes}], gpu=START, constants=["flops"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"1 measured steps for 3 constants \(flops, bandwidth, launch\); measure more steps, "
+             r"or give fewer constants, such as constants=\('flops',\)"),
+        ({"constants": ["flop"]}, "unknown constant 'flop'; did you mean 'flops'"),
+        ({"constants": ["memory"]}, "unknown constant 'memory'"),
+        ({"constants": []}, "constants is empty; give at least one of flops"),
+        ({"constants": ["flops", "flops"]}, "constants has 'flops' twice"),
+        ({"constants": [EFFICIENCY]}, "constants has network_efficiency, but there is no network"),
+        ({"constants": "flops"}, "constants must be a list"),
+        ({"gpu": "a100"}, "unknown GPU 'a100'; did you mean 'a100_40gb'"),
+        ({"gpu": 3}, "gpu must be a pipesim.GPU"),
+        ({"network": "dgx_a10"}, "unknown network 'dgx_a10'; did you mean 'dgx_a100'"),
+        ({"network": 3}, "network must be a pipesim.Network"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_fitted(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        ps.GPU.fit([ROW], **{"gpu": START, **arguments})
