@@ -16,7 +16,7 @@ from pipesim.models.gpu import GPU
 from pipesim.models.transformer import RECOMPUTE, Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.registry import schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
 
 __all__ = ["StepPrediction", "step_predictions"]
@@ -68,7 +68,7 @@ class StepPrediction:
             For settings that do not suit each other.
         """
         costs = self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
-        return simulate(self.graph, costs).makespan
+        return predict_timeline(self.graph, costs).makespan
 
 
 def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:
