@@ -426,7 +426,7 @@ def test_unwritable_is_found_before_the_work(
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr(
-        pipesim.sweeps.settings, "simulate", lambda *_, **__: pytest.fail("simulated first")
+        pipesim.sweeps.settings, "predict_timeline", lambda *_, **__: pytest.fail("simulated first")
     )
     err = fail(capsys, *command, *BASE, flag, tmp_path / name)
     assert f"argument {flag}: cannot write" in err
@@ -454,7 +454,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipesim.sweeps.settings, "simulate", interrupt)
+    monkeypatch.setattr(pipesim.sweeps.settings, "predict_timeline", interrupt)
     assert main(["simulate", "1f1b", *BASE]) == 130
 
 
