@@ -17,6 +17,7 @@ from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
 from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.megatron_layout import read_layout, write_layout
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.costs.workload import Workload
 from pipesim.graph.graph import TaskGraph
@@ -91,6 +92,7 @@ __all__ = [
     "lower",
     "machines",
     "order_by",
+    "read_layout",
     "register",
     "replay",
     "schedule",
@@ -103,4 +105,5 @@ __all__ = [
     "v_shaped",
     "verify",
     "waves",
+    "write_layout",
 ]

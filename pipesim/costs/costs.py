@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, Buckets, checked_buckets
 from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
 from pipesim.costs.layer_split import LayerPartition, Split
+from pipesim.costs.megatron_layout import write_layout
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.costs.workload import Workload, checked_workload
@@ -284,6 +285,17 @@ class Costs:
         """``workload`` as stored: a `Workload`, or None."""
         return checked_workload(self.workload)
 
+    @property
+    def layout(self) -> str | None:
+        """Layers of each stage as a layout string of Megatron; None unless of a `Transformer`.
+
+        It is a value for ``--pipeline-model-parallel-layout`` of Megatron-LM, and for the
+        ``layers_per_stage`` of `transformer`. `pipesim.read_layout` returns the numbers.
+        """
+        settings = None if self.work is None else self.work.settings
+        sizes = None if settings is None else settings.get("layers_per_stage")
+        return write_layout(sizes) if isinstance(sizes, list) else None
+
     def in_chunks(self, placement: Placement) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.
 
@@ -437,7 +449,7 @@ class Costs:
         *,
         partition: LayerPartition | None = None,
         placement: Placement | Schedule | TaskGraph | None = None,
-        memory_limit: float | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:

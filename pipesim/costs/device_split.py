@@ -69,6 +69,8 @@ class SplitProblem:
         Device of each moment; shape ``(n_moments,)``.
     limit
         Most bytes of those at each moment; shape ``(n_moments,)``.
+    n_microbatches
+        Number of micro-batches of a step; 0 if layers may take less time than in ``sums``.
     """
 
     sums: Floats
@@ -80,6 +82,7 @@ class SplitProblem:
     held: Floats
     holder: Ints
     limit: Floats
+    n_microbatches: int = 0
 
     @property
     def n_layers(self) -> int:
@@ -102,6 +105,12 @@ class SplitProblem:
         """Return the seconds of each device a micro-batch; shape ``(n_splits, n_devices)``."""
         seconds: Floats = self.stage_values(borders)[0] @ self.load.T
         return seconds + self.other_load
+
+    def least_seconds(self, borders: Ints) -> Floats:
+        """Return seconds that a step takes at least; shape ``(n_splits,)``."""
+        loads = self.stage_values(borders)[0] @ self.load.T + np.minimum(0.0, self.other_load)
+        busiest: Floats = loads.max(axis=1)
+        return busiest * self.n_microbatches
 
     def held_bytes(self, borders: Ints) -> Floats:
         """Return the bytes at each moment; shape ``(n_splits, n_moments)``."""

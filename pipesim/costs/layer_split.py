@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.megatron_layout import read_layout
+from pipesim.costs.megatron_layout import layout_sizes
 from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
 from pipesim.scheduling.memory_checks import check_stages
 
@@ -104,7 +104,7 @@ def _alternative(size: int, rest: int, n_stages: int) -> str:
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:
     """Return the layers of each stage, without a check of their sum; see `checked_split`."""
     if isinstance(split, str) and set("EtL|") & set(split):
-        split = read_layout(split, name)
+        split = layout_sizes(split, name)
     if isinstance(split, np.ndarray):
         split = split.tolist()
     if not isinstance(split, (list, tuple)) or not split:

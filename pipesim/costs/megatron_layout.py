@@ -20,30 +20,36 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, check_count, check_list, check_text
 
-__all__ = ["read_layout", "write_layout"]
+__all__ = ["layout_sizes", "read_layout", "write_layout"]
 
 _TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtL|(),])|(?P<space>\s+)")
 #: Most letters of a written-out layout.
 _LONGEST = 10**6
 
 
-def read_layout(text: str, name: str = "layout") -> tuple[int, ...]:
-    """Return the layers of each stage of a layout string.
+def read_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout string of Megatron.
 
     Raises
     ------
     ArgumentError
-        For a mistake, with its position; ``m`` (multi-token prediction) is not supported. For a
-        layout without embedding first and loss last, and one of more than a million letters.
+        For a value that is no text. For a mistake, with its position; ``m`` (multi-token
+        prediction) is not supported. For a layout without embedding first and loss last, and one of
+        more than a million letters.
 
     Examples
     --------
     >>> read_layout("Et*2|(tt|)*3,t|L")
     (2, 2, 2, 2, 1, 0)
     """
-    letters = _written_out(text, name)
+    return layout_sizes(text, "text")
+
+
+def layout_sizes(text: str, name: str) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout string; ``name`` is that of the argument."""
+    letters = _written_out(check_text(name, text), name)
     if not letters.startswith("E") or not letters.endswith("L") or letters.count("L") > 1:
         raise ArgumentError(f"{name}={text!r} must begin with E, the embedding, and end with L, "
                             "the loss; each stands once")  # fmt: skip
@@ -53,14 +59,27 @@ def read_layout(text: str, name: str = "layout") -> tuple[int, ...]:
 
 
 def write_layout(layers_per_stage: Sequence[int]) -> str:
-    """Return the layout string of the layers of each stage.
+    """Return the layout string of Megatron for the layers of each stage of a transformer.
+
+    The first stage has the embedding, too, and the last one has head and loss.
+
+    Raises
+    ------
+    ArgumentError
+        For anything but a list of whole numbers of at least 0.
 
     Examples
     --------
     >>> write_layout([2, 2, 2, 2, 1, 0])
     'Et*2|(t*2|)*3t|L'
     """
-    first, *middle = layers_per_stage
+    values = check_list("layers_per_stage", layers_per_stage, "the layers of each stage")
+    if not values:
+        raise ArgumentError("layers_per_stage is empty; give the layers of each stage")
+    first, *middle = (
+        check_count(f"layers_per_stage: layers of stage {stage}", size, 0)
+        for stage, size in enumerate(values)
+    )
     if not middle:
         return f"E{_layers(first)}L"
     *middle, last = middle

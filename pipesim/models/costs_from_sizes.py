@@ -10,6 +10,7 @@ from typing import Any
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import Split, checked_counts
 from pipesim.errors import ArgumentError, check_name
+from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import Transformer
 
 __all__ = ["costs_from_sizes"]
@@ -25,7 +26,8 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     named = {name: p for name, p in options.items() if p.kind == p.KEYWORD_ONLY}
     for name in settings:
         check_name("setting of a transformer", name, (*sizes, *named))
-    if "n_layers" not in settings and not isinstance(layers_per_stage, Integral):
+    is_counted = isinstance(layers_per_stage, Integral) or is_word(layers_per_stage)
+    if "n_layers" not in settings and not is_counted:
         counts = checked_counts(layers_per_stage, "layers_per_stage", ends_may_be_empty=True)
         settings = {**settings, "n_layers": sum(counts)}
     needed = [name for name, default in sizes.items() if default is MISSING]

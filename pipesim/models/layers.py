@@ -165,7 +165,7 @@ class Layers:
         *,
         partition: LayerPartition | None = None,
         placement: Placed | None = None,
-        memory_limit: float | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -191,7 +191,7 @@ class Layers:
               starts from the split for the placement, and simulates up to 600 splits; fewer if
               the graph is large.
         memory_limit
-            Most bytes that a device may hold, as `Timeline.peak_memory` counts them. Balanced
+            Most bytes of a device, one number or one a device, as in `pipesim.simulate`. Balanced
             splits for a schedule or a graph keep to it.
         launch, network
             As in `Costs`.
@@ -222,21 +222,45 @@ class Layers:
         >>> costs.forward
         (1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0)
         """
+        sizes = self.split(split, partition=partition, placement=placement,
+                           memory_limit=memory_limit, network=network)  # fmt: skip
+        return self._stage_costs(sizes, launch, network)
+
+    def split(
+        self,
+        split: Split,
+        *,
+        partition: LayerPartition | None = None,
+        placement: Placed | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        network: Network | None = None,
+    ) -> tuple[int, ...]:
+        """Return the layers of each stage; `costs` has the arguments and errors.
+
+        Examples
+        --------
+        >>> Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]}).split(2)
+        (2, 1)
+        """
 
         def costs_of(sizes: Sequence[int]) -> Costs:
             """Return the costs of stages of these sizes."""
-            return self._stage_costs(sizes, launch, Network() if network is None else network)
+            return self._stage_costs(sizes, 0.0, network)
 
+        if network is not None:
+            check_type("network", network, Network)
         model = LayerModel(len(self), costs_of, has_ends=False)
         placed = placed_sizes(model, split, "split", partition=partition, placement=placement,
                               memory_limit=memory_limit)  # fmt: skip
         if placed is not None:
-            return costs_of(placed)
+            return placed
         if check_partition(partition, split, "split") and partition != "even":
             split = balanced_split(self.seconds.tolist(), check_count("split", split))
-        return costs_of(checked_split(split, len(self), "split"))
+        return checked_split(split, len(self), "split")
 
-    def _stage_costs(self, sizes: Sequence[int], launch: PerStage, network: Network) -> Costs:
+    def _stage_costs(
+        self, sizes: Sequence[int], launch: PerStage, network: Network | None
+    ) -> Costs:
         """Return the costs of stages with these many layers."""
         activations = self.columns.get("activation_bytes", (0.0,) * len(self))
         values: dict[str, Any] = {
@@ -248,7 +272,7 @@ class Layers:
             )
             for name, column in self.columns.items()
         }
-        return Costs(**values, launch=launch, network=network)
+        return Costs(**values, launch=launch, network=Network() if network is None else network)
 
 
 def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:

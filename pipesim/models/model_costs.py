@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.workload import Workload
 from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.placed_split import Placed, placed_sizes
+from pipesim.models.split_problem import LayerModel
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.tensor_parallel import Shard
@@ -25,6 +27,8 @@ def model_costs(
     gpu: GPU | Mapping[str, Any] | str | None,
     flops_per_second: float | None,
     partition: LayerPartition | None,
+    placement: Placed | None,
+    memory_limit: float | Sequence[float] | None,
     optimizer_step: PerStage | None,
     launch: PerStage,
     network: Network | None,
@@ -32,13 +36,22 @@ def model_costs(
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings."""
     rates = None if gpu is None else as_gpu(gpu)
     seconds = stage_seconds(shard, rates, flops_per_second, network)
-    layer, _, head = seconds.parts
-    sizes = stage_sizes(layers_per_stage, partition, shard.model.n_layers, layer, head)
-    values: dict[str, Any] = {**seconds.stages(sizes), **shard.stage_bytes(sizes)}
-    values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
-    if optimizer_step is not None:
-        values["optimizer_step"] = optimizer_step
-    costs = Costs(**values, network=Network() if network is None else network)
+
+    def costs_of(sizes: Sequence[int]) -> Costs:
+        """Return the costs of stages with these many layers."""
+        values: dict[str, Any] = {**seconds.stages(sizes), **shard.stage_bytes(sizes)}
+        values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
+        if optimizer_step is not None:
+            values["optimizer_step"] = optimizer_step
+        values["workload"] = _workload(shard, rates, None)
+        return Costs(**values, network=Network() if network is None else network)
+
+    model = LayerModel(shard.model.n_layers, costs_of, has_ends=True)
+    sizes = placed_sizes(model, layers_per_stage, "layers_per_stage", partition=partition,
+                         placement=placement, memory_limit=memory_limit)  # fmt: skip
+    if sizes is None:
+        sizes = stage_sizes(layers_per_stage, partition, model.n_layers, *seconds.parts)
+    costs = costs_of(sizes)
     settings: dict[str, Any] = {
         "layers_per_stage": list(sizes),
         **asdict(shard.model),
@@ -54,7 +67,7 @@ def model_costs(
     return replace(costs, workload=_workload(shard, rates, settings))
 
 
-def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any]) -> Workload:
+def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None) -> Workload:
     """Return tokens, FLOPs and GPUs of the costs that ``settings`` give."""
     return Workload(
         tokens=shard.microbatch_size * shard.model.sequence_length,

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from numbers import Integral
 from typing import get_args
 
-import numpy as np
-
-from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_borders, sizes_of
-from pipesim.costs.fastest_split import fastest_borders
-from pipesim.costs.layer_split import (
-    LayerPartition,
-    Split,
-    balanced_split,
-    check_partition,
-    checked_split,
-)
-from pipesim.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    CostsError,
-    check_count,
-    number,
-)
+from pipesim.costs.device_split import Floats, balanced_borders, sizes_of
+from pipesim.costs.layer_split import LayerPartition, Split, check_partition, checked_split
+from pipesim.errors import ArgumentError, ArgumentTypeError, check_count
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.models.split_problem import LayerModel, split_problem
+from pipesim.models.simulated_split import fastest_split
+from pipesim.models.split_problem import LayerModel, first_borders, split_problem
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.timeline.memory_limit import checked_memory_limit
 
 __all__ = ["Placed", "is_word", "placed_sizes"]
 
@@ -36,8 +23,10 @@ __all__ = ["Placed", "is_word", "placed_sizes"]
 Placed = Placement | Schedule | TaskGraph
 #: Most layers of a model whose split is searched.
 _MOST_LAYERS = 4096
-#: Most simulations of a search, and most tasks in all of them.
-_SIMULATIONS, _TASKS = 600, 3_000_000
+_NO_ORDER = (
+    "memory_limit needs to know how many micro-batches a device holds; give the schedule as "
+    "placement=, or its graph"
+)
 
 
 def is_word(split: object) -> bool:
@@ -52,24 +41,20 @@ def placed_sizes(
     *,
     partition: LayerPartition | None,
     placement: Placed | None,
-    memory_limit: float | None,
+    memory_limit: float | Sequence[float] | None,
 ) -> tuple[int, ...] | None:
     """Return the layers of each stage, or None for a split without placement.
 
     ``name`` is the name of the argument ``split``. `Layers.costs` has the arguments and errors.
     """
-    limit = _checked_limit(memory_limit)
     if placement is None:
         if is_word(split):
             raise ArgumentError(
                 f"{name}={split!r} needs the number of stages: give placement=, such as "
                 f"schedule.placement, or {name}=4 with partition={split!r}"
             )
-        if limit is not None:
-            raise ArgumentError(
-                "memory_limit needs to know how many micro-batches a device holds; give a schedule "
-                "or a graph as placement="
-            )
+        if memory_limit is not None:
+            raise ArgumentError(_NO_ORDER)
         return None
     if not isinstance(placement, Placed):
         raise ArgumentTypeError(
@@ -78,9 +63,13 @@ def placed_sizes(
         )
     target = placement.placement if isinstance(placement, Schedule) else placement
     word = _word(split, name, partition, target.n_stages)
+    limits = None
+    if memory_limit is not None:
+        limits = checked_memory_limit(memory_limit, target.n_devices)
     if word == "balanced":
-        return _balanced(model, placement, limit, name)
-    if limit is not None:
+        _check_stages(model, target.n_stages, name)
+        return _balanced(model, placement, limits)
+    if limits is not None:
         raise ArgumentError(
             f'memory_limit chooses among the splits of "balanced"; it has no effect on {name}='
             f"{split!r:.60}"
@@ -110,102 +99,27 @@ def _word(split: object, name: str, partition: str | None, n_stages: int) -> str
     return partition or "balanced"
 
 
-def _checked_limit(memory_limit: float | None) -> float | None:
-    """Return a limit of memory as a float."""
-    if memory_limit is None:
-        return None
-    limit = number(memory_limit)
-    if limit is None or not 0 < limit < np.inf:
-        raise ArgumentError(
-            f"memory_limit must be bytes of a device, finite and above 0, got {memory_limit!r:.60}"
-        )
-    return limit
-
-
-def _balanced(
-    model: LayerModel, placement: Placed, limit: float | None, name: str
-) -> tuple[int, ...]:
+def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tuple[int, ...]:
     """Return the balanced split."""
+    if not isinstance(placement, Placement):
+        graph = placement if isinstance(placement, TaskGraph) else lower(placement)
+        return fastest_split(model, graph, limits)
+    if limits is not None:
+        raise ArgumentError(_NO_ORDER)
+    problem = split_problem(model, placement)
+    return sizes_of(balanced_borders(problem, [first_borders(problem)]))
+
+
+def _check_stages(model: LayerModel, n_stages: int, name: str) -> None:
+    """Raise `ArgumentError` unless a model has as many layers as stages need."""
+    needed = int(model.least(n_stages).sum())
+    if needed > model.n_layers:
+        raise ArgumentError(
+            f"{name}: {model.n_layers} layers cannot be split into the placement's {n_stages} "
+            f"stages, which need at least {needed}"
+        )
     if model.n_layers > _MOST_LAYERS:
         raise ArgumentError(
             f"{name}: a balanced split of {model.n_layers} layers would take too long to find; "
             f"give the layers of each stage, or at most {_MOST_LAYERS} layers"
         )
-    if isinstance(placement, Placement):
-        if limit is not None:
-            raise ArgumentError(
-                "memory_limit needs to know how many micro-batches a device holds; give the "
-                "schedule as placement=, or its graph"
-            )
-        problem = _problem(model, placement, None, name)
-        return sizes_of(balanced_borders(problem, [_first_borders(problem)]))
-    graph = placement if isinstance(placement, TaskGraph) else lower(placement)
-    return _fastest(model, graph, limit, name)
-
-
-def _problem(
-    model: LayerModel, target: Placement | TaskGraph, limit: float | None, name: str
-) -> SplitProblem:
-    """Return the problem, checked to have as many layers as the stages need."""
-    needed = int(model.least(target.n_stages).sum())
-    if needed > model.n_layers:
-        raise ArgumentError(
-            f"{name}: {model.n_layers} layers cannot be split into the placement's "
-            f"{target.n_stages} stages, which need at least {needed}"
-        )
-    return split_problem(model, target, limit)
-
-
-def _first_borders(problem: SplitProblem) -> Ints:
-    """Return the borders of a split with balanced stages."""
-    seconds = np.diff(problem.sums[0])
-    if not problem.least[0]:
-        seconds = np.concatenate([problem.ends[0, :1], seconds, problem.ends[0, 1:]])
-    sizes = np.array(balanced_split(seconds.tolist(), problem.n_stages))
-    sizes[[0, -1]] -= problem.least[0] == 0
-    return np.concatenate([[0], sizes.cumsum()])
-
-
-def _fastest(
-    model: LayerModel, graph: TaskGraph, limit: float | None, name: str
-) -> tuple[int, ...]:
-    """Return the split with which a graph takes the least time, by simulation."""
-    from pipesim.simulation.simulate import simulate
-
-    def makespan(borders: Ints) -> float:
-        """Return the seconds of a step, infinite for a split that does not fit."""
-        timeline = simulate(graph, model.costs_of(sizes_of(borders)))
-        fits = limit is None or (timeline.peak_memory <= limit).all()
-        return float(timeline.makespan) if fits else np.inf
-
-    problem = _problem(model, graph, limit, name)
-    first = _first_borders(problem)
-    problem = replace(problem, other_load=_other_load(problem, model, graph, first))
-    if limit is not None:
-        first = balanced_borders(problem, [first])
-        peak = simulate(graph, model.costs_of(sizes_of(first))).peak_memory
-        # Bytes that are no sums over layers, such as workspaces, from one split.
-        others = peak - problem.peak_bytes(first)
-        problem = replace(problem, limit=problem.limit - others[problem.holder])
-    starts = [balanced_borders(problem, [first]), first]
-    most = min(_SIMULATIONS, _TASKS // max(1, len(graph)))
-    best = fastest_borders(problem, starts, makespan, most)
-    if limit is not None and makespan(best) == np.inf:
-        peak = simulate(graph, model.costs_of(sizes_of(best))).peak_memory
-        raise CostsError(
-            f"memory_limit={limit:.4g}: no split of {model.n_layers} layers was found that fits; "
-            f"{list(sizes_of(best))} needs {peak.max():.4g} bytes on device {peak.argmax()}. Give "
-            "smaller micro-batches, recompute, more devices, or another schedule"
-        )
-    return sizes_of(best)
-
-
-def _other_load(
-    problem: SplitProblem, model: LayerModel, graph: TaskGraph, borders: Ints
-) -> Floats:
-    """Return the seconds of each device a micro-batch besides layers, such as of messages."""
-    seconds = model.costs_of(sizes_of(borders)).of(graph).duration
-    on_compute = graph.on_compute
-    busy = np.bincount(graph.device[on_compute], seconds[on_compute], graph.n_devices)
-    other: Floats = busy / graph.n_microbatches - problem.loads(borders[None])[0]
-    return other

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.device_split import Floats, Ints, SplitProblem
+from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.timeline.task_bytes import dropped_activations, weight_versions
 
-__all__ = ["CostsOf", "LayerModel", "split_problem"]
+__all__ = ["CostsOf", "LayerModel", "first_borders", "split_problem"]
 
 #: Costs of stages with these many layers.
 CostsOf = Callable[[Sequence[int]], Costs]
@@ -79,12 +80,12 @@ class _Work(NamedTuple):
 
 
 def split_problem(
-    model: LayerModel, target: Placement | TaskGraph, memory_limit: float | None
+    model: LayerModel, target: Placement | TaskGraph, limits: Floats | None = None
 ) -> SplitProblem:
     """Return the problem of splitting a model over the devices of a placement or of a graph.
 
     The seconds of a layer are those of its operations for one micro-batch: F and B in a placement,
-    and in a graph those that it has, such as R.
+    and in a graph those that it has, such as R. ``limits`` are the most bytes of each device.
     """
     if isinstance(target, TaskGraph):
         work = _graph_work(target)
@@ -92,12 +93,12 @@ def split_problem(
         work = _Work(_placement_load(target), {Op.F: 1.0, Op.B: 1.0})
     finest, n_stages = model.finest, work.load.shape[1]
     n = model.n_layers + 2 * model.has_ends
-    rows = _values(finest, n, work.ops, target, memory_limit is not None)
+    rows = _values(finest, n, work.ops, target, limits is not None)
     columns = slice(model.has_ends, model.has_ends + model.n_layers)
     ends = rows[:, [0, -1]] if model.has_ends else np.zeros((len(rows), 2))
     output = finest.per_stage("output_bytes", n)
     held, holder = np.zeros((0, 4 * n_stages)), np.zeros(0, dtype=np.int64)
-    if memory_limit is not None and isinstance(target, TaskGraph):
+    if limits is not None and isinstance(target, TaskGraph):
         held, holder = _held(target)
     return SplitProblem(
         sums=np.concatenate([np.zeros((len(rows), 1)), rows[:, columns].cumsum(axis=1)], axis=1),
@@ -108,8 +109,19 @@ def split_problem(
         other_load=np.zeros(len(work.load)),
         held=held,
         holder=holder,
-        limit=np.full(len(held), np.inf if memory_limit is None else memory_limit),
+        limit=np.zeros(0) if limits is None else limits[holder],
+        n_microbatches=_bounding_microbatches(target),
     )
+
+
+def first_borders(problem: SplitProblem) -> Ints:
+    """Return the borders of a split with balanced stages, to begin a search with."""
+    seconds = np.diff(problem.sums[0])
+    if not problem.least[0]:
+        seconds = np.concatenate([problem.ends[0, :1], seconds, problem.ends[0, 1:]])
+    sizes = np.array(balanced_split(seconds.tolist(), problem.n_stages))
+    sizes[[0, -1]] -= problem.least[0] == 0
+    return np.concatenate([[0], sizes.cumsum()])
 
 
 def _placement_load(placement: Placement) -> Floats:
@@ -128,6 +140,13 @@ def _graph_work(graph: TaskGraph) -> _Work:
     np.add.at(load, (device[forwards], stage[forwards]), 1 / graph.n_microbatches)
     n_forwards = max(1, int(forwards.sum()))
     return _Work(load, {x: float((op == x).sum()) / n_forwards for x in _SECONDS})
+
+
+def _bounding_microbatches(target: Placement | TaskGraph) -> int:
+    """Return the micro-batches whose F and B bound the time of a step; 0 if they may overlap."""
+    if isinstance(target, Placement) or target.kinds.overlapped.any():
+        return 0
+    return target.n_microbatches
 
 
 def _values(

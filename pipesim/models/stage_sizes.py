@@ -15,6 +15,8 @@ from pipesim.errors import ArgumentError, CostsWarning, check_count
 
 __all__ = ["stage_sizes"]
 
+#: Seconds of one layer, of the embedding and of the LM head.
+_Seconds = tuple[float, float, float]
 #: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.
 _UNEVEN = 1.05
 #: Most layers of a model for which the balanced split is found only for that warning.
@@ -26,19 +28,22 @@ def stage_sizes(
     partition: LayerPartition | None,
     n_layers: int,
     layer: float,
+    embedding: float,
     head: float,
 ) -> tuple[int, ...]:
     """Return the layers of each stage; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``layer`` and ``head`` are the seconds of one layer and of the LM head, forward and backward.
+    ``layer``, ``embedding`` and ``head`` are the seconds of one layer, of the embedding and of the
+    LM head, forward and backward.
     """
+    seconds = (layer, embedding, head)
     is_number = check_partition(partition, layers_per_stage, "layers_per_stage")
     if is_number and partition == "balanced":
-        return _balanced_sizes(layers_per_stage, n_layers, layer, head)
+        return _balanced_sizes(layers_per_stage, n_layers, seconds)
     sizes = checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
     if is_number and partition is None and n_layers <= _FEW_LAYERS:
-        balanced = _balanced_sizes(layers_per_stage, n_layers, layer, head)
-        slowest, least = _slowest(sizes, layer, head), _slowest(balanced, layer, head)
+        balanced = _balanced_sizes(layers_per_stage, n_layers, seconds)
+        slowest, least = _slowest(sizes, seconds), _slowest(balanced, seconds)
         if slowest > _UNEVEN * least:
             warnings.warn(
                 f"layers_per_stage={layers_per_stage} has as many layers on each stage; with "
@@ -50,7 +55,7 @@ def stage_sizes(
     return sizes
 
 
-def _balanced_sizes(n_stages: object, n_layers: int, layer: float, head: float) -> tuple[int, ...]:
+def _balanced_sizes(n_stages: object, n_layers: int, seconds: _Seconds) -> tuple[int, ...]:
     """Return the split whose slowest stage is fastest; the last stage may have the head alone."""
     count = check_count("layers_per_stage", n_stages)
     if count > n_layers + 1:
@@ -58,10 +63,16 @@ def _balanced_sizes(n_stages: object, n_layers: int, layer: float, head: float) 
             f"layers_per_stage={count}: {n_layers} layers and the LM head cannot "
             f"be split into {count} stages; give at most {n_layers + 1}"
         )
-    *sizes, last = balanced_split([layer] * n_layers + [head], count)
+    layer, embedding, head = seconds
+    layers = [embedding + layer, *[layer] * (n_layers - 1)]
+    *sizes, last = balanced_split([*layers, head], count)
     return (*sizes, last - 1)
 
 
-def _slowest(sizes: tuple[int, ...], layer: float, head: float) -> float:
+def _slowest(sizes: tuple[int, ...], seconds: _Seconds) -> float:
     """Return the seconds of the slowest stage."""
-    return max(layer * n + head * (stage == len(sizes) - 1) for stage, n in enumerate(sizes))
+    layer, embedding, head = seconds
+    stages = [layer * n for n in sizes]
+    stages[0] += embedding
+    stages[-1] += head
+    return max(stages)

@@ -236,8 +236,8 @@ class Shard:
             For a rate that is not finite and above 0, and as `Transformer.costs`.
         """
         seconds = stage_seconds(self, None, flops_per_second, None)
-        layer, _, head = seconds.parts
-        sizes = stage_sizes(layers_per_stage, partition, self.model.n_layers, layer, head)
+        n_layers = self.model.n_layers
+        sizes = stage_sizes(layers_per_stage, partition, n_layers, *seconds.parts)
         return {**seconds.stages(sizes), **self.stage_bytes(sizes)}
 
     def stage_bytes(self, layers_per_stage: Split) -> dict[str, tuple[float, ...]]:

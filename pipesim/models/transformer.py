@@ -15,7 +15,7 @@ The file has more than 300 lines: one class of short methods, and the docstrings
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +29,11 @@ from pipesim.network.network import Network
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipesim.graph.graph import TaskGraph
     from pipesim.models.gpu import GPU
     from pipesim.models.tensor_parallel import Shard
+    from pipesim.scheduling.placement import Placement
+    from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["RECOMPUTE", "LayerRecompute", "Transformer"]
 
@@ -350,6 +353,8 @@ class Transformer:
         scatter_gather: bool = False,
         fused_loss: bool = False,
         partition: LayerPartition | None = None,
+        placement: Placement | Schedule | TaskGraph | None = None,
+        memory_limit: float | Sequence[float] | None = None,
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
@@ -360,7 +365,8 @@ class Transformer:
         ----------
         layers_per_stage
             Layers of each stage, in order (first and last may have none); or a layout string of
-            Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages.
+            Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages; or, with ``placement``,
+            ``"even"`` or ``"balanced"``.
         microbatch_size
             Sequences of a micro-batch.
         gpu
@@ -379,9 +385,14 @@ class Transformer:
             As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
             values.
         partition
-            How layers are divided among a number of stages. ``"even"`` (the default here): each
-            stage has as many. ``"balanced"`` (the default of `Costs.from_layers`): the slowest
-            stage, including the LM head, takes as little time as possible.
+            How layers are divided among a number of stages. ``"even"`` (the default here without
+            ``placement``): each stage has as many. ``"balanced"`` (the default of
+            `Costs.from_layers`): the slowest stage, including embedding and LM head, takes as
+            little time as possible.
+        placement, memory_limit
+            As for `Layers.costs`: ``"balanced"`` then balances the devices of a `Placement`, or
+            makes the step of a `Schedule` or graph short, within a limit of bytes; by default that
+            of ``gpu``, if there are splits that fit in it.
         optimizer_step
             Seconds of STEP; None (the default) for those that follow from ``gpu``, or 0 without.
         launch
@@ -434,6 +445,8 @@ class Transformer:
             gpu=gpu,
             flops_per_second=flops_per_second,
             partition=partition,
+            placement=placement,
+            memory_limit=memory_limit,
             optimizer_step=optimizer_step,
             launch=launch,
             network=network,

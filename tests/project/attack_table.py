@@ -162,6 +162,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Layers.costs": lambda _: {"self": layers(), "split": 2},
     "ps.Layers.from_frame": lambda _: {
         "frame": pd.DataFrame({"forward": [1.0, 2.0], "backward": [2.0, 3.0]})},
+    "ps.Layers.split": lambda _: {"self": layers(), "split": 2},
     "ps.Layers.read": lambda to: {
         "path": _written(to / "layers.csv", lambda p: p.write_text("forward,backward\n1,2\n"))},
     "ps.Link": lambda _: {"latency": 1.0, "bandwidth": 1.0, "pairs": ((0, 1),)},
@@ -267,6 +268,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.lower": lambda _: {"schedule": schedule()},
     "ps.machines": lambda _: {},
     "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
+    "ps.read_layout": lambda _: {"text": "Et*2|tL"},
     "ps.register": lambda _: {"name": "attacked"},
     "ps.replay": lambda _: {"timeline": timeline()},
     "ps.schedule": lambda _: {"name": "1f1b", "n_devices": 2, "n_microbatches": 2},
@@ -281,4 +283,5 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.v_shaped": lambda _: {"n_devices": 2},
     "ps.verify": lambda _: {"what": schedule()},
     "ps.waves": lambda _: {"n_devices": 2, "n_waves": 1},
+    "ps.write_layout": lambda _: {"layers_per_stage": [2, 1]},
 }  # fmt: skip

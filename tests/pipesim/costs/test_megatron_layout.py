@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.megatron_layout import read_layout, write_layout
+from pipesim import read_layout, write_layout
 from pipesim.errors import ArgumentError
 
 
@@ -58,7 +60,7 @@ def test_mistakes(text: str, message: str) -> None:
 
 def test_the_mistake_is_pointed_to() -> None:
     with pytest.raises(ArgumentError) as error:
-        read_layout("Et|xL", "layers_per_stage")
+        read_layout("Et|xL")
     assert str(error.value).splitlines()[1:] == ["    Et|xL", "       ^"]
 
 
@@ -72,3 +74,26 @@ def test_costs_of_a_layout() -> None:
         model.costs("Et*7|(t*9|)*2t*6L", **options)
     with pytest.raises(ArgumentError, match="layers_per_stage: mistake at position 3"):
         model.costs("Et|?L", **options)
+
+
+def test_the_layout_of_costs() -> None:
+    """Costs of a transformer know it, costs of profiled layers do not."""
+    model = ps.Transformer.preset("llama3_8b")
+    options: dict[str, Any] = {"microbatch_size": 1, "flops_per_second": 4e14}
+    costs = model.costs([7, 9, 9, 7], **options)
+    assert costs.layout == "Et*7|(t*9|)*2t*7L"
+    assert model.costs(costs.layout, **options) == costs
+    balanced = model.costs("balanced", placement=ps.v_shaped(4), **options).layout
+    assert balanced is not None
+    assert sum(read_layout(balanced)) == 32
+    assert len(read_layout(balanced)) == 8
+    assert ps.Costs(1, 2).layout is None
+    layers = ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]})
+    assert layers.costs(2).layout is None
+    assert write_layout(layers.split(2)) == "Et*2|tL"
+
+
+@pytest.mark.parametrize("value", [[], [1, -1], [1.5], "Et|tL", 3, None, [True]])
+def test_no_layers_to_write(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="layers_per_stage"):
+        write_layout(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import combinations
 from typing import Any
 
@@ -212,7 +213,11 @@ def test_words() -> None:
         ("balanced", {"placement": ps.linear(2), "memory_limit": 9}, "give the schedule as"),
         (2, {"memory_limit": 9}, "memory_limit needs to know how many micro-batches"),
         ([4, 4], {"placement": ps.linear(2), "memory_limit": 9}, 'the splits of "balanced"'),
-        (2, {"placement": SCHEDULES["1f1b"], "memory_limit": -1}, "memory_limit must be bytes"),
+        (
+            "balanced",
+            {"placement": SCHEDULES["1f1b"], "memory_limit": -1},
+            "memory_limit must be bytes",
+        ),
     ],
 )
 def test_mistakes(split: Any, options: dict[str, Any], message: str) -> None:
@@ -223,3 +228,74 @@ def test_mistakes(split: Any, options: dict[str, Any], message: str) -> None:
 def test_too_many_layers_to_search() -> None:
     with pytest.raises(ArgumentError, match="5000 layers would take too long"):
         layers([1.0] * 5000).costs("balanced", placement=ps.linear(4))
+
+
+#: A transformer whose head takes as long as 9.3 of its layers.
+LARGE_HEAD: dict[str, Any] = {
+    "hidden_size": 64, "n_layers": 24, "n_heads": 4, "sequence_length": 32, "vocabulary_size": 8192
+}  # fmt: skip
+RATE: dict[str, Any] = {"microbatch_size": 1, "flops_per_second": 1e9}
+
+
+def seconds_of(costs: ps.Costs, n_stages: int) -> NDArray[np.float64]:
+    """Return the seconds of F and B of each stage."""
+    return costs.per_stage("forward", n_stages) + costs.per_stage("backward", n_stages)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_random_split_of_a_transformer_has_a_less_busy_device(name: str, recompute: Any) -> None:
+    """First and last stage have embedding and head, and may have no layer."""
+    model, placement = ps.Transformer(**LARGE_HEAD), PLACEMENTS[name]
+    n, random = placement.n_stages, np.random.default_rng(3)
+    options: dict[str, Any] = RATE | {"recompute": recompute}
+    costs = model.costs("balanced", placement=placement, **options)
+    parts = seconds_of(model.costs([0, *[1] * 24, 0], **options), 26)
+    inner = np.sort(random.integers(0, 25, (2000, n - 1)), axis=1)
+    inner = inner[(np.diff(inner, axis=1) > 0).all(axis=1)]
+    borders = np.pad(inner + 1, ((0, 0), (1, 1)), constant_values=((0, 0), (0, 26)))
+    stages = np.diff(np.concatenate([[0], np.cumsum(parts)])[borders])
+    got = busiest(placement, seconds_of(costs, n))
+    assert got <= busiest(placement, stages).min() * EXACT
+
+
+def test_a_transformer_for_a_schedule() -> None:
+    """As `Costs.transformer`, as settings of the workload give again, and faster than even."""
+    sizes = LARGE_HEAD | {"n_layers": 12}
+    model, schedule = ps.Transformer(**sizes), ps.schedule("zbv", 2, 4)
+    costs = model.costs("balanced", placement=schedule, **RATE)
+    assert ps.Costs.transformer("balanced", placement=schedule, **sizes, **RATE) == costs
+    assert costs.work is not None
+    assert costs.work.settings is not None
+    assert ps.Costs.transformer(**costs.work.settings) == costs
+    by_devices = model.costs("balanced", placement=schedule.placement, **RATE)
+    even = model.costs("even", placement=schedule.placement, **RATE)
+    assert even == model.costs([3] * 4, **RATE)
+    times = [makespan(schedule, x) for x in (costs, by_devices, even)]
+    assert times[0] <= times[1] < times[2]
+    with pytest.raises(ArgumentError, match="n_layers is missing"):
+        ps.Costs.transformer("even", placement=schedule, hidden_size=64, **RATE)
+
+
+def test_the_memory_of_a_gpu_is_a_limit_if_it_can_be_kept() -> None:
+    """Given as `memory_limit`, it must be kept."""
+    sizes = {"n_layers": 12, "vocabulary_size": 64, "sequence_length": 512}
+    model = ps.Transformer(**LARGE_HEAD | sizes)
+    graph = ps.lower(ps.schedule("1f1b", 4, 8))
+
+    def costs(memory: float, **options: Any) -> ps.Costs:
+        gpu = ps.GPU(flops=1e9, bandwidth=1e9, memory=memory)
+        return model.costs("balanced", placement=graph, microbatch_size=1, gpu=gpu, **options)
+
+    def peak(costs: ps.Costs) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return float(ps.simulate(graph, costs).peak_memory.max())
+
+    free = peak(costs(1e12))
+    assert peak(costs(0.9 * free)) <= 0.9 * free
+    assert peak(costs(0.1 * free)) == free
+    with pytest.raises(CostsError, match="no split of 12 layers was found that fits"):
+        costs(1e12, memory_limit=0.1 * free)
+    with pytest.raises(CostsError, match="no split of 12 layers was found that fits"):
+        costs(1e12, memory_limit=[free, free, free, 0.1 * free])

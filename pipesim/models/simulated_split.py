@@ -1,0 +1,110 @@
+"""Splits with which a graph takes the least time and fits in memory, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_borders, sizes_of
+from pipesim.costs.fastest_split import fastest_borders
+from pipesim.errors import CostsError
+from pipesim.graph.graph import TaskGraph
+from pipesim.models.split_problem import LayerModel, first_borders, split_problem
+from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["fastest_split"]
+
+#: Most simulations of a search, and most tasks in all of them.
+_SIMULATIONS, _TASKS = 1000, 600_000
+
+
+def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) -> tuple[int, ...]:
+    """Return the layers of each stage with which a graph takes the least time.
+
+    Parameters
+    ----------
+    model
+        Model to split.
+    graph
+        Tasks of a step.
+    limits
+        Most bytes of each device. None for the memory of the GPU, if the costs know it, which then
+        does not count if no split fits.
+
+    Raises
+    ------
+    CostsError
+        If no split is found that fits within ``limits``.
+    """
+    simulations = _Simulations(model, graph, limits)
+    first = first_borders(split_problem(model, graph))
+    timeline = simulations.timeline(first)
+    problem = _problem(simulations, first, timeline.memory_limit)
+    best = _search(simulations, problem, first)
+    if simulations.makespan(best) < np.inf:
+        return sizes_of(best)
+    if limits is None:
+        problem = _problem(simulations, first, None)
+        return sizes_of(_search(replace(simulations, is_limited=False), problem, first))
+    needed = reserved_memory(simulations.timeline(best))
+    device = int((needed - limits).argmax())
+    raise CostsError(
+        f"memory_limit={limits[device]:.4g}: no split of {model.n_layers} layers was found that "
+        f"fits; {list(sizes_of(best))} needs {needed[device]:.4g} bytes on device {device}. Give "
+        "smaller micro-batches, recompute, more devices, or another schedule"
+    )
+
+
+@dataclass(frozen=True)
+class _Simulations:
+    """Simulations of the splits of a model; see `fastest_split` for ``limits``."""
+
+    model: LayerModel
+    graph: TaskGraph
+    limits: Floats | None
+    is_limited: bool = True
+
+    def timeline(self, borders: Ints) -> Timeline:
+        """Return the timeline of a split."""
+        from pipesim.simulation.simulate import predict_timeline
+
+        costs = self.model.costs_of(sizes_of(borders))
+        limits = None if self.limits is None else self.limits.tolist()
+        return predict_timeline(self.graph, costs, memory_limit=limits)
+
+    def makespan(self, borders: Ints) -> float:
+        """Return the seconds of a step, infinite for a split that does not fit."""
+        timeline = self.timeline(borders)
+        if self.is_limited and timeline.fits is False:
+            return np.inf
+        return float(timeline.makespan)
+
+
+def _search(simulations: _Simulations, problem: SplitProblem, first: Ints) -> Ints:
+    """Return the borders of the fastest split that the search finds."""
+    starts = [balanced_borders(problem, [first]), first]
+    most = min(_SIMULATIONS, _TASKS // max(1, len(simulations.graph)))
+    return fastest_borders(problem, starts, simulations.makespan, most)
+
+
+def _problem(simulations: _Simulations, first: Ints, limits: Floats | None) -> SplitProblem:
+    """Return the problem of a graph, with seconds and bytes that are no sums over layers.
+
+    These are such as messages that block, and workspaces. They are those of one split.
+    """
+    model, graph = simulations.model, simulations.graph
+    costs = model.costs_of(sizes_of(first))
+    if limits is not None:
+        limits = limits / (1 + costs.memory_reserve)
+    problem = split_problem(model, graph, limits)
+    on_compute, seconds = graph.on_compute, costs.of(graph).duration
+    busy = np.bincount(graph.device[on_compute], seconds[on_compute], graph.n_devices)
+    other_load = busy / graph.n_microbatches - problem.loads(first[None])[0]
+    problem = replace(problem, other_load=other_load)
+    if limits is None:
+        return problem
+    near = balanced_borders(problem, [first])
+    others = simulations.timeline(near).peak_memory - problem.peak_bytes(near)
+    return replace(problem, limit=problem.limit - others[problem.holder])
