@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.calibration.constants import Constants
+from pipesim.calibration.measured_steps import measured_steps
+from pipesim.calibration.step_predictions import predicted_seconds, step_predictions
 from pipesim.models.gpu import GPU
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path, write_text
@@ -32,6 +36,8 @@ class Calibration:
         GPU with the fitted constants. The others are those that it started from.
     network_efficiency
         Share of the network's bandwidths that messages reach; 1 if it was not fitted.
+    network_latency
+        Factor of the network's latencies; 1 if it was not fitted.
     constants
         One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
         about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
@@ -44,6 +50,7 @@ class Calibration:
 
     gpu: GPU
     network_efficiency: float
+    network_latency: float
     constants: pd.DataFrame
     rows: pd.DataFrame
     _start: Constants
@@ -58,20 +65,45 @@ class Calibration:
         return table.set_axis(["fitted", "left out"])
 
     def network(self, gpus_per_device: int = 1) -> Network | None:
-        """Return the network at the fitted efficiency; None if there was none.
+        """Return the network with fitted bandwidths and latencies; None if there was none.
 
         Parameters
         ----------
         gpus_per_device
-            GPUs that act as one device, such as a tensor-parallel group. It counts for the name of
-            a machine. A network that was given has its own devices.
+            GPUs that act as one device, such as a tensor-parallel group. A network that was given
+            with groups of GPUs keeps them.
 
         Raises
         ------
         NetworkError
             For a number of GPUs that does not suit the machine.
         """
-        return self._start.fitted_network(self.network_efficiency, gpus_per_device)
+        return self._start.fitted_network(
+            self.network_efficiency, self.network_latency, gpus_per_device
+        )
+
+    def predict(
+        self, rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str
+    ) -> NDArray[np.float64]:
+        """Return the seconds of other steps with the fitted constants.
+
+        Parameters
+        ----------
+        rows
+            Steps as for `pipesim.GPU.fit`; the column ``seconds`` may be missing.
+
+        Returns
+        -------
+        numpy.ndarray
+            Seconds, shape ``(n_rows,)``.
+
+        Raises
+        ------
+        PipeError
+            For rows that are no table of steps, and settings that are wrong, naming the row.
+        """
+        steps = step_predictions(measured_steps(rows, need_seconds=False))
+        return np.array(predicted_seconds(steps, self.gpu, self.network))
 
     def plot(self, *, ax: Axes | None = None, left_out: bool = True) -> Axes:
         """Draw measured over predicted seconds; see `pipesim.plot.accuracy`."""
@@ -81,13 +113,14 @@ class Calibration:
         return accuracy(self.rows["measured"].tolist(), self.rows[column].tolist(), ax=ax)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: ``gpu``, ``network_efficiency``, ``constants``, ``errors``.
+        """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.
 
         ``GPU(**values["gpu"])`` is the fitted GPU.
         """
         return {
             "gpu": asdict(self.gpu),
             "network_efficiency": self.network_efficiency,
+            "network_latency": self.network_latency,
             "constants": self.constants.replace({np.nan: None}).to_dict("index"),
             "errors": self.errors.to_dict("index"),
         }

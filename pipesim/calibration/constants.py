@@ -1,4 +1,4 @@
-"""Constants that can be fitted: those of a GPU, and the efficiency of a network."""
+"""Constants that can be fitted: those of a GPU, and factors of a network's rates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from pipesim.models.gpu import GPU, as_gpu
 from pipesim.network.network import Network
 from pipesim.network.presets import MACHINES
 
-__all__ = ["CONSTANTS", "EFFICIENCY", "Constants", "chosen_constants"]
+__all__ = ["CONSTANTS", "EFFICIENCY", "LATENCY", "Constants", "chosen_constants"]
 
-#: Constant of the network: the share of its bandwidths that messages reach.
-EFFICIENCY = "network_efficiency"
+#: Constants of the network: the share of its bandwidths that messages reach, and the factor of its
+#: latencies.
+EFFICIENCY, LATENCY = "network_efficiency", "network_latency"
+_NETWORK = (EFFICIENCY, LATENCY)
 #: Constants that can be fitted. Those of a GPU are its fields that are always numbers.
-CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), EFFICIENCY)
+CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), *_NETWORK)
 #: Start value where the GPU has 0; 1e-5 (s) for other constants.
 _TYPICAL = {"half_depth": 64.0, "synchronization": 3e-4}
 #: Largest factor between a constant and its start.
@@ -38,7 +40,8 @@ class Constants:
     gpu
         GPU with the start values.
     network
-        Name of a machine, a network, or None for messages that take no time.
+        Name of a machine, a network, or None for messages that take no time. A network of single
+        GPUs is grouped for rows with tensor parallelism.
     """
 
     names: tuple[str, ...]
@@ -71,20 +74,26 @@ class Constants:
     def fitted_gpu(self, x: Floats, name: str | None = None) -> GPU:
         """Return the GPU with constants of log(constant / start) = x."""
         values = dict(zip(self.names, (self.starts * np.exp(x)).tolist(), strict=True))
-        values.pop(EFFICIENCY, None)
+        for factor in _NETWORK:
+            values.pop(factor, None)
         peak = self.gpu.peak_flops
         if peak is not None and "flops" in values:
             values["flops"] = min(values["flops"], peak)  # the exponential may round upwards
         return replace(self.gpu, **values, name=self.gpu.name if name is None else name)
 
-    def efficiency(self, x: Floats) -> float:
-        """Return the share of the network's bandwidths that messages reach; 1 if not fitted."""
-        if EFFICIENCY not in self.names:
-            return 1.0
-        return math.exp(x[self.names.index(EFFICIENCY)])
+    def network_factors(self, x: Floats) -> tuple[float, float]:
+        """Return the factors of the network's bandwidths and of its latencies; 1 if not fitted."""
+        efficiency, latency = (
+            math.exp(x[self.names.index(name)]) if name in self.names else 1.0 for name in _NETWORK
+        )
+        if isinstance(self.network, str):
+            efficiency = min(efficiency, 1.0)  # the exponential may round upwards
+        return efficiency, latency
 
-    def fitted_network(self, efficiency: float, gpus_per_device: int) -> Network | None:
-        """Return the network of devices of so many GPUs.
+    def fitted_network(
+        self, efficiency: float, latency: float, gpus_per_device: int
+    ) -> Network | None:
+        """Return the network of devices of so many GPUs, with its rates times both factors.
 
         Raises
         ------
@@ -93,9 +102,14 @@ class Constants:
         """
         if self.network is None:
             return None
-        if isinstance(self.network, str):
-            return Network.preset(self.network, min(efficiency, 1.0), gpus_per_device)
-        return self.network if efficiency == 1 else self.network.scaled(bandwidth=efficiency)
+        network = self.network
+        if isinstance(network, str):
+            network = Network.preset(network)
+        if efficiency != 1 or latency != 1:
+            network = network.scaled(latency=latency, bandwidth=efficiency)
+        if network.nodes is None or network.nodes.gpus_per_device > 1:
+            return network
+        return network.grouped(gpus_per_device)
 
 
 def chosen_constants(
@@ -136,11 +150,11 @@ def chosen_constants(
         check_name("constant", name, CONSTANTS)
         if free.count(name) > 1:
             raise ArgumentError(f"constants has {name!r} twice; give it once")
-        if name == EFFICIENCY and network is None:
-            raise ArgumentError(f"constants has {EFFICIENCY}, but there is no network; give one")
+        if name in _NETWORK and network is None:
+            raise ArgumentError(f"constants has {name}, but there is no network; give one")
     return Constants(tuple(free), start, network)
 
 
 def _own(name: str, gpu: GPU) -> float:
     """Return the value of a constant before the fit."""
-    return 1.0 if name == EFFICIENCY else float(getattr(gpu, name))
+    return 1.0 if name in _NETWORK else float(getattr(gpu, name))

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,12 @@ from pipesim.calibration.constants import Constants, chosen_constants
 from pipesim.calibration.determined_fit import Fit, fit
 from pipesim.calibration.least_squares import Floats, Ints
 from pipesim.calibration.measured_steps import MeasuredStep, measured_steps
-from pipesim.calibration.step_predictions import StepPrediction, step_predictions
-from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
+from pipesim.calibration.step_predictions import (
+    StepPrediction,
+    predicted_seconds,
+    step_predictions,
+)
+from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning
 from pipesim.models.gpu import GPU
 from pipesim.network.network import Network
 
@@ -106,7 +111,7 @@ def fit_gpu(
     name = f"{name}{_FITTED}{len(steps)} steps".strip()
     return Calibration(
         chosen.fitted_gpu(result.x, name),
-        chosen.efficiency(result.x),
+        *chosen.network_factors(result.x),
         table,
         _rows_table(steps, result),
         chosen,
@@ -125,17 +130,14 @@ class _Predictor:
         """Return log(seconds) of some rows for log(constant / start) = x."""
         key = x.tobytes()
         missing = [int(row) for row in rows if (key, int(row)) not in self._seconds]
-        gpu, efficiency = self.constants.fitted_gpu(x), self.constants.efficiency(x)
-        networks: dict[int, Network | None] = {}
-        for row in missing:
-            step = self.predictions[row]
-            try:
-                size = step.gpus_per_device
-                if size not in networks:
-                    networks[size] = self.constants.fitted_network(efficiency, size)
-                self._seconds[key, row] = step.seconds(gpu, networks[size])
-            except PipeError as error:
-                raise type(error)(f"{step.where}: {error}") from error
+        constants = self.constants
+        seconds = predicted_seconds(
+            [self.predictions[row] for row in missing],
+            constants.fitted_gpu(x),
+            partial(constants.fitted_network, *constants.network_factors(x)),
+        )
+        for row, value in zip(missing, seconds, strict=True):
+            self._seconds[key, row] = value
         return np.log([self._seconds[key, int(row)] for row in rows])
 
 

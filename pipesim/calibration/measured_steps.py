@@ -64,10 +64,12 @@ class MeasuredStep:
         return str(self.settings.get("label", self.where.rpartition(", ")[2]))
 
 
-def measured_steps(rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str) -> (
-    list[MeasuredStep]
-):  # fmt: skip
+def measured_steps(
+    rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str, *, need_seconds: bool = True
+) -> list[MeasuredStep]:
     """Return the steps of a table; see `pipesim.GPU.fit` for its columns.
+
+    Without ``need_seconds``, steps without seconds have NaN.
 
     Raises
     ------
@@ -79,10 +81,10 @@ def measured_steps(rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str
     import pandas as pd
 
     if isinstance(rows, str | os.PathLike):
-        tables = _read(check_path("rows", rows))
+        tables = _read(check_path("rows", rows), need_seconds)
     elif isinstance(rows, pd.DataFrame):
         names = [str(name) for name in rows.columns]
-        _check_columns("rows", names)
+        _check_columns("rows", names, need_seconds)
         records = rows.set_axis(names, axis=1).to_dict("records")
         tables = [(f"row {number}", record) for number, record in enumerate(records)]
     elif isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
@@ -94,10 +96,10 @@ def measured_steps(rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str
         )
     if not tables:
         raise ArgumentError("rows has no measured step; give one a row")
-    return [_step(where, table) for where, table in tables]
+    return [_step(where, table, need_seconds) for where, table in tables]
 
 
-def _read(path: Path) -> list[tuple[str, Mapping[Any, Any]]]:
+def _read(path: Path, need_seconds: bool) -> list[tuple[str, Mapping[Any, Any]]]:
     """Return the place and the values of each line of a CSV file below its header."""
     text = read_text(path, "rows from", ArgumentError)
     try:
@@ -108,7 +110,7 @@ def _read(path: Path) -> list[tuple[str, Mapping[Any, Any]]]:
         raise ArgumentError(f"{path} is empty; its first line must name columns, such as "
                             "model,microbatch_size,global_batch,n_devices,seconds")  # fmt: skip
     header = [name.strip() for name in lines[0][1]]
-    _check_columns(str(path), header)
+    _check_columns(str(path), header, need_seconds)
     tables: list[tuple[str, Mapping[Any, Any]]] = []
     for line, cells in lines[1:]:
         where = f"{path}, line {line}"
@@ -134,8 +136,8 @@ def _parsed(text: str) -> Any:
     return _TRUTHS.get(text.lower(), text) if text else None
 
 
-def _check_columns(where: str, names: Sequence[str]) -> None:
-    """Raise for columns that are unknown or named twice, and without ``seconds``."""
+def _check_columns(where: str, names: Sequence[str], need_seconds: bool) -> None:
+    """Raise for columns that are unknown or named twice, and for missing ``seconds`` if needed."""
     options = {option for options in options_of_schedules().values() for option in options}
     columns = dict.fromkeys(
         (*_OTHERS, "model", *SIZES, "layers_per_stage", *COST_OPTIONS, *RUN, *LOWERING.values(),
@@ -149,19 +151,20 @@ def _check_columns(where: str, names: Sequence[str]) -> None:
             )
         if names.count(name) > 1:
             raise ArgumentError(f"{where}: column {name!r} occurs twice; give it once")
-    if "seconds" not in names:
+    if need_seconds and "seconds" not in names:
         raise ArgumentError(
             f"{where}: column 'seconds' is missing; give the measured seconds of each step "
             f"(columns: {', '.join(names)})"
         )
 
 
-def _step(where: str, table: Mapping[Any, Any]) -> MeasuredStep:
+def _step(where: str, table: Mapping[Any, Any], need_seconds: bool) -> MeasuredStep:
     """Return the step of a row, without empty cells."""
-    _check_columns(where, [str(name) for name in table])
+    _check_columns(where, [str(name) for name in table], need_seconds)
     settings = {str(name): _plain(value) for name, value in table.items()}
-    seconds = number(settings.pop("seconds"))
-    if seconds is None or not 0 < seconds < math.inf:
+    value = settings.pop("seconds", None)
+    seconds = math.nan if value is None and not need_seconds else number(value)
+    if seconds is None or not (0 < seconds < math.inf or math.isnan(seconds)):
         raise ArgumentError(
             f"{where}: seconds must be a finite number above 0, got {table['seconds']!r}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipesim.scheduling.registry import schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
 
-__all__ = ["StepPrediction", "step_predictions"]
+__all__ = ["StepPrediction", "predicted_seconds", "step_predictions"]
 
 #: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
 _AS_TASKS = ("listed", *TASK_RECOMPUTE)
@@ -69,6 +69,38 @@ class StepPrediction:
         """
         costs = self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
         return predict_timeline(self.graph, costs).makespan
+
+
+def predicted_seconds(
+    steps: Iterable[StepPrediction], gpu: GPU, network: Callable[[int], Network | None]
+) -> list[float]:
+    """Return the predicted seconds of each step.
+
+    Parameters
+    ----------
+    steps
+        The steps.
+    gpu
+        Their GPU.
+    network
+        Returns the network of devices of so many GPUs.
+
+    Raises
+    ------
+    PipeError
+        For settings that do not suit each other, naming the row.
+    """
+    networks: dict[int, Network | None] = {}
+    seconds = []
+    for step in steps:
+        size = step.gpus_per_device
+        try:
+            if size not in networks:
+                networks[size] = network(size)
+            seconds.append(step.seconds(gpu, networks[size]))
+        except PipeError as error:
+            raise type(error)(f"{step.where}: {error}") from error
+    return seconds
 
 
 def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:

@@ -104,7 +104,11 @@ def _statement(fitted: Calibration, network: str | None) -> str:
     lines = [f"gpu = ps.GPU({', '.join(texts)})"]
     if network:
         share = f"efficiency={fitted.network_efficiency:.4g}"
-        lines.append(f"network = ps.Network.preset({network!r}, {share}, gpus_per_device=1)")
+        scaled = f".scaled(latency={fitted.network_latency:.4g})"
+        scaled = scaled if fitted.network_latency != 1 else ""
+        lines.append(
+            f"network = ps.Network.preset({network!r}, {share}, gpus_per_device=1){scaled}"
+        )
     argument = ", network=network" if network else ""
     lines.append(f"costs = model.costs(n_stages, microbatch_size=1, gpu=gpu{argument})")
     return "\n".join(lines)

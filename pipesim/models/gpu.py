@@ -181,11 +181,13 @@ class GPU:
         gpu
             GPU to start from, the name of a preset, or a mapping of a GPU's fields.
         network
-            Network of the steps, or the name of a machine; by default messages take no time.
+            Network of the steps, or the name of a machine; by default messages take no time. Give a
+            network of single GPUs if rows have tensor parallelism of several sizes.
         constants
-            Names of the constants to fit: numbers of `GPU`, or ``"network_efficiency"``. By
-            default ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any
-            row block (``overlap`` is False) and, with a network, its efficiency.
+            Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"``, or
+            ``"network_latency"``, factors of the network's bandwidths and latencies. By default
+            ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
+            (``overlap`` is False) and, with a network, its efficiency.
 
         Examples
         --------

@@ -147,6 +147,36 @@ def test_a_network_of_ones_own_is_scaled(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+def test_predictions_of_other_steps(fitted: Calibration, rows: list[dict[str, Any]]) -> None:
+    """Those of the fitted rows are in their table; seconds need not be known."""
+    unknown = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    for table in (rows, unknown, pd.DataFrame(unknown)):
+        assert fitted.predict(table) == pytest.approx(fitted.rows["predicted"].to_numpy())
+    with pytest.raises(ArgumentError, match="row 0: microbatch_size is missing"):
+        fitted.predict([{"model": "gpt2_xl"}])
+    with pytest.raises(ArgumentError, match="row 0: seconds must be a finite number above 0"):
+        fitted.predict([{**ROW, "seconds": -1}])
+
+
+@pytest.mark.slow
+def test_latencies_of_a_network_of_single_gpus() -> None:
+    """It is grouped for each row; tensor parallelism shows its latency."""
+    gpu = replace(TRUTH, launch=1e-7)  # so that launches hide no collective
+    single = ps.Network.preset(MACHINE)
+    slow = single.scaled(latency=8.0)
+    rows = [
+        {**FEW[0], "hidden_size": h, "microbatch_size": 1, "tensor_parallel": t, "seconds": 1}
+        for h in (512, 1024) for t in (1, 8)
+    ]  # fmt: skip
+    for row, step in zip(rows, step_predictions(measured_steps(rows)), strict=True):
+        row["seconds"] = step.seconds(gpu, slow.grouped(step.gpus_per_device))
+    fitted = ps.GPU.fit(rows, gpu=gpu, network=single, constants=["flops", "network_latency"])
+    assert fitted.network_latency == pytest.approx(8, rel=0.05)
+    assert fitted.network_efficiency == 1
+    assert fitted.network(8) == single.scaled(latency=fitted.network_latency).grouped(8)
+
+
+@pytest.mark.slow
 def test_the_picture_has_predictions_of_left_out_rows(fitted: Calibration) -> None:
     ax = axes(3.5, 3.5)
     assert fitted.plot(ax=ax) is ax
