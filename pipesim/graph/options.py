@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from pipesim.errors import GraphError, check_count, check_flag, check_name, check_text
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, checked_grad_sync
 from pipesim.graph.skips import Skip, skips_of
 from pipesim.graph.tasks import Kinds
-from pipesim.scheduling.schedule import VERSIONS, Versions
+from pipesim.scheduling.schedule import VERSIONS, Schedule, Versions
 
-__all__ = ["LoweringOptions"]
+__all__ = ["LoweredSchedule", "LoweringOptions"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredSchedule:
+    """Schedule and arguments of the call of `pipesim.lower` that made a graph.
+
+    ``lower(x.schedule, **x.arguments)`` makes an equal graph.
+    """
+
+    schedule: Schedule
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class LoweringOptions:
     portals
         Whether each skip has its own message. Otherwise one message carries all skips that cross
         the border between two stages.
+    source
+        Schedule and arguments of `pipesim.lower`; None for a graph from elsewhere. Not compared.
     """
 
     recompute: str = "never"
@@ -52,6 +66,7 @@ class LoweringOptions:
     weight_versions: Versions = "one"
     skips: tuple[Skip, ...] = ()
     portals: bool = True
+    source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def checked(
@@ -92,5 +107,6 @@ class LoweringOptions:
             weight_versions=weight_versions,
             skips=skips_of(kinds, skips, portals),
             portals=portals,
+            source=None,
             **flags,
         )

@@ -12,7 +12,7 @@ from pipesim.errors import ArgumentError, check_count
 from pipesim.graph.grad_sync import GradSyncArgument
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import Hosts, host_of_devices
-from pipesim.graph.options import LoweringOptions
+from pipesim.graph.options import LoweredSchedule, LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import border_crossings, checked_skips
 from pipesim.graph.verify import verify
@@ -209,6 +209,7 @@ def lower(
     CapacityError
         If the graph and its times would not fit in memory.
     """
+    arguments = {name: value for name, value in locals().items() if name != "schedule"}
     check_options(
         recompute=recompute,
         streams=streams,
@@ -236,6 +237,10 @@ def lower(
     collectives = checked_collectives(
         schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
     )
+    # Iterables were checked, and may be used up.
+    arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards}
+    arguments["grad_sync"] = collectives.grad_sync
+    source = LoweredSchedule(schedule, arguments)
     schedule = with_chosen(schedule, recompute, shards)
     options = LoweringOptions(
         recompute=recompute_label(schedule, recompute),
@@ -247,6 +252,7 @@ def lower(
         weight_versions=schedule.weight_versions,
         skips=pairs,
         portals=portals,
+        source=source,
     )
     compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards)
     cycles = clock_cycles(schedule, compute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import (
@@ -33,7 +33,7 @@ from pipesim.scheduling.registration_checks import (
     checked_name,
     name_user_errors,
 )
-from pipesim.scheduling.schedule import Schedule
+from pipesim.scheduling.schedule import Recipe, Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,7 +129,8 @@ class ScheduleInfo:
         except Exception:  # from a user's function
             with name_user_errors(f"schedule {self.name!r}"):
                 raise
-        return check_built(self.name, built, n_devices, n_microbatches)
+        schedule = check_built(self.name, built, n_devices, n_microbatches)
+        return replace(schedule, recipe=Recipe(self.name, dict(options)))
 
 
 _REGISTRY: dict[str, ScheduleInfo] = {}

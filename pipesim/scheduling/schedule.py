@@ -6,11 +6,11 @@ Over 300 lines: one class of small methods, half of it docstrings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,17 @@ from pipesim.scheduling.order_columns import (
 from pipesim.scheduling.parse_orders import parse_orders
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["VERSIONS", "Schedule", "Versions"]
+__all__ = ["VERSIONS", "Recipe", "Schedule", "Versions"]
 #: Which weights the F of a micro-batch sees; see `Schedule`.
 Versions = Literal["one", "stashed", "double_buffered"]
 VERSIONS: tuple[Versions, ...] = ("one", "stashed", "double_buffered")
+
+
+class Recipe(NamedTuple):
+    """Name and options with which the registry builds a schedule."""
+
+    name: str
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,6 +84,9 @@ class Schedule:
         - ``"double_buffered"``: F of mini-batch ``t`` sees the weights after the step of
           mini-batch ``t - 2``, so that a stage never has more than two versions (PipeDream-2BW,
           arXiv 2006.09503, 3.1).
+    recipe
+        Name and options with which `pipesim.schedule` built it, whatever its name is now; None for
+        your own orders. It is not compared.
     """
 
     name: str
@@ -89,6 +99,7 @@ class Schedule:
     overlapped: NDArray[np.bool_] | None = None
     n_batches: int = 1
     weight_versions: Versions = "one"
+    recipe: Recipe | None = None
 
     @classmethod
     def from_columns(

@@ -32,6 +32,8 @@ __all__ = ["predict_timeline", "simulate", "warn_of_memory_limit"]
 Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
 #: Columns of costs that must be numbers of at least 0.
 _CHECKED = ("duration", "latency", "launch", "nbytes")
+#: Tasks of a graph of which a warning simulates changes.
+_FEW_TASKS = 1000
 ENGINES: dict[str, Engine] = {"compiled": compiled.run, "simpy": simpy_engine.run}
 
 
@@ -81,7 +83,8 @@ def simulate(
     Warns
     -----
     MemoryLimitWarning
-        If a device needs more bytes than it may hold.
+        If a device needs more bytes than it may hold. It names up to three devices, and for a small
+        graph up to three changes that fit; `Timeline.changes_that_fit` tries more of them.
     """
     timeline = predict_timeline(
         graph, costs, engine=engine, noise=noise, scenario=scenario, memory_limit=memory_limit
@@ -136,9 +139,20 @@ def predict_timeline(
 
 
 def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
-    """Warn if a device needs more bytes than it may hold."""
-    if timeline.fits is False:
-        warnings.warn(limit_text(timeline), MemoryLimitWarning, stacklevel=stacklevel)
+    """Warn if a device needs more bytes than it may hold, and name changes that fit."""
+    if timeline.fits is not False:
+        return
+    advice = "timeline.changes_that_fit() simulates changes that would fit"
+    if timeline.graph.options.source is None:
+        advice = "lower(schedule) makes graphs for which changes_that_fit() finds changes that fit"
+    elif len(timeline.graph) <= _FEW_TASKS:
+        table = timeline.changes_that_fit(schedules=False).head(3)
+        changes = [
+            f"{change} (makespan {relative - 1:+.1%})"
+            for change, relative in zip(table["change"], table["relative"], strict=True)
+        ]
+        advice += ", such as " + ", or ".join(changes) if changes else ""
+    warnings.warn(f"{limit_text(timeline)}; {advice}", MemoryLimitWarning, stacklevel=stacklevel)
 
 
 def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:

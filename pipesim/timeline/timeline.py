@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import TimelineError, check_text, check_type
+from pipesim.errors import TimelineError, check_flag, check_text, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COMPUTE, Op
@@ -333,6 +333,48 @@ class Timeline:
         from pipesim.timeline.memory_breakdown import memory_breakdown
 
         return memory_breakdown(self)
+
+    def changes_that_fit(self, *, schedules: bool = True, every: bool = False) -> pd.DataFrame:
+        """Simulate changes of the configuration; return those that stay in the `memory_limit`.
+
+        Changes: recompute, fused attention and sequence parallelism of the layers, if the costs are
+        from `Costs.transformer`, or else R tasks; micro-batches of a half or a quarter of the size;
+        the other named schedules; a sharded optimizer of replicas. If none fits alone, two at a
+        time are tried. Everything else stays as it was, such as options of `pipesim.lower`, and
+        fields of the costs in which they differ from what the model's settings give.
+
+        Costs without settings are proportional to the size of a micro-batch here: real kernels get
+        slower than that. Costs of stages are shared evenly by the stages of a schedule with more.
+
+        The simulations have about two million tasks together. ``attrs["n_untried"]`` of the table
+        is the number of changes that were left out for this.
+
+        Parameters
+        ----------
+        schedules
+            Whether to try other schedules, which takes most of the time.
+        every
+            Whether to list changes that do not fit too.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row a change, by makespan, those that fit first: ``change``, as arguments of
+            `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`; ``makespan`` (s);
+            ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
+            device); ``fits``.
+
+        Raises
+        ------
+        TimelineError
+            If the timeline has no memory limit or no costs, or if its graph is not from
+            `pipesim.lower`, such as one that was loaded.
+        """
+        from pipesim.analysis.memory_changes import changes_that_fit
+
+        return changes_that_fit(
+            self, schedules=check_flag("schedules", schedules), every=check_flag("every", every)
+        )
 
     def critical_path(self) -> pd.DataFrame:
         """Return the chain of tasks that sets the makespan."""

@@ -7,6 +7,7 @@ found from the signature, and have their defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline": lambda _: {
         "graph": graph(), "start": timeline().start, "end": timeline().end},
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
+    "ps.Timeline.changes_that_fit": lambda _: {"self": replace(timeline(), limits=1.0)},
     "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
     "ps.Timeline.critical_path": lambda _: {"self": timeline()},
     "ps.Timeline.from_chrome": lambda to: {

@@ -1,0 +1,234 @@
+"""`Configuration`: a schedule, its lowering and its costs; and how to change each of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.costs import VALUE_FIELDS, Costs
+from pipesim.costs.workload import Workload
+from pipesim.errors import CostsError, CostsWarning, ScheduleError, TimelineError
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import options_of_schedules
+from pipesim.scheduling.registry import schedule as build_schedule
+from pipesim.scheduling.schedule import Schedule
+from pipesim.timeline.memory import costs_of
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import bincount
+
+__all__ = ["Configuration", "configuration"]
+
+#: Fields that do not depend on the size of a micro-batch.
+_OF_BATCHES = frozenset({
+    "optimizer_step", "launch", "parameter_bytes", "optimizer_bytes", "gradient_bytes",
+    *MEASURED_COLLECTIVES.values(),
+})  # fmt: skip
+#: Fields of which a device with several stages has not the sum, but the largest value.
+_LARGEST = frozenset({"launch", "output_bytes", "output_seconds"})
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A schedule, the arguments of its lowering, and costs.
+
+    Each method returns a changed copy, or raises a `pipesim.errors.PipeError` if there is none.
+    """
+
+    schedule: Schedule
+    arguments: Mapping[str, Any]
+    costs: Costs
+
+    def graph(self) -> TaskGraph:
+        """Return the task graph."""
+        return lower(self.schedule, **self.arguments)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Arguments with which `Costs.transformer` gives the costs; empty if there are none."""
+        work = self.costs.work
+        return {} if work is None or work.settings is None else work.settings
+
+    def with_arguments(self, **changes: Any) -> Configuration:
+        """Change arguments of `pipesim.lower`."""
+        return replace(self, arguments={**self.arguments, **changes})
+
+    def with_settings(self, **changes: Any) -> Configuration:
+        """Change settings of the model; fields that the user changed keep their ratios."""
+        before = self._costs_of_settings({})
+        after = self._costs_of_settings(changes)
+        return replace(self, costs=_carry_over(self.costs, before, after))
+
+    def with_schedule(self, name: str) -> Configuration:
+        """Take another named schedule on as many devices, with the costs that suit its stages."""
+        other = self._named(name, self.schedule.n_microbatches, {})
+        self._check_same_updates(other)
+        stages_differ = other.n_stages != self.schedule.n_stages
+        if stages_differ and (self.arguments["skips"] or self.arguments["sharded"]):
+            raise ScheduleError("skips and sharded name stages of another schedule")
+        changed = replace(self, costs=_suited(self.costs, self.schedule, other))
+        if "costs" in options_of_schedules()[name]:
+            other = changed._named(name, other.n_microbatches, {"costs": changed.costs})
+        return replace(changed, schedule=other)
+
+    def with_smaller_microbatches(self, factor: int) -> Configuration:
+        """Divide micro-batches by ``factor``, and take as many times more of them."""
+        recipe = self.schedule.recipe
+        if recipe is None or not self._is_built_from(recipe.name, recipe.options):
+            raise ScheduleError("only a named schedule is known for other micro-batches")
+        if self.settings:
+            size, rest = divmod(self.settings["microbatch_size"], factor)
+            if rest:
+                raise CostsError(f"a micro-batch cannot be divided by {factor}")
+            changed = self.with_settings(microbatch_size=size)
+        else:
+            changed = replace(self, costs=_divided(self.costs, factor))
+        count = factor * self.schedule.n_microbatches
+        other = changed._named(recipe.name, count, recipe.options)
+        self._check_same_updates(other)
+        sync = self.arguments["grad_sync"]
+        changed = changed.with_arguments(grad_sync=_scaled_groups(sync, factor))
+        return replace(changed, schedule=other)
+
+    def _check_same_updates(self, other: Schedule) -> None:
+        """Raise `ScheduleError` unless a schedule updates the weights like the present one."""
+        present = self.schedule
+        if (other.n_batches, other.weight_versions) != (present.n_batches, present.weight_versions):
+            raise ScheduleError(f"schedule {other.name!r} updates the weights in another way")
+
+    def _named(self, name: str, n_microbatches: int, options: Mapping[str, Any]) -> Schedule:
+        """Return a named schedule for as many devices; orders by costs take these costs."""
+        if "costs" in options:
+            options = {**options, "costs": self.costs}
+        return build_schedule(name, self.schedule.n_devices, n_microbatches, **options)
+
+    def _is_built_from(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Return whether the registry builds this very schedule."""
+        count = self.schedule.n_microbatches
+        return build_schedule(name, self.schedule.n_devices, count, **options) == self.schedule
+
+    def _costs_of_settings(self, changes: Mapping[str, Any]) -> Costs:
+        """Return the costs of each stage that the settings give, with some of them changed."""
+        with warnings.catch_warnings():  # the user has had them for the settings themselves
+            warnings.simplefilter("ignore", CostsWarning)
+            costs = Costs.transformer(**{**self.settings, **changes}, network=self.costs.network)
+        n_stages, placement = len(self.settings["layers_per_stage"]), self.schedule.placement
+        if n_stages == placement.n_stages:
+            return costs
+        return costs.in_chunks(placement)  # raises unless they are those of devices
+
+
+def configuration(timeline: Timeline) -> Configuration:
+    """Return the configuration of a timeline.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no costs, or its graph is not from `pipesim.lower`.
+    """
+    source = timeline.graph.options.source
+    if source is None:
+        raise TimelineError(
+            f"the graph of timeline {timeline.name!r} is not from pipesim.lower, so that its "
+            "schedule is unknown; simulate(lower(schedule), costs) gives one that is"
+        )
+    return Configuration(source.schedule, source.arguments, costs_of(timeline))
+
+
+def _carry_over(costs: Costs, before: Costs, after: Costs) -> Costs:
+    """Return ``after``, with the differences of ``costs`` from ``before``.
+
+    Numbers keep their ratio to those of ``before``, or their value where that is 0. Other fields
+    keep their value.
+    """
+    changed: dict[str, Any] = {}
+    for name in VALUE_FIELDS:
+        own, old, new = (getattr(x, name) for x in (costs, before, after))
+        if own == old:
+            continue
+        if own is None or old is None or new is None:
+            changed[name] = own
+            continue
+        own, old, new = np.broadcast_arrays(*(np.array(x, dtype=float) for x in (own, old, new)))
+        ratio = np.divide(own, old, out=np.ones(own.shape), where=old > 0)
+        changed[name] = np.where(old > 0, new * ratio, own)
+    others = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "memory_reserve")
+    changed |= {name: getattr(costs, name) for name in others}
+    work, own_work = after.work, costs.work
+    if work is not None and own_work is not None:
+        changed["workload"] = replace(work, memory=own_work.memory, peak_flops=own_work.peak_flops)
+    return replace(after, **changed)
+
+
+def _suited(costs: Costs, old: Schedule, new: Schedule) -> Costs:
+    """Return costs of the stages of another schedule on as many devices.
+
+    Stages of one device share its seconds and bytes evenly, as in `Costs.in_chunks`.
+    """
+    if old.n_stages == new.n_stages:
+        return costs
+    if old.n_stages != old.n_devices:
+        costs = _of_devices(costs, old.placement)
+    return costs if new.n_stages == new.n_devices else costs.in_chunks(new.placement)
+
+
+def _of_devices(costs: Costs, placement: Placement) -> Costs:
+    """Return the costs of all that a device holds, from costs of its stages."""
+    device = np.array(placement.device_of)
+    changed: dict[str, Any] = {}
+    for name in VALUE_FIELDS:
+        if getattr(costs, name) is None:
+            continue
+        values = costs.per_stage(name, placement.n_stages)
+        if name in _LARGEST:
+            total = np.zeros(placement.n_devices)
+            np.maximum.at(total, device, values)
+        else:
+            total = bincount(device, values, placement.n_devices)
+        changed[name] = total
+    if costs.buckets is not None or costs.exchange_bytes is not None or costs.skip_sizes:
+        raise CostsError("buckets, exchange_bytes and skip_bytes are of other stages")
+    return replace(costs, **changed)
+
+
+def _divided(costs: Costs, factor: int) -> Costs:
+    """Return costs of smaller micro-batches, if seconds and bytes are proportional to their size.
+
+    Launches, optimizer steps, parameters and reductions do not depend on it.
+    """
+    if costs.exchange_bytes is not None or isinstance(costs.skip_sizes, tuple):
+        raise CostsError("exchange_bytes and skip_bytes are of one size of micro-batches")
+    changed: dict[str, Any] = {
+        name: _quotient(getattr(costs, name), factor)
+        for name in VALUE_FIELDS
+        if name not in _OF_BATCHES and getattr(costs, name) is not None
+    }
+    if costs.skip_bytes is not None:
+        changed["skip_bytes"] = costs.skip_bytes / factor  # type: ignore[operator]  # a number
+    work = costs.work
+    if work is not None:
+        changed["workload"] = Workload(
+            **{**work.to_dict(), "tokens": work.tokens / factor, "flops": work.flops / factor}
+        )
+    return replace(costs, **changed)
+
+
+def _quotient(value: float | tuple[float, ...], factor: int) -> float | NDArray[np.float64]:
+    """Return a field divided by a number: one value, or one a stage."""
+    return value / factor if isinstance(value, float) else np.array(value) / factor
+
+
+def _scaled_groups(sync: Any, factor: int) -> Any:
+    """Return `grad_sync` with as many tokens between reductions, for more micro-batches."""
+    if isinstance(sync, tuple):
+        return tuple(_scaled_groups(value, factor) for value in sync)
+    if sync == "every":
+        return factor
+    return sync * factor if isinstance(sync, int) else sync

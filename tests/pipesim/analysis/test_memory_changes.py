@@ -1,0 +1,277 @@
+"""Changes that fit in memory: each is what simulating that configuration gives."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import graphs
+
+import pipesim as ps
+from pipesim.analysis import memory_changes
+from pipesim.errors import ArgumentError, MemoryLimitWarning, TimelineError
+from pipesim.simulation.simulate import predict_timeline
+
+#: Parameters and gradients take 10 bytes, and a micro-batch in flight 5.
+COSTS = ps.Costs(1, 2, activation_bytes=5, parameter_bytes=5)
+MODEL = ps.Transformer(
+    hidden_size=64, n_layers=4, n_heads=4, sequence_length=128, vocabulary_size=256
+)
+NODE = ps.Network.preset("dgx_h100", gpus_per_device=2)
+GPU = ps.GPU(flops=1e12, bandwidth=1e11, launch=1e-6, memory=1e9, peak_flops=2e12)
+#: Arguments of `Transformer.costs`, and of `lower`, of the configuration that is changed.
+SIZES: dict[str, Any] = {
+    "microbatch_size": 4, "gpu": GPU, "tensor_parallel": 2, "network": NODE
+}  # fmt: skip
+LOWERING: dict[str, Any] = {
+    "n_replicas": 2, "layout": "stage_major", "overlap": False, "grad_sync": "every",
+    "hosts": "per_device", "step": "flush",
+}  # fmt: skip
+
+
+def stage_costs(**changes: Any) -> ps.Costs:
+    """Return the costs of two stages, with some settings changed."""
+    return MODEL.costs([2, 2], **{**SIZES, **changes})
+
+
+def table_of(
+    costs: ps.Costs, schedule: ps.Schedule, limit: Any, *, every: bool = True, **lowering: Any
+) -> dict[str, tuple[float, float, bool]]:
+    """Return makespan, peak memory and fit of each change, by its text."""
+    timeline = predict_timeline(ps.lower(schedule, **lowering), costs, memory_limit=limit)
+    table = timeline.changes_that_fit(every=every)
+    assert list(table.columns) == ["change", "makespan", "relative", "peak_memory", "fits"]
+    assert np.allclose(table["relative"] * timeline.makespan, table["makespan"])
+    fitting = table[table["fits"]]
+    assert fitting.index.tolist() == list(range(len(fitting)))
+    assert fitting["makespan"].is_monotonic_increasing
+    columns = [table[name].tolist() for name in ("makespan", "peak_memory", "fits")]
+    return dict(zip(table["change"], zip(*columns, strict=True), strict=True))
+
+
+def simulated(graph: ps.TaskGraph, costs: ps.Costs, limit: float) -> tuple[float, float, bool]:
+    """Return what a row of the table should have."""
+    timeline = predict_timeline(graph, costs)
+    peak = float(timeline.peak_memory.max())
+    return timeline.makespan, peak, peak <= limit
+
+
+def test_by_hand() -> None:
+    """GPipe holds both of two micro-batches: 20 bytes. With R it holds one, and R takes 1 s.
+
+    One micro-batch after the other holds one too, and takes 2 * (1 + 2) * 2 s.
+    """
+    got = table_of(COSTS, ps.schedule("gpipe", 2, 2), 15, every=False)
+    assert got["lower(recompute='always')"] == (11, 15, True)
+    assert got["schedule='naive'"] == (12, 15, True)
+    assert "schedule='1f1b'" not in got
+    every = table_of(COSTS, ps.schedule("gpipe", 2, 2), 15)
+    assert every["schedule='1f1b'"] == (9, 20, False)
+    halves = "n_microbatches=4, at a half of the seconds and bytes of a micro-batch"
+    assert every[halves] == ((2 + 0.5) * 3, 20, False)
+    assert {k: v for k, v in every.items() if v[2]} == got
+
+
+def test_two_changes_where_none_fits() -> None:
+    """Half a micro-batch at a time: recompute and micro-batches together."""
+    got = table_of(COSTS, ps.schedule("gpipe", 2, 2), 12.5, every=False)
+    text = (
+        "n_microbatches=4, at a half of the seconds and bytes of a micro-batch and "
+        "lower(recompute='always')"
+    )
+    key = next(key for key in got if set(key.split(" and ")) == set(text.split(" and ")))
+    half = ps.Costs(0.5, 1, activation_bytes=2.5, parameter_bytes=5)
+    graph = ps.lower(ps.schedule("gpipe", 2, 4), recompute="always")
+    assert got[key] == simulated(graph, half, 12.5)
+    assert all(fits for _, _, fits in got.values())
+    for change in table_of(COSTS, ps.schedule("gpipe", 2, 2), 12.5):
+        assert max(change.count("schedule="), change.count("n_microbatches=")) < 2
+    assert not table_of(COSTS, ps.schedule("gpipe", 2, 2), 10, every=False), "parameters alone fit"
+
+
+@pytest.mark.parametrize(
+    ("change", "costs", "schedule", "lowering"),
+    [
+        ("recompute='selective'", {"recompute": "selective"}, {}, {}),
+        ("recompute='full'", {"recompute": "full"}, {}, {}),
+        ("flash_attention=True", {"flash_attention": True}, {}, {}),
+        ("sequence_parallel=True", {"sequence_parallel": True}, {}, {}),
+        (
+            "microbatch_size=2, n_microbatches=8",
+            {"microbatch_size": 2},
+            {"n_microbatches": 8},
+            {"grad_sync": 2},
+        ),
+        (
+            "microbatch_size=1, n_microbatches=16",
+            {"microbatch_size": 1},
+            {"n_microbatches": 16},
+            {"grad_sync": 4},
+        ),
+        ("schedule='gpipe'", {}, {"name": "gpipe"}, {}),
+        ("shard_optimizer=True", {}, {}, {"shard_optimizer": True, "grad_sync": "last"}),
+    ],
+)
+def test_changes_of_a_model(
+    change: str, costs: dict[str, Any], schedule: dict[str, Any], lowering: dict[str, Any]
+) -> None:
+    """Each row is what the user gets who makes the change; all other options stay."""
+    start = {**LOWERING, **({"grad_sync": "last"} if "shard" in change else {})}
+    got = table_of(stage_costs(), ps.schedule("1f1b", 2, 4), 1e7, **start)
+    changed = ps.schedule(**{"name": "1f1b", "n_devices": 2, "n_microbatches": 4, **schedule})
+    graph = ps.lower(changed, **{**start, **lowering})
+    assert got[change] == simulated(graph, stage_costs(**costs), 1e7)
+
+
+def test_schedules_with_other_stages() -> None:
+    """The stages of a device share its costs, and one stage has those of all of a device's."""
+    costs = replace(stage_costs(), input_grad=(1, 2), weight_grad=(1, 2), backward=None)
+    got = table_of(costs, ps.schedule("1f1b", 2, 4), 1e7)
+    zbv = ps.schedule("zbv", 2, 4)
+    expected = simulated(ps.lower(zbv), costs.in_chunks(zbv.placement), 1e7)
+    assert got["schedule='zbv'"] == pytest.approx(expected)
+    uneven = ps.Costs(1, 5, input_grad=4, weight_grad=1, activation_bytes=4, weight_grad_bytes=1)
+    half = uneven.in_chunks(ps.v_shaped(2))
+    ordered = ps.schedule("v_half", 2, 4, costs=half)
+    got = table_of(uneven, ps.schedule("1f1b", 2, 4), 8)
+    assert got["schedule='v_half'"] == simulated(ps.lower(ordered), half, 8)
+    assert got["schedule='v_half'"][0] == 26.5, "31 s in the order for equal F, I and W"
+    chunks = ps.Costs((1, 2, 3, 4), (2, 4, 6, 8), activation_bytes=1, parameter_bytes=(4, 3, 2, 1),
+                     launch=(0.5, 0.25, 0.125, 0.75))  # fmt: skip
+    back = table_of(chunks, ps.schedule("interleaved_1f1b", 2, 4), 20)
+    whole = ps.Costs((4, 6), (8, 12), activation_bytes=2, parameter_bytes=(6, 4),
+                    launch=(0.5, 0.75))  # fmt: skip
+    assert back["schedule='1f1b'"] == simulated(ps.lower(ps.schedule("1f1b", 2, 4)), whole, 20)
+    assert "schedule='pipedream'" not in back, "it updates the weights in another way"
+
+
+def test_skips_name_stages() -> None:
+    """Other numbers of stages have no such skips."""
+    got = table_of(COSTS, ps.schedule("1f1b", 2, 4), 1, skips=[(0, 1)])
+    assert "schedule='gpipe'" in got
+    assert "schedule='interleaved_1f1b'" not in got
+
+
+def test_changed_costs_stay_changed() -> None:
+    """Ratios to what the settings give, and values where these are 0; other fields as they are."""
+    base = stage_costs()
+    own = replace(base.scaled(0.5), optimizer_bytes=7e6, launch=1e-3, memory_reserve=0.1)
+    full = stage_costs(recompute="full")
+    wanted = replace(full, memory_reserve=0.1, optimizer_bytes=7e6, launch=1e-3)
+    names = ("forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer_step")
+    for name in names:
+        values = [getattr(x, name) for x in (base, own, full)]
+        if values[0] is not None:
+            before, now, after = (np.broadcast_to(x, 2) for x in values)
+            scaled = after * np.divide(now, before, out=np.ones(2), where=before > 0)
+            wanted = replace(wanted, **{name: tuple(scaled.tolist())})
+    schedule = ps.schedule("1f1b", 2, 4)
+    makespan, peak, _ = simulated(ps.lower(schedule), wanted, 1e7)
+    for share, fits in ((1.05, False), (1.15, True)):
+        got = table_of(own, schedule, share * peak)["recompute='full'"]
+        assert got == pytest.approx((makespan, peak, fits))
+
+
+def test_options_of_schedules_stay() -> None:
+    """The same options, and orders by costs are made again for the new costs."""
+    costs = ps.Costs(
+        1, 2, input_grad=1, weight_grad=1, activation_bytes=4, weight_grad_bytes=1,
+        parameter_bytes=1,
+    )  # fmt: skip
+    order = ps.schedule("zb_1p", 2, 2, costs=costs, memory_limit=12).with_name("mine")
+    half = ps.Costs(
+        0.5, 1, input_grad=0.5, weight_grad=0.5, activation_bytes=2, weight_grad_bytes=0.5,
+        parameter_bytes=1,
+    )  # fmt: skip
+    again = ps.schedule("zb_1p", 2, 4, costs=half, memory_limit=12)
+    key = "n_microbatches=4, at a half of the seconds and bytes of a micro-batch"
+    assert table_of(costs, order, 9)[key] == simulated(ps.lower(again), half, 9)
+
+
+def test_reductions_stay_as_far_apart() -> None:
+    """With twice as many micro-batches, after twice as many of them."""
+    costs = replace(COSTS, reduce_grad=9)
+    options: dict[str, Any] = {"n_replicas": 2}
+    got = table_of(costs, ps.schedule("1f1b", 2, 8), 1, grad_sync="2/2", **options)
+    half = replace(costs, forward=0.5, backward=1, activation_bytes=2.5)
+    graph = ps.lower(ps.schedule("1f1b", 2, 16), grad_sync=4, **options)
+    key = "n_microbatches=16, at a half of the seconds and bytes of a micro-batch"
+    assert got[key] == simulated(graph, half, 1)
+
+
+def test_orders_of_your_own() -> None:
+    """They have no form for more micro-batches, nor has a named schedule that was changed."""
+    own = ps.Schedule.from_orders([["0F0", "0B0"], ["1F0", "1B0"]])
+    built = ps.schedule("gpipe", 2, 2)
+    changed = replace(built, microbatch=built.microbatch[::-1].copy(), op=built.op.copy())
+    changed = replace(changed, microbatch=1 - built.microbatch)
+    for schedule in (own, changed):
+        got = table_of(COSTS, schedule, 1)
+        assert "lower(recompute='always')" in got
+        assert not any("n_microbatches" in change for change in got)
+
+
+def test_warning_names_changes_of_small_graphs() -> None:
+    """The fastest come first; other schedules are left to the method."""
+    with pytest.warns(MemoryLimitWarning) as caught:
+        timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), COSTS, memory_limit=15)
+    assert str(caught[0].message).endswith(
+        "; timeline.changes_that_fit() simulates changes that would fit, such as "
+        "lower(recompute='always') (makespan +22.2%)"
+    )
+    with pytest.warns(MemoryLimitWarning, match=r"simulates changes that would fit$"):
+        ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), COSTS, memory_limit=1)
+    with pytest.warns(MemoryLimitWarning, match=r"simulates changes that would fit$"):
+        ps.simulate(ps.lower(ps.schedule("gpipe", 8, 32)), COSTS, memory_limit=15)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not timeline.changes_that_fit().empty
+        assert len(timeline.changes_that_fit(schedules=False)) == 1
+
+
+def test_simulations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is counted."""
+    timeline = predict_timeline(ps.lower(ps.schedule("gpipe", 2, 2)), COSTS, memory_limit=15)
+    everything = timeline.changes_that_fit(every=True)
+    assert everything.attrs["n_untried"] == 0
+    monkeypatch.setattr(memory_changes, "MOST_TASKS", 3 * len(timeline.graph))
+    few = timeline.changes_that_fit(every=True)
+    assert few.attrs["n_untried"] > 0
+    assert len(few) < len(everything)
+
+
+def test_what_is_needed(tmp_path: Path) -> None:
+    """A limit, costs, and a graph with its schedule; the message says what to do."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    timeline = predict_timeline(graph, COSTS, memory_limit=15)
+    with pytest.raises(TimelineError, match=r"has no memory limit.*memory_limit="):
+        predict_timeline(graph, COSTS).changes_that_fit()
+    with pytest.raises(TimelineError, match="has no costs"):
+        replace(timeline, costs=None).changes_that_fit()
+    timeline.save(tmp_path / "timeline.csv")
+    loaded = replace(ps.Timeline.load(tmp_path / "timeline.csv", costs=COSTS), limits=15)
+    with pytest.raises(TimelineError, match=r"is not from pipesim\.lower"):
+        loaded.changes_that_fit()
+    with pytest.warns(MemoryLimitWarning, match=r"lower\(schedule\) makes graphs for which"):
+        ps.simulate(loaded.graph, COSTS, memory_limit=15)
+    with pytest.raises(ArgumentError, match="every must be True or False"):
+        timeline.changes_that_fit(every="no")  # type: ignore[arg-type]
+
+
+@given(graphs())
+def test_graphs_know_their_schedule(graph: ps.TaskGraph) -> None:
+    """Lowering it again, with the same arguments, gives the same tasks."""
+    source = graph.options.source
+    assert source is not None
+    again = ps.lower(source.schedule, **source.arguments)
+    assert (again.kind == graph.kind).all()
+    assert (again.microbatch == graph.microbatch).all()
+    assert (again.dependencies.values == graph.dependencies.values).all()
+    assert (again.host == graph.host).all()
+    assert (again.streams, again.options) == (graph.streams, graph.options)
+    assert again.name == graph.name
