@@ -228,7 +228,7 @@ class Shard:
         - With ``"full"`` and a split backward, W needs more bytes than F leaves (32sbh and 2sbh a
           layer). Rule 10 of docs/time.md counts only bytes that were held, so that memory comes
           out too low.
-        - The exchange of gradients between two copies of a tied matrix is not modelled.
+        - The sum of gradients of two copies of a tied matrix is part of STEP with `GPU` costs only.
 
         Raises
         ------

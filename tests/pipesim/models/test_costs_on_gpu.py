@@ -100,6 +100,26 @@ def test_optimizer_step_by_bytes() -> None:
     assert model.costs(1, microbatch_size=1, flops_per_second=1e12).optimizer_step == 0
 
 
+def test_gradients_of_a_tied_matrix_are_summed() -> None:
+    """By first and last stage, before STEP; not if one device has both, nor if there is one."""
+    network = ps.Network.preset("dgx_h100")
+    alone, tied = seconds(), seconds(network=network)
+    added = network.all_reduce(2 * 64 * 512, [0, 2])
+    steps = list(alone.optimizer_step)  # type: ignore[arg-type]
+    assert tied.optimizer_step == pytest.approx([steps[0] + added, steps[1], steps[2] + added])
+    untied = replace(GPT, tied_embeddings=False)
+    assert seconds(untied).optimizer_step == seconds(untied, network=network).optimizer_step
+    assert seconds(layers=1).optimizer_step == seconds(layers=1, network=network).optimizer_step
+    v_shaped = ps.schedule("zbv", 2, 4)
+    ends = seconds(layers=[2] * 4, network=network, placement=v_shaped).optimizer_step
+    assert ends == seconds(layers=[2] * 4).optimizer_step
+    looped = ps.schedule("interleaved_1f1b", 2, 4)
+    for placement in (looped, looped.placement, ps.lower(looped)):
+        ends = seconds(layers=[2] * 4, network=network, placement=placement).optimizer_step
+        both = network.all_reduce(2 * 64 * 512, [0, 1])
+        assert ends[0] == pytest.approx(seconds(layers=[2] * 4).optimizer_step[0] + both)  # type: ignore[index]
+
+
 def test_messages() -> None:
     """Whole outputs; parts that the receivers gather; parts of sequence parallelism."""
     gpu = ps.GPU(flops=1e12, bandwidth=1e11, synchronization=1e-3)
@@ -130,6 +150,11 @@ def test_workload_gives_the_same_costs_again() -> None:
     assert again == costs
     assert again.workload is not None
     assert ps.Costs.transformer(**again.workload.settings, network=NODE) == costs  # type: ignore[arg-type]
+    placed = seconds(
+        layers=[2] * 4, network=ps.Network.preset("dgx_h100"), placement=ps.schedule("zbv", 2, 4)
+    )
+    settings = placed.workload.settings  # type: ignore[union-attr]
+    assert ps.Costs.transformer(**settings, network=placed.network) == placed  # type: ignore[arg-type]
     rate = LLAMA.costs([4, 4], microbatch_size=2, flops_per_second=1e14)
     assert rate.workload is not None
     assert ps.Costs.transformer(**rate.workload.settings) == rate  # type: ignore[arg-type]
