@@ -71,16 +71,23 @@ def test_an_outlier_has_little_weight() -> None:
     assert np.abs(plain - TRUTH).max() > 3 * robust
 
 
-def test_the_minimum_is_that_of_scipy() -> None:
-    """Plain squares: errors far below the scale count by their squares."""
-    rows = measured(0.05)
-    bounds = np.full(3, -4.6), np.full(3, 4.6)
-    problem = Problem(sums, rows, *bounds, scale=10.0)
-    both = least_squares(
-        lambda x: np.append((sums(x, np.arange(N_ROWS)) - rows) / 10, x), np.zeros(3)
-    )
-    x = minimize(problem, np.zeros(3), np.arange(3), np.arange(N_ROWS))
-    np.testing.assert_allclose(x, both.x, atol=2e-3)
+@pytest.mark.parametrize(("scale", "seed"), [(3.0, 0), (3.0, 1), (0.05, 2), (0.05, 3)])
+def test_the_minimum_is_that_of_scipy(scale: float, seed: int) -> None:
+    """Constants have nearly the same effect; those of the small scale are at their bounds."""
+    rng = np.random.default_rng(seed)
+    parts = rng.uniform(1, 10, (N_ROWS, 1)) * rng.uniform(0.8, 1.2, (N_ROWS, 3))
+    rows = np.log(parts @ np.exp(TRUTH)) + rng.normal(0, 0.02, N_ROWS)
+    bounds, start = (np.full(3, -4.6), np.full(3, 0.5)), np.array([-1.0, 0.0, -2.0])
+    problem = Problem(lambda x, k: np.log(parts[k] @ np.exp(x)), rows, *bounds, scale)
+    every = problem.rows
+    plain = least_squares(
+        lambda x: np.append(problem.errors(x, every) / scale, x), start, bounds=bounds
+    ).x
+    assert (plain > 0.499).any() == (scale < 1)
+    x = minimize(problem, start, np.arange(3), every)
+    np.testing.assert_allclose(x, plain, atol=0.01)
+    least = problem.objective(plain, problem.errors(plain, every))
+    assert problem.objective(x, problem.errors(x, every)) < least + 1e-3
 
 
 def test_a_constant_without_effect_keeps_its_start() -> None:
