@@ -5,36 +5,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from inspect import signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError, number, suggestion
-from pipesim.models.transformer import Transformer
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.sweeps.settings import LOWERING
+from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL
 from pipesim.utils.files import check_path, read_text
 from pipesim.utils.texts import csv_rows, parse_float, parse_int
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COST_OPTIONS", "RUN", "SIZES", "MeasuredStep", "measured_steps"]
+__all__ = ["MeasuredStep", "measured_steps"]
 
-#: Columns that are sizes of a transformer.
-SIZES = tuple(field.name for field in fields(Transformer))
-#: Columns that are arguments of `Transformer.costs`. The GPU and the network are fitted.
-COST_OPTIONS = tuple(
-    name
-    for name, parameter in signature(Transformer.costs).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    and name not in ("gpu", "flops_per_second", "network", "launch", "optimizer_step")
-)
 #: Columns that are counts of the run, besides the arguments of `pipesim.lower`.
-RUN = ("schedule", "n_devices", "n_microbatches", "global_batch")
+_RUN = ("schedule", "n_devices", "n_microbatches", "global_batch")
 #: Columns without an effect on the prediction: the measured time, and a name for readers.
 _OTHERS = ("seconds", "label")
 _TRUTHS = {"true": True, "false": False}
@@ -140,7 +130,7 @@ def _check_columns(where: str, names: Sequence[str], need_seconds: bool) -> None
     """Raise for columns that are unknown or named twice, and for missing ``seconds`` if needed."""
     options = {option for options in options_of_schedules().values() for option in options}
     columns = dict.fromkeys(
-        (*_OTHERS, "model", *SIZES, "layers_per_stage", *COST_OPTIONS, *RUN, *LOWERING.values(),
+        (*_OTHERS, *MODEL, "layers_per_stage", *COST_OPTIONS, *_RUN, *LOWERING.values(),
          *sorted(options))
     )  # fmt: skip
     for name in names:

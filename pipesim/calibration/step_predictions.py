@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipesim.calibration.measured_steps import COST_OPTIONS, SIZES, MeasuredStep
+from pipesim.calibration.measured_steps import MeasuredStep
 from pipesim.costs.layer_split import Split
 from pipesim.errors import ArgumentError, PipeError, check_count, check_name
 from pipesim.graph.graph import TaskGraph
@@ -18,6 +18,7 @@ from pipesim.network.network import Network
 from pipesim.scheduling.registry import schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
+from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL, make_model
 
 __all__ = ["StepPrediction", "predicted_seconds", "step_predictions"]
 
@@ -125,8 +126,7 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
     """Return the prediction of a step, with a graph of ``graphs`` if it has the right one."""
     settings = {**_DEFAULTS, **step.settings}
     settings.pop("label", None)
-    sizes = {name: settings.pop(name) for name in SIZES if name in settings}
-    model = _model(settings.pop("model", None), sizes)
+    model = make_model({name: settings.pop(name) for name in MODEL if name in settings})
     # `recompute` is none, selective or full within backwards; other values make tasks of it.
     recompute = check_name("recompute", settings.get("recompute", "none"), (*RECOMPUTE, *_AS_TASKS))
     as_tasks = recompute in _AS_TASKS
@@ -144,19 +144,6 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
         layers = graphs[key].n_stages
         options = {"partition": "even", **options}
     return StepPrediction(step.where, graphs[key], model, layers, options)
-
-
-def _model(name: str | None, sizes: Mapping[str, Any]) -> Transformer:
-    """Return the transformer of a row: a preset with changes, or one by its sizes."""
-    if name is not None:
-        return Transformer.preset(name, **sizes)
-    missing = [name for name in SIZES[:5] if name not in sizes]
-    if missing:
-        raise ArgumentError(
-            f"{missing[0]} is missing; give the sizes of a transformer ({', '.join(SIZES[:5])}) "
-            "or a model, such as llama3_8b"
-        )
-    return Transformer(**sizes)
 
 
 def _n_microbatches(settings: dict[str, Any], options: Mapping[str, Any]) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipesim.calibration.calibration import Calibration
 from pipesim.cli.figures import write_accuracy
 from pipesim.cli.tables import align_columns, format_numbers
-from pipesim.errors import ArgumentError
 from pipesim.models.gpu import GPU
-from pipesim.utils.files import check_path, read_json, write_whole
+from pipesim.sweeps.transformer_costs import gpu_fields
+from pipesim.utils.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,9 +28,8 @@ def calibrate(args: argparse.Namespace) -> None:
     """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        fitted = GPU.fit(
-            args.rows, gpu=_gpu(args.gpu), network=args.network, constants=args.constants
-        )
+        gpu = gpu_fields(args.gpu) if args.gpu.endswith(".json") else args.gpu
+        fitted = GPU.fit(args.rows, gpu=gpu, network=args.network, constants=args.constants)
     write_accuracy(args.plot, fitted)
     if args.csv:
         write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))
@@ -46,17 +44,6 @@ def calibrate(args: argparse.Namespace) -> None:
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     print("".join(f"\nwarning: {text}" for text in texts), end="\n" if texts else "")
     print(f"\n{_statement(fitted, args.network)}")
-
-
-def _gpu(name: str) -> Mapping[str, Any] | str:
-    """Return the fields of a GPU in a JSON file, as ``--json`` writes it, or a preset's name."""
-    if not name.endswith(".json"):
-        return name
-    values = read_json(check_path("gpu", name), "a GPU from", ArgumentError)
-    fields = values.get("gpu", values) if isinstance(values, Mapping) else values
-    if not isinstance(fields, Mapping):
-        raise ArgumentError(f"{name} has no table of the fields of a GPU; write it with --json")
-    return fields
 
 
 def _constants(table: pd.DataFrame) -> str:

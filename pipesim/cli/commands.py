@@ -95,7 +95,9 @@ def compare(args: argparse.Namespace) -> None:
     }
     print(align_columns(columns))
     stages = sorted({timeline.graph.n_stages for timeline in timelines.values()})
-    if len(stages) > 1 and not any("per" in case for case in settings):
+    if len(stages) > 1 and not any(
+        "per" in case or "transformer" in case.get("costs", {}) for case in settings
+    ):
         counts = " and ".join(map(str, stages))
         print(f"\nnote: schedules of {counts} stages, each stage at the same costs; with --per "
               "device they are those of a device, shared by its stages")  # fmt: skip

@@ -22,6 +22,11 @@ A TOML file (--config) holds the same settings; arguments override it:
   network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
   # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
 
+  # [costs.transformer]     # in place of seconds and bytes: a model on GPUs
+  # model = "llama3_8b"     # or sizes: hidden_size, n_layers, ...
+  # gpu = "h100_sxm"        # or a file that pipesim calibrate --json wrote, beside this file
+  # microbatch_size = 1     # likewise tensor_parallel, recompute, ... of Transformer.costs
+
   [[schedule]]              # a table a schedule; it may override any setting above
   name = "gpipe"
   options = { backward_order = "forward" }

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.workload import Workload
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
+from pipesim.models.gpu import GPU
+from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.sweeps.schedule_sources import file_counts, file_digest, is_file, source_info
@@ -170,6 +172,8 @@ def _value(where: str, key: str, value: object) -> Any:
 
 def _plain(where: str, value: Any) -> Any:
     """Return a value as types of JSON and TOML."""
+    if isinstance(value, (GPU, Transformer)):
+        return {key: part for key, part in asdict(value).items() if part is not None}
     if isinstance(value, (Costs, Network, Workload)):
         return value.to_dict()
     if isinstance(value, (np.generic, np.ndarray)):
@@ -183,8 +187,8 @@ def _plain(where: str, value: Any) -> Any:
     if (real := real_number(value)) is not None:  # such as a Fraction
         return real
     raise ArgumentError(
-        f"{where} must be numbers, text, a Costs or a Network, got {value!r}; give a schedule of "
-        "your own a name with pipesim.register"
+        f"{where} must be numbers, text, a Costs, a Network or a GPU, got {value!r}; give a "
+        "schedule of your own a name with pipesim.register"
     )
 
 

@@ -16,12 +16,14 @@ from typing import Any
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.lowering.lower import lower
+from pipesim.models.transformer import RECOMPUTE
 from pipesim.network.links import Nodes
 from pipesim.network.sources import KEYS
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
+from pipesim.sweeps.transformer_costs import TRANSFORMER, gpu_fields, transformer_costs
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
 
@@ -72,6 +74,9 @@ FLAT: dict[str, tuple[str, ...]] = {
     "network": ("costs", "network"),
     "latency": ("costs", "network", "latency"),
     "bandwidth": ("costs", "network", "bandwidth"),
+    "transformer": ("costs", "transformer"),
+    # `recompute` stands above; `nest` tells that of a transformer by its value.
+    **{key: ("costs", "transformer", key) for key in TRANSFORMER if key != "recompute"},
 }
 
 
@@ -102,7 +107,10 @@ def nest(flat: Mapping[str, Any]) -> Settings:
     """Return flat settings as tables. Single fields override whole costs and networks."""
     layer: Settings = {}
     for key in sorted(flat, key=lambda key: len(FLAT.get(key, ()))):
-        layer = set_value(layer, setting_path(key), flat[key])
+        path = setting_path(key)
+        if key == "recompute" and flat[key] in RECOMPUTE:  # of a transformer, not of tasks
+            path = ("costs", "transformer", key)
+        layer = set_value(layer, path, flat[key])
     return layer
 
 
@@ -119,8 +127,13 @@ def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) 
         _check_table(f"{where}: options", table["options"], None)  # the schedule checks the keys
     if "costs" not in table:
         return table
-    cost_keys = ("file", "network", *OTHER_FIELDS, *VALUE_FIELDS)
+    cost_keys = ("file", "network", "transformer", *OTHER_FIELDS, *VALUE_FIELDS)
     costs = _check_table(f"{where}: costs", table["costs"], cost_keys)
+    if "transformer" in costs:
+        model = _check_table(f"{where}: costs.transformer", costs["transformer"], TRANSFORMER)
+        if str(model.get("gpu")).endswith(".json"):
+            model["gpu"] = gpu_fields(folder / str(model["gpu"]))
+        costs["transformer"] = model
     if "network" in costs:
         network = _check_table(f"{where}: costs.network", costs["network"], KEYS)
         if "nodes" in network:
@@ -251,6 +264,21 @@ def _make_schedule(info: ScheduleInfo, case: Settings, costs: Costs | None = Non
     return info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
 
 
+def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
+    """Return the costs of the stages of a case."""
+    per = check_name("per", case.get("per", "stage"), ("stage", "device"))
+    values = case.get("costs", {})
+    if "transformer" in values:
+        if "per" in case:
+            raise ArgumentError(
+                f"per={per!r} and a transformer, which is divided among the stages of any "
+                "schedule; leave out per"
+            )
+        return transformer_costs(values, _make_schedule(info, case).placement)
+    costs = Costs.from_dict(values)
+    return costs if per == "stage" else costs.in_chunks(_make_schedule(info, case).placement)
+
+
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     """Simulate the schedule of one case; return the timeline, with the case's label.
 
@@ -261,9 +289,7 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
         if key in ("name", *COUNTS.values()):
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or source_info(case["name"])
-    costs = Costs.from_dict(case.get("costs", {}))
-    if check_name("per", case.get("per", "stage"), ("stage", "device")) == "device":
-        costs = costs.in_chunks(_make_schedule(info, case).placement)
+    costs = _make_costs(info, case)
     order = _make_schedule(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}

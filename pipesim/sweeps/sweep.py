@@ -63,7 +63,9 @@ def sweep(
         ``schedule`` (or a file that `Schedule.load` reads, whose counts are then those of the
         row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
         `lower` takes; ``engine``; the fields of `Costs` (``recompute_time`` for the seconds of R)
-        or whole ``costs``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
+        or whole ``costs``; in their place a transformer (``model`` or its sizes), ``gpu`` and other
+        arguments of `Transformer.costs` (``recompute`` by its value), or a mapping of all these,
+        ``transformer``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
         ``per`` says whether costs are those of a ``"stage"`` (the default) or of all stages of a
         ``"device"``, which share them evenly: use that to compare schedules with one and with
         several stages a device for one model. An option of a grid applies to the schedules that
@@ -181,7 +183,8 @@ def _costs_per_stage(
     """Yield schedule, devices, stages and costs of each row whose costs are those of a stage."""
     for row in rows:
         n_stages = results[row.digest].get(_STAGES)
-        if n_stages is not None and "per" not in row.case:
+        model = "transformer" in row.case.get("costs", {})  # the same for any number of stages
+        if n_stages is not None and not model and "per" not in row.case:
             costs = json.dumps(row.case.get("costs"), sort_keys=True)
             yield row.case["name"], row.case["devices"], n_stages, costs
 

@@ -114,6 +114,8 @@ def test_constants_by_default_are_those_that_can_have_an_effect(rows: list[dict[
     fitted = ps.GPU.fit([{**row, "overlap": True} for row in some], gpu=replace(TRUTH, flops=2e14))
     assert list(fitted.constants.index) == ["flops", "bandwidth", "launch"]
     assert fitted.network() is None
+    alone = ps.GPU.fit(few(), gpu=replace(TRUTH, flops=2e14))  # no message, though none overlaps
+    assert list(alone.constants.index) == ["flops", "bandwidth", "launch"]
     assert set(fitted.constants.index) < set(CONSTANTS)
     assert not {"memory", "peak_flops", "multiprocessors", "name"} & set(CONSTANTS)
 
@@ -220,11 +222,12 @@ def test_steps_with_stages_options_and_equal_graphs() -> None:
 
 
 def test_a_warning_of_a_row_comes_once() -> None:
-    """Splits that are not balanced are priced many times."""
+    """Splits that are not balanced are priced many times. By default stages are even."""
     row = {**ROW, "model": "llama3_8b", "n_devices": 2, "layers_per_stage": 2}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.GPU.fit([row, row], gpu=START, constants=["flops"])
+        ps.GPU.fit([{**row, "layers_per_stage": None}] * 2, gpu=START, constants=["flops"])
     assert [w.category for w in caught if w.category is not CalibrationWarning] == [
         CostsWarning
     ] * 2

@@ -72,7 +72,7 @@ def test_command_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (["gpip", *FLAGS, "--grid", "microbatches=1,2"], "did you mean 'gpipe'?"),
-        (["gpipe", *FLAGS, "--grid", "microbatch=1,2"], "did you mean 'n_microbatches'?"),
+        (["gpipe", *FLAGS, "--grid", "n_microbatch=1,2"], "did you mean 'n_microbatches'?"),
         (["gpipe", *FLAGS, "--grid", "recompute=never"], "microbatches is missing"),
         (["gpipe", *FLAGS, "--grid", "microbatches"], "is not of the form KEY=VALUE"),
         (["gpipe", *FLAGS, "--grid", "microbatches=1", "--jobs", "none"], "n_jobs must be"),

@@ -1,0 +1,146 @@
+"""Settings of sweeps and TOML files that have a transformer in place of seconds and bytes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from command_output import fail, rows, succeed
+
+import pipesim as ps
+from pipesim.errors import CostsWarning, UnknownNameError
+
+COUNTS = {"n_devices": 4, "n_microbatches": 8}
+SMALL = {"n_layers": 8, "sequence_length": 2048}
+OPTIONS = {"gpu": "h100_sxm", "microbatch_size": 1, "flash_attention": True}
+MODEL = {"model": "llama3_8b", **SMALL, **OPTIONS}
+TOML = """\
+devices = 4
+microbatches = 8
+{schedule}
+[costs]
+network = {{ preset = "dgx_h100" }}
+[costs.transformer]
+model = "llama3_8b"
+n_layers = 8
+sequence_length = 2048
+flash_attention = true
+gpu = "{gpu}"
+microbatch_size = 1
+tensor_parallel = 2
+"""
+
+
+def swept(grid: dict[str, Any], **base: Any) -> list[dict[str, Any]]:
+    table = ps.sweep(grid, base={**COUNTS, **MODEL, **base}, n_jobs=1, progress=False)
+    return [dict(row) for _, row in table.iterrows()]
+
+
+def makespan(name: str = "1f1b", model: ps.Transformer | None = None, **options: Any) -> float:
+    """Return the seconds by the functions of Python, with balanced devices."""
+    schedule = ps.schedule(name, 4, 8)
+    model = model or ps.Transformer.preset("llama3_8b", **SMALL)
+    options = {**OPTIONS, "placement": schedule.placement, **options}
+    costs = model.costs(schedule.placement.n_stages, **options)
+    return ps.simulate(ps.lower(schedule), costs).makespan
+
+
+def test_a_sweep_over_schedules_and_tensor_parallelism() -> None:
+    """A schedule of two stages a device has the same model, and a machine its groups of GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CostsWarning)  # that models differ in size
+        table = swept(
+            {"schedule": ["1f1b", "zbv"], "tensor_parallel": [1, 4]},
+            network={"preset": "dgx_h100"},
+        )
+    networks = {size: ps.Network.preset("dgx_h100", gpus_per_device=size) for size in (1, 4)}
+    assert [row["makespan"] for row in table] == [
+        makespan(name, tensor_parallel=size, network=networks[size])
+        for name in ("1f1b", "zbv")
+        for size in (1, 4)
+    ]
+    assert len({row["makespan"] for row in table}) == 4
+
+
+def test_recompute_by_its_value() -> None:
+    """Of layers inside backwards, or as tasks; the same seconds on one machine but for launches."""
+    (inside,), (tasks,) = (
+        swept({"recompute": [value]}, schedule="1f1b") for value in ("full", "always")
+    )
+    assert inside["makespan"] == makespan(recompute="full")
+    assert inside["n_tasks"] < tasks["n_tasks"]
+
+
+def test_own_gpus_models_splits_and_overrides() -> None:
+    gpu = replace(ps.GPU.preset("h100_sxm"), flops=4e14)
+    model = ps.Transformer.preset("llama3_8b", **{**SMALL, "n_layers": 6})
+    (row,) = swept({"layers_per_stage": [[1, 2, 2, 1]]}, schedule="1f1b", n_layers=6, gpu=gpu)
+    split = model.costs([1, 2, 2, 1], **{**OPTIONS, "gpu": gpu})
+    graph = ps.lower(ps.schedule("1f1b", 4, 8))
+    assert row["makespan"] == ps.simulate(graph, split).makespan
+    (row,) = swept({"schedule": ["1f1b"]}, partition="even", forward=1.0)
+    even = ps.Transformer.preset("llama3_8b", **SMALL).costs(4, **OPTIONS, partition="even")
+    assert row["makespan"] == ps.simulate(graph, replace(even, forward=1.0)).makespan
+    sizes = {**asdict(model), **OPTIONS, "gpu": gpu}
+    (row,) = ps.sweep(
+        [{"schedule": "1f1b", **COUNTS, "transformer": sizes}], n_jobs=1, progress=False
+    )["makespan"]
+    assert row == makespan(model=model, gpu=gpu)
+
+
+def test_a_file_with_a_fitted_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file of the GPU is beside the TOML file."""
+    gpu = replace(ps.GPU.preset("h100_sxm"), flops=4e14, name="")
+    (tmp_path / "gpu.json").write_text(json.dumps({"gpu": asdict(gpu)}))
+    config = tmp_path / "run.toml"
+    config.write_text(TOML.format(schedule='schedule = ["1f1b", "zbv"]', gpu="gpu.json"))
+    out = succeed(capsys, "compare", "--config", config)
+    network = ps.Network.preset("dgx_h100", gpus_per_device=2)
+    model = ps.Transformer.preset("llama3_8b", **SMALL)
+    for line, name in zip(rows(out)[1:3], ("1f1b", "zbv"), strict=True):
+        expected = makespan(name, model, gpu=gpu, tensor_parallel=2, network=network)
+        assert float(line[1]) == pytest.approx(expected * 1e3, rel=1e-4)
+    assert "note" not in out  # that stages have the same costs
+    grid = ["--grid", "tensor_parallel=1,2", "--grid", "recompute=none,full"]
+    path = tmp_path / "table.csv"
+    succeed(capsys, "sweep", "1f1b", "--config", config, *grid, "--jobs", 1, "--csv", path)
+    assert pd.read_csv(path)["makespan"].tolist() == [
+        makespan(
+            model=model, gpu=gpu, tensor_parallel=size, recompute=mode,
+            network=ps.Network.preset("dgx_h100", gpus_per_device=size),
+        )
+        for size in (1, 2) for mode in ("none", "full")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('model = "llama3_8b"', 'modl = "llama3_8b"',
+         "costs.transformer: unknown key 'modl'; did you mean 'model'"),
+        ('model = "llama3_8b"', "", "hidden_size is missing; give the sizes"),
+        ("microbatch_size = 1", "", "microbatch_size is missing"),
+        ('gpu = "h100_sxm"', 'gpu = "h101_sxm"', "unknown GPU 'h101_sxm'"),
+        ('gpu = "h100_sxm"', 'gpu = "gpu.json"', "gpu.json: No such file"),
+        ("devices = 4", 'devices = 4\nper = "device"', "per='device' and a transformer"),
+        ("tensor_parallel = 2", "tensor_parallel = 16", "tensor_parallel=16 does not divide"),
+    ],
+)  # fmt: skip
+def test_mistakes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    config = tmp_path / "run.toml"
+    text = TOML.format(schedule='schedule = "1f1b"', gpu="h100_sxm")
+    assert old in text
+    config.write_text(text.replace(old, new))
+    assert message in fail(capsys, "simulate", "--config", config)
+
+
+def test_unknown_keys_of_a_sweep() -> None:
+    with pytest.raises(UnknownNameError, match="unknown key 'tensor_paralel'; did you mean"):
+        swept({"tensor_paralel": [1]}, schedule="1f1b")
