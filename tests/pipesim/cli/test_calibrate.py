@@ -32,7 +32,7 @@ def test_what_is_printed_and_written(
     steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tables and files say what `GPU.fit` says."""
-    names = ["--network", MACHINE, "--constants", "flops,launch,overhead,synchronization"]
+    names = ["--network", MACHINE, "--constants", "flops,launch,network_latency,synchronization"]
     files = [tmp_path / name for name in ("fit.png", "fit.csv", "fit.json")]
     writes = [part for flag, file in zip(("--plot", "--csv", "--json"), files, strict=True)
               for part in (flag, file)]  # fmt: skip
