@@ -21,6 +21,7 @@ __all__ = [
     "balanced_borders",
     "kicked_borders",
     "neighbours",
+    "random_borders",
     "sizes_of",
 ]
 
@@ -32,7 +33,7 @@ _EXACT = 1e-9
 #: Most splits of a problem for which all of them are tried.
 _FEW = 20_000
 #: Number of stages times random changes of the best split, each of which a search follows.
-_KICKS = 800
+_KICKS = 400
 #: Borders that such a change moves.
 _KICKED = 3
 #: Number of stages times the most stages that a move of one layer goes past.
@@ -182,8 +183,20 @@ def all_borders(problem: SplitProblem) -> Ints:
     spare, n = problem.n_layers - int(problem.least.sum()), problem.n_stages
     # Bars between the layers to spare, as in the count of such splits; a bar takes a place too.
     bars = np.array(list(combinations(range(spare + n - 1), n - 1)), dtype=np.int64)
-    bars = bars.reshape(-1, n - 1) - np.arange(n - 1)
-    inner = bars + np.cumsum(problem.least)[:-1]
+    return _between(problem, bars.reshape(-1, n - 1))
+
+
+def random_borders(problem: SplitProblem, random: np.random.Generator) -> Ints:
+    """Return the borders of a random split; each split is as likely as the others."""
+    spare, n = problem.n_layers - int(problem.least.sum()), problem.n_stages
+    bars = np.sort(random.choice(spare + n - 1, n - 1, replace=False))
+    borders: Ints = _between(problem, bars[None])[0]
+    return borders
+
+
+def _between(problem: SplitProblem, bars: Ints) -> Ints:
+    """Return the borders of splits from the places of bars between the layers to spare."""
+    inner = bars - np.arange(problem.n_stages - 1) + np.cumsum(problem.least)[:-1]
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, problem.n_layers)))
 
 

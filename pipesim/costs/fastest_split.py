@@ -13,6 +13,7 @@ from pipesim.costs.device_split import (
     kicked_borders,
     n_splits,
     neighbours,
+    random_borders,
 )
 
 __all__ = ["fastest_borders"]
@@ -79,8 +80,8 @@ def fastest_borders(
     most
         Most simulations, besides those of ``starts``.
     seed
-        Of the random changes of the best split with which the search goes on as long as
-        simulations are left.
+        Of random changes of the best split, and of random splits, from which in turn the search
+        goes on as long as simulations are left.
     """
     if n_splits(problem) <= most:
         return min([*starts, *all_borders(problem)], key=makespan)
@@ -89,9 +90,13 @@ def fastest_borders(
     best = min(starts, key=simulations.time)
     for start in sorted(starts, key=simulations.time):
         best = min(best, simulations.descended(start), key=simulations.time)
-    for _ in range(most if problem.n_stages > 2 else 0):
+    for number in range(most if problem.n_stages > 2 else 0):
         if simulations.spent:
             break
-        changed = kicked_borders(problem, best, random)
-        best = min(best, simulations.descended(changed), key=simulations.time)
+        changed = (
+            kicked_borders(problem, best, random) if number % 2 else random_borders(problem, random)
+        )
+        changed = simulations.descended(changed)
+        # Among equals the newest is kept, from which other splits are near.
+        best = min(changed, best, key=simulations.time)
     return best

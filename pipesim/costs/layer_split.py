@@ -27,8 +27,10 @@ __all__ = [
 ]
 
 #: Number of stages, or layers of each stage: one number each, or a layout string of Megatron.
+#: With a placement, also the word of a `LayerPartition`.
 Split = int | Sequence[int] | NDArray[np.integer[Any]] | str
-#: How layers are divided among stages: as many each, or so that the slowest stage is fastest.
+#: How layers are divided: as many for each stage, or so that the slowest stage, or the busiest
+#: device of a placement, is fastest.
 LayerPartition = Literal["even", "balanced"]
 
 

@@ -188,7 +188,7 @@ class Layers:
               seconds of F and B as possible. Among such splits, stages are as even as possible.
             - A `Schedule`, or a graph that it was lowered to: the simulated step takes as little
               time as possible, so that recompute and messages that block count too. The search
-              starts from the split for the placement, and simulates up to 600 splits; fewer if
+              starts from the split for the placement, and simulates up to 1,000 splits; fewer if
               the graph is large.
         memory_limit
             Most bytes of a device, one number or one a device, as in `pipesim.simulate`. Balanced
