@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, check_count, check_text
 from pipesim.graph.collective_groups import default_groups, group_members, partial_dependencies
 from pipesim.graph.column_checks import checked_tasks
+from pipesim.graph.copies import FirstCopy, copies_of_kinds, first_copy
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
 from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.kind_rules import peer_kinds
@@ -233,7 +234,7 @@ class TaskGraph:
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
         if group is None:
             group = default_groups(kinds, kind, microbatch)
-        return cls(
+        graph = cls(
             name=name,
             n_devices=n_devices,
             n_stages=n_stages,
@@ -251,6 +252,8 @@ class TaskGraph:
             host=np.zeros(n_devices, dtype=np.int64) if host is None else host,
             options=options,
         )
+        graph.__dict__["_wired"] = True
+        return graph
 
     def in_topological_order(self) -> TaskGraph:
         """Return the same tasks, moved as little as needed for ids to be a topological order.
@@ -322,6 +325,11 @@ class TaskGraph:
         """Mark the graph as `verified`, and return it; a changed copy is not verified."""
         self.__dict__["_verified"] = True
         return self
+
+    @property
+    def wired(self) -> bool:
+        """Whether `of_kinds` made this graph, so that dependencies follow from kinds and order."""
+        return bool(self.__dict__.get("_wired", False))
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -438,6 +446,7 @@ class TaskGraph:
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""
         graph = replace(self, name=check_text("name", name))
+        graph.__dict__["_wired"] = self.wired
         return graph.as_verified() if self.verified else graph
 
     def is_op(self, ops: frozenset[Op]) -> NDArray[np.bool_]:
@@ -508,6 +517,19 @@ class TaskGraph:
         """Device that holds each stage, of the first replica; shape ``(n_stages,)``."""
         first: Ints = self.homes[0]
         return first
+
+    @cached_property
+    def copies(self) -> Ints | None:
+        """Kinds of each copy of the pipeline, in one order; None unless there are several copies.
+
+        Kinds in a column differ in device, replica and stream alone. Shape ``(n_copies, n)``.
+        """
+        return copies_of_kinds(self)
+
+    @cached_property
+    def first_copy(self) -> FirstCopy | None:
+        """The first of several copies alone, and the twin of each task; None if they differ."""
+        return first_copy(self)
 
     @cached_property
     def precedence(self) -> CSR:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.issue_times import issue_times
-from pipesim.simulation.engines import compiled, simpy_engine
+from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
 from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, limit_text
 from pipesim.timeline.timeline import LONGEST, Timeline
@@ -29,12 +29,11 @@ from pipesim.utils import jit
 
 __all__ = ["predict_timeline", "simulate", "warn_of_memory_limit"]
 
-Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
 #: Columns of costs that must be numbers of at least 0.
 _CHECKED = ("duration", "latency", "launch", "nbytes")
 #: Tasks of a graph of which a warning simulates changes.
 _FEW_TASKS = 1000
-ENGINES: dict[str, Engine] = {"compiled": compiled.run, "simpy": simpy_engine.run}
+ENGINES: dict[str, Engine] = {"compiled": run_compiled, "simpy": run_simpy}
 
 
 def simulate(

@@ -22,7 +22,7 @@ from pipesim.simulation.engines.one_pass_batched import ScenarioBatch, one_pass_
 from pipesim.simulation.engines.plan import Plan, make_plan, new_progress
 from pipesim.simulation.noise import Noise
 
-__all__ = ["ScenarioBatches", "run"]
+__all__ = ["ScenarioBatches", "run", "run_event_loop", "run_in_one_pass"]
 
 Floats = NDArray[np.float64]
 #: Scenarios of one batch.
@@ -31,10 +31,21 @@ LANES = 32
 
 def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     """Return start and end of each task, in seconds."""
-    start, end = np.empty(len(graph)), np.empty(len(graph))
     plan = make_plan(graph, costs)
-    if not one_pass(plan, new_progress(plan), start, end):
-        _run_event_loop(graph, plan, start, end)
+    times = run_in_one_pass(plan)
+    return run_event_loop(graph, plan) if times is None else times
+
+
+def run_in_one_pass(plan: Plan) -> tuple[Floats, Floats] | None:
+    """Return start and end of each task (s), or None if two tasks compete for a link."""
+    start, end = np.empty(len(plan.kind)), np.empty(len(plan.kind))
+    return (start, end) if one_pass(plan, new_progress(plan), start, end) else None
+
+
+def run_event_loop(graph: TaskGraph, plan: Plan) -> tuple[Floats, Floats]:
+    """Return start and end of each task (s), whether or not tasks wait for links."""
+    start, end = np.empty(len(graph)), np.full(len(graph), -1.0)
+    event_loop(plan, new_state(plan, graph.queues.ptr, graph.queues.values), start, end)
     return start, end
 
 
@@ -79,13 +90,6 @@ class ScenarioBatches:
         one_pass_batched(self.pruned, self.draws, batch, new_progress(self.plan, n))
         for k in np.flatnonzero(batch.competes).tolist():
             drawn = self.noise.draw(self.graph, self.costs, scenarios[k])
-            start, end = np.empty(len(self.graph)), np.empty(len(self.graph))
-            _run_event_loop(self.graph, self.plan._replace(drawn=drawn), start, end)
+            _, end = run_event_loop(self.graph, self.plan._replace(drawn=drawn))
             batch.makespan[k] = end.max()
         return batch.makespan, batch.busy
-
-
-def _run_event_loop(graph: TaskGraph, plan: Plan, start: Floats, end: Floats) -> None:
-    """Fill start and end of tasks that may wait for links."""
-    end.fill(-1.0)
-    event_loop(plan, new_state(plan, graph.queues.ptr, graph.queues.values), start, end)

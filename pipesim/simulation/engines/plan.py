@@ -13,7 +13,16 @@ from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["RECV", "SEND", "Plan", "Progress", "make_plan", "new_progress", "shared_links"]
+__all__ = [
+    "RECV",
+    "SEND",
+    "Plan",
+    "Progress",
+    "make_plan",
+    "new_progress",
+    "shared_links",
+    "with_several_streams",
+]
 
 Floats = NDArray[np.float64]
 #: Values of `Plan.role`, besides 0 for all other kinds.
@@ -143,13 +152,21 @@ def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
         return none
     rows, streams = (np.repeat(x, links.shape[1])[links.ravel() >= 0] for x in (rows, streams))
     used, number = np.unique(links[links >= 0], return_inverse=True)
-    users = np.unique(np.stack([number, streams]), axis=1)[0]
-    is_shared = np.bincount(users, minlength=len(used)) > 1
+    is_shared = with_several_streams(number, streams, len(used))
     if not is_shared.any():
         return none
     place = np.minimum(np.searchsorted(used, costs.table.links), len(used) - 1)
     keep = (used[place] == costs.table.links) & is_shared[place]
     return np.where(keep, (np.cumsum(is_shared) - 1)[place], -1)
+
+
+def with_several_streams(link: Ints, stream: Ints, n_links: int) -> NDArray[np.bool_]:
+    """Mark the links that several streams hold, given each pair of a link and a stream."""
+    last = np.zeros(n_links, dtype=stream.dtype)
+    last[link] = stream
+    marked = np.zeros(n_links, dtype=bool)
+    marked[link[stream != last[link]]] = True
+    return marked
 
 
 class Progress(NamedTuple):

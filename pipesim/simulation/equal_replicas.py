@@ -1,0 +1,184 @@
+"""Simulate equal replicas once: the first of them alone, with the same times for all.
+
+Copies of a pipeline (`pipesim.graph.copies`) run the same tasks in the same order, each on streams
+of its own. They have equal times if nothing tells them apart:
+
+- Tasks have equal costs. Noise and measured times tell copies apart.
+- A host launches tasks of one copy alone, if launches take time. Threads of one process wait for
+  each other at collectives, one copy after the other, and tell copies apart.
+- No message holds a link that a message of another copy holds. In its own copy it shares links with
+  the same messages as its twins do.
+- A collective shares links with the same messages of each copy.
+
+The simulation of the first copy is then exact. By induction over the moments of a simulation, twins
+are reached at one moment:
+
+- Streams, dependencies, transfer partners and hosts of twins are twins.
+- A collective is reached when the last of its members is. Its members in the first copy are reached
+  at the same moments as their twins, so that the maximum over the first copy is that over all.
+- Twins ask for links at the same moment. Messages of different copies never wait for each other.
+  A collective holds the links of its members in all copies, which is why it is given all of them
+  here. It waits for the messages of a copy as for those of the first. It waits for another
+  collective if they have any link in common, in whichever copy.
+- Ties go to the smaller id. Ids have the same order in all copies, and the id of a collective has
+  the same place among those of each copy.
+
+Times are computed by ``max`` and ``+`` of equal values, so that they are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.graph.copies import are_copies
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import COLLECTIVES, SENDS
+from pipesim.simulation.engines import compiled, simpy_engine
+from pipesim.simulation.engines.plan import make_plan, with_several_streams
+from pipesim.utils.csr import Ints
+
+__all__ = ["run_compiled", "run_equal_replicas_once", "run_simpy"]
+
+Floats = NDArray[np.float64]
+Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]
+#: Tasks of a graph for which the compiled engine looks for copies; fewer take about a millisecond.
+_FEWEST_TASKS = 10_000
+
+
+def run_simpy(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
+    """Return start and end of each task (s), by SimPy's engine; equal replicas run once."""
+    return run_equal_replicas_once(simpy_engine.run, graph, costs)
+
+
+def run_compiled(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
+    """Return start and end of each task (s), by the compiled engine.
+
+    If no task waits for a link, all replicas run in one pass, which takes 8 ns a task: less than to
+    find out whether they are equal. Otherwise equal replicas of a large graph run once.
+    """
+    plan = make_plan(graph, costs)
+    times = compiled.run_in_one_pass(plan)
+    if times is None and len(graph) >= _FEWEST_TASKS:
+        times = _times_of_first_copy(compiled.run, graph, costs)
+    return compiled.run_event_loop(graph, plan) if times is None else times
+
+
+def run_equal_replicas_once(
+    run: Engine, graph: TaskGraph, costs: TaskCosts
+) -> tuple[Floats, Floats]:
+    """Return start and end of each task (s), equal to those that ``run(graph, costs)`` returns."""
+    times = _times_of_first_copy(run, graph, costs)
+    return run(graph, costs) if times is None else times
+
+
+def _times_of_first_copy(
+    run: Engine, graph: TaskGraph, costs: TaskCosts
+) -> tuple[Floats, Floats] | None:
+    """Return start and end of each task, as of its twin in the first copy; None if copies differ.
+
+    Checks that take less time come first.
+    """
+    table = _table_of_first_copy(graph, costs)
+    alone = None if table is None else graph.first_copy
+    if table is None or alone is None:
+        return None
+    start, end = run(alone.graph, TaskCosts(table, alone.graph.kind, None, costs.costs))
+    return start[alone.twin], end[alone.twin]
+
+
+def _table_of_first_copy(graph: TaskGraph, costs: TaskCosts) -> CostTable | None:
+    """Return the costs of the kinds of the first copy; None if costs tell the copies apart."""
+    is_plain = costs.row is graph.kind and costs.drawn is None and costs.issued is None
+    kinds = graph.copies if is_plain and graph.n_replicas > 1 else None
+    if kinds is None:
+        return None
+    table, first = costs.table, kinds[0]
+    for column in (table.duration, table.latency, table.launch, table.share):
+        if column is not None and (column[kinds] != column[first]).any():
+            return None
+    if table.launch[first].any() and not _have_own_hosts(graph, kinds):
+        return None
+    links = _links_of_first_copy(graph, kinds, table)
+    if links is None:
+        return None
+    share = None if table.share is None else table.share[first]
+    duration, latency, launch, nbytes = (
+        column[first] for column in (table.duration, table.latency, table.launch, table.nbytes)
+    )
+    return CostTable(duration, latency, launch, nbytes, links, share)
+
+
+def _have_own_hosts(graph: TaskGraph, kinds: Ints) -> bool:
+    """Return whether copies have hosts of their own, alike, that do not wait for each other."""
+    if graph.host_threads and graph.host.any() and len(graph.collectives):
+        return False
+    return are_copies(graph.host[graph.kinds.device[kinds]])
+
+
+def _links_of_first_copy(graph: TaskGraph, kinds: Ints, table: CostTable) -> Ints | None:
+    """Return the links of each kind of the first copy, padded with -1; None if links differ.
+
+    A member of a collective gets the links of its twins too. Links that a single stream holds are
+    left out, since tasks of one stream never compete.
+    """
+    first, n_held = kinds[0], len(kinds) * table.links.shape[1]
+    lasts = table.duration[first] > 0  # a task of 0 s holds no link
+    sends = np.flatnonzero(lasts & graph.kinds.is_op(SENDS)[first])
+    members = np.flatnonzero(lasts & graph.kinds.is_op(COLLECTIVES)[first])
+    sent, joined = table.links[kinds[:, sends]], table.links[kinds[:, members]]
+    held = np.moveaxis(joined, 0, 1).reshape(len(members), n_held)
+    if not _messages_are_copies(*_renumbered(sent, held)):
+        return None
+    own = np.full((len(first), n_held), -1, dtype=np.int64)
+    own[sends, : sent.shape[2]], own[members] = sent[0], held
+    return _without_links_of_one_stream(own, graph.stream_of_kind[first])
+
+
+def _renumbered(sent: Ints, held: Ints) -> tuple[Ints, Ints]:
+    """Return the links with numbers below a few times the size of the arrays; -1 stays -1.
+
+    Networks number the links of all pairs of devices, of which a graph may use few.
+    """
+    numbers = np.concatenate([sent.ravel(), held.ravel()])
+    if numbers.max(initial=0) > 8 * len(numbers):
+        used = numbers >= 0
+        numbers[used] = np.unique(numbers[used], return_inverse=True)[1]
+    return numbers[: sent.size].reshape(sent.shape), numbers[sent.size :].reshape(held.shape)
+
+
+def _messages_are_copies(sent: Ints, held: Ints) -> bool:
+    """Return whether messages of each copy compete with each other and with collectives alike.
+
+    ``sent`` has the links of the messages of each copy, shape ``(n_copies, n, most)``. ``held`` has
+    those of the members of collectives, in all copies: shape ``(n_members, any)``.
+    """
+    flat = sent.reshape(len(sent), -1)
+    used = flat[0] >= 0
+    if ((flat >= 0) != used).any() or not are_copies(flat[:, used]):
+        return False
+    n_links = 1 + max(int(sent.max(initial=0)), int(held.max(initial=0)))
+    for links in held:
+        holds = np.zeros(n_links + 1, dtype=bool)
+        holds[links] = True
+        holds[-1] = False  # -1 is no link
+        competes: NDArray[np.bool_] = np.any(holds[sent], axis=2)
+        if (competes != competes[0]).any():
+            return False
+    return True
+
+
+def _without_links_of_one_stream(links: Ints, stream_of_kind: Ints) -> Ints:
+    """Return the links of each kind that several streams hold, in as few columns as they need."""
+    kind, column = np.nonzero(links >= 0)
+    number, stream = links[kind, column], stream_of_kind[kind]
+    used, place = np.unique(number, return_inverse=True)
+    shared = with_several_streams(place, stream, len(used))[place]
+    kind, number = kind[shared], number[shared]
+    sizes = np.bincount(kind, minlength=len(links))
+    rows = np.full((len(links), max(1, int(sizes.max(initial=0)))), -1, dtype=np.int64)
+    rows[kind, np.arange(len(kind)) - (np.cumsum(sizes) - sizes)[kind]] = number
+    return rows
