@@ -294,7 +294,9 @@ class Costs:
         """
         settings = None if self.work is None else self.work.settings
         sizes = None if settings is None else settings.get("layers_per_stage")
-        return write_layout(sizes) if isinstance(sizes, list) else None
+        if not isinstance(sizes, list) or np.size(np.array(self.forward)) != len(sizes):
+            return None  # of no transformer, or no longer of these stages, as after `in_chunks`
+        return write_layout(sizes)
 
     def in_chunks(self, placement: Placement) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.

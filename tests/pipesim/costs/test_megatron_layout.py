@@ -88,6 +88,8 @@ def test_the_layout_of_costs() -> None:
     assert sum(read_layout(balanced)) == 32
     assert len(read_layout(balanced)) == 8
     assert ps.Costs(1, 2).layout is None
+    assert costs.in_chunks(ps.v_shaped(4)).layout is None
+    assert model.costs(1, **options).layout == "Et*32L"
     layers = ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]})
     assert layers.costs(2).layout is None
     assert write_layout(layers.split(2)) == "Et*2|tL"
