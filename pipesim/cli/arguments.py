@@ -50,6 +50,12 @@ _FLAGS = (
     ("--issue-order", "ORDER", "hosts issue by clock_cycle, microbatch_major or stage_major"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
     ("--engine", "NAME", "engine that simulates"),
+    (
+        "--memory-limit",
+        "BYTES",
+        "bytes that a device may hold, such as 80e9 or 80GiB, or one number a device; by default "
+        "the memory of the costs' GPU",
+    ),
     ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
 )
 #: Flag and help of settings that are true or false.

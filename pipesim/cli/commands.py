@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipesim.analysis.compare import table_of
+from pipesim.analysis.compare import KNOWN_RESULTS, table_of
 from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import idle_shares
 from pipesim.cli.arguments import argument_settings
 from pipesim.cli.figures import write_figure
-from pipesim.cli.tables import align_columns, cause_columns, format_numbers
+from pipesim.cli.memory_texts import memory_changes_text, result_lines
+from pipesim.cli.tables import (
+    GIB,
+    align_columns,
+    cause_columns,
+    format_numbers,
+    known_result_columns,
+)
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.scheduling.registry import schedules
 from pipesim.sweeps.grid import grid_rows
@@ -22,7 +29,7 @@ from pipesim.utils.files import write_whole
 __all__ = ["compare", "list_schedules", "simulate", "sweep"]
 
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
-_MS, _GIB = 1e-3, 2.0**30
+_MS = 1e-3
 
 
 def _cases(args: argparse.Namespace) -> list[Settings]:
@@ -47,17 +54,19 @@ def simulate(args: argparse.Namespace) -> None:
         f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n"
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"
-        f"peak memory  {format_numbers([timeline.peak_memory.max()], _GIB)[0]} GiB "
-        f"(device {timeline.peak_memory.argmax()})\n"
+        f"peak memory  {format_numbers([timeline.peak_memory.max()], GIB)[0]} GiB "
+        f"(device {timeline.peak_memory.argmax()})\n{result_lines(timeline)}"
     )
     columns = {
         "device": [str(device) for device in devices.index],
         "busy (ms)": format_numbers(devices["busy"], _MS),
         "idle (ms)": format_numbers(devices["idle"], _MS),
         "utilization": [f"{share:.1%}" for share in devices["utilization"]],
-        "peak memory (GiB)": format_numbers(devices["peak_memory"], _GIB),
+        "peak memory (GiB)": format_numbers(devices["peak_memory"], GIB),
     }
     print(align_columns(columns))
+    if timeline.fits is False:
+        print("\n" + memory_changes_text(timeline))
     if args.idle:
         causes = timeline.idle_by_cause()
         heading = {"idle (ms)": [str(device) for device in causes.index]}
@@ -91,7 +100,8 @@ def compare(args: argparse.Namespace) -> None:
         "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
         "bubble": [f"{share:.1%}" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": format_numbers(table["peak_memory"], _GIB),
+        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
+        **known_result_columns(table),
     }
     print(align_columns(columns))
     stages = sorted({timeline.graph.n_stages for timeline in timelines.values()})
@@ -122,13 +132,16 @@ def sweep(args: argparse.Namespace) -> None:
     table = run_rows(rows, path=args.out, n_jobs=args.jobs, backend=None, progress=show)
     if args.csv:
         write_whole(args.csv, lambda file: table.to_csv(file, index=False))
-    shown = table.drop(columns=[*RESULTS])
+    own = {key for row in rows for key in row.shown}
+    further = [name for name in KNOWN_RESULTS if name in table and name not in own]
+    shown = table.drop(columns=[*RESULTS, *further])
     columns = {
         **{str(key): ["-" if v != v or v is None else str(v) for v in shown[key]] for key in shown},
         "makespan (ms)": format_numbers(table["makespan"], _MS),
         "bubble": [f"{share:.1%}" if share == share else "-" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": format_numbers(table["peak_memory"], _GIB),
+        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
+        **known_result_columns(table, own),
     }
     print(align_columns(columns))
     for row, error in table["error"].dropna().items():

@@ -12,6 +12,7 @@ A TOML file (--config) holds the same settings; arguments override it:
   recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
                             # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
                             # exchange_work, prefetch_keys, sparse_grad_sync
+  memory_limit = "80GiB"    # bytes that a device may hold, as a text or a number
   per = "device"            # costs are of all that a device holds, however many stages
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 from pipesim.analysis.idle import CAUSES, Cause
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["align_columns", "cause_columns", "format_numbers"]
+__all__ = ["GIB", "align_columns", "cause_columns", "format_numbers", "known_result_columns"]
+
+GIB = 2.0**30
+_YES_NO = {True: "yes", False: "no"}
 
 
 def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
@@ -34,6 +37,24 @@ def align_columns(columns: dict[str, list[str]], align: str = ">") -> str:
         "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
         for row in [tuple(columns), *zip(*columns.values(), strict=True)]
     )
+
+
+def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return memory limits, fits, tokens a second and MFU as text, where a table has them.
+
+    ``own`` names columns of the table that are settings, and so are shown already.
+    """
+    forms: dict[str, tuple[str, Callable[[pd.Series[Any]], list[str]]]] = {
+        "memory_limit": ("limit (GiB)", lambda column: format_numbers(column, GIB)),
+        "fits": ("fits", lambda column: [_YES_NO.get(x, "-") for x in column]),
+        "tokens_per_second": ("tokens/s", format_numbers),
+        "mfu": ("MFU", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
+    }
+    return {
+        head: form(table[name].astype(object).fillna(math.nan))
+        for name, (head, form) in forms.items()
+        if name in table and name not in own
+    }
 
 
 def cause_columns(

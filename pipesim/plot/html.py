@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.compare import Comparison
+from pipesim.analysis.compare import Comparison, known_results
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -130,11 +130,23 @@ def timeline_html(timeline: Timeline) -> str:
     )
     if timeline.costs is not None:
         line += f", peak memory {format_bytes(float(timeline.peak_memory.max()))}"
+    line += _known_results_text(timeline)
     if not timeline.complete:
         line += f"; {int(timeline.ran.sum())} of {len(timeline)} tasks ran"
     figure, ax = figure_with_axes(Figure, TWO_COLUMNS, timeline.n_devices)
     timeline.plot(ax=ax)
     return figure_html(figure, line) + note_html(line)
+
+
+def _known_results_text(timeline: Timeline) -> str:
+    """Return memory limit, tokens a second and MFU as text, as far as they are known."""
+    results, text = known_results(timeline), ""
+    if "fits" in results:
+        fits = "fits in" if results["fits"] else "does not fit in"
+        text += f", {fits} {format_bytes(results['memory_limit'])}"
+    if "tokens_per_second" in results:
+        text += f", {results['tokens_per_second']:.4g} tokens/s"
+    return f"{text}, MFU {results['mfu']:.1%}" if "mfu" in results else text
 
 
 def comparison_html(comparison: Comparison) -> str:

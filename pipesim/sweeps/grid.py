@@ -33,6 +33,7 @@ from pipesim.sweeps.settings import (
     check_counts,
     check_layer,
     drop_foreign_options,
+    memory_limit_bytes,
     merge,
     nest,
     setting_path,
@@ -95,7 +96,7 @@ def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[SweepR
     for case, point in itertools.product(cases, _product(grid, _row_keys(), len(cases))):
         shown.append({"schedule": case["label"], **point})
         layer = check_layer(f"grid, {_row_text(point)}", nest(point), SETTINGS, Path())
-        row_cases.append(merge(case, layer))
+        row_cases.append(_limit_orders(merge(case, layer), point))
         check_counts(row_cases[-1])
         own.append(list(case["options"]))
     return _distinct(_make_rows(shown, row_cases, own))
@@ -211,7 +212,15 @@ def _case(where: str, row: Flat) -> Settings:
         if key not in row:
             raise ArgumentError(f"{where} has no {key}; give it there or in base")
     case = check_layer(where, nest(row), ("name", *SETTINGS), Path())
-    return {"label": str(case["name"]), **case}
+    return {"label": str(case["name"]), **_limit_orders(case, row)}
+
+
+def _limit_orders(case: Settings, flat: Mapping[str, Any]) -> Settings:
+    """Give the memory limit of a row to its schedule too, if it has an option of that name."""
+    options = options_of_schedules().get(str(case["name"]), ())
+    if "memory_limit" not in flat or "memory_limit" not in options:
+        return case
+    return merge({"options": {"memory_limit": memory_limit_bytes(flat["memory_limit"])}}, case)
 
 
 def _make_rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -> list[SweepRow]:

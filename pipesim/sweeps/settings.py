@@ -26,6 +26,7 @@ from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.sweeps.transformer_costs import TRANSFORMER, gpu_fields, transformer_costs
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
+from pipesim.utils.units import parse_bytes
 
 __all__ = [
     "COUNTS",
@@ -37,6 +38,7 @@ __all__ = [
     "check_counts",
     "check_layer",
     "drop_foreign_options",
+    "memory_limit_bytes",
     "merge",
     "nest",
     "read_grid",
@@ -60,14 +62,14 @@ LOWERING = {
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 #: Keys of a layer, besides the name and label of a schedule.
-SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")
+SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "costs")
 
 #: Path in the tables of each flat setting. Other names are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
     **{flat: (key,) for key, flat in LOWERING.items()},
-    **{key: (key,) for key in ("engine", "per", "costs")},
+    **{key: (key,) for key in ("engine", "memory_limit", "per", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes.
     **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
     **{key: ("costs", key) for key in OTHER_FIELDS},
@@ -279,6 +281,27 @@ def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
     return costs if per == "stage" else costs.in_chunks(_make_schedule(info, case).placement)
 
 
+def memory_limit_bytes(value: Any) -> Any:
+    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list.
+
+    Raises
+    ------
+    ArgumentError
+        For a text that is no number of bytes; `pipesim.simulate` checks numbers.
+    """
+    if isinstance(value, list):
+        return [memory_limit_bytes(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    nbytes = parse_bytes(value)
+    if nbytes is None:
+        raise ArgumentError(
+            f"memory_limit must be bytes such as 80e9 or 80GiB, got {value!r:.60}; units are B, "
+            "kB, MB, GB, TB and KiB, MiB, GiB, TiB"
+        )
+    return nbytes
+
+
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     """Simulate the schedule of one case; return the timeline, with the case's label.
 
@@ -292,6 +315,8 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     costs = _make_costs(info, case)
     order = _make_schedule(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
-    engine = {"engine": case["engine"]} if "engine" in case else {}
-    timeline = predict_timeline(graph, costs, **engine)
+    options = {"engine": case["engine"]} if "engine" in case else {}
+    if "memory_limit" in case:
+        options["memory_limit"] = memory_limit_bytes(case["memory_limit"])
+    timeline = predict_timeline(graph, costs, **options)
     return timeline.with_name(str(case["label"]))

@@ -1,0 +1,141 @@
+"""`--memory-limit`, and the tokens a second and MFU that the commands print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_output import BASE, fail, rows, succeed
+
+import pipesim as ps
+from pipesim.utils.units import parse_bytes
+
+GIB = 2**30
+#: Device 0 of 1F1B holds 4 micro-batches of 1 GiB, and 2 GiB of parameters and gradients.
+SIZES = [*BASE, "--activation-bytes", GIB, "--parameter-bytes", GIB]
+WORKLOAD = """
+[costs.workload]
+tokens = 4096
+flops = 6e9
+peak_flops = 1e12
+memory = 5368709120
+"""
+
+
+def test_a_limit_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says so, and nothing else is printed."""
+    plain = succeed(capsys, "simulate", "1f1b", *SIZES)
+    out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", "6GiB")
+    assert rows(out)[5] == ["limit", "6.0000", "GiB,", "fits"]
+    assert rows(out)[:5] + rows(out)[6:] == rows(plain)
+
+
+def test_a_limit_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each device that needs too much, and changes that fit, fastest first.
+
+    Recompute leaves no activations but those of one micro-batch; its 8 R take 1 ms each.
+    """
+    for limit in ("5.5GiB", "5905580032", "5.905580032e9 B", "5632 MiB"):
+        out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", limit)
+        assert rows(out)[5] == ["limit", "5.5000", "GiB,", "does", "not", "fit"]
+        assert "device 0 needs 6.00 GiB of 5.50 GiB, 512 MiB too much, from 0F3 on" in out
+        assert "device 1 needs" not in out
+        table = [row for row in rows(out) if row[0].startswith("lower(recompute='always')")]
+        assert table == [["lower(recompute='always')", "41.000", "1.242", "3.0000"]]
+    out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", "6GiB,5.5GiB,9GB,4GiB")
+    assert rows(out)[5][:3] == ["limit", "6.0000", "GiB,"]
+    out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", "1GiB")
+    assert out.endswith("none of the changes that were tried fits, alone or with another\n")
+
+
+def test_tables_of_comparisons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Limits of a file, tokens and FLOPs of its costs; a schedule may have its own limit."""
+    config = tmp_path / "limits.toml"
+    config.write_text('memory_limit = "6GiB"\n[[schedule]]\nname = "1f1b"\n[[schedule]]\n'
+                      'name = "gpipe"\nmemory_limit = 10737418240\n' + WORKLOAD)  # fmt: skip
+    out = rows(succeed(capsys, "compare", *SIZES, "--config", config))
+    assert out[0][-5:] == ["limit", "(GiB)", "fits", "tokens/s", "MFU"]
+    tokens, mfu = 8 * 4096 / 33e-3, 8 * 6e9 / (33e-3 * 4 * 1e12)
+    expected = [f"{tokens:.0f}", f"{mfu:.1%}"]
+    assert out[1][-4:] == ["6.000", "yes", *expected]
+    assert out[2][-4:] == ["10.000", "yes", *expected]
+    out = rows(succeed(capsys, "compare", *SIZES, "--config", config, "--memory-limit", "5e9"))
+    assert [row[-4:-2] for row in out[1:]] == [["4.6566", "no"]] * 2
+    config.write_text('schedule = ["1f1b"]\n' + WORKLOAD)
+    out = rows(succeed(capsys, "simulate", *SIZES, "--config", config))
+    assert out[5] == ["limit", "5.0000", "GiB,", "does", "not", "fit"], "the memory of the GPU"
+    assert out[6] == ["tokens", expected[0], "tokens/s"]
+    assert out[7] == ["MFU", expected[1]]
+
+
+def test_tables_of_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """One column for all rows; a limit that is swept is shown as given."""
+    args = ["sweep", "1f1b", "gpipe", *SIZES, "--jobs", 2]
+    out = rows(succeed(capsys, *args, "--memory-limit", "6GiB"))
+    assert out[0][-3:] == ["limit", "(GiB)", "fits"]
+    assert [row[-2:] for row in out[1:]] == [["6.0000", "yes"], ["6.0000", "no"]]
+    out = rows(succeed(capsys, *args, "--grid", "memory_limit=6GiB,11e9"))
+    assert out[0][:2] == ["schedule", "memory_limit"]
+    assert [row[-1] for row in out[1:]] == ["yes", "yes", "no", "yes"]
+    assert [row[1] for row in out[1:3]] == ["6GiB", "11000000000.0"]
+
+
+def test_a_limit_of_orders_too() -> None:
+    """zb_2p orders its actions within the limit of a row, as with its own option."""
+    base = {"n_devices": 3, "n_microbatches": 6, "forward": 1, "backward": 2, "input_grad": 1,
+            "weight_grad": 1, "activation_bytes": 1, "weight_grad_bytes": 1}  # fmt: skip
+    grid = {"schedule": ["1f1b", "zb_2p"], "memory_limit": [3, "6B"]}
+    table = ps.sweep(grid, base=base, n_jobs=1, progress=False)
+    assert table["error"].isna().all()
+    assert table["memory_limit"].tolist() == [3, "6B", 3, "6B"]
+    assert table["fits"].all()
+    assert table["peak_memory"].tolist() == [3, 3, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("limit", "match"),
+    [
+        ("80Gi", "memory_limit must be bytes such as 80e9 or 80GiB, got '80Gi'"),
+        ("-1", "memory_limit must be bytes >= 0, got -1"),
+        ("nan", "got nan"),
+        ("1e9,2e9", "memory_limit has 2 values for 4 devices"),
+        ("1e9,x,1e9,1e9", "must be bytes such as 80e9 or 80GiB, got 'x'"),
+    ],
+)
+def test_bad_limits(capsys: pytest.CaptureFixture[str], limit: str, match: str) -> None:
+    """One line, which has the value."""
+    assert match in fail(capsys, "simulate", "1f1b", *SIZES, f"--memory-limit={limit}")
+
+
+def test_costs_without_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said to fit."""
+    error = fail(capsys, "simulate", "1f1b", *BASE, "--memory-limit", "80GiB")
+    assert "the costs have no bytes" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("80GiB", 80 * GIB), ("80 GB", 80e9), ("1.5kB", 1500), ("1.5KiB", 1536), ("7", 7),
+        ("1e3", 1e3), ("2E2b", 200), ("3tib", 3 * 2**40), ("", None), ("GiB", None),
+        ("80Gi", None), ("80  GB", None), ("8_0", None), ("1e", None), ("80 GB x", None),
+    ],
+)  # fmt: skip
+def test_bytes_as_text(text: str, nbytes: float | None) -> None:
+    """Binary and decimal units; nothing is guessed."""
+    assert parse_bytes(text) == nbytes
+
+
+def test_html_of_a_timeline() -> None:
+    """The line below the figure has what is known."""
+    work = ps.Workload(tokens=8, flops=6, peak_flops=1, memory=30)
+    costs = ps.Costs(1, 2, activation_bytes=5, parameter_bytes=5, workload=work)
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    text = ps.simulate(graph, costs)._repr_html_()
+    assert ", fits in 30.0 B, 1.778 tokens/s, MFU 66.7%" in text
+    with pytest.warns(UserWarning, match="does not fit"):
+        timeline = ps.simulate(graph, costs, memory_limit=19)
+    assert ", does not fit in 19.0 B" in timeline._repr_html_()
+    plain = ps.simulate(graph, ps.Costs(1, 2))._repr_html_()
+    assert "MFU" not in plain
+    assert "fit" not in plain
