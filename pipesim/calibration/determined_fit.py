@@ -25,7 +25,7 @@ EXACT_ROWS = 12
 #: Error of predictions that is assumed at first, and the number of rows that the assumption counts.
 _SCALE, _SCALE_ROWS = 0.05, 2.0
 #: Times that the error is estimated. A smaller one gives less weight to outliers.
-_SCALES = 3
+_SCALES = 2
 #: Correlation of two constants, as a size, from which the rows tell them together only.
 _TOGETHER = 0.7
 

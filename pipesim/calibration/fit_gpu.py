@@ -100,13 +100,10 @@ def fit_gpu(
         measured = np.log([step.seconds for step in steps])
         result = fit(predictor, measured, *chosen.bounds(), chosen.undetermined)
     table = _constants_table(chosen, result)
-    for name, note, value in zip(chosen.names, table["note"], table["value"], strict=True):
-        if note:
-            warnings.warn(
-                f"the rows do not determine {name}: {note}; it stays {value:.4g}",
-                CalibrationWarning,
-                stacklevel=3,
-            )
+    for constant in result.together:
+        name, note, value = chosen.names[constant], *table[["note", "value"]].iloc[constant]
+        text = f"the rows do not determine {name}: {note}; it stays {value:.4g}"
+        warnings.warn(text, CalibrationWarning, stacklevel=3)
     name = chosen.gpu.name.partition(_FITTED)[0]
     name = f"{name}{_FITTED}{len(steps)} steps".strip()
     return Calibration(
@@ -158,13 +155,17 @@ def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
 
 
 def _note(constant: int, constants: Constants, result: Fit) -> str:
-    """Return the reason why a constant is not determined; empty if it is."""
-    if constant not in result.together:
-        return ""
-    others = [constants.names[k] for k in result.together[constant]]
-    if others:
-        return f"other values of {' and '.join(others)} make up for it"
-    return "it changes their predicted seconds too little"
+    """Return the reason why a constant is not determined, or the bound that it is at, if any."""
+    if constant in result.together:
+        others = [constants.names[k] for k in result.together[constant]]
+        return (
+            f"other values of {' and '.join(others)} make up for it"
+            if others
+            else "it changes their predicted seconds too little"
+        )
+    least, most = constants.bounds()
+    names = {least[constant]: "at its least value", most[constant]: "at its largest value"}
+    return names.get(result.x[constant], "")
 
 
 def _rows_table(steps: Sequence[MeasuredStep], result: Fit) -> pd.DataFrame:

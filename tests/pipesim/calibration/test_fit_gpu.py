@@ -136,6 +136,7 @@ def test_rates_stay_below_those_of_the_data_sheet() -> None:
     fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"])
     assert fitted.gpu.flops == pytest.approx(312e12)
     assert fitted.gpu.flops <= fitted.gpu.peak
+    assert fitted.constants.loc["flops", "note"] == "at its largest value"
 
 
 @pytest.mark.slow
