@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attack import SECONDS, Outcome, Overdue
+from places import DATA
 
 __all__ = ["COMMANDS", "attack_option", "options", "run", "texts"]
 
@@ -17,7 +18,8 @@ _TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 #: Texts that an option takes: names of files and folders, no skip, no limit.
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
-        "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": ()}  # fmt: skip
+        "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": (),
+        "--json": _FILE}  # fmt: skip
 #: Texts that a command which trains for a second is spared as names of files: to it they are names
 #: such as "x", and the other commands are given all of them.
 _REPETITIONS = ("nan", "1e999", "1_0")
@@ -33,6 +35,8 @@ COMMANDS: dict[str, list[str]] = {
     "pipesim compare": ["compare", "1f1b", "gpipe", *_SMALL],
     "pipesim sweep": ["sweep", "--grid", "schedule=1f1b", *_SMALL],
     "pipesim schedules": ["schedules"],
+    "pipesim calibrate": ["calibrate", str(DATA / "steps.csv"), "--gpu", "a100_80gb",
+                          "--constants", "flops"],
     "pipeexec run": ["run", *_SHORT],
     "pipeexec validate": ["validate", *_SHORT],
     "pipeexec profile": ["profile", *_SHORT],
