@@ -81,10 +81,10 @@ class DataSheet:
     bandwidth_efficiency: float = 0.85
 
 
-_A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.44, "training steps")
+_A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.45, "training steps")
 _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
-_LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.44, "as B200")
+_LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.45, "as B200")
 _H20, _ASSUMED = (0.80, "large products of H100"), (0.7, "assumed")
 
 DATA_SHEETS = {

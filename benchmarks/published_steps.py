@@ -1,0 +1,229 @@
+"""Predicted times of published training steps: presets alone, and constants fitted to a few rows.
+
+- **Presets**: `pipesim.GPU.preset` and `pipesim.Network.preset` at 0.7 of nominal bandwidths, no
+  constant fitted. The efficiencies of A100 and B200 rest on the sets Selene and B200 themselves
+  (see `pipesim.gpus`); those of vTrain and of zero bubble were not used.
+- **A fifth of the rows**: `pipesim.GPU.fit` on each of five disjoint fifths, drawn with seed 0, and
+  errors on the other four fifths. Sets of few rows are fitted to all rows but those of one model,
+  and to all rows but one, too.
+- **Ablation**: the same by two of the fifths, with one term of the costs removed and constants
+  fitted again.
+- **Regret**: how much longer the step takes that is predicted to be the fastest of its group,
+  relative to the fastest that was measured; groups of at least four rows.
+
+Errors are predicted over measured, minus 1. The rows in this repository are a part of those that
+the sources published; the terms were built with these rows at hand, so that errors on other rows
+may be larger.
+
+``python benchmarks/published_steps.py`` prints the tables and writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from _machine import ROOT, publish, table
+from _published_steps import PublishedSteps, published_steps
+from numpy.typing import NDArray
+
+import pipesim as ps
+from pipesim.calibration import Calibration
+from pipesim.errors import CalibrationWarning
+
+Floats = NDArray[np.float64]
+#: Least rows of a group that counts for the regret; rows below which sets have other folds too.
+_LEAST, _FEW = 4, 10
+#: A rate so high that what it prices takes no time.
+_FREE = 1e30
+
+
+def accuracy(predicted: Floats, measured: Floats) -> list[str]:
+    """Return mean, median and worst error, their mean with sign, and the rank correlation."""
+    errors = predicted / measured - 1
+    sizes = np.abs(errors)
+    ranks = [np.argsort(np.argsort(values)) for values in (predicted, measured)]
+    return [
+        f"{sizes.mean():.1%}",
+        f"{np.median(sizes):.1%}",
+        f"{sizes.max():.1%}",
+        f"{errors.mean():+.1%}",
+        f"{np.corrcoef(ranks)[0, 1]:.3f}",
+    ]
+
+
+_ACCURACY = ["mean", "median", "worst", "signed", "rank corr."]
+
+
+def regret(predicted: Floats, steps: PublishedSteps) -> str:
+    """Return mean regret, the share of groups whose best was found, and that of a random choice."""
+    groups = defaultdict(list)
+    for row, group in enumerate(steps.groups):
+        groups[group].append(row)
+    chosen, random = [], []
+    for rows in groups.values():
+        if len(rows) >= _LEAST:
+            seconds = steps.seconds[rows] / steps.seconds[rows].min() - 1
+            chosen.append(seconds[np.argmin(predicted[rows])])
+            random.append(seconds.mean())
+    if not chosen:
+        return "-"
+    found = np.mean(np.array(chosen) == 0)
+    return f"{np.mean(chosen):.1%}, {found:.0%} of {len(chosen)}; random {np.mean(random):.0%}"
+
+
+def presets(steps: PublishedSteps) -> Floats:
+    """Return predictions from data sheets."""
+    return steps.predicted(ps.GPU.preset(steps.gpu), steps.network)
+
+
+def preset_lines(sets: Sequence[PublishedSteps]) -> list[str]:
+    """Return the table of errors with presets alone."""
+    body = []
+    for steps in sets:
+        predicted = presets(steps)
+        body.append([
+            steps.name, str(len(steps.rows)), *accuracy(predicted, steps.seconds),
+            regret(predicted, steps), steps.published,
+        ])  # fmt: skip
+    head = ["set", "rows", *_ACCURACY, "regret, best found", "published"]
+    return ["Presets alone, nothing fitted:", *table(head, body, 1)]
+
+
+def held_out(
+    steps: PublishedSteps, folds: Sequence[Sequence[int]], *, test_on_fold: bool, **fit: Any
+) -> tuple[Floats, Floats]:
+    """Return predictions of all rows by each fold's constants, and which rows were not fitted.
+
+    Parameters
+    ----------
+    steps
+        The set.
+    folds
+        Rows of each fold.
+    test_on_fold
+        Whether each fold is predicted from all other rows, or all other rows from it.
+    **fit
+        Arguments of `pipesim.GPU.fit`, instead of the set's.
+
+    Returns
+    -------
+    tuple
+        Predicted seconds, shape ``(n_folds, n_rows)``; and the same, NaN for rows that were fitted.
+    """
+    predicted = np.empty((len(folds), len(steps.rows)))
+    unseen = np.full_like(predicted, np.nan)
+    for number, fold in enumerate(folds):
+        others = [row for row in range(len(steps.rows)) if row not in set(fold)]
+        train, test = (others, fold) if test_on_fold else (fold, others)
+        fitted = fit_set(steps.some(train), **fit)
+        predicted[number] = steps.predicted_with(fitted)
+        unseen[number, test] = predicted[number, test]
+    return predicted, unseen
+
+
+def fit_set(steps: PublishedSteps, **fit: Any) -> Calibration:
+    """Return the constants of a set, of as few as it has rows."""
+    arguments: dict[str, Any] = {
+        "gpu": steps.gpu, "network": steps.network,
+        "constants": steps.constants[: len(steps.rows)], **fit,
+    }  # fmt: skip
+    return ps.GPU.fit(steps.rows, **arguments)
+
+
+def fifths(n_rows: int) -> list[list[int]]:
+    """Return five disjoint parts of the rows, drawn with seed 0."""
+    order = np.random.default_rng(0).permutation(n_rows)
+    return [part.tolist() for part in np.array_split(order, 5)]
+
+
+def by_group(steps: PublishedSteps) -> list[list[int]]:
+    """Return the rows of each group."""
+    names = dict.fromkeys(steps.groups)
+    return [[k for k, group in enumerate(steps.groups) if group == name] for name in names]
+
+
+def fold_errors(unseen: Floats, steps: PublishedSteps) -> list[str]:
+    """Return errors over the rows of all folds that were not fitted."""
+    fold, row = np.nonzero(~np.isnan(unseen))
+    return accuracy(unseen[fold, row], steps.seconds[row])
+
+
+def fitted_lines(sets: Sequence[PublishedSteps]) -> list[str]:
+    """Return the errors of rows that were not fitted, and the regret by each fold's constants."""
+    body, choices = [], ["Regret by constants of each fifth:"]
+    for steps in sets:
+        constants = ", ".join(steps.constants)
+        predicted, unseen = held_out(steps, fifths(len(steps.rows)), test_on_fold=False)
+        errors = fold_errors(unseen, steps)
+        body.append([steps.name, "a fifth", constants, *errors, steps.published])
+        if len(steps.rows) < _FEW:
+            _, unseen = held_out(steps, by_group(steps), test_on_fold=True)
+            errors = fold_errors(unseen, steps)
+            body.append([steps.name, "all but a model", constants, *errors, steps.published])
+            _, unseen = held_out(
+                steps, [[row] for row in range(len(steps.rows))], test_on_fold=True
+            )
+            errors = fold_errors(unseen, steps)
+            body.append([steps.name, "all but a row", constants, *errors, steps.published])
+        else:
+            choices += [f"  {steps.name}: {regret(seconds, steps)}" for seconds in predicted]
+    head = ["set", "fitted to", "constants", *_ACCURACY, "published"]
+    return ["Errors of the rows that were not fitted:", *table(head, body, 3), "", *choices]
+
+
+def ablation_lines(steps: PublishedSteps) -> list[str]:
+    """Return errors of rows that two fifths do not have, with one term removed at a time."""
+    gpu = replace(ps.GPU.preset(steps.gpu), synchronization=3e-4)
+    nodes = steps.network.nodes
+    assert nodes is not None
+    free = replace(nodes, port_bandwidth=_FREE, port_latency=0.0)
+    terms: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "all terms": ({}, ()),
+        "launches": ({"gpu": replace(gpu, launch=0.0)}, ("launch",)),
+        "bytes of kernels": ({"gpu": replace(gpu, bandwidth=_FREE)}, ("bandwidth",)),
+        "overhead of kernels": ({"gpu": replace(gpu, overhead=0.0)}, ("overhead",)),
+        "depth of products": ({"gpu": replace(gpu, half_depth=0.0)}, ()),
+        "waves of tiles": ({"gpu": replace(gpu, multiprocessors=0)}, ()),
+        "blocking messages": ({"gpu": replace(gpu, synchronization=0.0)}, ("synchronization",)),
+        "rates inside a node": (
+            {"network": replace(steps.network, nodes=free)}, ("network_latency",),
+        ),
+    }  # fmt: skip
+    body = []
+    for name, (changes, removed) in terms.items():
+        left = tuple(name for name in steps.constants if name not in removed)
+        _, unseen = held_out(
+            steps, fifths(len(steps.rows))[:2], test_on_fold=False, constants=left,
+            **{"gpu": gpu, **changes},
+        )  # fmt: skip
+        body.append([name, *fold_errors(unseen, steps)])
+    head = ["without", *_ACCURACY]
+    return [f"{steps.name}, terms removed one by one, and constants fitted again:",
+            *table(head, body, 1)]  # fmt: skip
+
+
+def main() -> None:
+    """Print the tables and write them to ``results/benchmarks/published_steps.txt``."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="presets alone; nothing is written")
+    options = parser.parse_args()
+    sets = published_steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)  # a fifth may not determine a constant
+        lines = preset_lines(sets)
+        if options.quick:
+            print("\n".join(lines))
+            return
+        lines += ["", *fitted_lines(sets), "", *ablation_lines(sets[0])]
+    folder = ROOT / "results" / "benchmarks"
+    publish(["# python benchmarks/published_steps.py", "", *lines], folder / "published_steps.txt")
+
+
+if __name__ == "__main__":
+    main()
