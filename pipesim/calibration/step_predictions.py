@@ -53,7 +53,7 @@ class StepPrediction:
     @property
     def gpus_per_device(self) -> int:
         """GPUs that act as one device of the pipeline."""
-        return int(self.options.get("tensor_parallel", 1))
+        return check_count("tensor_parallel", self.options.get("tensor_parallel", 1))
 
     @property
     def blocks(self) -> bool:
@@ -94,8 +94,8 @@ def predicted_seconds(
     networks: dict[int, Network | None] = {}
     seconds = []
     for step in steps:
-        size = step.gpus_per_device
         try:
+            size = step.gpus_per_device
             if size not in networks:
                 networks[size] = network(size)
             seconds.append(step.seconds(gpu, networks[size]))

@@ -250,6 +250,7 @@ def test_a_warning_of_a_row_comes_once() -> None:
         ({"schedule": "1f2b"}, "row 1: unknown schedule '1f2b'; did you mean '1f1b'"),
         ({"n_chunks": 2}, "row 1: schedule '1f1b' takes no option 'n_chunks'"),
         ({"tensor_parallel": 3}, "row 1: tensor_parallel=3 does not divide n_heads=25"),
+        ({"tensor_parallel": "q"}, "row 1: tensor_parallel must be a whole number, got 'q'"),
         ({"layers_per_stage": [1, 2], "n_devices": 2}, "row 1: layers_per_stage"),
         ({"recompute": "some"}, "row 1: unknown recompute 'some'"),
     ],
