@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from pipesim.errors import check_type
-from pipesim.models.gpu import GPU
+from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.kernel import Kernel
 from pipesim.models.layer_kernels import embedding_kernels, head_kernels, layer_kernels
 
@@ -21,14 +21,14 @@ _PARTS = {"layer": layer_kernels, "embedding": embedding_kernels, "head": head_k
 _OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
 
 
-def kernel_table(shard: Shard, gpu: GPU) -> pd.DataFrame:
+def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFrame:
     """Return the kernels of a shard; see `pipesim.Transformer.kernels` for its columns."""
     import pandas as pd
 
-    check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
+    rates = as_gpu(gpu)
     rows = [
         (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
-         gpu.kernel_seconds(kernel), _bound(kernel, gpu))
+         rates.kernel_seconds(kernel), _bound(kernel, rates))
         for part, kernels_of in _PARTS.items()
         for field, op in _OPS.items()
         for kernel in getattr(kernels_of(shard), field)

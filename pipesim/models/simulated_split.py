@@ -53,7 +53,17 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     raise CostsError(
         f"memory_limit={limits[device]:.4g}: no split of {model.n_layers} layers was found that "
         f"fits; {list(sizes_of(best))} needs {needed[device]:.4g} bytes on device {device}. Give "
-        "smaller micro-batches, recompute, more devices, or another schedule"
+        "smaller micro-batches, recompute, more devices, or another schedule" + _hint(graph)
+    )
+
+
+def _hint(graph: TaskGraph) -> str:
+    """Return what to give if replicas shard the optimizer, for a graph that has none."""
+    if graph.n_replicas > 1:
+        return ""
+    return (
+        "; this is a step of one replica: if several share the optimizer's state, give the graph "
+        "of pipesim.lower(schedule, n_replicas=..., shard_optimizer=True)"
     )
 
 

@@ -284,7 +284,7 @@ class Transformer:
 
     def kernels(
         self,
-        gpu: GPU,
+        gpu: GPU | Mapping[str, Any] | str,
         *,
         microbatch_size: int,
         tensor_parallel: int = 1,
@@ -298,7 +298,8 @@ class Transformer:
         Parameters
         ----------
         gpu
-            Rates that kernels reach.
+            Rates that kernels reach: a `pipesim.GPU`, the name of a preset, or a mapping of a GPU's
+            fields.
         microbatch_size
             Sequences of a micro-batch.
         tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
@@ -319,10 +320,9 @@ class Transformer:
 
         Examples
         --------
-        >>> from pipesim.models.gpu import GPU
         >>> gpt3 = Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
         ...                    vocabulary_size=51200)
-        >>> table = gpt3.kernels(GPU.preset("a100_80gb"), microbatch_size=1, tensor_parallel=8)
+        >>> table = gpt3.kernels("a100_80gb", microbatch_size=1, tensor_parallel=8)
         >>> layer = table[table["part"] == "layer"]
         >>> layer.groupby("op")["flops"].sum().div(2048 * 12288**2 / 8).round(2).to_dict()
         {'F': 24.67, 'I': 25.33, 'W': 24.0}

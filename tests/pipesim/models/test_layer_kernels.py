@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, ArgumentTypeError
+from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
 
 GPU = ps.GPU(flops=1e12, bandwidth=1e12)
 GPT3 = ps.Transformer(
@@ -50,6 +50,16 @@ def test_recomputed_kernels() -> None:
              for mode in ("none", "selective", "full")}  # fmt: skip
     core, layer = GPT3.core_flops(2), GPT3.layer_flops(2)
     assert table == pytest.approx({"none": 0, "selective": core, "full": layer})
+
+
+def test_a_gpu_may_be_a_name_or_a_mapping() -> None:
+    """As in `Transformer.costs`; a wrong name is met with the nearest one."""
+    preset = ps.GPU.preset("h100_sxm")
+    table = LLAMA.kernels(preset, microbatch_size=1)
+    assert table.equals(LLAMA.kernels("h100_sxm", microbatch_size=1))
+    assert table.equals(LLAMA.kernels(vars(preset), microbatch_size=1))
+    with pytest.raises(UnknownNameError, match="h100_sxm"):
+        LLAMA.kernels("h100_sxn", microbatch_size=1)
 
 
 def test_bytes_of_a_layer_by_hand() -> None:
@@ -137,7 +147,7 @@ def test_flash_attention_keeps_no_scores() -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ArgumentTypeError, match=r"gpu must be a pipesim.GPU, got .* give such as"):
-        GPT3.kernels("h100_sxm", microbatch_size=1)  # type: ignore[arg-type]
+        GPT3.kernels(989e12, microbatch_size=1)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tensor_parallel=5 does not divide n_heads=96"):
         GPT3.kernels(GPU, microbatch_size=1, tensor_parallel=5)
     with pytest.raises(ArgumentError, match="flash_attention must be True or False"):

@@ -173,6 +173,20 @@ def test_memory_limits_choose_among_splits(schedule: ps.Schedule, recompute: Any
         model.costs("balanced", placement=graph, memory_limit=peaks.min() * 0.999)
 
 
+def test_what_does_not_fit_on_one_replica_may_fit_on_several() -> None:
+    """A schedule is one replica, which holds the whole state; the error says how to give more."""
+    schedule = ps.schedule("1f1b", 2, 4)
+    model = layers([1.0] * 8, optimizer_bytes=[8.0] * 8)
+    with pytest.raises(CostsError, match=r"pipesim\.lower\(schedule, n_replicas=.*shard_optimizer"):
+        model.costs("balanced", placement=schedule, memory_limit=16)
+    graph = ps.lower(schedule, n_replicas=4, shard_optimizer=True)
+    costs = model.costs("balanced", placement=graph, memory_limit=8)
+    assert ps.simulate(graph, costs).peak_memory.max() == 8
+    with pytest.raises(CostsError) as error:
+        model.costs("balanced", placement=graph, memory_limit=7)
+    assert "pipesim.lower" not in str(error.value)
+
+
 def test_a_limit_moves_layers_to_devices_with_fewer_microbatches() -> None:
     """Of 1F1B, the first device holds as many micro-batches as there are devices, the last one."""
     schedule = ps.schedule("1f1b", 4, 8)
