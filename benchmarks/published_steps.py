@@ -91,8 +91,30 @@ def preset_lines(sets: Sequence[PublishedSteps]) -> list[str]:
             steps.name, str(len(steps.rows)), *accuracy(predicted, steps.seconds),
             regret(predicted, steps), steps.published,
         ])  # fmt: skip
+    first = sets[0]
+    predicted = one_rate(first)
+    body.append([
+        f"{first.name}, one rate", str(len(first.rows)), *accuracy(predicted, first.seconds),
+        regret(predicted, first), "",
+    ])  # fmt: skip
     head = ["set", "rows", *_ACCURACY, "regret, best found", "published"]
-    return ["Presets alone, nothing fitted:", *table(head, body, 1)]
+    return [
+        "Presets alone, nothing fitted. One rate: costs(flops_per_second=...), the rate fitted:",
+        *table(head, body, 1),
+    ]
+
+
+def one_rate(steps: PublishedSteps) -> Floats:
+    """Return predictions by one FLOP/s for all kernels, with the median error 0."""
+    seconds = np.array([
+        ps.simulate(step.graph, step.model.costs(
+            step.layers_per_stage, flops_per_second=1e14,
+            network=steps.network.grouped(step.gpus_per_device), **step.options,
+        )).makespan
+        for step in steps.steps
+    ])  # fmt: skip
+    factor: Floats = seconds * np.median(steps.seconds / seconds)
+    return factor
 
 
 def held_out(
