@@ -9,18 +9,19 @@ than a factor e, about 2.7, from its start. It decides only where the rows say l
 ``2 c^2 (sqrt(1 + z^2 / c^2) - 1)`` with c = 1.5: a square for small errors, and the distance for
 large ones, so that an outlier has little weight.
 
-The method is that of Levenberg and Marquardt, with weights in place of rho at each iteration.
-Source: Nocedal and Wright, "Numerical Optimization", second edition, sections 10.3 and 16.7. It is
-written here since SciPy's has no prior that its robust loss leaves alone.
+`scipy.optimize.least_squares` finds the minimum, by its method "dogbox", which may end at a bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from pipesim.errors import ArgumentError
 
 __all__ = ["PRIOR", "Floats", "Ints", "Problem", "curvature", "minimize", "search"]
 
@@ -33,10 +34,9 @@ PRIOR = 1.0
 _TURN = 1.5
 #: Difference of a logarithm by which derivatives are taken. Predictions have kinks.
 _DIFFERENCE = 1e-3
-#: Most iterations; least gain of the objective, over 1 + objective, for another; and the bounds of
-#: damping. A gain of 1e-4 moves a constant by about 0.01 of its standard error.
-_ITERATIONS, _GAIN = 40, 1e-4
-_LEAST_DAMPING, _MOST_DAMPING = 1e-6, 1e6
+#: Most evaluations, and the least relative gain of the objective for another. A gain of 1e-4 moves
+#: a constant by about 0.01 of its standard error.
+_EVALUATIONS, _GAIN = 40, 1e-4
 #: Factors by which each constant is moved in search of a better start.
 _FACTORS = (0.25, 0.5, 2.0, 4.0)
 
@@ -128,44 +128,52 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
     rows
         Indices of the rows that count.
     """
-    damping = 1e-3
-    errors = problem.errors(x, rows)
-    value = problem.objective(x, errors)
-    for _ in range(_ITERATIONS):
-        jacobian = problem.jacobian(x, errors, rows, free)
-        slope = jacobian.T @ (problem.weights(errors) * errors) / problem.scale**2
-        slope = slope + x[free] / PRIOR**2
-        bent = curvature(problem, jacobian, errors)
-        before = value
-        while damping <= _MOST_DAMPING:
-            moved = _step(problem, x, free, slope, bent, damping)
-            moved_errors = problem.errors(moved, rows)
-            moved_value = problem.objective(moved, moved_errors)
-            if moved_value < value:
-                x, errors, value = moved, moved_errors, moved_value
-                damping = max(damping / 10, _LEAST_DAMPING)
-                break
-            if np.abs(moved[free] - x[free]).max(initial=0.0) < _DIFFERENCE / 10:
-                return x
-            damping *= 10
-        if before - value <= _GAIN * (1 + before):
-            break
-    return x
+    least_squares, n_rows = _scipy_least_squares(), len(rows)
+
+    def whole(values: Floats) -> Floats:
+        """Return x with the free constants at ``values``."""
+        moved = x.copy()
+        moved[free] = values
+        return moved
+
+    def residuals(values: Floats) -> Floats:
+        """Return errors over their scale, and the prior's part of each free constant."""
+        return np.append(problem.errors(whole(values), rows) / problem.scale, values / PRIOR)
+
+    def jacobian(values: Floats) -> Floats:
+        """Return the derivatives of ``residuals``."""
+        moved = whole(values)
+        lines = problem.jacobian(moved, problem.errors(moved, rows), rows, free)
+        return np.vstack([lines / problem.scale, np.eye(len(free)) / PRIOR])
+
+    def loss(squares: Floats) -> Floats:
+        """Return rho and its two derivatives by the square; the prior keeps its squares."""
+        root = np.sqrt(1 + squares[:n_rows] / _TURN**2)
+        terms = np.vstack([squares, np.ones_like(squares), np.zeros_like(squares)])
+        terms[:, :n_rows] = 2 * _TURN**2 * (root - 1), 1 / root, -1 / (2 * _TURN**2 * root**3)
+        return terms
+
+    if not len(free):
+        return x
+    bounds = problem.lower[free], problem.upper[free]
+    start = np.clip(x[free], *bounds)
+    result = least_squares(
+        residuals, start, jac=jacobian, bounds=bounds, method="dogbox", loss=loss, ftol=_GAIN,
+        xtol=_DIFFERENCE / 10, max_nfev=_EVALUATIONS,
+    )  # fmt: skip
+    return whole(result.x)
 
 
-def _step(
-    problem: Problem, x: Floats, free: Ints, slope: Floats, bent: Floats, damping: float
-) -> Floats:
-    """Return x after a damped step that stays in the bounds.
-
-    A constant at a bound, beyond which the objective would fall, does not move.
-    """
-    stuck = (x[free] <= problem.lower[free]) & (slope > 0)
-    stuck |= (x[free] >= problem.upper[free]) & (slope < 0)
-    inner = np.flatnonzero(~stuck)
-    part = bent[np.ix_(inner, inner)]
-    part = part + damping * np.diag(np.diag(part))
-    return problem.moved(x, free[inner], -np.linalg.solve(part, slope[inner]))
+def _scipy_least_squares() -> Callable[..., Any]:
+    """Return SciPy's least squares; raise `ArgumentError` if SciPy is missing."""
+    try:
+        from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ArgumentError(
+            "fitting constants needs SciPy, which is not installed; pip install 'pipesim[fit]'"
+        ) from error
+    function: Callable[..., Any] = least_squares
+    return function
 
 
 def search(problem: Problem, x: Floats, free: Ints) -> Floats:

@@ -171,7 +171,8 @@ class GPU:
     ) -> Calibration:
         """Return the constants of a GPU that suit measured steps, and the errors of predictions.
 
-        `pipesim.calibration.fit_gpu` has the columns of ``rows``, the method, and the errors.
+        `pipesim.calibration.fit_gpu` has the columns of ``rows``, the method, and the errors. It
+        needs SciPy, the extra ``pipesim[fit]``.
 
         Parameters
         ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from scipy.optimize import least_squares
 from pipesim.calibration import determined_fit
 from pipesim.calibration.determined_fit import LEAST_DETERMINED, Fit, fit
 from pipesim.calibration.least_squares import Floats, Ints, Problem, minimize
+from pipesim.errors import ArgumentError
 
 TRUTH = np.array([0.6, -0.4, 0.9])
 N_ROWS = 12
@@ -72,7 +74,7 @@ def test_an_outlier_has_little_weight() -> None:
 
 
 @pytest.mark.parametrize(("scale", "seed"), [(3.0, 0), (3.0, 1), (0.05, 2), (0.05, 3)])
-def test_the_minimum_is_that_of_scipy(scale: float, seed: int) -> None:
+def test_small_errors_have_the_minimum_of_plain_least_squares(scale: float, seed: int) -> None:
     """Constants have nearly the same effect; those of the small scale are at their bounds."""
     rng = np.random.default_rng(seed)
     parts = rng.uniform(1, 10, (N_ROWS, 1)) * rng.uniform(0.8, 1.2, (N_ROWS, 3))
@@ -88,6 +90,12 @@ def test_the_minimum_is_that_of_scipy(scale: float, seed: int) -> None:
     np.testing.assert_allclose(x, plain, atol=0.01)
     least = problem.objective(plain, problem.errors(plain, every))
     assert problem.objective(x, problem.errors(x, every)) < least + 1e-3
+
+
+def test_scipy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ArgumentError, match=r"SciPy, .* pip install 'pipesim\[fit\]'"):
+        fitted(sums, measured(0.01), 3)
 
 
 def test_a_constant_without_effect_keeps_its_start() -> None:
