@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from pipesim.costs.workload import Workload
 from pipesim.errors import CostsError, CostsWarning, ScheduleError, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
+from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.scheduling.registry import schedule as build_schedule
@@ -33,6 +36,8 @@ _OF_BATCHES = frozenset({
 })  # fmt: skip
 #: Fields of which a device with several stages has not the sum, but the largest value.
 _LARGEST = frozenset({"launch", "output_bytes", "output_seconds"})
+#: Settings that may have one value a stage.
+_STAGE_SETTINGS = ("optimizer_step", "launch")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Configuration:
         stages_differ = other.n_stages != self.schedule.n_stages
         if stages_differ and (self.arguments["skips"] or self.arguments["sharded"]):
             raise ScheduleError("skips and sharded name stages of another schedule")
-        changed = replace(self, costs=_suited(self.costs, self.schedule, other))
+        changed = replace(self, costs=self._costs_of_schedule(other))
         if "costs" in options_of_schedules()[name]:
             other = changed._named(name, other.n_microbatches, {"costs": changed.costs})
         return replace(changed, schedule=other)
@@ -96,6 +101,25 @@ class Configuration:
         sync = self.arguments["grad_sync"]
         changed = changed.with_arguments(grad_sync=_scaled_groups(sync, factor))
         return replace(changed, schedule=other)
+
+    def _costs_of_schedule(self, other: Schedule) -> Costs:
+        """Return the costs of the stages of another schedule.
+
+        If it has another number of stages, the layers are balanced again for its placement. Costs
+        that are not just what settings give are shared by the stages of a device.
+        """
+        settings, n_stages = self.settings, other.n_stages
+        of_stages = [name for name in _STAGE_SETTINGS if isinstance(settings.get(name), list)]
+        is_free = "optimizer_step" not in of_stages or "gpu" in settings  # it follows from a GPU
+        if (
+            n_stages == self.schedule.n_stages
+            or not (settings and is_free)
+            or "launch" in of_stages
+            or self.costs != self._costs_of_settings({})
+        ):
+            return _suited(self.costs, self.schedule, other)
+        kept = {name: value for name, value in settings.items() if name not in of_stages}
+        return _placed_costs(json.dumps(kept), other.placement, self.costs.network)
 
     def _check_same_updates(self, other: Schedule) -> None:
         """Raise `ScheduleError` unless a schedule updates the weights like the present one."""
@@ -140,6 +164,21 @@ def configuration(timeline: Timeline) -> Configuration:
             "schedule is unknown; simulate(lower(schedule), costs) gives one that is"
         )
     return Configuration(source.schedule, source.arguments, costs_of(timeline))
+
+
+@lru_cache(maxsize=16)
+def _placed_costs(settings: str, placement: Placement, network: Network) -> Costs:
+    """Return the costs of a model whose layers are balanced for a placement; settings in JSON.
+
+    Several schedules have one placement, and to search its split takes the most time.
+    """
+    with warnings.catch_warnings():  # the user has had them
+        warnings.simplefilter("ignore", CostsWarning)
+        return Costs.transformer(
+            **{**json.loads(settings), "layers_per_stage": placement.n_stages},
+            placement=placement,
+            network=network,
+        )
 
 
 def _carry_over(costs: Costs, before: Costs, after: Costs) -> Costs:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_TASKS", "changes_that_fit"]
 
 #: Tasks that all simulations of one call have together, about; a few seconds.
-MOST_TASKS = 2_000_000
+MOST_TASKS = 4_000_000
 
 
 class Change(NamedTuple):

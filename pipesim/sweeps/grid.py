@@ -33,11 +33,11 @@ from pipesim.sweeps.settings import (
     check_counts,
     check_layer,
     drop_foreign_options,
-    memory_limit_bytes,
     merge,
     nest,
     setting_path,
 )
+from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.host_memory import check_memory, count_text
 
 __all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows", "version"]

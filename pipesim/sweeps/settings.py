@@ -24,9 +24,9 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.sweeps.transformer_costs import TRANSFORMER, gpu_fields, transformer_costs
+from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
-from pipesim.utils.units import parse_bytes
 
 __all__ = [
     "COUNTS",
@@ -38,7 +38,6 @@ __all__ = [
     "check_counts",
     "check_layer",
     "drop_foreign_options",
-    "memory_limit_bytes",
     "merge",
     "nest",
     "read_grid",
@@ -279,27 +278,6 @@ def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
         return transformer_costs(values, _make_schedule(info, case).placement)
     costs = Costs.from_dict(values)
     return costs if per == "stage" else costs.in_chunks(_make_schedule(info, case).placement)
-
-
-def memory_limit_bytes(value: Any) -> Any:
-    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list.
-
-    Raises
-    ------
-    ArgumentError
-        For a text that is no number of bytes; `pipesim.simulate` checks numbers.
-    """
-    if isinstance(value, list):
-        return [memory_limit_bytes(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    nbytes = parse_bytes(value)
-    if nbytes is None:
-        raise ArgumentError(
-            f"memory_limit must be bytes such as 80e9 or 80GiB, got {value!r:.60}; units are B, "
-            "kB, MB, GB, TB and KiB, MiB, GiB, TiB"
-        )
-    return nbytes
 
 
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:

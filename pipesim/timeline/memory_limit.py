@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import format_bytes, format_time
+from pipesim.utils.units import format_bytes, format_time, parse_bytes
 
 __all__ = [
     "Excess",
@@ -22,6 +22,7 @@ __all__ = [
     "fits",
     "limit_text",
     "memory_limit",
+    "memory_limit_bytes",
     "reserved_memory",
 ]
 
@@ -87,6 +88,27 @@ def _checked_bytes(value: object, where: str) -> float:
         raise ArgumentError(
             f"memory_limit{where} must be bytes >= 0, got {value!r:.60}; give such as 80e9, or "
             "None for no limit"
+        )
+    return nbytes
+
+
+def memory_limit_bytes(value: Any) -> Any:
+    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list.
+
+    Raises
+    ------
+    ArgumentError
+        For a text that is no number of bytes; `pipesim.simulate` checks numbers.
+    """
+    if isinstance(value, list):
+        return [memory_limit_bytes(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    nbytes = parse_bytes(value)
+    if nbytes is None:
+        raise ArgumentError(
+            f"memory_limit must be bytes such as 80e9 or 80GiB, got {value!r:.60}; units are B, "
+            "kB, MB, GB, TB and KiB, MiB, GiB, TiB"
         )
     return nbytes
 

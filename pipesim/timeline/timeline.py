@@ -343,10 +343,11 @@ class Timeline:
         time are tried. Everything else stays as it was, such as options of `pipesim.lower`, and
         fields of the costs in which they differ from what the model's settings give.
 
-        Costs without settings are proportional to the size of a micro-batch here: real kernels get
-        slower than that. Costs of stages are shared evenly by the stages of a schedule with more.
+        If a schedule has another number of stages, the layers of `Costs.transformer` are balanced
+        again for it; other costs are shared evenly by the stages of a device. Costs without
+        settings are proportional to the size of a micro-batch here: real kernels get slower.
 
-        The simulations have about two million tasks together. ``attrs["n_untried"]`` of the table
+        The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
         is the number of changes that were left out for this.
 
         Parameters

@@ -150,6 +150,37 @@ def test_schedules_with_other_stages() -> None:
     assert "schedule='pipedream'" not in back, "it updates the weights in another way"
 
 
+@pytest.mark.parametrize("step", [None, 2e-5])
+def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
+    """The model's costs are made for the stages of the schedule, if nothing else is in them."""
+    costs = stage_costs(optimizer_step=step)
+    for schedule, name in ((ps.schedule("1f1b", 2, 4), "zbv"), (ps.schedule("zbv", 2, 4), "1f1b")):
+        other = ps.schedule(name, 2, 4)
+        if schedule.n_stages != 2:
+            costs = MODEL.costs([1, 1, 1, 1], **SIZES, optimizer_step=step)
+        options = {**SIZES, "placement": other.placement, "optimizer_step": step}
+        wanted = MODEL.costs(other.n_stages, **options)
+        got = table_of(costs, schedule, 1e7)[f"schedule={name!r}"]
+        assert got == simulated(ps.lower(other), wanted, 1e7)
+    placed = MODEL.costs(2, **SIZES, placement=ps.linear(2))
+    zbv = ps.schedule("zbv", 2, 4)
+    got = table_of(placed, ps.schedule("1f1b", 2, 4), 1e7)["schedule='zbv'"]
+    again = MODEL.costs(4, **SIZES, placement=zbv.placement)
+    assert got == simulated(ps.lower(zbv), again, 1e7), "STEP of stages follows from the GPU"
+    uneven = MODEL.costs([3, 1], **SIZES)
+    got = table_of(uneven, ps.schedule("1f1b", 2, 4), 1e7)["schedule='gpipe'"]
+    assert got == simulated(ps.lower(ps.schedule("gpipe", 2, 4)), uneven, 1e7), "as many stages"
+    steps = {"optimizer_step": (1e-3, 2e-3), "gpu": None, "flops_per_second": 1e11}
+    stepped = stage_costs(**steps)
+    got = table_of(stepped, ps.schedule("1f1b", 2, 4), 1e7)["schedule='zbv'"]
+    chunks = stepped.in_chunks(zbv.placement)
+    assert got == pytest.approx(simulated(ps.lower(zbv), chunks, 1e7)), "STEP is of stages"
+    launched = stage_costs(launch=(1e-5, 2e-5))
+    got = table_of(launched, ps.schedule("1f1b", 2, 4), 1e7)["schedule='zbv'"]
+    chunks = launched.in_chunks(zbv.placement)
+    assert got == pytest.approx(simulated(ps.lower(zbv), chunks, 1e7)), "launches are of stages"
+
+
 def test_skips_name_stages() -> None:
     """Other numbers of stages have no such skips."""
     got = table_of(COSTS, ps.schedule("1f1b", 2, 4), 1, skips=[(0, 1)])
