@@ -104,14 +104,14 @@ class _Search:
         return Trial(changes, timeline.makespan, peak, bool(timeline.fits), float(shares.max()))
 
 
-def changes_that_fit(timeline: Timeline, *, schedules: bool, every: bool) -> pd.DataFrame:
+def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.DataFrame:
     """Return changes of a timeline's configuration; see `Timeline.changes_that_fit`."""
     import pandas as pd
 
     search = _Search(timeline, MOST_TASKS)
-    changes = [x for x in _changes(search.start) if schedules or x.kind != _SCHEDULE]
+    changes = [x for x in _changes(search.start) if not (quick and x.kind == _SCHEDULE)]
     trials = search.trials([(change,) for change in changes])
-    if not any(trial.fits for trial in trials):
+    if not quick and not any(trial.fits for trial in trials):
         trials += search.trials(_pairs(trials))
     rows = [
         {

@@ -145,7 +145,7 @@ def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
     if timeline.graph.options.source is None:
         advice = "lower(schedule) makes graphs for which changes_that_fit() finds changes that fit"
     elif len(timeline.graph) <= _FEW_TASKS:
-        table = timeline.changes_that_fit(schedules=False).head(3)
+        table = timeline.changes_that_fit(quick=True).head(3)
         changes = [
             f"{change} (makespan {relative - 1:+.1%})"
             for change, relative in zip(table["change"], table["relative"], strict=True)

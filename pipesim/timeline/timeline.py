@@ -334,7 +334,7 @@ class Timeline:
 
         return memory_breakdown(self)
 
-    def changes_that_fit(self, *, schedules: bool = True, every: bool = False) -> pd.DataFrame:
+    def changes_that_fit(self, *, quick: bool = False, every: bool = False) -> pd.DataFrame:
         """Simulate changes of the configuration; return those that stay in the `memory_limit`.
 
         Changes: recompute, fused attention and sequence parallelism of the layers, if the costs are
@@ -352,8 +352,8 @@ class Timeline:
 
         Parameters
         ----------
-        schedules
-            Whether to try other schedules, which takes most of the time.
+        quick
+            Whether to leave out other schedules and changes in pairs, which take most of the time.
         every
             Whether to list changes that do not fit too.
 
@@ -374,7 +374,7 @@ class Timeline:
         from pipesim.analysis.memory_changes import changes_that_fit
 
         return changes_that_fit(
-            self, schedules=check_flag("schedules", schedules), every=check_flag("every", every)
+            self, quick=check_flag("quick", quick), every=check_flag("every", every)
         )
 
     def critical_path(self) -> pd.DataFrame:

@@ -262,7 +262,10 @@ def test_warning_names_changes_of_small_graphs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not timeline.changes_that_fit().empty
-        assert len(timeline.changes_that_fit(schedules=False)) == 1
+        assert len(timeline.changes_that_fit(quick=True)) == 1
+        tight = replace(timeline, limits=12.5)
+        assert not tight.changes_that_fit().empty
+        assert tight.changes_that_fit(quick=True).empty, "two changes are needed"
 
 
 def test_simulations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
