@@ -144,8 +144,21 @@ def fits(timeline: Timeline) -> bool | None:
     return bool((needed <= limit).all()) if needed.any() else None
 
 
-def excesses(timeline: Timeline) -> list[Excess]:
+def _too_full(timeline: Timeline) -> list[int]:
+    """Return the numbers of the devices that need more bytes than they may hold."""
+    limit = memory_limit(timeline)
+    return [] if limit is None else np.flatnonzero(reserved_memory(timeline) > limit).tolist()
+
+
+def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
     """Return the devices that need more bytes than they may hold, in order of their numbers.
+
+    Parameters
+    ----------
+    timeline
+        A timeline with costs.
+    most
+        Number of devices to return at most; None (the default) for all.
 
     Raises
     ------
@@ -153,12 +166,10 @@ def excesses(timeline: Timeline) -> list[Excess]:
         If the timeline has no costs.
     """
     limit = memory_limit(timeline)
-    if limit is None:
+    devices = _too_full(timeline)[:most]
+    if limit is None or not devices:
         return []
     reserved = reserved_memory(timeline)
-    devices = np.flatnonzero(reserved > limit).tolist()
-    if not devices:
-        return []
     held = timeline.memory()
     graph, too_full = timeline.graph, []
     computes = graph.is_op(COMPUTE)
@@ -186,8 +197,8 @@ def excess_text(excess: Excess) -> str:
 
 def limit_text(timeline: Timeline) -> str:
     """Return one sentence that names the devices that need too much; empty if there are none."""
-    too_full = excesses(timeline)
-    named = "; ".join(excess_text(excess) for excess in too_full[:_MOST_NAMED])
+    too_full = _too_full(timeline)
+    named = "; ".join(excess_text(excess) for excess in excesses(timeline, _MOST_NAMED))
     more = len(too_full) - _MOST_NAMED
     others = f"; {more} more device{'s' * (more > 1)} too" if more > 0 else ""
     share = costs_of(timeline).memory_reserve if too_full else 0.0
