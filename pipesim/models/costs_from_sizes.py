@@ -10,7 +10,7 @@ from typing import Any
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import Split, checked_counts
 from pipesim.errors import ArgumentError, check_name
-from pipesim.models.placed_split import is_word
+from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import Transformer
 
 __all__ = ["costs_from_sizes"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
 from pipesim.models.data_sheets import DATA_SHEETS
-from pipesim.models.kernel import Kernel
+from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.size_checks import check_size, checked_value
 
 if TYPE_CHECKING:

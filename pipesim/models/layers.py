@@ -34,8 +34,8 @@ from pipesim.models.layer_tables import (
     column_values,
     read_columns,
 )
-from pipesim.models.placed_split import Placed, placed_sizes
-from pipesim.models.split_problem import LayerModel
+from pipesim.models.splits.placed_split import Placed, placed_sizes
+from pipesim.models.splits.split_problem import LayerModel
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path
 

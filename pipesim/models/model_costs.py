@@ -11,10 +11,10 @@ from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.workload import Workload
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.placed_split import Placed, placed_sizes
-from pipesim.models.split_problem import LayerModel
+from pipesim.models.splits.placed_split import Placed, placed_sizes
+from pipesim.models.splits.split_problem import LayerModel
+from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.stage_seconds import stage_seconds
-from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.tensor_parallel import Shard
 from pipesim.network.network import Network
 from pipesim.scheduling.schedule import Schedule

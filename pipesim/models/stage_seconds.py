@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
 from pipesim.models.gpu import GPU
-from pipesim.models.group_collectives import Collective, PartCollectives, group_collectives
-from pipesim.models.layer_kernels import (
+from pipesim.models.kernels.group_collectives import Collective, PartCollectives, group_collectives
+from pipesim.models.kernels.layer_kernels import (
     OperationKernels,
     embedding_kernels,
     head_kernels,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import check_flag, check_name, check_type
 from pipesim.models.size_checks import check_divides, check_size
+from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.stage_memory import (
     embedding_operations,
     head_operations,
@@ -18,7 +19,6 @@ from pipesim.models.stage_memory import (
     stage_workspaces,
 )
 from pipesim.models.stage_seconds import per_stage, stage_seconds
-from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
 __all__ = ["Shard"]

@@ -327,7 +327,7 @@ class Transformer:
         >>> layer.groupby("op")["flops"].sum().div(2048 * 12288**2 / 8).round(2).to_dict()
         {'F': 24.67, 'I': 25.33, 'W': 24.0}
         """
-        from pipesim.models.kernel_table import kernel_table
+        from pipesim.models.kernels.kernel_table import kernel_table
 
         shard = self.shard(
             microbatch_size=microbatch_size,

@@ -17,7 +17,7 @@ import pandas as pd
 from places import DATA
 
 import pipesim as ps
-from pipesim.models.kernel import Kernel
+from pipesim.models.kernels.kernel import Kernel
 
 Good = Mapping[str, Any]
 __all__ = ["GOOD", "Good"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, PipeError
-from pipesim.models.split_problem import LayerModel, split_problem
+from pipesim.models.splits.split_problem import LayerModel, split_problem
 
 #: Sixteen equal layers and one four times as long, such as an LM head.
 HEAD = [*[1e-3] * 16, 4e-3]

@@ -11,8 +11,8 @@ from pipesim.costs.layer_split import LayerPartition, Split, check_partition, ch
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.models.simulated_split import fastest_split
-from pipesim.models.split_problem import LayerModel, first_borders, split_problem
+from pipesim.models.splits.simulated_split import fastest_split
+from pipesim.models.splits.split_problem import LayerModel, first_borders, split_problem
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import checked_memory_limit

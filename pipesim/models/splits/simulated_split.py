@@ -10,7 +10,7 @@ from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_bord
 from pipesim.costs.fastest_split import fastest_borders
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
-from pipesim.models.split_problem import LayerModel, first_borders, split_problem
+from pipesim.models.splits.split_problem import LayerModel, first_borders, split_problem
 from pipesim.timeline.memory_limit import reserved_memory
 from pipesim.timeline.timeline import Timeline
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.kernel import Kernel
-from pipesim.models.layer_kernels import embedding_kernels, head_kernels, layer_kernels
+from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.kernels.layer_kernels import embedding_kernels, head_kernels, layer_kernels
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipesim.models.kernel import Kernel
+from pipesim.models.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
