@@ -73,8 +73,8 @@ def regret(predicted: Floats, steps: PublishedSteps) -> str:
             random.append(seconds.mean())
     if not chosen:
         return "-"
-    found = np.mean(np.array(chosen) == 0)
-    return f"{np.mean(chosen):.1%}, {found:.0%} of {len(chosen)}; random {np.mean(random):.0%}"
+    hits = np.mean(np.array(chosen) == 0)
+    return f"{np.mean(chosen):.1%}, {hits:.0%} of {len(chosen)}; random {np.mean(random):.0%}"
 
 
 def presets(steps: PublishedSteps) -> Floats:

@@ -75,7 +75,8 @@ class Transformer:
         Whether the LM head's matrix is that of the embedding. First and last stage hold one copy
         each, unless they are the same stage.
     bytes_per_parameter, bytes_per_gradient, bytes_per_activation
-        Bytes of an element; 2 for bfloat16.
+        Bytes of an element; 2 for bfloat16. Give 4 for gradients that are summed in 32 bits, as in
+        Megatron-LM with bfloat16: 2 bytes a parameter more.
     optimizer_bytes_per_parameter
         12 (the default) for Adam in mixed precision: weights and two moments in 32 bits.
 
