@@ -16,22 +16,34 @@ from typing import NamedTuple
 from _torchgpipe import Figures, PublishedRow
 
 import pipesim as ps
-from pipeexec.demo_models.roofline import Roofline
 
 #: Tesla P40 (NVIDIA's data sheet): 3,840 cores at 1.531 GHz, two operations a clock; 384 bits of
-#: GDDR5. A kernel takes no less than PyTorch takes to launch the next, about 10 us (assumed). cuDNN
-#: has Winograd's algorithm for 3 x 3 convolutions; that it took this form of it is assumed too.
-P40 = Roofline(flops=11.76e12, bandwidth=346e9, launch=10e-6, fewer=2.25)
+#: GDDR5. PyTorch takes about 10 us to launch a kernel, and a kernel about 2 us beside its work;
+#: both are assumed.
+P40 = ps.GPU(flops=11.76e12, bandwidth=346e9, launch=10e-6, overhead=2e-6)
+#: cuDNN has Winograd's algorithm for 3 x 3 convolutions; that it took this form of it is assumed.
+WINOGRAD = 2.25
 #: PCIe 3.0 x16, one way: 16 lanes of 8 GT/s, 128 bits of 130. A copy begins after about 10 us
 #: (assumed).
 PCIE, LATENCY = 15.75e9, 10e-6
 
 
 class LinkedGPU(NamedTuple):
-    """What a GPU sustains, and bytes a second of the link of each, in each direction."""
+    """A GPU, and the link of each.
 
-    device: Roofline
+    Attributes
+    ----------
+    device
+        Rates that the GPU sustains.
+    link
+        Bytes a second in each direction.
+    winograd
+        Counted operations over executed ones of 3 x 3 convolutions with stride 1.
+    """
+
+    device: ps.GPU
     link: float
+    winograd: float = WINOGRAD
 
 
 #: The machine, given the part of its nominal rates that is reached.
@@ -45,7 +57,7 @@ def reached(part: float) -> LinkedGPU:
 
 def costs_of(row: PublishedRow, machine: LinkedGPU) -> ps.Costs:
     """Return what a row's tasks and messages take."""
-    layers = row.layers(row.batch // row.n_microbatches)
+    layers = row.layers(row.batch // row.n_microbatches, machine.winograd)
     ports = ps.Nodes(len(row.balance), port_latency=LATENCY, port_bandwidth=machine.link)
     costs = layers.costs(row.balance, machine.device, network=ps.Network(nodes=ports))
     skips = layers.skip_bytes(row.balance)

@@ -56,13 +56,14 @@ class PublishedRow(NamedTuple):
     Attributes
     ----------
     layers
-        Counts the layers for a micro-batch of so many samples.
+        Counts the layers for a micro-batch of so many samples, with the factor of Winograd's
+        algorithm (`pipeexec.demo_models.layer_costs`).
     switches
         Further arguments of `pipesim.lower`.
     """
 
     name: str
-    layers: Callable[[int], LayerCosts]
+    layers: Callable[[int, float], LayerCosts]
     balance: tuple[int, ...]
     n_microbatches: int
     batch: int
@@ -108,14 +109,15 @@ def amoebanet() -> list[PublishedRow]:
 
 
 @cache
-def unet_layers(n_samples: int) -> LayerCosts:
+def unet_layers(n_samples: int, winograd: float) -> LayerCosts:
     """Count the layers of the U-Net (5, 64) for images of 192 x 192."""
     with torch.device("meta"):
-        return layer_costs(unet(), torch.empty(n_samples, 3, 192, 192))
+        return layer_costs(unet(), torch.empty(n_samples, 3, 192, 192), winograd=winograd)
 
 
 @cache
-def amoebanet_layers(n_samples: int) -> LayerCosts:
+def amoebanet_layers(n_samples: int, winograd: float) -> LayerCosts:
     """Count the layers of AmoebaNet-D (18, 256) for images of 224 x 224."""
     with torch.device("meta"):
-        return layer_costs(amoebanet_d(18, 256), torch.empty(n_samples, 3, 224, 224))
+        images = torch.empty(n_samples, 3, 224, 224)
+        return layer_costs(amoebanet_d(18, 256), images, winograd=winograd)

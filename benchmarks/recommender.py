@@ -13,7 +13,8 @@ the nominal rates that GPUs, their memories and NVLink reach.
 
 Assumed: A100s of 80 GB; FP32 on an A100 is TF32, TensorFlow's default; with AMP activations,
 vectors and gradients have 16 bits; keys follow Zipf's law (`pipeexec.demo_models.criteo.SKEW`),
-each sent once, though SOK does that (``--compress``) in FP32 alone; a kernel takes at least 5 us.
+each sent once, though SOK does that (``--compress``) in FP32 alone; the host launches a kernel in
+5 us, and a kernel takes 2 us beside its work.
 
 ``python benchmarks/recommender.py`` prints the tables and writes them.
 """
@@ -31,11 +32,11 @@ from _machine import ROOT, header, publish, table
 
 import pipesim as ps
 from pipeexec.demo_models.dlrm import TERABYTE
-from pipeexec.demo_models.roofline import Roofline
 
 OUT = ROOT / "results" / "benchmarks" / "recommender.txt"
 PUBLISHED = ROOT / "tests" / "published" / "sok_dlrm.json"
-N_GPUS, LAUNCH, NVLINK_LATENCY = 8, 5e-6, 3.4e-6
+N_GPUS, NVLINK_LATENCY = 8, 3.4e-6
+LAUNCH, OVERHEAD = 5e-6, 2e-6
 COLUMNS = (
     "interaction", "GPU", "batch", "precision", "part", "published", "predicted", "error",
 )  # fmt: skip
@@ -63,9 +64,12 @@ GRAPH = ps.lower(
 def milliseconds(gpu: str, batch: int, precision: str, part: float) -> float:
     """Return the simulated step."""
     sheet = SHEETS[gpu]
+    device = ps.GPU(
+        flops=sheet.flops[precision], bandwidth=sheet.memory, launch=LAUNCH, overhead=OVERHEAD
+    )
     nodes = ps.Nodes(N_GPUS, port_latency=NVLINK_LATENCY, port_bandwidth=sheet.nvlink * part)
     costs = TERABYTE.costs(
-        Roofline(sheet.flops[precision], sheet.memory, LAUNCH).scaled(part),
+        device.scaled(part),
         batch // N_GPUS,
         n_replicas=N_GPUS,
         network=ps.Network(nodes=nodes),

@@ -1,7 +1,7 @@
 """torchgpipe's published speeds, predicted from per-layer costs and one scalar.
 
 The U-Net (5, 64) of its ablation on four Tesla P40s, and AmoebaNet-D (18, 256) on two, four and
-eight. Seconds of layers come from their operations and bytes by a roofline (`_data_sheet.py`);
+eight. Seconds of layers come from their operations and bytes on a GPU (`_data_sheet.py`);
 what is fitted is one scalar, the part of the nominal rates that GPUs and links reach.
 
 - ablation: fitted on each row in turn. The fit that counts is that on "dependency", where nothing
@@ -39,6 +39,7 @@ import torch
 from _data_sheet import (
     P40,
     PCIE,
+    WINOGRAD,
     LinkedGPU,
     Reached,
     costs_of,
@@ -97,20 +98,22 @@ def _cell(value: float, form: str) -> str:
 def assumptions() -> dict[str, tuple[Reached, dict[str, bool]]]:
     """Return machines with assumptions changed, and switches of the rows."""
 
-    def machine(link_too: bool = True, **changes: float) -> Reached:
-        device = replace(P40, **changes)
-        return lambda part: LinkedGPU(device.scaled(part), PCIE * (part if link_too else 1))
+    def machine(link_too: bool = True, winograd: float = WINOGRAD, device: ps.GPU = P40) -> Reached:
+        return lambda part: LinkedGPU(
+            device.scaled(part), PCIE * (part if link_too else 1), winograd
+        )
 
     fills = {"recompute_waits": False}
+    free = replace(P40, launch=0, overhead=0)
     return {
         "as above": (reached, {}),
-        "1. convolutions computed directly": (machine(fewer=1), {}),
+        "1. convolutions computed directly": (machine(winograd=1), {}),
         "2. links at their nominal rate": (machine(link_too=False), {}),
         "3. R fills the wait for its gradient": (reached, fills),
-        "1 and 2": (machine(link_too=False, fewer=1), {}),
-        "1, 2 and 3: the first model": (machine(link_too=False, fewer=1), fills),
-        "Winograd F(4 x 4, 3 x 3)": (machine(fewer=4), {}),
-        "no shortest kernel": (machine(launch=0), {}),
+        "1 and 2": (machine(link_too=False, winograd=1), {}),
+        "1, 2 and 3: the first model": (machine(link_too=False, winograd=1), fills),
+        "Winograd F(4 x 4, 3 x 3)": (machine(winograd=4), {}),
+        "launches and overheads take no time": (machine(device=free), {}),
     }
 
 

@@ -17,7 +17,6 @@ import torch
 import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
 from pipeexec.demo_models.layer_costs import layer_costs
-from pipeexec.demo_models.roofline import Roofline
 from pipeexec.devices.gpu_slices.green_contexts import part_size
 
 __all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of"]
@@ -49,8 +48,8 @@ SHEETS = {
     "H200": DataSheet(67e12, 4.8e12, 132, 9),
     "A100-SXM4-80GB": DataSheet(19.5e12, 2.039e12, 108, 8),
 }
-#: Seconds of the shortest kernel in a CUDA graph; assumed.
-LAUNCH = 2e-6
+#: Seconds of a kernel beside its work; assumed. The host launches a CUDA graph as a whole.
+OVERHEAD = 2e-6
 #: Tensors of a parameter's size that SGD with momentum reads and writes.
 _MOVED_BY_SGD = 5
 
@@ -72,20 +71,23 @@ def predicted(bench: Bench, sheet: DataSheet, counts: Sequence[int]) -> pd.DataF
         tokens, _ = bench.batch(bench.samples(n))
         layers = layer_costs(bench.layers(n_blocks), tokens)
         n_sms = part_size(sheet.n_sms, n, sheet.major)
-        roofline = Roofline(sheet.flops * n_sms / sheet.n_sms, sheet.bandwidth / n, LAUNCH)
+        gpu = ps.GPU(
+            flops=sheet.flops * n_sms / sheet.n_sms, bandwidth=sheet.bandwidth / n,
+            overhead=OVERHEAD,
+        )  # fmt: skip
         for name, options in (item for group in GROUPS for item in group):
             for overlap in (True, False):
                 graph = lowered(name, n, m, overlap, **options)
-                costs = layers.costs(bench.balance(graph.n_stages, n_blocks), roofline)
-                makespan = ps.simulate(graph, _with_steps(costs, roofline, graph.n_stages)).makespan
+                costs = layers.costs(bench.balance(graph.n_stages, n_blocks), gpu)
+                makespan = ps.simulate(graph, _with_steps(costs, gpu, graph.n_stages)).makespan
                 rows.append(
                     {"slices": n, "schedule": name, "overlap": overlap, "makespan": makespan}
                 )
     return pd.DataFrame(rows)
 
 
-def _with_steps(costs: ps.Costs, roofline: Roofline, n_stages: int) -> ps.Costs:
+def _with_steps(costs: ps.Costs, gpu: ps.GPU, n_stages: int) -> ps.Costs:
     """Return costs with I and W, each half of B, and SGD's steps, which move memory."""
     half = tuple((costs.per_stage("backward", n_stages) / 2).tolist())
-    step = costs.per_stage("parameter_bytes", n_stages) * _MOVED_BY_SGD / roofline.bandwidth
+    step = costs.per_stage("parameter_bytes", n_stages) * _MOVED_BY_SGD / gpu.bandwidth
     return replace(costs, input_grad=half, weight_grad=half, optimizer_step=tuple(step.tolist()))

@@ -13,9 +13,10 @@ arXiv 1906.00091.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,14 @@ from pipeexec.demo_models.criteo import (
     scaled_rows,
 )
 from pipeexec.demo_models.layer_costs import layer_costs
-from pipeexec.demo_models.roofline import KernelCost, Roofline
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.kernels.kernel import Kernel
 from pipesim.network.network import Network
 
 __all__ = ["DLRM", "KAGGLE", "TERABYTE", "DenseStage", "UnsplitDLRM"]
@@ -137,7 +139,7 @@ class DLRM:
 
     def costs(
         self,
-        device: Roofline,
+        gpu: GPU | Mapping[str, Any] | str,
         batch: int,
         *,
         n_replicas: int = 1,
@@ -146,7 +148,7 @@ class DLRM:
         skew: float = SKEW,
         all_reduce: str = "ring",
     ) -> Costs:
-        """Return the costs of both stages on a device, from its data sheet.
+        """Return the costs of both stages on a GPU, from its data sheet.
 
         The kernels of the MLPs are counted without running them. In the embedding, these read and
         write vectors once each: lookup, reordering, sums over repeated keys, sums in the rows'
@@ -155,8 +157,9 @@ class DLRM:
 
         Parameters
         ----------
-        device
-            Rates of a GPU, for numbers of ``dtype``.
+        gpu
+            The GPU of each replica, the name of a preset, or a mapping of a GPU's fields. Its
+            ``flops`` are those for numbers of ``dtype``.
         batch
             Number of samples of a GPU's micro-batch.
         n_replicas
@@ -171,8 +174,11 @@ class DLRM:
         Raises
         ------
         ArgumentError
-            For counts that are no whole numbers of at least 1.
+            For counts that are no whole numbers of at least 1, and for anything but a GPU.
+        UnknownNameError
+            For an unknown preset, or an unknown field of a GPU.
         """
+        device = as_gpu(gpu)
         batch, n_replicas = check_count("batch", batch), check_count("n_replicas", n_replicas)
         n_keys, n_distinct = batch * len(self.rows), distinct(self.rows, batch, skew)
         vector = self.dim * dtype.itemsize
@@ -185,16 +191,20 @@ class DLRM:
         [layer] = layer_costs(dense, (numbers, vectors)).layers
         n_dense = layer.parameter_bytes / dtype.itemsize
         lookup, sums = 2 * distinct_bytes, 3 * distinct_bytes  # a sum reads two and writes one
-        forward = [KernelCost(0, n) for n in (_SORTED * n_keys, lookup, distinct_bytes + all_bytes)]
-        backward = [KernelCost(0, n) for n in (all_bytes + distinct_bytes, sums)]
+        reordered = distinct_bytes + all_bytes
+        forward = [
+            Kernel("sort", nbytes=_SORTED * n_keys), Kernel("lookup", nbytes=lookup),
+            Kernel("reorder", nbytes=reordered),
+        ]  # fmt: skip
+        backward = [Kernel("sum repeated", nbytes=reordered), Kernel("sum", nbytes=sums)]
         shard = sum(-(-rows // n_replicas) for rows in self.rows) * self.dim
         step_bytes = 3 * _PARAMETER * n_distinct * self.dim
         return Costs(
             forward=(device.seconds(forward), device.seconds(layer.forward)),
             backward=(device.seconds(backward), device.seconds(layer.backward)),
             optimizer_step=(
-                device.seconds([KernelCost(0, step_bytes)]),
-                device.seconds([KernelCost(0, 3 * _PARAMETER * n_dense)]),
+                device.seconds([Kernel("sparse SGD", nbytes=step_bytes)]),
+                device.seconds([Kernel("SGD", nbytes=3 * _PARAMETER * n_dense)]),
             ),
             output_bytes=(float(numbers.nbytes + vectors.nbytes), layer.output_bytes),
             # Source and destination of each key's vector.

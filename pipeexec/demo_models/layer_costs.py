@@ -1,25 +1,28 @@
 """`LayerCosts`: operations, bytes and activations of each layer, counted without computing.
 
-With the data sheet of a device they give the seconds of each layer, and so the prediction of a
-pipeline before the hardware is available.
+With the data sheet of a GPU they give the seconds of each layer and of stages, and so the
+prediction of a pipeline before the hardware is available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.demo_models.roofline import KernelCost, KernelRecorder, Roofline
+from pipeexec.demo_models.kernel_recorder import KernelRecorder
 from pipeexec.gpipe.layer_by_layer import DetachingShelf, backward_roots, isolated_layers
 from pipeexec.gpipe.skip import Key, Skippable
 from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 
@@ -44,8 +47,8 @@ class LayerCost(NamedTuple):
         Bytes of its parameters.
     """
 
-    forward: tuple[KernelCost, ...]
-    backward: tuple[KernelCost, ...]
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
     output_bytes: float
     activation_bytes: float
     parameter_bytes: float
@@ -74,8 +77,15 @@ class LayerCosts:
     layers: tuple[LayerCost, ...]
     skips: tuple[LayerSkip, ...] = ()
 
-    def to_layers(self, device: Roofline) -> Layers:
-        """Return seconds and bytes of the layers on a device."""
+    def to_layers(self, gpu: GPU | Mapping[str, Any] | str) -> Layers:
+        """Return seconds and bytes of the layers on a GPU, each layer by itself.
+
+        Parameters
+        ----------
+        gpu
+            As in `costs`.
+        """
+        device = as_gpu(gpu)
         columns: dict[str, list[float]] = {
             name: [device.seconds(getattr(layer, name)) for layer in self.layers]
             for name in ("forward", "backward")
@@ -96,28 +106,53 @@ class LayerCosts:
         return nbytes
 
     def costs(
-        self, balance: Sequence[int], device: Roofline, *, network: Network | None = None
+        self,
+        balance: Sequence[int],
+        gpu: GPU | Mapping[str, Any] | str,
+        *,
+        network: Network | None = None,
     ) -> Costs:
         """Return the costs of the stages of a balance.
+
+        F and B of a stage take as long as its kernels, or as the host's launches if these are
+        longer (`pipesim.GPU.seconds`). The host launches kernels of short layers while the GPU runs
+        long ones. So a stage may take less time than its layers one by one.
 
         Parameters
         ----------
         balance
             Number of layers of each stage, in order.
-        device
-            Rates of each device.
+        gpu
+            The GPU of each device, the name of a preset, or a mapping of a GPU's fields. Its
+            ``flops`` are those for the data type of the layers.
         network
             As in `Costs`.
 
         Raises
         ------
         ArgumentError
-            For a balance that does not sum to the number of layers, or has an empty stage.
+            For a balance that does not sum to the number of layers, or has an empty stage, and for
+            anything but a GPU.
+        UnknownNameError
+            For an unknown preset, or an unknown field of a GPU.
         """
-        return self.to_layers(device).costs(balance, network=network)
+        device = as_gpu(gpu)
+        sizes = checked_split(balance, len(self.layers), "balance")
+        stages = [self.layers[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+        return replace(
+            self.to_layers(device).costs(sizes, network=network),
+            forward=tuple(
+                device.seconds(chain.from_iterable(layer.forward for layer in stage))
+                for stage in stages
+            ),
+            backward=tuple(
+                device.seconds(chain.from_iterable(layer.backward for layer in stage))
+                for stage in stages
+            ),
+        )
 
 
-def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
+def layer_costs(module: nn.Sequential, sample: Batch, *, winograd: float = 1.0) -> LayerCosts:
     """Count what each layer does for one micro-batch.
 
     Copies of the layers run one by one on the meta device, forward and backward, in training mode.
@@ -129,6 +164,14 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
         Module whose layers take and return one tensor or one tuple of tensors; skips are allowed.
     sample
         A micro-batch, on any device.
+    winograd
+        Counted operations over executed ones of 3 x 3 convolutions with stride 1, as in
+        `KernelRecorder`; 1 (the default) if convolutions are computed directly.
+
+    Raises
+    ------
+    ArgumentError
+        For ``winograd`` below 1 or not finite.
 
     Examples
     --------
@@ -136,14 +179,14 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     >>> linear = torch.nn.Linear(10, 20, bias=False, device="meta")
     >>> [layer] = layer_costs(torch.nn.Sequential(linear), torch.empty(4, 10)).layers
     >>> layer.forward  # 2 * 4 * 10 * 20 operations; 4 bytes per number of input, weight, output
-    (KernelCost(flops=1600.0, nbytes=1280.0, is_3x3=False),)
+    (Kernel(name='mm', flops=1600.0, nbytes=1280.0, depth=10.0, n_kernels=1),)
     """
     shelf, saved = DetachingShelf(), _SavedStorages()
     source: dict[Key, tuple[int, float]] = {}
     layers: list[LayerCost] = []
     skips: list[LayerSkip] = []
     for i, (run, layer_input) in enumerate(isolated_layers(module, sample, _META, shelf)):
-        layers.append(_layer_cost(run, layer_input, saved))
+        layers.append(_layer_cost(run, layer_input, saved, winograd))
         if isinstance(run, Skippable):
             for key in run.poppable():
                 skips.append(LayerSkip(source[key][0], i, source[key][1]))
@@ -153,12 +196,14 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     return LayerCosts(tuple(layers), tuple(skips))
 
 
-def _layer_cost(layer: nn.Module, layer_input: Batch, saved: _SavedStorages) -> LayerCost:
+def _layer_cost(
+    layer: nn.Module, layer_input: Batch, saved: _SavedStorages, winograd: float
+) -> LayerCost:
     """Run a layer forward and backward, and return its cost."""
     parameters = list(layer.parameters())
     for parameter in parameters:  # B then adds to a gradient, as in a pipeline
         parameter.grad = torch.zeros_like(parameter)
-    forward, backward = KernelRecorder(), KernelRecorder()
+    forward, backward = KernelRecorder(winograd), KernelRecorder(winograd)
     before = saved.nbytes
     with saved.counting(layer), forward:
         output = layer(layer_input)

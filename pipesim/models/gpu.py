@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
@@ -201,6 +201,25 @@ class GPU:
         from pipesim.calibration.fit_gpu import fit_gpu
 
         return fit_gpu(rows, gpu, network, constants)
+
+    def scaled(self, part: float) -> GPU:
+        """Return this GPU with ``flops`` and ``bandwidth`` times a factor; the rest stays.
+
+        The result reaches ``part`` of the rates, or is a slice of the GPU. Launches and overheads
+        take as long as before, and ``peak_flops`` is that of the same data sheet.
+
+        Raises
+        ------
+        ArgumentError
+            For a factor that is not finite and above 0, or too large for the rates.
+
+        Examples
+        --------
+        >>> GPU(flops=300e12, bandwidth=2e12, launch=5e-6).scaled(0.5).flops
+        150000000000000.0
+        """
+        factor = checked_value("part", part, "share of the rates", above_zero=True)
+        return replace(self, flops=self.flops * factor, bandwidth=self.bandwidth * factor)
 
     def kernel_shares(self, kernel: Kernel) -> dict[str, float]:
         """Return the seconds of a kernel's matrix products, of its memory, and its overhead.

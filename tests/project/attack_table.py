@@ -146,6 +146,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.GPU.kernel_seconds": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
     "ps.GPU.kernel_shares": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
     "ps.GPU.preset": lambda _: {"name": "h100_sxm"},
+    "ps.GPU.scaled": lambda _: {"self": gpu(), "part": 0.5},
     "ps.GPU.seconds": lambda _: {"self": gpu(), "kernels": [Kernel("dropout", nbytes=1e6)]},
     "ps.Keys": lambda _: {"frequencies": [1.0, 2.0], "n_keys": 3},
     "ps.Keys.busiest": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},

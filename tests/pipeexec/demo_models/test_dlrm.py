@@ -17,12 +17,13 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.criteo import KAGGLE_ROWS, TERABYTE_ROWS, distinct, draw_keys, scaled_rows
 from pipeexec.demo_models.dlrm import DLRM, KAGGLE, TERABYTE, DenseStage, UnsplitDLRM
-from pipeexec.demo_models.roofline import Roofline
 from pipesim.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
 SMALL = DLRM(scaled_rows(KAGGLE_ROWS, 2e-6), 4, (8,), (6,))
+#: One operation and one byte a second.
+ONE = ps.GPU(flops=1.0, bandwidth=1.0)
 RATE, K, SHARES = 0.5, 2, [5, 4]
 
 
@@ -145,7 +146,8 @@ def test_keys_follow_zipfs_law(skew: float) -> None:
 def test_costs_by_hand() -> None:
     """One table that every sample looks up evenly, one layer each; rates of 1 say seconds."""
     model, batch = DLRM((1,), 2), 8
-    costs = model.costs(Roofline(1e-12, 1.0), batch, skew=0)  # each kernel is bound by operations
+    slow = ps.GPU(flops=1e-12, bandwidth=1.0)  # each product is bound by operations
+    costs = model.costs(slow, batch, skew=0)
     # bottom 13 x 2, one pair's product (as 2 x 2 of them), top 3 x 1: two operations a multiply-add
     flops = 2 * batch * (13 * 2 + 2 * 2 * 2 + 3)
     assert costs.per_stage("forward", 2)[1] * 1e-12 == pytest.approx(flops, rel=1e-3)
@@ -154,7 +156,7 @@ def test_costs_by_hand() -> None:
     assert costs.parameter_bytes == (2 * 4, 4 * (13 * 2 + 2 + 3 + 1))
     # lookup: row read and written; reordered: it read, 8 written; sorted: 64 bytes a key
     assert costs.per_stage("forward", 2)[0] == 64 * 8 + 2 * 8 + (8 + 8 * 8)
-    half = model.costs(Roofline(1.0, 1.0), batch, skew=0, dtype=torch.half, n_replicas=4)
+    half = model.costs(ONE, batch, skew=0, dtype=torch.half, n_replicas=4)
     assert half.vector_bytes == (2 * 2, 0)
     assert half.parameter_bytes == costs.parameter_bytes
 
@@ -165,13 +167,15 @@ def test_published_batch_sizes() -> None:
     published = json.loads(path.read_text())["expected"]
     graph = ps.lower(ps.schedule("looped_bfs", 1, 1, n_chunks=2), n_replicas=8, sharded=[0])
 
-    def seconds(batch: int, part: float) -> float:
-        # NVIDIA's data sheet: 156 TFLOP/s in TF32, 2039 GB/s (80 GB), NVLink 300 GB/s each way
-        device = Roofline(156e12 * part, 2039e9 * part, 5e-6)
-        network = ps.Network.preset("dgx_a100", efficiency=part)
-        return ps.simulate(graph, TERABYTE.costs(device, batch // 8, network=network)).makespan
+    # NVIDIA's data sheet: 156 TFLOP/s in TF32, 2039 GB/s (80 GB), NVLink 300 GB/s each way
+    a100 = ps.GPU(flops=156e12, bandwidth=2039e9, launch=5e-6, overhead=2e-6)
 
-    for rows, part in ((published["8xA100"], 0.29), (published["8xA100_custom_interact"], 0.44)):
+    def seconds(batch: int, part: float) -> float:
+        network = ps.Network.preset("dgx_a100", efficiency=part)
+        costs = TERABYTE.costs(a100.scaled(part), batch // 8, network=network)
+        return ps.simulate(graph, costs).makespan
+
+    for rows, part in ((published["8xA100"], 0.295), (published["8xA100_custom_interact"], 0.45)):
         ((fitted_batch, _, fitted, _),) = [row for row in rows if row[:2] == [65536, "FP32"]]
         ((other, _, wanted, _),) = [row for row in rows if row[:2] == [55296, "FP32"]]
         assert seconds(fitted_batch, part) * 1e3 == pytest.approx(fitted, rel=0.01)
@@ -199,4 +203,4 @@ def test_bad_input() -> None:
     with pytest.raises(ArgumentError, match="n must be"):
         KAGGLE.batch(0, generator())
     with pytest.raises(ArgumentError, match="batch"):
-        SMALL.costs(Roofline(1.0, 1.0), 0)
+        SMALL.costs(ONE, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -16,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipesim as ps
 from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
-from pipeexec.demo_models.roofline import KernelCost, Roofline
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
+from pipesim.models.kernels.kernel import Kernel
 
 FLOAT = 4  # bytes
 N, IN, OUT, SIDE = 5, 3, 8, 10
-DEVICE = Roofline(flops=1e12, bandwidth=1e11, launch=1e-6)
+DEVICE = ps.GPU(flops=1e12, bandwidth=1e11)
 
 
 @skippable(stash=["skip"])
@@ -61,13 +60,27 @@ def test_convolution_by_closed_form() -> None:
     [_, layer] = counted(nn.Conv2d(IN, IN, 1), nn.Conv2d(IN, OUT, 3, padding=1, bias=False)).layers
     x, y, w = N * IN * SIDE**2, N * OUT * SIDE**2, OUT * IN * 9
     flops = 2 * y * IN * 9
-    assert layer.forward == (KernelCost(flops, FLOAT * (x + w + y), is_3x3=True),)
+    assert layer.forward == (Kernel("convolution", flops, FLOAT * (x + w + y)),)
     backward, added = layer.backward
-    assert backward == KernelCost(2 * flops, FLOAT * ((y + x + w) + (x + w)), is_3x3=True)
-    assert added == KernelCost(0, FLOAT * 3 * w)  # to the gradient of the micro-batches before
+    moved = FLOAT * ((y + x + w) + (x + w))
+    assert backward == Kernel("convolution_backward", 2 * flops, moved)
+    assert added == Kernel("add_", 0, FLOAT * 3 * w)  # to the gradient of the micro-batches before
     assert layer.output_bytes == FLOAT * y
     assert layer.parameter_bytes == FLOAT * w
     assert layer.activation_bytes == FLOAT * x  # its input
+
+
+def test_matrix_products_have_their_depth() -> None:
+    """They sum over the input's size, the output's (gradient of the input), and the samples."""
+    layer = counted(nn.ReLU(), nn.Linear(IN, OUT), shape=(N, IN)).layers[1]
+    forward, backward = (
+        {kernel.depth for kernel in kernels if kernel.flops}
+        for kernels in (layer.forward, layer.backward)
+    )
+    assert (forward, backward) == ({IN}, {N})  # the sample needs no gradient
+    inner = counted(nn.Linear(IN, IN), nn.Linear(IN, OUT), shape=(N, IN)).layers[1]
+    assert {kernel.depth for kernel in inner.backward if kernel.flops} == {OUT, N}
+    assert not any(kernel.depth for kernel in inner.backward if not kernel.flops)
 
 
 def test_first_layer_needs_no_gradient_of_its_input() -> None:
@@ -163,14 +176,18 @@ def test_skips_across_borders() -> None:
         skipping_costs().skip_bytes([3, 3])
 
 
-def test_roofline_takes_what_bounds_a_kernel() -> None:
-    """Operations, bytes or the launch; scaled, the rates alone."""
-    bounds = {KernelCost(3e9, 1): 3e-3, KernelCost(1, 2e8): 2e-3, KernelCost(1, 1): 1e-6}
-    for kernel, seconds in bounds.items():
-        assert DEVICE.seconds([kernel]) == seconds
-    assert DEVICE.seconds(list(bounds)) == pytest.approx(sum(bounds.values()))
-    half = DEVICE.scaled(0.5)
-    assert half.seconds(list(bounds)) == pytest.approx(6e-3 + 4e-3 + 1e-6)
+def test_a_stage_takes_its_kernels_or_their_launches() -> None:
+    """The host launches kernels of a short layer while the GPU runs a long one."""
+    layers = counted(nn.ReLU(), nn.Linear(1000, 1000, bias=False), nn.ReLU(), shape=(10, 1000))
+    relu, product = 8e-8, 2e-5  # 80,000 bytes read and written; 2 * 10 * 1000 * 1000 operations
+    for launch, stages, by_layer in (
+        (0, (relu + product, relu), (relu, product, relu)),
+        (5e-6, (relu + product, 5e-6), (5e-6, product, 5e-6)),
+        (3e-5, (6e-5, 3e-5), (3e-5, 3e-5, 3e-5)),
+    ):
+        gpu = ps.GPU(flops=1e12, bandwidth=1e12, launch=launch)
+        assert layers.costs([2, 1], gpu).forward == pytest.approx(stages)
+        assert layers.to_layers(gpu).columns["forward"] == pytest.approx(by_layer)
 
 
 @pytest.mark.parametrize(
@@ -183,35 +200,40 @@ def test_roofline_takes_what_bounds_a_kernel() -> None:
     ],
 )
 def test_winograd_is_for_3x3_with_stride_1(convolution: nn.Module, takes_fewer: bool) -> None:
-    """Forward and backward; a factor of seconds where operations bound."""
-    layer = counted(convolution).layers[0]
-    direct = Roofline(flops=1e6, bandwidth=1e15)
-    winograd = replace(direct, fewer=2.25)
-    for kernels in (layer.forward, layer.backward[:1]):
-        factor = direct.seconds(kernels) / winograd.seconds(kernels)
-        assert factor == pytest.approx(2.25 if takes_fewer else 1)
+    """Forward and backward; bytes stay the same."""
+    sample = torch.empty(N, IN, SIDE, SIDE)
+    direct, fewer = (
+        layer_costs(nn.Sequential(convolution), sample, winograd=factor).layers[0]
+        for factor in (1, 2.25)
+    )
+    for name in ("forward", "backward"):
+        kernel, executed = getattr(direct, name)[0], getattr(fewer, name)[0]
+        assert kernel.flops / executed.flops == pytest.approx(2.25 if takes_fewer else 1)
+        assert executed == kernel._replace(flops=executed.flops)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"flops": 0}, "flops must be a finite rate above 0, got 0"),
-        ({"bandwidth": float("nan")}, "bandwidth must be a finite rate above 0, got nan"),
-        ({"launch": -1}, "launch must be finite seconds >= 0, got -1"),
-        ({"flops": "fast"}, "flops must be a finite rate above 0, got 'fast'"),
-        ({"fewer": 0.5}, "fewer must be finite and at least 1, got 0.5"),
-    ],
-)
-def test_impossible_devices(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        Roofline(**{"flops": 1.0, "bandwidth": 1.0} | values)
+@pytest.mark.parametrize("winograd", [0.5, float("nan"), float("inf"), "F(2 x 2)"])
+def test_impossible_algorithms(winograd: float) -> None:
+    with pytest.raises(ArgumentError, match="winograd must be finite and at least 1, got"):
+        layer_costs(nn.Sequential(nn.ReLU()), torch.empty(1), winograd=winograd)
+
+
+def test_gpus_by_name_and_others() -> None:
+    """As in `pipesim.Transformer.costs`."""
+    layers = counted(nn.ReLU())
+    assert layers.costs([1], "h100_sxm") == layers.costs([1], ps.GPU.preset("h100_sxm"))
+    assert layers.costs([1], {"flops": 1e12, "bandwidth": 1e11}) == layers.costs([1], DEVICE)
+    with pytest.raises(UnknownNameError, match="unknown GPU"):
+        layers.costs([1], "h10")
+    with pytest.raises(ArgumentTypeError, match="gpu must be"):
+        layers.to_layers(1e12)  # type: ignore[arg-type]
 
 
 def test_costs_simulate() -> None:
     """Two stages of one layer each, on a link: a step by hand."""
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
     layers = layer_costs(model, torch.empty(10, 100))
-    device = Roofline(flops=2e8, bandwidth=1e15)  # 2 * 10 * 100 * 100 operations take 1 ms
+    device = ps.GPU(flops=2e8, bandwidth=1e15)  # 2 * 10 * 100 * 100 operations take 1 ms
     costs = layers.costs([1, 1], device, network=ps.Network(bandwidth=4e6))  # 4,000 bytes: 1 ms
     timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), step="none"), costs)
     assert timeline.makespan == pytest.approx(7e-3, rel=1e-5)  # F, 1, F, B of 2 (both), 1, B of 1

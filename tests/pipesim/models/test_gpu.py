@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_an_operation_takes_its_kernels_or_their_launches() -> None:
     assert SMALL.seconds([short] * 4) == pytest.approx(4e-6)
     assert SMALL.seconds([short, short, long]) == pytest.approx(4.7e-6)
     assert SMALL.seconds([]) == 0
+
+
+def test_scaled_rates_keep_launches() -> None:
+    """Work takes twice as long on half of the rates; launches, overheads and the peak stay."""
+    gpu = replace(SMALL, peak_flops=3e12, memory=8e9)
+    half = gpu.scaled(0.5)
+    assert half == replace(gpu, flops=5e11, bandwidth=5e8)
+    for kernel in (Kernel("product", flops=1e9, depth=100), Kernel("memory", nbytes=1e6)):
+        work = gpu.kernel_seconds(kernel) - gpu.overhead
+        assert half.kernel_seconds(kernel) == pytest.approx(2 * work + gpu.overhead)
+    assert half.seconds([Kernel("short", nbytes=10)] * 4) == pytest.approx(4e-6)
+    for part in (0, -1, nan, inf, "half"):
+        with pytest.raises(ArgumentError, match="part must be finite share of the rates > 0"):
+            gpu.scaled(part)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="peak_flops"):
+        gpu.scaled(4)
 
 
 @pytest.mark.parametrize(
