@@ -150,7 +150,10 @@ def _vtrain_node() -> PublishedSteps:
     listed = _load("vtrain_single_a100_node.json")["expected"]
     rows = [_vtrain_row(values, 50304) for values in listed]
     groups = [(n, batch, hidden, layers) for n, batch, _, hidden, _, layers, *_ in listed]
-    constants = ("flops", "bandwidth", "launch", "overhead", "synchronization", "network_latency")
+    constants = (
+        *("flops", "bandwidth", "launch", "synchronization", "network_latency"),
+        *("overhead", "half_depth", "network_efficiency"),
+    )
     network = _network("dgx_a100")
     return PublishedSteps(
         "vTrain, one node", "a100_80gb", network, rows, groups, constants, "vTrain 8.4 %"
