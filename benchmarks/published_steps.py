@@ -201,7 +201,7 @@ def fitted_lines(sets: Sequence[PublishedSteps]) -> list[str]:
 
 def ablation_lines(steps: PublishedSteps) -> list[str]:
     """Return errors of rows that one fifth does not have, with one term removed at a time."""
-    gpu = replace(ps.GPU.preset(steps.gpu), synchronization=3e-4)
+    gpu = ps.GPU.preset(steps.gpu)
     nodes = steps.network.nodes
     assert nodes is not None
     free = replace(nodes, port_bandwidth=_FREE, port_latency=0.0)
@@ -212,7 +212,7 @@ def ablation_lines(steps: PublishedSteps) -> list[str]:
         "overhead of kernels": ({"gpu": replace(gpu, overhead=0.0)}, ("overhead",)),
         "depth of products": ({"gpu": replace(gpu, half_depth=0.0)}, ("half_depth",)),
         "waves of tiles": ({"gpu": replace(gpu, multiprocessors=0)}, ()),
-        "blocking messages": ({"gpu": replace(gpu, synchronization=0.0)}, ("synchronization",)),
+        "synchronization": ({}, ("synchronization",)),
         "rates inside a node": (
             {"network": replace(steps.network, nodes=free)},
             ("network_latency", "network_efficiency"),

@@ -133,6 +133,10 @@ class Costs:
         Bytes that each skip connection carries for one micro-batch, and its gradient on the way
         back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
         pairs; None for none. Devices hold them as part of ``activation_bytes``.
+    tied_bytes
+        Bytes of the gradients of a matrix of which the first and the last stage have a copy, such
+        as a tied embedding. STEP of both stages takes as much longer as their sum takes on
+        ``network``, unless one device has both. 0 (the default) for none.
     network
         Links between devices.
     all_reduce
@@ -185,6 +189,7 @@ class Costs:
     buckets: Buckets | None = None
     exchange_bytes: Mapping[int, Mapping[str, Any]] | ExchangeBytes | None = None
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
+    tied_bytes: float = 0.0
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
     workload: Workload | Mapping[str, Any] | None = None
@@ -204,6 +209,7 @@ class Costs:
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
         object.__setattr__(self, "workload", checked_workload(self.workload))
+        object.__setattr__(self, "tied_bytes", _checked_number("tied_bytes", self.tied_bytes, ""))
         object.__setattr__(self, "memory_reserve", _checked_reserve(self.memory_reserve))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
@@ -344,6 +350,7 @@ class Costs:
             **{name: value for name, value in values.items() if value is not None},
             "network": self.network.to_dict(),
             "all_reduce": self.all_reduce,
+            **({} if self.tied_bytes == 0 else {"tied_bytes": self.tied_bytes}),
             **({} if self.memory_reserve == 0 else {"memory_reserve": self.memory_reserve}),
             **({} if self.buckets is None else {"buckets": self.buckets}),
             **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
@@ -595,6 +602,7 @@ class Costs:
 #: Fields of `Costs` that are plain values, but not one a stage.
 OTHER_FIELDS = (
     *("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload", "memory_reserve"),
+    "tied_bytes",
 )
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))

@@ -62,6 +62,8 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
     if kinds.is_op(COLLECTIVES).any():
         priced = Priced(duration, nbytes, links, share)
         duration, nbytes, links, share = _collective_costs(costs, graph).price(graph, priced)
+    if costs.tied_bytes:
+        _add_tied_sums(costs, graph, duration)
     table = CostTable(duration, latency, launch, nbytes, links, share)
     return TaskCosts(table, graph.kind, None, costs)
 
@@ -79,6 +81,19 @@ def _compute_seconds(costs: Costs, graph: TaskGraph) -> Floats:
     if costs.overlapped is not None and kinds.overlapped.any():
         _price_overlaps(costs, graph, duration)
     return duration
+
+
+def _add_tied_sums(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
+    """Add the sum of a tied matrix's gradients to STEP of the first and the last stage.
+
+    Each replica sums those of its own two copies. A device with both copies has no sum to make.
+    """
+    kinds, last = graph.kinds, graph.n_stages - 1
+    ends = (kinds.op == Op.STEP) & ((kinds.stage == 0) | (kinds.stage == last))
+    for replica, devices in enumerate(graph.homes[:, [0, last]]):
+        if devices[0] != devices[1]:
+            rows = ends & (kinds.replica == replica)
+            duration[rows] += costs.network.all_reduce(costs.tied_bytes, devices, "fastest")
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:

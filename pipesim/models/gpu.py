@@ -72,9 +72,10 @@ class GPU:
         Depth at which a matrix product reaches half of ``flops``. Each tile of its result begins
         with loads and ends with a store, during which it computes nothing.
     synchronization
-        Seconds that a message between stages holds its stream, in addition to its bytes: in
-        frameworks that wait for the GPU before and after a message, such as early Megatron-LM. A
-        message that blocks (``lower(overlap=False)``) delays its stage by it.
+        Seconds that every message between stages holds its stream and links, in addition to its
+        bytes: in frameworks that wait for the GPU before and after a message, such as early
+        Megatron-LM. Messages that block (``lower(overlap=False)``) delay their stage by it; others
+        arrive later by it.
     multiprocessors
         Number of multiprocessors that compute tiles; 0 (the default) for no waves.
     peak_flops

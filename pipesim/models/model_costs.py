@@ -9,7 +9,6 @@ from typing import Any
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.workload import Workload
-from pipesim.graph.graph import TaskGraph
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.splits.placed_split import Placed, placed_sizes
 from pipesim.models.splits.split_problem import LayerModel
@@ -17,7 +16,6 @@ from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.network.network import Network
-from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["model_costs"]
 
@@ -45,10 +43,8 @@ def model_costs(
         values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
         if optimizer_step is not None:
             values["optimizer_step"] = optimizer_step
-        elif rates is not None and len(sizes) > 1 and shard.model.tied_embeddings:
-            values["optimizer_step"] = _with_tied_sum(
-                values["optimizer_step"], shard, network, placement
-            )
+        elif rates is not None and len(sizes) > 1:
+            values["tied_bytes"] = shard.copied_parameters * shard.model.bytes_per_gradient
         values["workload"] = _workload(shard, rates, None)
         return Costs(**values, network=Network() if network is None else network)
 
@@ -68,32 +64,9 @@ def model_costs(
         settings["flops_per_second"] = flops_per_second
     else:
         settings["gpu"] = {k: v for k, v in asdict(rates).items() if v is not None}
-    if optimizer_step is not None or placement is not None:
-        settings["optimizer_step"] = costs.optimizer_step  # JSON has no form of a placement
+    if optimizer_step is not None:
+        settings["optimizer_step"] = costs.optimizer_step
     return replace(costs, workload=_workload(shard, rates, settings))
-
-
-def _with_tied_sum(
-    steps: Sequence[float], shard: Shard, network: Network | None, placement: Placed | None
-) -> tuple[float, ...]:
-    """Return seconds of STEP, with the sum of a tied matrix's gradients in first and last stage.
-
-    Both copies of the matrix are on GPUs of different devices, which sum their gradients before
-    STEP. Without a placement, the stages are those of a pipeline with one stage a device.
-    """
-    first, last = 0, len(steps) - 1
-    if isinstance(placement, TaskGraph):
-        first, last = placement.homes[0, [0, -1]].tolist()
-    elif placement is not None:
-        stages = placement.placement if isinstance(placement, Schedule) else placement
-        first, last = stages.device_of[0], stages.device_of[-1]
-    if network is None or first == last:
-        return tuple(steps)
-    model = shard.model
-    matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
-    nbytes = matrix * model.bytes_per_gradient
-    seconds = network.all_reduce(nbytes, [first, last], "fastest")
-    return (steps[0] + seconds, *steps[1:-1], steps[-1] + seconds)
 
 
 def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None) -> Workload:

@@ -190,7 +190,7 @@ class Shard:
             For layers that do not sum to the model's or do not divide evenly.
         """
         sizes = self._sizes(layers_per_stage)
-        copied = self._copied_parameters if len(sizes) > 1 else 0.0
+        copied = self.copied_parameters if len(sizes) > 1 else 0.0
         return per_stage(
             sizes, self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
         )
@@ -228,7 +228,7 @@ class Shard:
         - With ``"full"`` and a split backward, W needs more bytes than F leaves (32sbh and 2sbh a
           layer). Rule 10 of docs/time.md counts only bytes that were held, so that memory comes
           out too low.
-        - The sum of gradients of two copies of a tied matrix is part of STEP with `GPU` costs only.
+        - The sum of gradients of two copies of a tied matrix is priced with `GPU` costs only.
 
         Raises
         ------
@@ -308,7 +308,7 @@ class Shard:
         return self._tokens * size * self.model.vocabulary_size / self.tensor_parallel
 
     @property
-    def _copied_parameters(self) -> float:
+    def copied_parameters(self) -> float:
         """Parameters of the last stage's copy of a tied matrix."""
         model = self.model
         matrix = model.vocabulary_size * model.hidden_size / self.tensor_parallel

@@ -374,8 +374,8 @@ class Transformer:
             A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields. Seconds are those
             of the `kernels` and of the collectives of tensor parallelism, and at least those of
             their launches; see `pipesim.models.stage_seconds`. STEP takes the time to read and
-            write gradients, optimizer and parameters, and in first and last stage to sum the
-            gradients of a tied matrix. REDUCE_GRAD takes the faster of ring and tree.
+            write gradients, optimizer and parameters. ``tied_bytes`` are those of a tied matrix.
+            REDUCE_GRAD takes the faster of ring and tree.
         flops_per_second
             Instead of ``gpu``: FLOP/s that a GPU achieves (not its peak), averaged over all that it
             does. It leaves out that small kernels and element-wise ones are slower, and that the

@@ -73,7 +73,7 @@ def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
 
 
 def fastest_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
-    """Return the seconds of the faster of ring and tree, as NCCL chooses for each size."""
+    """Return the seconds of the faster of ring and tree."""
     ring_seconds = ring_all_reduce(router, nbytes, devices)
     return min(ring_seconds, tree_all_reduce(router, nbytes, devices))
 

@@ -190,8 +190,8 @@ class Nodes:
     def grouped(self, gpus_per_device: int) -> Nodes:
         """Return the same nodes, with groups of GPUs that act as one device.
 
-        Port and NIC of a device are then those of each of its GPUs. Where GPUs of a device share
-        NICs, each has its part of their bandwidth.
+        Port and NIC of a device are then those of each of its GPUs. GPUs of one device that share
+        a NIC have an equal part of its bandwidth each; devices that share a NIC still share it.
 
         Raises
         ------
@@ -212,15 +212,20 @@ class Nodes:
                 f"gpus_per_device must divide the {per_node} GPUs of a node, or be a multiple of "
                 f"them, got {size}"
             )
-        devices, n_nics = max(per_node // size, 1), self.nics_per_node
-        own_nics = n_nics % size == 0 and devices % (n_nics // size) == 0
+        devices, gpus_per_nic = max(per_node // size, 1), per_node // self.nics_per_node
+        sharing = min(size, gpus_per_nic)  # GPUs of a device on one NIC
+        n_nics = self.nics_per_node if size < gpus_per_nic else devices
+        if gpus_per_nic % sharing or size % sharing:
+            raise NetworkError(
+                f"devices of {size} GPUs cannot share NICs of {gpus_per_nic} GPUs each evenly"
+            )
         return replace(
             self,
             devices_per_node=devices,
             gpus_per_device=size,
             nodes_per_device=max(size // per_node, 1),
-            nic_bandwidth=self.nic_bandwidth * (1 if own_nics else n_nics / per_node),
-            n_nics=n_nics // size if own_nics else None,
+            nic_bandwidth=self.nic_bandwidth / sharing,
+            n_nics=n_nics,
         )
 
     @property

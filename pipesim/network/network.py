@@ -177,7 +177,7 @@ class Network:
         devices
             The members, each once; the ring visits them in this order.
         algorithm
-            ``"ring"``, ``"tree"``, or ``"fastest"``: the faster of both, as NCCL chooses.
+            ``"ring"``, ``"tree"``, or ``"fastest"``: the faster of both.
 
         Raises
         ------
@@ -194,7 +194,8 @@ class Network:
     def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
         """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
 
-        The faster of ring and tree, as NCCL chooses; see `pipesim.network.node_collectives`.
+        The faster of ring and tree; see `pipesim.network.node_collectives`. Inside a node that is
+        the ring.
 
         Parameters
         ----------

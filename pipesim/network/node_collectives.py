@@ -10,8 +10,7 @@ bandwidth          that of a port; between nodes at most the sum of the NICs of 
                    node, for the node with the least
 ring all-reduce    ``2(n-1)/n * bytes / bandwidth + 2(n-k) * port_latency + 2(k-1) * nic_latency``
 tree all-reduce    ``2 * bytes / bandwidth + 2(g-1) * port_latency
-                   + 2 * ceil(log2 k) * nic_latency``; on one node ``2 * ceil(log2 n)``
-                   port latencies
+                   + 2 * ceil(log2 k) * nic_latency``
 half a ring        reduce-scatter or all-gather: half of the ring's seconds
 =================  ==============================================================================
 
@@ -73,7 +72,8 @@ def group_of_gpus(nodes: Nodes, n_gpus: int) -> Group:
     n_nodes = -(-n_gpus // nodes.gpus_per_node)
     bandwidth = nodes.port_bandwidth
     if n_nodes > 1:
-        bandwidth = min(bandwidth, nodes.node_bandwidth)
+        fewest = n_gpus - (n_nodes - 1) * nodes.gpus_per_node  # GPUs on the last node
+        bandwidth = min(bandwidth, nodes.node_bandwidth * fewest / nodes.gpus_per_node)
     largest = min(n_gpus, nodes.gpus_per_node)
     return Group(n_gpus, n_nodes, largest, bandwidth, nodes.port_latency, nodes.nic_latency)
 
@@ -88,13 +88,6 @@ def ring(group: Group, nbytes: float) -> float:
 
 def tree(group: Group, nbytes: float) -> float:
     """Return the seconds of a tree all-reduce; see the module for the formula."""
-    moved = 2 * nbytes / group.bandwidth
-    if group.n_nodes == 1:
-        return moved + 2 * _depth(group.n_members) * group.port_latency
     chain = 2 * (group.largest - 1) * group.port_latency
-    return moved + chain + 2 * _depth(group.n_nodes) * group.nic_latency
-
-
-def _depth(n: int) -> int:
-    """Return the depth of a binary tree of n nodes, log2 of n rounded up."""
-    return (n - 1).bit_length()
+    depth = (group.n_nodes - 1).bit_length()  # log2 of the nodes, rounded up
+    return 2 * nbytes / group.bandwidth + chain + 2 * depth * group.nic_latency

@@ -185,11 +185,15 @@ def _core(sizes: _Sizes) -> OperationKernels:
     softmax_back = Kernel("softmax", nbytes=3 * e * scores)
     dropout = [Kernel("dropout of scores", nbytes=(2 * e + _MASK) * scores)] * model.dropout
     gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
-    values = context._replace(name="context input", n_kernels=2, flops=2 * flops, depth=head)
+    # Gradients of the probabilities sum over a head, those of the values over the tokens.
+    probabilities, values = (
+        context._replace(name=f"context {name}", depth=depth)
+        for name, depth in (("probabilities", head), ("values", s))
+    )
     return OperationKernels(
         (query_key, softmax, *dropout, context),
         (
-            values._replace(nbytes=2 * values.nbytes), *dropout, softmax_back,
+            probabilities, values, *dropout, softmax_back,
             gradients._replace(nbytes=2 * gradients.nbytes),
         ),
         (),
@@ -209,9 +213,15 @@ def embedding_kernels(shard: Shard) -> OperationKernels:
         dropout = Kernel("dropout", nbytes=2 * width * sizes.share + masks)
         forward.append(dropout)
         backward.append(dropout)
-    added = 2 * model.bytes_per_gradient * model.hidden_size * sizes.tokens
-    weight = Kernel("embedding weight", nbytes=width * sizes.tokens + added)
-    return OperationKernels(tuple(forward), tuple(backward), (weight,))
+    # The gradient has all rows of the vocabulary. It is set to zero, and those of tokens are added.
+    rows = model.hidden_size * model.vocabulary_size / shard.tensor_parallel
+    e = model.bytes_per_parameter
+    weight = (
+        Kernel("embedding zeros", nbytes=e * rows),
+        Kernel("embedding weight", nbytes=(width + 2 * e * model.hidden_size) * sizes.tokens),
+        sizes.accumulation("embedding", rows),
+    )
+    return OperationKernels(tuple(forward), tuple(backward), weight)
 
 
 def head_kernels(shard: Shard) -> OperationKernels:

@@ -100,24 +100,42 @@ def test_optimizer_step_by_bytes() -> None:
     assert model.costs(1, microbatch_size=1, flops_per_second=1e12).optimizer_step == 0
 
 
+def steps_of(costs: ps.Costs, schedule: ps.Schedule, **options: Any) -> list[float]:
+    """Return the seconds of STEP of the first and of the last stage."""
+    graph = ps.lower(schedule, **options)
+    duration, steps = costs.of(graph).duration, graph.op == ps.Op.STEP
+    ends = (0, graph.n_stages - 1)
+    return [float(duration[steps & (graph.stage == stage)][0]) for stage in ends]
+
+
 def test_gradients_of_a_tied_matrix_are_summed() -> None:
-    """By first and last stage, before STEP; not if one device has both, nor if there is one."""
-    network = ps.Network.preset("dgx_h100")
-    alone, tied = seconds(), seconds(network=network)
-    added = network.all_reduce(2 * 64 * 512, [0, 2])
-    steps = list(alone.optimizer_step)  # type: ignore[arg-type]
-    assert tied.optimizer_step == pytest.approx([steps[0] + added, steps[1], steps[2] + added])
-    untied = replace(GPT, tied_embeddings=False)
-    assert seconds(untied).optimizer_step == seconds(untied, network=network).optimizer_step
-    assert seconds(layers=1).optimizer_step == seconds(layers=1, network=network).optimizer_step
-    v_shaped = ps.schedule("zbv", 2, 4)
-    ends = seconds(layers=[2] * 4, network=network, placement=v_shaped).optimizer_step
-    assert ends == seconds(layers=[2] * 4).optimizer_step
-    looped = ps.schedule("interleaved_1f1b", 2, 4)
-    for placement in (looped, looped.placement, ps.lower(looped)):
-        ends = seconds(layers=[2] * 4, network=network, placement=placement).optimizer_step
-        both = network.all_reduce(2 * 64 * 512, [0, 1])
-        assert ends[0] == pytest.approx(seconds(layers=[2] * 4).optimizer_step[0] + both)  # type: ignore[index]
+    """By first and last stage of each replica, before STEP; not if one device has both."""
+    nodes = ps.Nodes(4, port_latency=1e-3, port_bandwidth=1e6, nic_latency=2e-3, nic_bandwidth=1e5)
+    network, nbytes = ps.Network(nodes=nodes), 2 * 64 * 512
+    inside, between = network.all_reduce(nbytes, [0, 3]), network.all_reduce(nbytes, [0, 4])
+    assert between > 5 * inside
+    tied = seconds(layers=[2] * 4, network=network)
+    assert tied.tied_bytes == nbytes
+    for schedule, options, added in (
+        (ps.schedule("1f1b", 4, 8), {}, inside),
+        (ps.schedule("1f1b", 4, 8), {"n_replicas": 2}, inside),
+        (ps.schedule("1f1b", 4, 8), {"n_replicas": 2, "layout": "stage_major"}, between),
+        (ps.schedule("interleaved_1f1b", 2, 4), {}, inside),
+        (ps.schedule("zbv", 2, 4), {}, 0),
+    ):
+        plain = steps_of(replace(tied, tied_bytes=0), schedule, **options)
+        assert steps_of(tied, schedule, **options) == pytest.approx([t + added for t in plain])
+    # Replicas share the optimizer's work, and not this sum.
+    sharded = {"n_replicas": 2, "shard_optimizer": True}
+    linear = ps.schedule("1f1b", 4, 8)
+    halves = [t / 2 + inside for t in steps_of(replace(tied, tied_bytes=0), linear)]
+    assert steps_of(tied, linear, **sharded) == pytest.approx(halves)
+    assert seconds(replace(GPT, tied_embeddings=False), network=network).tied_bytes == 0
+    assert seconds(layers=1, network=network).tied_bytes == 0
+    assert seconds(network=network, optimizer_step=1.0).tied_bytes == 0
+    assert ps.Costs.from_dict(tied.to_dict()) == tied
+    with pytest.raises(ps.errors.CostsError, match="tied_bytes must be finite bytes >= 0"):
+        replace(tied, tied_bytes=-1)
 
 
 def test_messages() -> None:

@@ -86,7 +86,7 @@ def test_bytes_of_a_layer_by_hand() -> None:
     backward = [
         3 * x, x + 32 * 8 + wide, 3 * wide, wide + 32 * 8 + x, 3 * x,  # residual, MLP, norm
         3 * x, x + 8 * 8 + x,  # residual, projection
-        2 * (scores + 2 * x), 3 * scores, 2 * (scores + 2 * x),  # attention core
+        scores + 2 * x, scores + 2 * x, 3 * scores, 2 * (scores + 2 * x),  # attention core
         3 * x + 8 * 24 + x, 3 * x,  # qkv, norm
     ]  # fmt: skip
     gradients = table[(table["part"] == "layer") & (table["op"] == "I")]
