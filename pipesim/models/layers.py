@@ -224,7 +224,9 @@ class Layers:
         """
         sizes = self.split(split, partition=partition, placement=placement,
                            memory_limit=memory_limit, network=network)  # fmt: skip
-        return self._stage_costs(sizes, launch, network)
+        costs = self._stage_costs(sizes, launch, network)
+        costs.per_stage("launch", len(sizes))  # refuses values of another number of stages
+        return costs
 
     def split(
         self,

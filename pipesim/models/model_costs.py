@@ -54,6 +54,8 @@ def model_costs(
     if sizes is None:
         sizes = stage_sizes(layers_per_stage, partition, model.n_layers, *seconds.parts)
     costs = costs_of(sizes)
+    for name in ("optimizer_step", "launch"):
+        costs.per_stage(name, len(sizes))  # refuses values of another number of stages
     settings: dict[str, Any] = {
         "layers_per_stage": list(sizes),
         **asdict(shard.model),

@@ -5,7 +5,6 @@ Letters are those of `pipesim.models.transformer`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from pipesim.models.kernels.layer_kernels import (
 )
 from pipesim.models.size_checks import checked_value
 from pipesim.network.network import Network
+from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
@@ -40,30 +40,37 @@ def stage_seconds(
         If GPUs share layers, but the network has no rate between them.
     """
     if (gpu is None) == (flops_per_second is None):
-        raise ArgumentError(
-            'give gpu, such as pipesim.GPU.preset("h100_sxm"), or flops_per_second, not '
-            + ("both" if gpu is not None else "none of them")
-        )
+        choice = 'gpu=..., such as pipesim.GPU.preset("h100_sxm"), or flops_per_second=...'
+        text = f"give {choice}, not both" if gpu is not None else f"give one of {choice}"
+        raise ArgumentError(text)
+    t = shard.tensor_parallel
     if gpu is None:
+        if isinstance(network, Network) and network.nodes and network.nodes.gpus_per_device > 1:
+            _check_gpus(network.nodes.gpus_per_device, t)
         rate = checked_value("flops_per_second", flops_per_second, "FLOP/s", above_zero=True)
         return RateSeconds(shard, rate)
     check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
     network = Network() if network is None else check_type("network", network, Network)
-    t = shard.tensor_parallel
-    if network.nodes is None and t > 1:
-        warnings.warn(
+    if network.nodes is not None:
+        _check_gpus(network.nodes.gpus_per_device, t)
+    elif t > 1:
+        warn_caller(
             f"tensor_parallel={t}, but the network has no nodes: collectives between the {t} GPUs "
             "of a device take no time; give such as "
             f'network=pipesim.Network.preset("dgx_h100", gpus_per_device={t})',
             CostsWarning,
-            stacklevel=4,
-        )
-    elif network.nodes is not None and network.nodes.gpus_per_device != t:
-        raise NetworkError(
-            f"tensor_parallel={t}, but a device of the network has "
-            f"{network.nodes.gpus_per_device} GPUs; give gpus_per_device={t} to the network"
         )
     return GpuSeconds(shard, gpu, network)
+
+
+def _check_gpus(gpus_per_device: int, tensor_parallel: int) -> None:
+    """Raise `NetworkError` unless the GPUs of a device are those that share a layer."""
+    if gpus_per_device != tensor_parallel:
+        gpus = "1 GPU" if gpus_per_device == 1 else f"{gpus_per_device} GPUs"
+        raise NetworkError(
+            f"tensor_parallel={tensor_parallel}, but a device of the network has {gpus}; give "
+            f"gpus_per_device={tensor_parallel} to the network"
+        )
 
 
 class StageSeconds(Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
@@ -12,6 +10,7 @@ from pipesim.costs.layer_split import (
     checked_split,
 )
 from pipesim.errors import ArgumentError, CostsWarning, check_count
+from pipesim.utils.caller_warnings import warn_caller
 
 __all__ = ["stage_sizes"]
 
@@ -45,12 +44,11 @@ def stage_sizes(
         balanced = _balanced_sizes(layers_per_stage, n_layers, seconds)
         slowest, least = _slowest(sizes, seconds), _slowest(balanced, seconds)
         if slowest > _UNEVEN * least:
-            warnings.warn(
+            warn_caller(
                 f"layers_per_stage={layers_per_stage} has as many layers on each stage; with "
                 f"the LM head, the last takes {slowest / least:.2f} times as long as the slowest "
                 'of a balanced split would; give partition="balanced", or "even" if that is meant',
                 CostsWarning,
-                stacklevel=4,
             )
     return sizes
 

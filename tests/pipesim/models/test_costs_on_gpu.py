@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pipesim as ps
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CostsError,
     CostsWarning,
     NetworkError,
     UnknownNameError,
@@ -206,8 +208,12 @@ def test_a_partition_balances_seconds_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, ArgumentError, r"give gpu, such as .* or flops_per_second, not none of them"),
-        ({"gpu": GPU, "flops_per_second": 1e12}, ArgumentError, "not both"),
+        ({}, ArgumentError, r"give one of gpu=..., such as .*, or flops_per_second=...$"),
+        (
+            {"gpu": GPU, "flops_per_second": 1e12},
+            ArgumentError,
+            r"give gpu=.* or flops_per_second=..., not both",
+        ),
         ({"gpu": "h100"}, UnknownNameError, "unknown GPU 'h100'.*h100_sxm"),
         ({"gpu": {"flop": 1}}, UnknownNameError, "unknown field of a GPU 'flop'.*flops"),
         ({"gpu": {"flops": 1e12}}, ArgumentError, "gpu lacks bandwidth"),
@@ -217,8 +223,15 @@ def test_a_partition_balances_seconds_on_the_gpu() -> None:
         (
             {"gpu": GPU, "network": ps.Network.preset("dgx_h100"), "tensor_parallel": 4},
             NetworkError,
-            "tensor_parallel=4, but a device of the network has 1 GPUs; give gpus_per_device=4",
+            "tensor_parallel=4, but a device of the network has 1 GPU; give gpus_per_device=4",
         ),
+        (
+            {"flops_per_second": 1e12, "network": NODE, "tensor_parallel": 8},
+            NetworkError,
+            "tensor_parallel=8, but .* has 4 GPUs; give gpus_per_device=8",
+        ),
+        ({"gpu": GPU, "optimizer_step": [1, 2, 3]}, CostsError, "optimizer_step has 3 .* 2 stages"),
+        ({"flops_per_second": 1e12, "launch": [1e-6]}, CostsError, "launch has 1 .* 2 stages"),
         ({"gpu": GPU, "network": NODE}, NetworkError, "tensor_parallel=1, but .* has 4 GPUs"),
         ({"gpu": GPU, "tensor_parallel": 3}, ArgumentError, "does not divide n_heads=8"),
     ],
@@ -232,3 +245,34 @@ def test_free_collectives_are_announced() -> None:
     with pytest.warns(CostsWarning, match="collectives between the 4 GPUs of a device take no"):
         costs = seconds(tensor_parallel=4)
     assert max(costs.forward) > 0  # type: ignore[arg-type]
+
+
+def test_a_rate_on_single_gpus_of_a_network() -> None:
+    """Without kernels, a network of single GPUs stands for one of any groups."""
+    network = ps.Network.preset("dgx_h100")
+    for nodes in (network, network.grouped(8)):
+        costs = GPT.costs(4, microbatch_size=1, flops_per_second=1e12, tensor_parallel=8,
+                          partition="even", network=nodes)  # fmt: skip
+        assert costs.network == nodes
+
+
+#: A model whose head takes longer than its layers.
+LARGE_HEAD = replace(GPT, vocabulary_size=20_000)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: LARGE_HEAD.costs(4, microbatch_size=1, gpu=GPU, tensor_parallel=4),
+        lambda: ps.Costs.transformer(
+            4, **asdict(LARGE_HEAD), microbatch_size=1, gpu=GPU, tensor_parallel=4
+        ),
+        lambda: LARGE_HEAD.shard().stages(4, 1e12),
+    ],
+)
+def test_warnings_name_the_line_of_the_user(call: Callable[[], object]) -> None:
+    """Of free collectives, and of a split that the head makes uneven."""
+    with pytest.warns(CostsWarning) as caught:
+        call()
+    assert "partition=" in str(caught[-1].message)
+    assert {warning.filename for warning in caught} == {__file__}
