@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -13,8 +14,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.megatron_layout import layout_sizes
-from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
+from pipesim.costs.megatron_layout import layout_mistake, layout_stages
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    UnknownNameError,
+    check_count,
+    check_name,
+    number,
+    suggestion,
+)
 from pipesim.scheduling.memory_checks import check_stages
 
 __all__ = [
@@ -105,19 +114,44 @@ def _alternative(size: int, rest: int, n_stages: int) -> str:
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:
     """Return the layers of each stage, without a check of their sum; see `checked_split`."""
-    if isinstance(split, str) and set("EtL|") & set(split):
-        split = layout_sizes(split, name)
+    if isinstance(split, str):
+        return _layout_counts(split, name, ends_may_be_empty)
     if isinstance(split, np.ndarray):
         split = split.tolist()
     if not isinstance(split, (list, tuple)) or not split:
-        raise ArgumentError(
-            f"{name} must be a number of stages or the layers of each stage, such as [3, 3, 2] or "
-            f"'Et*3|t*3|t*2L', got {split!r}"
-        )
+        raise _no_counts(split, name)
     ends = (0, len(split) - 1) if ends_may_be_empty else ()
     return tuple(
         check_count(f"{name}: layers of stage {stage}", size, 0 if stage in ends else 1)
         for stage, size in enumerate(split)
+    )
+
+
+def _layout_counts(text: str, name: str, ends_may_be_empty: bool) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout string, none of which may be empty."""
+    hint = suggestion(text.lower(), get_args(LayerPartition)) if text.isalpha() else ""
+    if hint and not set(text) <= set("EtL"):
+        raise UnknownNameError(f"unknown {name} {text!r}{hint}")
+    if re.fullmatch(r"[\[(]?\s*\d+(\s*,\s*\d+)+\s*,?\s*[])]?", text):
+        given = _sizes_text([int(value) for value in re.findall(r"\d+", text)])
+        raise ArgumentError(f"{name}={text!r:.60} is text; give {given}, without quotes")
+    if not set("EtL|") & set(text):
+        raise _no_counts(text, name)
+    counts, positions = layout_stages(text, name)
+    ends = (0, len(counts) - 1) if ends_may_be_empty else ()
+    for stage, size in enumerate(counts):
+        if not size and stage not in ends:
+            raise layout_mistake(
+                name, text, positions[stage], f"stage {stage}, which ends here, has no layer"
+            )
+    return counts
+
+
+def _no_counts(split: object, name: str) -> ArgumentError:
+    """Return the error of a value that is no split."""
+    return ArgumentError(
+        f"{name} must be a number of stages or the layers of each stage, such as [3, 3, 2] or "
+        f"'Et*3|t*3|t*2L', got {split!r}"
     )
 
 

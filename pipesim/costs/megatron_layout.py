@@ -22,7 +22,7 @@ from itertools import groupby
 
 from pipesim.errors import ArgumentError, check_count, check_list, check_text
 
-__all__ = ["layout_sizes", "read_layout", "write_layout"]
+__all__ = ["layout_mistake", "layout_stages", "read_layout", "write_layout"]
 
 _TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtL|(),])|(?P<space>\s+)")
 #: Most letters of a written-out layout.
@@ -44,18 +44,33 @@ def read_layout(text: str) -> tuple[int, ...]:
     >>> read_layout("Et*2|(tt|)*3,t|L")
     (2, 2, 2, 2, 1, 0)
     """
-    return layout_sizes(text, "text")
+    return layout_stages(text, "text")[0]
 
 
-def layout_sizes(text: str, name: str) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout string; ``name`` is that of the argument."""
-    letters = _written_out(check_text(name, text), name)
-    if not letters.startswith("E") or not letters.endswith("L") or letters.count("L") > 1:
-        raise ArgumentError(f"{name}={text!r} must begin with E, the embedding, and end with L, "
-                            "the loss; each stands once")  # fmt: skip
-    if letters.count("E") > 1:
-        raise ArgumentError(f"{name}={text!r} has {letters.count('E')} embeddings; give one E")
-    return tuple(stage.count("t") for stage in letters.split("|"))
+def layout_stages(text: str, name: str) -> tuple[tuple[int, ...], list[int]]:
+    """Return the layers of each stage of a layout string, and the position of each stage's end.
+
+    ``name`` is the name of the argument. The end of a stage is its border, or the loss.
+    """
+    places = _written_out(check_text(name, text), name)
+    letters = "".join(text[place] for place in places)
+    n_embeddings, n_losses = letters.count("E"), letters.count("L")
+    place, reason = 0, ""
+    if not letters.startswith("E"):
+        reason = "the layout must begin with E, the embedding"
+    elif n_embeddings > 1:
+        place, reason = (
+            letters.rindex("E"),
+            f"the embedding stands once, but E {n_embeddings} times",
+        )
+    elif n_losses > 1:
+        place, reason = letters.index("L"), f"the loss stands once, but L {n_losses} times"
+    elif not n_losses or letters[-1] != "L":
+        place, reason = len(letters) - 1, "the layout must end with L, the loss"
+    if reason:
+        raise layout_mistake(name, text, places[place] if places else 0, reason)
+    ends = [place for place, letter in zip(places, letters, strict=True) if letter in "|L"]
+    return tuple(stage.count("t") for stage in letters.split("|")), ends
 
 
 def write_layout(layers_per_stage: Sequence[int]) -> str:
@@ -95,46 +110,69 @@ def _layers(size: int) -> str:
     return f"t*{size}" if size > 1 else "t" * size
 
 
-def _written_out(text: str, name: str) -> str:
-    """Return the letters and borders of a layout, without groups and repetitions."""
+def _written_out(text: str, name: str) -> list[int]:
+    """Return the positions of letters and borders, without groups and repetitions.
+
+    What is repeated has its positions as often.
+    """
     # Of each open group: the pieces before and inside it, and the position of its bracket.
-    groups: list[tuple[list[str], int]] = [([], 0)]
+    groups: list[tuple[list[list[int]], int]] = [([], 0)]
     position = 0
     while position < len(text):
         pieces = groups[-1][0]
         match = _TOKEN.match(text, position)
         if match is None:
-            raise _mistake(name, text, position, "only E, t, L, |, *n, groups and commas are known")
+            raise _unknown(name, text, position)
         token = match["other"] or ""
         if match["times"]:
             if not pieces:
-                raise _mistake(name, text, position, "nothing stands before it that it repeats")
+                raise layout_mistake(
+                    name, text, position, "nothing stands before it that it repeats"
+                )
             pieces.append(_repeated(pieces.pop(), int(match["times"]), name, text))
         elif token == "(":
             groups.append(([], position))
         elif token == ")":
             if len(groups) == 1:
-                raise _mistake(name, text, position, "no bracket is open")
+                raise layout_mistake(name, text, position, "no bracket is open")
             groups.pop()
-            groups[-1][0].append("".join(pieces))
+            groups[-1][0].append(_joined(pieces))
         elif token and token != ",":
-            pieces.append(token)
+            pieces.append([position])
         position = match.end()
     if len(groups) > 1:
-        raise _mistake(name, text, groups[-1][1], "the bracket is never closed")
-    return "".join(groups[0][0])
+        raise layout_mistake(name, text, groups[-1][1], "the bracket is never closed")
+    return _joined(groups[0][0])
 
 
-def _repeated(piece: str, times: int, name: str, text: str) -> str:
+def _joined(pieces: list[list[int]]) -> list[int]:
+    """Return the positions of all pieces."""
+    return [position for piece in pieces for position in piece]
+
+
+def _repeated(piece: list[int], times: int, name: str, text: str) -> list[int]:
     """Return a piece several times, unless that is too long."""
     if len(piece) * times > _LONGEST:
         raise ArgumentError(f"{name}={text!r:.60} has more than {_LONGEST:,} letters")
     return piece * times
 
 
-def _mistake(name: str, text: str, position: int, reason: str) -> ArgumentError:
+def _unknown(name: str, text: str, position: int) -> ArgumentError:
+    """Return the error of a character that has no meaning where it stands."""
+    if text[position] != "*":
+        return layout_mistake(
+            name, text, position, "only E, t, L, |, *n, groups and commas are known"
+        )
+    if position + 1 == len(text):
+        return layout_mistake(name, text, position, "a whole number must follow it, such as *4")
+    reason = "a whole number from 0 to 999999999 must follow *, such as *4"
+    return layout_mistake(name, text, position + 1, reason)
+
+
+def layout_mistake(name: str, text: str, position: int, reason: str) -> ArgumentError:
     """Return the error of a mistake, which points to it."""
+    letter = repr(text[position]) if text else "which is empty"
     return ArgumentError(
-        f"{name}: mistake at position {position} of the layout, {text[position]!r}: {reason}\n"
+        f"{name}: mistake at position {position} of the layout, {letter}: {reason}\n"
         f"    {text}\n    {' ' * position}^"
     )

@@ -44,11 +44,13 @@ def test_what_is_written_is_read(layers: list[int]) -> None:
         ("Et|(*2)L", r"position 4 .*nothing stands before"),
         ("Et|(t|L", r"position 3 of the layout, '\(': the bracket is never closed"),
         ("Et|)tL", r"position 3 of the layout, '\)': no bracket is open"),
-        ("Et*|tL", r"position 2 of the layout, '\*': only"),
-        ("t|tL", "must begin with E"),
-        ("Et|t", "end with L"),
-        ("EtL|tL", "each stands once"),
-        ("EtE|tL", "has 2 embeddings"),
+        ("Et*|tL", r"position 3 of the layout, '\|': a whole number .* must follow \*"),
+        ("Et*-1|L", r"position 3 of the layout, '-': a whole number .* must follow \*"),
+        ("Et*", r"position 2 of the layout, '\*': a whole number must follow"),
+        ("t|tL", "position 0 of the layout, 't': the layout must begin with E"),
+        ("Et*2|(t*8)", r"position 6 of the layout, 't': the layout must end with L"),
+        ("EtL|tL", r"position 2 of the layout, 'L': the loss stands once, but L 2 times"),
+        ("EtE|tL", r"position 2 of the layout, 'E': the embedding stands once, but E 2 times"),
         ("Et*999999999L", "more than 1,000,000 letters"),
         ("", "must begin with E"),
     ],
@@ -62,6 +64,23 @@ def test_the_mistake_is_pointed_to() -> None:
     with pytest.raises(ArgumentError) as error:
         read_layout("Et|xL")
     assert str(error.value).splitlines()[1:] == ["    Et|xL", "       ^"]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("Et*16||t*16L", r"position 6 of the layout, '\|': stage 1, which ends here, has no layer"),
+        ("Et*16|(|)*2t*16L", r"position 7 .*stage 1, which ends here"),
+        ("Even", "'Even'; did you mean 'even'"),
+        ("balance", "'balance'; did you mean 'balanced'"),
+        ("16,16", r"is text; give \[16, 16\], without quotes"),
+    ],
+)
+def test_no_split_of_a_model(split: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        ps.Transformer.preset("llama3_8b").costs(split, microbatch_size=1, flops_per_second=4e14)
+    with pytest.raises(ArgumentError, match="position 3 of the layout, 'L': stage 1"):
+        ps.Layers({"forward": [1], "backward": [2]}).costs("Et|L")
 
 
 def test_costs_of_a_layout() -> None:
