@@ -182,8 +182,9 @@ def all_borders(problem: SplitProblem) -> Ints:
     """Return the borders of all splits; shape ``(n_splits(problem), n_stages + 1)``."""
     spare, n = problem.n_layers - int(problem.least.sum()), problem.n_stages
     # Bars between the layers to spare, as in the count of such splits; a bar takes a place too.
-    bars = np.array(list(combinations(range(spare + n - 1), n - 1)), dtype=np.int64)
-    return _between(problem, bars.reshape(-1, n - 1))
+    # One stage leaves no bars, of which there is one choice.
+    bars = list(combinations(range(spare + n - 1), n - 1))
+    return _between(problem, np.array(bars, dtype=np.int64).reshape(len(bars), n - 1))
 
 
 def random_borders(problem: SplitProblem, random: np.random.Generator) -> Ints:

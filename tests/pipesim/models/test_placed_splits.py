@@ -219,6 +219,19 @@ def test_the_search_counts_bytes_as_timelines_do(name: str) -> None:
         assert problem.peak_bytes(borders).tolist() == exact.tolist()
 
 
+@pytest.mark.parametrize("end", ["placement", "schedule", "graph"])
+def test_one_device(end: str) -> None:
+    """All layers are on its stage."""
+    schedule = ps.schedule("1f1b", 1, 4)
+    target: Any = {"placement": schedule.placement, "schedule": schedule}
+    target = target.get(end, ps.lower(schedule))
+    assert layers(HEAD).split("balanced", placement=target) == (17,)
+    gpu = ps.Transformer(**LARGE_HEAD).costs("balanced", placement=target, **RATE)
+    assert gpu.work is not None
+    assert gpu.work.settings is not None
+    assert gpu.work.settings["layers_per_stage"] == [LARGE_HEAD["n_layers"]]
+
+
 def test_words() -> None:
     """One meaning for a number, a word, and both."""
     placement, model = ps.v_shaped(2), layers([1.0] * 7 + [5.0])
