@@ -138,7 +138,9 @@ class Costs:
         as a tied embedding. STEP of both stages takes as much longer as their sum takes on
         ``network``, unless one device has both. 0 (the default) for none.
     network
-        Links between devices.
+        Links between devices. The times of messages, reductions and exchanges follow from it.
+        Collectives of tensor parallelism are part of F, B, I, W and R: they follow from the
+        network that `Transformer.costs` was given. `rebuilt` builds costs for another network.
     all_reduce
         Algorithm of REDUCE_GRAD: ``"ring"``, ``"tree"`` or ``"fastest"`` of both;
         `Network.all_reduce` has the formulas.
@@ -450,6 +452,52 @@ class Costs:
 
         return costs_from_sizes(layers_per_stage, **settings)
 
+    def rebuilt(self, *, network: Network | None = None, **changes: Any) -> Costs:
+        """Return the costs of the same transformer with another network or other settings.
+
+        All seconds and bytes are computed again, those of collectives between the GPUs of a device
+        included. Fields that were changed afterwards, such as by `scaled`, are not kept.
+
+        Parameters
+        ----------
+        network
+            By default that of these costs.
+        **changes
+            Settings of `transformer` that differ, such as ``gpu="h200"``, ``recompute="full"`` or
+            ``layers_per_stage=[8, 8]``.
+
+        Raises
+        ------
+        CostsError
+            If these costs are of no transformer.
+        ArgumentError
+            For settings that are unknown or impossible.
+        NetworkError
+            For a network whose devices have fewer GPUs than share a layer.
+
+        Warns
+        -----
+        CostsWarning
+            As `pipesim.Transformer.costs` does.
+
+        Examples
+        --------
+        >>> nodes = Network.preset("dgx_h100", gpus_per_device=4)
+        >>> costs = Costs.transformer(
+        ...     [2, 2], hidden_size=1024, n_heads=16, sequence_length=1024, vocabulary_size=50304,
+        ...     microbatch_size=4, gpu="h100_sxm", tensor_parallel=4, network=nodes)
+        >>> costs.rebuilt(network=nodes.scaled(bandwidth=0.1)).forward[0] > costs.forward[0]
+        True
+        """
+        settings = None if self.work is None else self.work.settings
+        if not settings or "layers_per_stage" not in settings:
+            raise CostsError(
+                "costs are of no transformer, so that they cannot be built again; "
+                "Transformer.costs gives costs that can, or use replace(costs, ...)"
+            )
+        network = self.network if network is None else network
+        return Costs.transformer(**{**_without_rate(settings, changes), **changes}, network=network)
+
     @classmethod
     def from_layers(
         cls,
@@ -571,9 +619,11 @@ class Costs:
         factor
             0.5 makes operations twice as fast. Messages and launches keep their times.
         op
-            The operation to scale, such as ``"B"``; None for all that compute. No other operation
-            changes: R keeps its seconds if F is scaled, and B if I or W is. The part of F or B in
-            ``overlapped`` is scaled with it.
+            The operation to scale, such as ``"B"``; None for all that compute. Other operations
+            keep their seconds, such as R if F is scaled, with two exceptions. I and W are the
+            parts of B, so that ``"B"`` scales them too. The part of F or B in ``overlapped`` is
+            scaled with it. ``"I"`` and ``"W"`` leave B as it is: they change nothing in a graph
+            whose backwards are B alone.
         stage
             The stage to scale; None for all.
         n_stages
@@ -606,6 +656,13 @@ OTHER_FIELDS = (
 )
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
+
+
+def _without_rate(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without ``gpu`` if changes have ``flops_per_second``, or the reverse."""
+    opposite = {"gpu": "flops_per_second", "flops_per_second": "gpu"}
+    dropped = [opposite[name] for name in changes if name in opposite]
+    return {name: value for name, value in settings.items() if name not in dropped}
 
 
 def _checked(name: str, value: object) -> PerStage:

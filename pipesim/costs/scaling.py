@@ -20,6 +20,8 @@ __all__ = ["scaled"]
 Floats = NDArray[np.float64]
 #: Fields with the seconds of all operations that compute.
 _SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
+#: Fields with the seconds of the parts of B.
+_HALVES = ("input_grad", "weight_grad")
 #: Fields that follow from others unless they are given.
 _DERIVED = ("backward", "recompute", "reorder_gradients", "overlapped")
 
@@ -75,6 +77,9 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
     changed = {name: before * factors}
     if op is Op.F and costs.recompute is None:
         changed["recompute"] = before
+    if op is Op.B:  # B is I and W together
+        halves = [half for half in _HALVES if getattr(costs, half) is not None]
+        changed |= {half: costs.per_stage(half, n) * factors for half in halves}
     if op in (Op.I, Op.W) and costs.backward is None:
         changed["backward"] = costs.per_stage("backward", n)
     if op is Op.REORDER:

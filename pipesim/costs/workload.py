@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipesim.errors import CostsError, check_count, check_name, number
+from pipesim.network.links import Nodes
 
 __all__ = ["Workload", "checked_workload"]
 
@@ -42,6 +43,10 @@ class Workload:
     settings
         Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
         their network, as values of JSON; None if there are none. Not compared by ``==``.
+    nodes
+        Nodes of the network that the seconds of collectives between the GPUs of a device follow
+        from, as a `Nodes` or a mapping of its fields; None if there are no such collectives. Not
+        compared by ``==``.
 
     Raises
     ------
@@ -49,6 +54,8 @@ class Workload:
         For numbers that are not finite and above 0, and for settings that JSON cannot hold.
     ArgumentError
         If ``gpus_per_device`` is no whole number of at least 1.
+    NetworkError
+        For ``nodes`` that are none.
 
     Examples
     --------
@@ -63,6 +70,7 @@ class Workload:
     peak_flops: float | None = None
     memory: float | None = None
     settings: Mapping[str, Any] | None = field(default=None, compare=False)
+    nodes: Nodes | Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, unit in _UNITS.items():
@@ -72,11 +80,20 @@ class Workload:
         n_gpus = check_count("workload: gpus_per_device", self.gpus_per_device)
         object.__setattr__(self, "gpus_per_device", n_gpus)
         object.__setattr__(self, "settings", _checked_settings(self.settings))
+        object.__setattr__(self, "nodes", self.built_nodes)
+
+    @property
+    def built_nodes(self) -> Nodes | None:
+        """``nodes`` as stored: a `Nodes`, or None."""
+        if self.nodes is None or isinstance(self.nodes, Nodes):
+            return self.nodes
+        return Nodes.from_dict(self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["settings"] = _checked_settings(self.settings)  # a copy of its own
+        values["nodes"] = None if self.built_nodes is None else self.built_nodes.to_dict()
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod

@@ -45,7 +45,7 @@ def model_costs(
             values["optimizer_step"] = optimizer_step
         elif rates is not None and len(sizes) > 1:
             values["tied_bytes"] = shard.copied_parameters * shard.model.bytes_per_gradient
-        values["workload"] = _workload(shard, rates, None)
+        values["workload"] = _workload(shard, rates, None, network)
         return Costs(**values, network=Network() if network is None else network)
 
     model = LayerModel(shard.model.n_layers, costs_of, has_ends=True)
@@ -68,11 +68,14 @@ def model_costs(
         settings["gpu"] = {k: v for k, v in asdict(rates).items() if v is not None}
     if optimizer_step is not None:
         settings["optimizer_step"] = costs.optimizer_step
-    return replace(costs, workload=_workload(shard, rates, settings))
+    return replace(costs, workload=_workload(shard, rates, settings, network))
 
 
-def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None) -> Workload:
-    """Return tokens, FLOPs and GPUs of the costs that ``settings`` give."""
+def _workload(
+    shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None, network: Network | None
+) -> Workload:
+    """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give."""
+    has_collectives = gpu is not None and shard.tensor_parallel > 1
     return Workload(
         tokens=shard.microbatch_size * shard.model.sequence_length,
         flops=shard.model.step_flops(shard.microbatch_size),
@@ -80,4 +83,5 @@ def _workload(shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None)
         peak_flops=None if gpu is None else gpu.peak,
         memory=None if gpu is None else gpu.memory,
         settings=settings,
+        nodes=network.nodes if has_collectives and network is not None else None,
     )

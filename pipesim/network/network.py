@@ -363,6 +363,10 @@ class Network:
     def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
         """Return this network with all latencies and bandwidths multiplied by factors.
 
+        Costs of a transformer with tensor parallelism include collectives of the network that they
+        were built with. ``costs.rebuilt(network=...)`` builds them for this one;
+        ``replace(costs, network=...)`` does not.
+
         Parameters
         ----------
         latency

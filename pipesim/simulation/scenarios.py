@@ -17,6 +17,7 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, check_count, check_flag, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE
+from pipesim.simulation.cost_warnings import warn_of_costs
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.simulate import (
@@ -144,6 +145,8 @@ def simulate_many(
 
     Warns
     -----
+    CostsWarning
+        Once, as `pipesim.simulate` does.
     MemoryLimitWarning
         Once, if the step without noise needs more memory than a device has; see `simulate`.
     """
@@ -157,6 +160,7 @@ def simulate_many(
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)
     quiet = predict_timeline(graph, tasks)
+    warn_of_costs(graph, costs, stacklevel=3)
     warn_of_memory_limit(quiet, stacklevel=3)
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))

@@ -21,6 +21,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.issue_times import issue_times
+from pipesim.simulation.cost_warnings import warn_of_costs
 from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
 from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, limit_text
@@ -81,6 +82,9 @@ def simulate(
 
     Warns
     -----
+    CostsWarning
+        If costs with tensor parallelism were built with another network of nodes than theirs
+        (`Costs.rebuilt` builds them anew), and if both the costs and the graph recompute.
     MemoryLimitWarning
         If a device needs more bytes than it may hold. It names up to three devices, and for a small
         graph up to three changes that fit; `Timeline.changes_that_fit` tries more of them.
@@ -88,6 +92,7 @@ def simulate(
     timeline = predict_timeline(
         graph, costs, engine=engine, noise=noise, scenario=scenario, memory_limit=memory_limit
     )
+    warn_of_costs(graph, costs, stacklevel=3)
     warn_of_memory_limit(timeline, stacklevel=3)
     return timeline
 

@@ -131,6 +131,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Costs.load": lambda to: {"path": _written(to / "costs.json", costs().save)},
     "ps.Costs.of": lambda _: {"self": costs(), "graph": graph()},
     "ps.Costs.per_stage": lambda _: {"self": costs(), "name": "forward", "n_stages": 2},
+    "ps.Costs.rebuilt": lambda _: {"self": model().costs(2, **SIZES)},
     "ps.Costs.save": lambda to: {"self": costs(), "path": to / "saved.json"},
     "ps.Costs.scaled": lambda _: {"self": ps.Costs([1.0, 2.0], [1.0, 2.0]), "factor": 2.0},
     "ps.Costs.to_dict": lambda _: {"self": costs()},

@@ -74,7 +74,15 @@ SPLIT = ps.Costs(1, 5, 2, 3, overlapped=4, optimizer_step=7)
     ("op", "changes"),
     [
         ("F", {"forward": 0.5, "recompute": 1, "overlapped": 4 - 0.5 * 4 / 6}),
-        ("B", {"backward": 2.5, "overlapped": 4 - 0.5 * 4 * 5 / 6}),
+        (
+            "B",
+            {
+                "backward": 2.5,
+                "input_grad": 1,
+                "weight_grad": 1.5,
+                "overlapped": 4 - 0.5 * 4 * 5 / 6,
+            },
+        ),
         ("I", {"input_grad": 1}),
         ("W", {"weight_grad": 1.5}),
         ("R", {"recompute": 0.5}),
@@ -82,7 +90,7 @@ SPLIT = ps.Costs(1, 5, 2, 3, overlapped=4, optimizer_step=7)
     ],
 )
 def test_one_operation_is_scaled(op: str, changes: dict[str, float]) -> None:
-    """Others keep their seconds, those that follow from it too."""
+    """Others keep their seconds, those that follow from it too; I and W are B."""
     scaled = SPLIT.scaled(0.5, op=op)
     for name in ("forward", "backward", "input_grad", "weight_grad", "recompute", "overlapped",
                  "optimizer_step"):  # fmt: skip
@@ -106,6 +114,10 @@ def test_the_effect_on_a_timeline() -> None:
     assert ps.simulate(graph, costs).makespan == 9
     faster = costs.scaled(0.5, op="B", stage=1, n_stages=2)
     assert ps.simulate(graph, faster).makespan == 7
+    split = ps.lower(ps.schedule("zbv", 2, 4), step="none")
+    thirds = ps.Costs(1, input_grad=1, weight_grad=1)
+    makespans = [ps.simulate(split, thirds.scaled(0.5, op=op)).makespan for op in ("B", None)]
+    assert ps.simulate(split, thirds).makespan > makespans[0] > makespans[1]
 
 
 def test_operations_that_cannot_be_scaled() -> None:
