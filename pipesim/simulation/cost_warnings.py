@@ -42,7 +42,7 @@ def warn_of_costs(graph: TaskGraph, costs: object, stacklevel: int) -> None:
             stacklevel=stacklevel,
         )
     mode = (work.settings or {}).get("recompute", "none")
-    if mode != "none" and graph.is_op({Op.R}).any():
+    if mode != "none" and graph.is_op(frozenset({Op.R})).any():
         warnings.warn(
             f"costs: their backwards include a recompute (recompute={mode!r}), and the graph has "
             'tasks R, so that activations are recomputed twice; give lower(recompute="never"), or '
