@@ -11,6 +11,8 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 #: Characters of a line of a message that are shown: of a longer one, the beginning and the end.
 _LINE = 1000
@@ -232,13 +234,15 @@ def check_text(name: str, value: object) -> str:
 def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is True or False: a text such as "no" would count as True.
 
+    A bool of NumPy, as tables of pandas have them, is returned as Python's.
+
     Raises
     ------
     ArgumentTypeError
         For a value of another type.
     """
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     raise _wrong_type(name, "True or False", value)
 
 

@@ -6,12 +6,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError, number, suggestion
+from pipesim.lowering.lower import lower
+from pipesim.models.transformer import Transformer
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.sweeps.settings import LOWERING
 from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL
@@ -21,13 +24,20 @@ from pipesim.utils.texts import csv_rows, parse_float, parse_int
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MeasuredStep", "measured_steps"]
+__all__ = ["MeasuredStep", "known_columns", "measured_steps"]
 
 #: Columns that are counts of the run, besides the arguments of `pipesim.lower`.
 _RUN = ("schedule", "n_devices", "n_microbatches", "global_batch")
 #: Columns without an effect on the prediction: the measured time, and a name for readers.
 _OTHERS = ("seconds", "label")
-_TRUTHS = {"true": True, "false": False}
+_TRUTHS = {"true": True, "false": False, "yes": True, "no": False}
+#: Columns that are true or false, where 1 and 0 mean the same.
+_FLAGS = frozenset(
+    name
+    for function in (Transformer, Transformer.costs, lower)
+    for name, parameter in signature(function).parameters.items()
+    if isinstance(parameter.default, bool)
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,14 @@ class MeasuredStep:
     def label(self) -> str:
         """Name for readers: the column ``label``, or the row or line."""
         return str(self.settings.get("label", self.where.rpartition(", ")[2]))
+
+
+def known_columns() -> tuple[str, ...]:
+    """Return the columns that a table of measured steps may have."""
+    options = {option for options in options_of_schedules().values() for option in options}
+    columns = (*_OTHERS, *MODEL, "layers_per_stage", *COST_OPTIONS, *_RUN, *LOWERING.values(),
+               *sorted(options))  # fmt: skip
+    return tuple(dict.fromkeys(columns))
 
 
 def measured_steps(
@@ -128,16 +146,12 @@ def _parsed(text: str) -> Any:
 
 def _check_columns(where: str, names: Sequence[str], need_seconds: bool) -> None:
     """Raise for columns that are unknown or named twice, and for missing ``seconds`` if needed."""
-    options = {option for options in options_of_schedules().values() for option in options}
-    columns = dict.fromkeys(
-        (*_OTHERS, *MODEL, "layers_per_stage", *COST_OPTIONS, *_RUN, *LOWERING.values(),
-         *sorted(options))
-    )  # fmt: skip
+    columns = known_columns()
     for name in names:
         if name not in columns:
             raise UnknownNameError(
                 f"{where}: unknown column {name!r}{suggestion(name, columns)} "
-                f"(known: {', '.join(columns)})"
+                "(pipesim calibrate --help lists all columns)"
             )
         if names.count(name) > 1:
             raise ArgumentError(f"{where}: column {name!r} occurs twice; give it once")
@@ -152,6 +166,9 @@ def _step(where: str, table: Mapping[Any, Any], need_seconds: bool) -> MeasuredS
     """Return the step of a row, without empty cells."""
     _check_columns(where, [str(name) for name in table], need_seconds)
     settings = {str(name): _plain(value) for name, value in table.items()}
+    for name in _FLAGS & settings.keys():
+        if settings[name] in (0, 1):
+            settings[name] = bool(settings[name])
     value = settings.pop("seconds", None)
     seconds = math.nan if value is None and not need_seconds else number(value)
     if seconds is None or not (0 < seconds < math.inf or math.isnan(seconds)):

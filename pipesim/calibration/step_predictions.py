@@ -8,7 +8,7 @@ from typing import Any
 
 from pipesim.calibration.measured_steps import MeasuredStep
 from pipesim.costs.layer_split import Split
-from pipesim.errors import ArgumentError, PipeError, check_count, check_name
+from pipesim.errors import ArgumentError, NetworkError, PipeError, check_count, check_name
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputed_microbatches import RECOMPUTE as TASK_RECOMPUTE
@@ -97,11 +97,19 @@ def predicted_seconds(
         try:
             size = step.gpus_per_device
             if size not in networks:
-                networks[size] = network(size)
+                networks[size] = _network_of(size, network)
             seconds.append(step.seconds(gpu, networks[size]))
         except PipeError as error:
             raise type(error)(f"{step.where}: {error}") from error
     return seconds
+
+
+def _network_of(size: int, network: Callable[[int], Network | None]) -> Network | None:
+    """Return the network of devices of ``size`` GPUs; an error names ``tensor_parallel``."""
+    try:
+        return network(size)
+    except NetworkError as error:
+        raise NetworkError(f"tensor_parallel={size} does not suit the network: {error}") from error
 
 
 def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:

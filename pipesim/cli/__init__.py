@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from pipesim.cli.arguments import Command, parse_arguments
 from pipesim.cli.calibrate import calibrate
 from pipesim.cli.commands import compare, list_schedules, simulate, sweep
-from pipesim.errors import PipeError
+from pipesim.errors import PipeError, PipeWarning
 
 __all__ = ["main"]
 
@@ -24,6 +27,35 @@ COMMANDS: Mapping[str, tuple[Command, str]] = {
     "calibrate": (calibrate, "fit constants of a GPU to measured steps; print them and errors"),
     "schedules": (list_schedules, "list the named schedules with their closed forms"),
 }
+#: What to write in a TOML file or on the command line, for advice of Python in a message.
+_ADVICE = {
+    "network=pipesim.Network.preset(": 'network = { preset = "dgx_h100" } in [costs]',
+    'partition="balanced"': 'partition = "balanced" in [costs.transformer]',
+    "such as constants=(": "such as --constants flops",
+}
+
+
+def _with_advice(text: str) -> str:
+    """Return a message, with the option or key in place of Python that it advises."""
+    return text + "".join(f" (here: {key})" for python, key in _ADVICE.items() if python in text)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print each of our warnings once, as a line on stderr without a place in the code."""
+    with warnings.catch_warnings():
+        others, printed = warnings.showwarning, set[str]()
+
+        def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+            """Print a warning of ours; leave others to Python."""
+            if not issubclass(category, PipeWarning):
+                others(message, category, *place)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                print(f"pipesim: warning: {_with_advice(str(message))}", file=sys.stderr)
+
+        warnings.showwarning = show  # type: ignore[assignment]  # its place is passed on
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parse_arguments(argv, COMMANDS)
             verbose = args.verbose
-            args.run(args)
+            with _plain_warnings():
+                args.run(args)
         finally:
             sys.stdout.flush()
     except SystemExit as end:  # --help and --version
@@ -56,6 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, *more = str(error).splitlines() or [type(error).__name__]
         if more and not verbose:
             first, more = f"{first} (--verbose shows all)", []
-        print(f"pipesim: error: {first}", *more, sep="\n", file=sys.stderr)
+        print(f"pipesim: error: {_with_advice(first)}", *more, sep="\n", file=sys.stderr)
         return 2
     return 0

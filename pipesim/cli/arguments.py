@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipesim.calibration.measured_steps import known_columns
 from pipesim.cli.help_texts import CALIBRATE_EPILOG, EPILOG, SWEEP_EPILOG
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, suggestion
@@ -160,7 +162,7 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
 
 def _add_calibration(command: argparse.ArgumentParser) -> None:
     """Add the arguments of calibrate."""
-    command.epilog = CALIBRATE_EPILOG
+    command.epilog = CALIBRATE_EPILOG + textwrap.fill(", ".join(known_columns()), 90)
     add = command.add_argument
     add("rows", metavar="STEPS.csv", help="measured steps, one a line; see below")
     add("--gpu", required=True, metavar="NAME",

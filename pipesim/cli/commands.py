@@ -10,7 +10,7 @@ from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import idle_shares
 from pipesim.cli.arguments import argument_settings
 from pipesim.cli.figures import write_figure
-from pipesim.cli.memory_texts import memory_changes_text, result_lines
+from pipesim.cli.memory_texts import graph_line, memory_changes_text, result_lines
 from pipesim.cli.tables import (
     GIB,
     align_columns,
@@ -47,10 +47,9 @@ def simulate(args: argparse.Namespace) -> None:
     write_figure(args.plot, [timeline], idle=args.idle)
     if args.csv:
         timeline.save(args.csv)
-    graph, devices = timeline.graph, device_table(timeline)
+    devices = device_table(timeline)
     print(
-        f"{timeline.name}: {graph.n_devices} devices, {graph.n_stages} stages, "
-        f"{graph.n_microbatches} micro-batches, recompute {graph.recompute}\n\n"
+        f"{graph_line(timeline)}\n\n"
         f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n"
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"

@@ -69,5 +69,7 @@ Columns of the file are seconds, the measured time of a step, and its settings:
                             arguments of pipesim.lower
   label                     a name for readers
 
-An empty cell has the default. A list is quoted, as in layers_per_stage "8,8,7".
-"""
+An empty cell has the default. A list is quoted, as in layers_per_stage "8,8,7". Flags are
+true, false, yes, no, 1 or 0.
+
+All columns: """

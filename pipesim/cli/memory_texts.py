@@ -1,16 +1,34 @@
-"""Lines that the command prints of memory limits, tokens a second and MFU."""
+"""Lines that the command prints of a timeline: its graph, memory limits, tokens a second, MFU."""
 
 from __future__ import annotations
 
 from pipesim.analysis.compare import known_results
 from pipesim.cli.tables import GIB, align_columns, format_numbers
+from pipesim.costs.workload import Workload
 from pipesim.timeline.memory_limit import excess_text, excesses
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["memory_changes_text", "result_lines"]
+__all__ = ["graph_line", "memory_changes_text", "result_lines"]
 
 _MS = 1e-3
 _FITS = {True: "fits", False: "does not fit", None: "unknown whether it fits: costs have no bytes"}
+
+
+def graph_line(timeline: Timeline) -> str:
+    """Return a line with the schedule's name, the numbers of devices and others, and recompute."""
+    graph = timeline.graph
+    work = None if timeline.costs is None else timeline.costs.workload
+    devices, recompute = f"{graph.n_devices} devices", f"recompute {graph.recompute}"
+    if isinstance(work, Workload) and work.gpus_per_device > 1:
+        n_gpus = graph.n_devices * work.gpus_per_device
+        devices += f" of {work.gpus_per_device} GPUs ({n_gpus} GPUs)"
+    settings = work.settings if isinstance(work, Workload) else None
+    if settings and (layers := settings.get("recompute", "none")) != "none":
+        recompute = f"recompute {layers} in backwards, {graph.recompute} as tasks"
+    return (
+        f"{timeline.name}: {devices}, {graph.n_stages} stages, {graph.n_microbatches} "
+        f"micro-batches, {recompute}"
+    )
 
 
 def result_lines(timeline: Timeline) -> str:

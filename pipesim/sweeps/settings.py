@@ -150,9 +150,12 @@ def _check_table(where: str, value: object, keys: tuple[str, ...] | None) -> Set
         raise ArgumentError(f"{where} must be a table of settings, got {value!r}")
     for key in value:
         if keys is not None and key not in keys:
-            raise UnknownNameError(
-                f"{where}: unknown key {key!r}{suggestion(key, keys)} (known: {', '.join(keys)})"
-            )
+            path = FLAT.get(key, ())[:-1]
+            hint = (
+                f"; it belongs in [{'.'.join(path)}]" if path
+                else f"{suggestion(key, keys)} (known: {', '.join(keys)})"
+            )  # fmt: skip
+            raise UnknownNameError(f"{where}: unknown key {key!r}{hint}")
     return dict(value)
 
 

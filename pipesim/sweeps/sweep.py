@@ -22,6 +22,7 @@ from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, ch
 from pipesim.scheduling.registry import ScheduleInfo
 from pipesim.sweeps.grid import SweepRow, cell_text, sweep_rows, version
 from pipesim.sweeps.journal import Journal
+from pipesim.sweeps.row_warnings import RowWarning, row_warnings, show_row_warnings
 from pipesim.sweeps.schedule_sources import source_info
 from pipesim.sweeps.settings import Settings, run
 from pipesim.sweeps.worker_pool import LostCall, run_calls
@@ -36,6 +37,8 @@ _MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})
 #: Key in a file of the number of stages of a row's graph; rows of older versions lack it. No option
 #: of a schedule has a dot: options are names of parameters.
 _STAGES = "graph.n_stages"
+#: Key of the warnings of a row, which a file does not hold.
+_WARNINGS = "row.warnings"
 #: Key in a file of each result that a row may have; a setting may have the name of its column.
 _KNOWN = {name: f"timeline.{name}" for name in KNOWN_RESULTS}
 #: Columns of results, after those of the configuration.
@@ -117,6 +120,8 @@ def sweep(
     CostsWarning
         If schedules with different numbers of stages on as many devices share costs a stage, and
         ``per`` is not given. Rows that ``path`` holds already count too.
+    PipeWarning
+        Those of `Transformer.costs` for the rows that run, each text once.
 
     Examples
     --------
@@ -164,6 +169,7 @@ def run_rows(
             for digest, row in wanted.items()
             if digest not in results
         }
+        collected: list[RowWarning] = []
         bar = tqdm(total=len(wanted), initial=len(results), disable=not progress, unit="row")
         n_jobs = min(n_jobs, max(2, len(calls)))
         running = closing(run_calls(_simulate_row, calls, n_jobs=n_jobs, backend=backend))
@@ -171,10 +177,12 @@ def run_rows(
             for digest, result in finished:
                 if isinstance(result, LostCall):
                     result = _failed(result.reason, again=True)
+                collected += result.pop(_WARNINGS, ())
                 results[digest] = result
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
+    show_row_warnings(collected, stacklevel=3)
     warn_of_other_models(_costs_per_stage(rows, results), stacklevel=4)
     return _frame(rows, results)
 
@@ -194,8 +202,10 @@ def _costs_per_stage(
 def _simulate_row(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
     """Return the results of one row, in a worker; an error is one of them."""
     began = time.perf_counter()
+    collected: list[RowWarning] = []
     try:
-        timeline = run(case, info)
+        with row_warnings(collected):
+            timeline = run(case, info)
         further = {_KNOWN[name]: value for name, value in known_results(timeline).items()}
         values = {"n_tasks": len(timeline.graph), **summary(timeline), **further}
         result = {k: v if math.isfinite(v) else None for k, v in values.items()}
@@ -208,7 +218,8 @@ def _simulate_row(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
             result = _failed(f"{type(cause).__name__}: {cause}", again=True)
     except Exception as error:  # in a schedule of the user's, or out of memory
         result = _failed(f"{type(error).__name__}: {error}", again=True)
-    return {**result, "seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    return {**result, "seconds": seconds, _WARNINGS: collected}
 
 
 def _problem(row: Mapping[str, Any]) -> str:

@@ -234,6 +234,13 @@ def test_a_warning_of_a_row_comes_once() -> None:
     ] * 2
 
 
+def test_groups_of_gpus_that_do_not_suit_the_machine() -> None:
+    """The message names the column."""
+    row = {**ROW, "n_heads": 24, "hidden_size": 1536, "tensor_parallel": 3}
+    with pytest.raises(PipeError, match="row 0: tensor_parallel=3 does not suit the network"):
+        ps.GPU.fit([row], gpu=START, network=MACHINE, constants=["flops"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

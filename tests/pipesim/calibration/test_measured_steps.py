@@ -57,6 +57,17 @@ def test_a_frame_is_read_as_its_file(tmp_path: Path) -> None:
     assert "n_replicas" not in from_frame[1].settings
 
 
+@pytest.mark.parametrize("cell", ["1", "yes", "True", "0", "no", "false"])
+def test_flags_in_any_form(cell: str, tmp_path: Path) -> None:
+    """1 is true where a column is true or false, and a number elsewhere."""
+    path = written(tmp_path, f"model,n_replicas,overlap,dropout,seconds\ngpt2,1,{cell},1,0.5\n")
+    settings = measured_steps(path)[0].settings
+    assert settings["overlap"] is (cell in ("1", "yes", "True"))
+    assert [type(settings[name]) for name in ("n_replicas", "dropout")] == [int, bool]
+    (step,) = measured_steps(pd.DataFrame([{**GOOD, "overlap": np.True_, "seconds": 1.0}]))
+    assert step.settings["overlap"] is True
+
+
 def test_mappings() -> None:
     (step,) = measured_steps([{**GOOD, "seconds": np.float32(0.5)}])
     assert (step.settings, step.seconds, step.label) == (GOOD, 0.5, "row 0")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pipesim as ps
@@ -119,3 +120,13 @@ def test_unknown_names_and_other_types() -> None:
         ps.GPU.preset("h100")
     with pytest.raises(ArgumentTypeError):
         SMALL.seconds([("dropout", 0.0)])  # type: ignore[list-item]
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    """A row of a DataFrame has them."""
+    model = ps.Transformer.preset("gpt2_xl")
+    options: dict[str, Any] = {"microbatch_size": 1, "gpu": "h100_sxm", "partition": "even"}
+    costs = model.costs(2, flash_attention=np.True_, **options)
+    assert costs == model.costs(2, flash_attention=True, **options)
+    with pytest.raises(ArgumentError, match="flash_attention must be True or False"):
+        model.costs(2, flash_attention=1, **options)  # type: ignore[arg-type]  # is refused
