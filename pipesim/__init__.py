@@ -25,7 +25,8 @@ from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
-from pipesim.models.gpu import GPU, gpus
+from pipesim.models.data_sheets import gpus
+from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.published_models import transformers
 from pipesim.models.tensor_parallel import Shard

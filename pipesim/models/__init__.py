@@ -1,6 +1,7 @@
 """Costs of a pipeline from the sizes of a model: GPUs, transformers, and profiled layers."""
 
-from pipesim.models.gpu import GPU, gpus
+from pipesim.models.data_sheets import gpus
+from pipesim.models.gpu import GPU
 from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.layers import Layers
 from pipesim.models.published_models import transformers

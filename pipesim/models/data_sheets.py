@@ -46,8 +46,12 @@ References
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["DATA_SHEETS", "DataSheet"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["DATA_SHEETS", "DataSheet", "gpus"]
 
 
 @dataclass(frozen=True)
@@ -108,3 +112,22 @@ DATA_SHEETS = {
     "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, 304, *_MI300X, 11),
     "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, 304, *_MI325X, 12),
 }  # fmt: skip
+
+
+def gpus() -> pd.DataFrame:
+    """List the GPUs that `GPU.preset` accepts, one row a name.
+
+    Columns: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth`` (bytes/s) and
+    ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and ``bandwidth_efficiency``, the
+    shares of these rates that kernels reach; ``basis`` of the efficiencies; ``source`` of the
+    nominal values.
+
+    Examples
+    --------
+    >>> gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
+    [989400000000000.0, 0.6]
+    """
+    import pandas as pd
+
+    rows = {name: vars(sheet) for name, sheet in DATA_SHEETS.items()}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

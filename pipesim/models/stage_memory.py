@@ -31,6 +31,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipesim.models.shard_sizes import (
+    FP32_BYTES,
+    MASK_BYTES,
+    Matrix,
+    fuses_weight_grads,
+    layer_matrices,
+)
+
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
@@ -42,12 +50,6 @@ __all__ = [
     "layer_operations",
     "stage_workspaces",
 ]
-
-#: Bytes of a number in 32 bits: a logit's softmax (arXiv 2205.05198, section 4), a row's sum of
-#: exponentials (arXiv 2307.08691, section 3.1).
-_FP32 = 4
-#: Bytes of an element of a dropout mask (arXiv 2205.05198, section 4).
-_MASK = 1
 
 
 class Operation(NamedTuple):
@@ -100,27 +102,32 @@ def _tensors(shard: Shard) -> _Tensors:
         queries=e * tokens * model.query_size / t,
         keys=e * tokens * model.kv_size / t,
         scores=e * tokens * model.sequence_length * model.n_heads / t,
-        rows=_FP32 * tokens * model.n_heads / t,
+        rows=FP32_BYTES * tokens * model.n_heads / t,
         inner=e * tokens * model.ffn_size / t,
         logits=e * tokens * model.vocabulary_size / t,
-        softmax=_FP32 * tokens * model.vocabulary_size / t,
-        mask=_MASK * tokens * model.hidden_size * model.dropout / share,
+        softmax=FP32_BYTES * tokens * model.vocabulary_size / t,
+        mask=MASK_BYTES * tokens * model.hidden_size * model.dropout / share,
     )
 
 
 def layer_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return the operations of a layer, in order; one that keeps its input, with full recompute."""
-    x, model = _tensors(shard), shard.model
-    up = model.mlp_inputs * x.inner
-    matrices = dict(zip(("qkv", "projection", "up", "down"), _matrices(shard), strict=True))
-    weight = {name: _weight_grad_bytes(shard, matrix) for name, matrix in matrices.items()}
-    norm = Operation("norm", x.hidden, x.hidden, 3 * x.hidden)
-    # With a dropout, the branch's gradient is not that of the residual.
-    branch = x.hidden * (1 + model.dropout)
-    residual = Operation("residual", x.mask, x.hidden, branch)
+    x = _tensors(shard)
+    operations = (*_attention(shard, x), *_mlp(shard, x))
+    if shard.recompute != "full":
+        return operations
+    kept = kept_bytes(operations) - x.hidden
+    again = kept + max(_most(operations, "forward"), _most(operations, "backward"))
+    once = max(operation.kept + operation.forward for operation in operations)
+    return (Operation("layer", x.hidden, once, again),)
+
+
+def _attention(shard: Shard, x: _Tensors) -> tuple[Operation, ...]:
+    """Return the operations of the first half of a layer, up to its sum with the residual."""
+    weight, branch = _weight_grad_bytes(shard), _branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)  # what a GPU keeps of a sum over the group
-    operations = (
-        norm,
+    return (
+        _norm(x),
         Operation(
             "qkv",
             x.hidden,
@@ -134,8 +141,17 @@ def layer_operations(shard: Shard) -> tuple[Operation, ...]:
             x.all_hidden + reduced,
             branch + x.gathered + x.queries + weight["projection"],
         ),
-        residual,
-        norm,
+        Operation("residual", x.mask, x.hidden, branch),
+    )
+
+
+def _mlp(shard: Shard, x: _Tensors) -> tuple[Operation, ...]:
+    """Return the operations of the second half of a layer."""
+    weight, branch = _weight_grad_bytes(shard), _branch_bytes(shard, x)
+    reduced = x.hidden * (x.gathered > 0)
+    up = shard.model.mlp_inputs * x.inner
+    return (
+        _norm(x),
         Operation(
             "up",
             x.hidden,
@@ -149,14 +165,18 @@ def layer_operations(shard: Shard) -> tuple[Operation, ...]:
             x.all_hidden + reduced,
             branch + x.gathered + x.inner + weight["down"],
         ),
-        residual,
+        Operation("residual", x.mask, x.hidden, branch),
     )
-    if shard.recompute != "full":
-        return operations
-    kept = kept_bytes(operations) - x.hidden
-    again = kept + max(_most(operations, "forward"), _most(operations, "backward"))
-    once = max(operation.kept + operation.forward for operation in operations)
-    return (Operation("layer", x.hidden, once, again),)
+
+
+def _norm(x: _Tensors) -> Operation:
+    """Return a norm of a layer."""
+    return Operation("norm", x.hidden, x.hidden, 3 * x.hidden)
+
+
+def _branch_bytes(shard: Shard, x: _Tensors) -> float:
+    """Return the bytes of the gradients of branch and residual: two tensors after a dropout."""
+    return x.hidden * (1 + shard.model.dropout)
 
 
 def _core(shard: Shard, x: _Tensors) -> Operation:
@@ -170,10 +190,10 @@ def _core(shard: Shard, x: _Tensors) -> Operation:
     kept, gradients = x.queries + 2 * x.keys, 2 * x.queries + 2 * x.keys + x.hidden
     if shard.flash_attention:
         core, once = x.rows, x.queries
-        sums = _FP32 * shard.microbatch_size * model.sequence_length * model.query_size
+        sums = FP32_BYTES * shard.microbatch_size * model.sequence_length * model.query_size
         gradients += sums / shard.tensor_parallel + x.rows
     else:
-        masks = x.rows / _FP32 * model.sequence_length * _MASK
+        masks = x.rows / FP32_BYTES * model.sequence_length * MASK_BYTES
         core = x.scores + (masks + x.scores) * model.dropout
         once = x.queries + x.scores * (not model.dropout)  # scores, until softmax is computed
         gradients += 2 * x.scores
@@ -258,31 +278,20 @@ def _most(operations: Sequence[Operation], direction: str) -> float:
     return most
 
 
-def _matrices(shard: Shard) -> tuple[tuple[float, float], ...]:
-    """Return rows and columns of qkv, projection, up (with the gate) and down."""
-    model, t = shard.model, shard.tensor_parallel
-    h, f = model.hidden_size, model.ffn_size / t
-    attended = model.query_size / t
-    qkv = (model.query_size + 2 * model.kv_size) / t
-    return (qkv, h), (h, attended), (model.mlp_inputs * f, h), (h, f)
-
-
-def _weight_grad_bytes(shard: Shard, matrix: tuple[float, float]) -> float:
-    """Return the bytes of a weight's gradient until it was added to the sum; 0 if fused."""
-    if _is_fused(shard):
-        return 0.0
-    rows, columns = matrix
-    return shard.model.bytes_per_gradient * rows * columns
+def _weight_grad_bytes(shard: Shard) -> dict[str, float]:
+    """Return the bytes of each weight's gradient until it was added to the sum; 0 if fused."""
+    size = 0 if fuses_weight_grads(shard.model) else shard.model.bytes_per_gradient
+    return {name: size * _elements(matrix) for name, matrix in layer_matrices(shard).items()}
 
 
 def _weight_grad_buffers(shard: Shard) -> float:
     """Return the bytes of the unused gradients, one for each shape of a layer's matrices."""
-    if not _is_fused(shard):
+    if not fuses_weight_grads(shard.model):
         return 0.0
-    elements = sum(rows * columns for rows, columns in set(_matrices(shard)))
+    elements = sum(_elements(matrix) for matrix in set(layer_matrices(shard).values()))
     return shard.model.bytes_per_parameter * elements
 
 
-def _is_fused(shard: Shard) -> bool:
-    """Return whether products of weight gradients add to main gradients of more bytes."""
-    return shard.model.bytes_per_gradient > shard.model.bytes_per_parameter
+def _elements(matrix: Matrix) -> float:
+    """Return the number of elements of a matrix."""
+    return matrix.inputs * matrix.outputs

@@ -1,6 +1,7 @@
 """`Shard`: bytes, parameters and FLOPs of one GPU of a tensor-parallel group of a `Transformer`.
 
-Letters and sources are those of `pipesim.models.transformer`.
+Letters and sources are those of `pipesim.models.transformer`. The file has just over 300 lines: one
+class of short properties, half of it the docstrings of their formulas.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import check_flag, check_name, check_type
+from pipesim.models.shard_sizes import FP32_BYTES
 from pipesim.models.size_checks import check_divides, check_size
 from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.stage_memory import (
@@ -22,9 +24,6 @@ from pipesim.models.stage_seconds import per_stage, stage_seconds
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
 __all__ = ["Shard"]
-
-#: Bytes of a logit, which is in 32 bits for the loss (arXiv 2205.05198, section 4).
-_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ class Shard:
         - For R tasks, use ``recompute="none"`` and lower the schedule with ``"always"``: a graph
           with R tasks and costs with recompute would recompute twice.
         - With ``"full"`` and a split backward, W needs more bytes than F leaves (32sbh and 2sbh a
-          layer). Rule 10 of docs/time.md counts only bytes that were held, so that memory comes
-          out too low.
+          layer). I takes the difference (rule 10 of docs/time.md).
         - The sum of gradients of two copies of a tied matrix is priced with `GPU` costs only.
 
         Raises
@@ -304,7 +302,7 @@ class Shard:
     @property
     def _logit_bytes(self) -> float:
         """Bytes of the gradient of the logits on one GPU, in 32 bits unless the loss is fused."""
-        size = self.model.bytes_per_activation if self.fused_loss else _LOGIT_BYTES
+        size = self.model.bytes_per_activation if self.fused_loss else FP32_BYTES
         return self._tokens * size * self.model.vocabulary_size / self.tensor_parallel
 
     @property

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipesim.models.shard_sizes import FP32_BYTES
 from pipesim.network.network import Network
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
 __all__ = ["Collective", "GroupCollectives", "PartCollectives", "group_collectives"]
-
-#: Bytes of a number of the loss.
-_FP32 = 4
 
 
 class Collective(NamedTuple):
@@ -71,7 +69,7 @@ def group_collectives(shard: Shard) -> GroupCollectives:
     model = shard.model
     tokens = shard.microbatch_size * model.sequence_length
     nbytes = tokens * model.hidden_size * model.bytes_per_activation
-    loss = Collective(_FP32 * tokens, n_collectives=3)
+    loss = Collective(FP32_BYTES * tokens, n_collectives=3)
     full = shard.recompute == "full"
     if not shard.sequence_parallel:
         one, two = Collective(nbytes), Collective(nbytes, n_collectives=2)

@@ -105,6 +105,33 @@ def test_bytes_of_a_layer_by_hand() -> None:
     assert weights["head", "logits weight"] == 2 * (4 * 8 + 4 * 16) + 2 * 4 * 8 * 16
 
 
+def test_cross_entropy_by_hand() -> None:
+    """Megatron-LM's, of logits in 32 bits: 8 reads or writes in 5 kernels; 2 in 2 backward.
+
+    Before it, a cast reads 16 bits and writes 32; behind its backward one is the other way round.
+    """
+    table = GPT3.kernels(GPU, microbatch_size=1, tensor_parallel=8)
+    logits = 2048 * 51200 // 8
+    loss = table[table["kernel"].isin(["cross-entropy", "cast of logits"])]
+    assert loss[["op", "kernel", "n_kernels", "bytes"]].to_numpy().tolist() == [
+        ["F", "cast of logits", 1, 6 * logits],
+        ["F", "cross-entropy", 5, 8 * 4 * logits],
+        ["I", "cross-entropy", 2, 2 * 4 * logits],
+        ["I", "cast of logits", 1, 6 * logits],
+    ]
+
+
+def test_depths_of_attention_products() -> None:
+    """At half of the rate for a depth of 128: heads have 128 elements, sums over tokens 2048."""
+    gpu = ps.GPU(flops=1e12, bandwidth=1e18, half_depth=128)
+    table = GPT3.kernels(gpu, microbatch_size=1).set_index("kernel")
+    slower = table["seconds"] / (table["flops"] / gpu.flops)
+    depths = {"scores": 128, "context": 2048, "scores input": 2048}
+    depths |= {"context probabilities": 128, "context values": 2048}
+    for kernel, depth in depths.items():
+        assert slower[kernel] == pytest.approx(1 + 128 / depth), kernel
+
+
 def test_a_gated_activation_reads_two_tensors() -> None:
     table = LLAMA.kernels(GPU, microbatch_size=1).set_index(["op", "kernel"])
     one = 2 * 8192 * 14336  # bytes of a tensor of the MLP

@@ -95,6 +95,20 @@ def test_workspace_of_sequence_parallelism() -> None:
     assert backward[1] == up + 2 * (512 + 256 + 256 + 128) // 2
 
 
+def test_workspace_of_flash_attention() -> None:
+    """Its backward sums the gradient of queries in 32 bits: 512 bytes, which decides if f is 4.
+
+    Gradients of output and queries (256 each), keys and values (128 each), the residual (256), the
+    sums (512), and a number of each row (128), where what follows has given back 960.
+    """
+    later = 256 + 256 + 256 + 128 + 64  # inputs of projection, norm, up, activation and down
+    core = 2 * 256 + 2 * 128 + 256 + 512 + 128
+    buffers = 2 * (512 + 256 + 8 * 16 + 4 * 16)
+    small = replace(MODEL, ffn_size=4, n_layers=3)
+    _, backward = workspaces(small, [1, 1, 1], flash_attention=True)
+    assert backward[1] == core - later + buffers  # the first stage has the embedding's gradient
+
+
 def test_workspace_of_the_embedding() -> None:
     """Its gradient is as large as the matrix; the layers behind it have given all back."""
     model = replace(MODEL, vocabulary_size=1000, n_layers=1)
