@@ -19,10 +19,10 @@ __all__ = [
     "SplitProblem",
     "all_borders",
     "balanced_borders",
-    "kicked_borders",
+    "layer_counts",
     "neighbours",
+    "perturbed_borders",
     "random_borders",
-    "sizes_of",
 ]
 
 Floats = NDArray[np.float64]
@@ -70,8 +70,9 @@ class SplitProblem:
         Device of each moment; shape ``(n_moments,)``.
     limit
         Most bytes of those at each moment; shape ``(n_moments,)``.
-    n_microbatches
-        Number of micro-batches of a step; 0 if layers may take less time than in ``sums``.
+    least_seconds
+        Seconds of a step that the device of the first stage's other modules, of each layer and of
+        the last stage's other modules needs for them at least. Shape ``(n_layers + 2,)``.
     """
 
     sums: Floats
@@ -83,7 +84,7 @@ class SplitProblem:
     held: Floats
     holder: Ints
     limit: Floats
-    n_microbatches: int = 0
+    least_seconds: Floats
 
     @property
     def n_layers(self) -> int:
@@ -107,11 +108,13 @@ class SplitProblem:
         seconds: Floats = self.stage_values(borders)[0] @ self.load.T
         return seconds + self.other_load
 
-    def least_seconds(self, borders: Ints) -> Floats:
-        """Return seconds that a step takes at least; shape ``(n_splits,)``."""
-        loads = self.stage_values(borders)[0] @ self.load.T + np.minimum(0.0, self.other_load)
-        busiest: Floats = loads.max(axis=1)
-        return busiest * self.n_microbatches
+    def lower_bound(self, borders: Ints) -> Floats:
+        """Return a lower bound of the seconds of a step; shape ``(n_splits,)``."""
+        edges = borders + 1
+        edges[:, 0], edges[:, -1] = 0, self.n_layers + 2
+        stages = np.diff(np.concatenate([[0.0], self.least_seconds.cumsum()])[edges], axis=1)
+        bound: Floats = (stages @ self.load.T).max(axis=1)
+        return bound
 
     def held_bytes(self, borders: Ints) -> Floats:
         """Return the bytes at each moment; shape ``(n_splits, n_moments)``."""
@@ -167,7 +170,7 @@ def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 
     random = np.random.default_rng(seed)
     best = _best_of(problem, np.array([_descended(problem, start, False) for start in starts]))
     for _ in range(_KICKS // problem.n_stages if problem.n_stages > 2 else 0):
-        kicked = _descended(problem, kicked_borders(problem, best, random), False)
+        kicked = _descended(problem, perturbed_borders(problem, best, random), False)
         best = _best_of(problem, np.array([best, kicked]))
     return _descended(problem, best, True)
 
@@ -244,7 +247,7 @@ def neighbours(problem: SplitProblem, borders: Ints) -> Ints:
     return possible
 
 
-def kicked_borders(problem: SplitProblem, borders: Ints, random: np.random.Generator) -> Ints:
+def perturbed_borders(problem: SplitProblem, borders: Ints, random: np.random.Generator) -> Ints:
     """Return borders of which some are moved at random, to between their neighbours."""
     borders = borders.copy()
     for border in random.integers(1, problem.n_stages, _KICKED).tolist():
@@ -254,6 +257,6 @@ def kicked_borders(problem: SplitProblem, borders: Ints, random: np.random.Gener
     return borders
 
 
-def sizes_of(borders: Ints) -> tuple[int, ...]:
+def layer_counts(borders: Ints) -> tuple[int, ...]:
     """Return the layers of each stage."""
     return tuple(np.diff(borders).tolist())

@@ -10,9 +10,9 @@ from pipesim.costs.device_split import (
     Ints,
     SplitProblem,
     all_borders,
-    kicked_borders,
     n_splits,
     neighbours,
+    perturbed_borders,
     random_borders,
 )
 
@@ -48,8 +48,7 @@ class _Simulations:
             excess, busiest, squares, _ = self.problem.keys(table)
             limit = self.time(borders) * (1 - _EXACT)
             order = np.lexsort((squares, busiest.round(12), excess))
-            # A step takes at least as long as its busiest device computes.
-            table = table[order[self.problem.least_seconds(table[order]) < limit]]
+            table = table[order[self.problem.lower_bound(table[order]) < limit]]
             faster = (x for x in table if not self.spent and self.time(x) < limit)
             step = next(faster, None)
             if step is None:
@@ -94,7 +93,9 @@ def fastest_borders(
         if simulations.spent:
             break
         changed = (
-            kicked_borders(problem, best, random) if number % 2 else random_borders(problem, random)
+            perturbed_borders(problem, best, random)
+            if number % 2
+            else random_borders(problem, random)
         )
         changed = simulations.descended(changed)
         # Among equals the newest is kept, from which other splits are near.

@@ -246,13 +246,13 @@ class Layers:
         (2, 1)
         """
 
-        def costs_of(sizes: Sequence[int]) -> Costs:
+        def stage_costs(sizes: Sequence[int]) -> Costs:
             """Return the costs of stages of these sizes."""
             return self._stage_costs(sizes, 0.0, network)
 
         if network is not None:
             check_type("network", network, Network)
-        model = LayerModel(len(self), costs_of, has_ends=False)
+        model = LayerModel(len(self), stage_costs, has_ends=False)
         placed = placed_sizes(model, split, "split", partition=partition, placement=placement,
                               memory_limit=memory_limit)  # fmt: skip
         if placed is not None:

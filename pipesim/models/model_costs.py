@@ -37,7 +37,7 @@ def model_costs(
     rates = None if gpu is None else as_gpu(gpu)
     seconds = stage_seconds(shard, rates, flops_per_second, network)
 
-    def costs_of(sizes: Sequence[int]) -> Costs:
+    def stage_costs(sizes: Sequence[int]) -> Costs:
         """Return the costs of stages with these many layers."""
         values: dict[str, Any] = {**seconds.stages(sizes), **shard.stage_bytes(sizes)}
         values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
@@ -48,12 +48,17 @@ def model_costs(
         values["workload"] = _workload(shard, rates, None, network)
         return Costs(**values, network=Network() if network is None else network)
 
-    model = LayerModel(shard.model.n_layers, costs_of, has_ends=True)
+    def least_costs(sizes: Sequence[int]) -> Costs:
+        """Return the seconds of the same stages without launches, as costs."""
+        values: dict[str, Any] = {**seconds.without_launches.stages(sizes)}
+        return Costs(**values)
+
+    model = LayerModel(shard.model.n_layers, stage_costs, True, least_costs)
     sizes = placed_sizes(model, layers_per_stage, "layers_per_stage", partition=partition,
                          placement=placement, memory_limit=memory_limit)  # fmt: skip
     if sizes is None:
         sizes = stage_sizes(layers_per_stage, partition, model.n_layers, *seconds.parts)
-    costs = costs_of(sizes)
+    costs = stage_costs(sizes)
     for name in ("optimizer_step", "launch"):
         costs.per_stage(name, len(sizes))  # refuses values of another number of stages
     settings: dict[str, Any] = {

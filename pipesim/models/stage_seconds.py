@@ -6,7 +6,7 @@ Letters are those of `pipesim.models.transformer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -83,6 +83,10 @@ class StageSeconds(Protocol):
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in seconds, one value a stage, for its number of layers."""
 
+    @property
+    def without_launches(self) -> StageSeconds:
+        """The same without the host's launches: a lower bound, and sums over layers."""
+
 
 def per_stage(
     sizes: Sequence[int], layer: float, first: float = 0.0, last: float = 0.0
@@ -123,6 +127,11 @@ class RateSeconds:
             "weight_grad": per_stage(sizes, linear / rate, last=head / rate),
             "recompute": forward,
         }
+
+    @property
+    def without_launches(self) -> RateSeconds:
+        """The same: a rate has no launches."""
+        return self
 
     @property
     def _rate(self) -> float:
@@ -186,6 +195,11 @@ class GpuSeconds:
             "optimizer_step": self._optimizer_steps(sizes),
             "output_seconds": (self._message_seconds,) * len(sizes),
         }
+
+    @property
+    def without_launches(self) -> GpuSeconds:
+        """The same on a GPU that never waits for its host."""
+        return replace(self, gpu=replace(self.gpu, launch=0.0))
 
     def _optimizer_steps(self, sizes: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds of STEP of each stage, by the bytes that it reads and writes.

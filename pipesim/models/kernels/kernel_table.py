@@ -29,9 +29,9 @@ def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFra
     rows = [
         (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
          rates.kernel_seconds(kernel), _bound(kernel, rates))
-        for part, kernels_of in _PARTS.items()
+        for part, part_kernels in _PARTS.items()
         for field, op in _OPS.items()
-        for kernel in getattr(kernels_of(shard), field)
+        for kernel in getattr(part_kernels(shard), field)
     ]  # fmt: skip
     columns = ["part", "op", "kernel", "n_kernels", "flops", "bytes", "seconds", "bound"]
     return pd.DataFrame(rows, columns=columns)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import get_args
 
-from pipesim.costs.device_split import Floats, balanced_borders, sizes_of
+from pipesim.costs.device_split import Floats, balanced_borders, layer_counts
 from pipesim.costs.layer_split import LayerPartition, Split, check_partition, checked_split
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count
 from pipesim.graph.graph import TaskGraph
@@ -107,7 +107,7 @@ def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tu
     if limits is not None:
         raise ArgumentError(_NO_ORDER)
     problem = split_problem(model, placement)
-    return sizes_of(balanced_borders(problem, [first_borders(problem)]))
+    return layer_counts(balanced_borders(problem, [first_borders(problem)]))
 
 
 def _check_stages(model: LayerModel, n_stages: int, name: str) -> None:

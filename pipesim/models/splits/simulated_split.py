@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_borders, sizes_of
+from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_borders, layer_counts
 from pipesim.costs.fastest_split import fastest_borders
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
@@ -44,16 +44,16 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     problem = _problem(simulations, first, timeline.memory_limit)
     best = _search(simulations, problem, first)
     if simulations.makespan(best) < np.inf:
-        return sizes_of(best)
+        return layer_counts(best)
     if limits is None:
         problem = _problem(simulations, first, None)
-        return sizes_of(_search(replace(simulations, is_limited=False), problem, first))
+        return layer_counts(_search(replace(simulations, is_limited=False), problem, first))
     needed = reserved_memory(simulations.timeline(best))
     device = int((needed - limits).argmax())
     raise CostsError(
         f"memory_limit={limits[device]:.4g}: no split of {model.n_layers} layers was found that "
-        f"fits; {list(sizes_of(best))} needs {needed[device]:.4g} bytes on device {device}. Give "
-        "smaller micro-batches, recompute, more devices, or another schedule" + _hint(graph)
+        f"fits; {list(layer_counts(best))} needs {needed[device]:.4g} bytes on device {device}. "
+        "Give smaller micro-batches, recompute, more devices, or another schedule" + _hint(graph)
     )
 
 
@@ -80,7 +80,7 @@ class _Simulations:
         """Return the timeline of a split."""
         from pipesim.simulation.simulate import predict_timeline
 
-        costs = self.model.costs_of(sizes_of(borders))
+        costs = self.model.stage_costs(layer_counts(borders))
         limits = None if self.limits is None else self.limits.tolist()
         return predict_timeline(self.graph, costs, memory_limit=limits)
 
@@ -105,7 +105,7 @@ def _problem(simulations: _Simulations, first: Ints, limits: Floats | None) -> S
     These are such as messages that block, and workspaces. They are those of one split.
     """
     model, graph = simulations.model, simulations.graph
-    costs = model.costs_of(sizes_of(first))
+    costs = model.stage_costs(layer_counts(first))
     if limits is not None:
         limits = limits / (1 + costs.memory_reserve)
     problem = split_problem(model, graph, limits)

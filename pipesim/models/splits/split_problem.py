@@ -17,10 +17,10 @@ from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.timeline.task_bytes import dropped_activations, weight_versions
 
-__all__ = ["CostsOf", "LayerModel", "first_borders", "split_problem"]
+__all__ = ["LayerModel", "StageCosts", "first_borders", "split_problem"]
 
 #: Costs of stages with these many layers.
-CostsOf = Callable[[Sequence[int]], Costs]
+StageCosts = Callable[[Sequence[int]], Costs]
 
 #: Fields of `Costs` with the seconds of operations that layers take.
 _SECONDS = {
@@ -40,22 +40,26 @@ class LayerModel:
     ----------
     n_layers
         Number of layers.
-    costs_of
-        Costs of stages with these many layers. Costs of a stage are the sums of its layers', apart
-        from ``output_bytes``.
+    stage_costs
+        Costs of stages with these many layers. The search takes sums over layers for those of a
+        stage, which are estimates: a GPU waits for its host in some layers, but not in the sum.
     has_ends
         Whether the first and the last stage have modules beside layers, and so may have no layer.
+    least_costs
+        Costs of stages with at most the seconds of ``stage_costs``. Those of F, B, I, W and R are
+        sums over layers. None if those of ``stage_costs`` are.
     """
 
     n_layers: int
-    costs_of: CostsOf
+    stage_costs: StageCosts
     has_ends: bool
+    least_costs: StageCosts | None = None
 
     @property
-    def finest(self) -> Costs:
-        """Costs of stages of one layer each, with modules beside layers in stages of their own."""
+    def finest_sizes(self) -> list[int]:
+        """One layer a stage, with modules beside layers in stages of their own."""
         ends = [0] * self.has_ends
-        return self.costs_of([*ends, *[1] * self.n_layers, *ends])
+        return [*ends, *[1] * self.n_layers, *ends]
 
     def least(self, n_stages: int) -> NDArray[np.int64]:
         """Return the fewest layers of each stage."""
@@ -65,18 +69,21 @@ class LayerModel:
 
 
 class _Work(NamedTuple):
-    """Work of devices, for one micro-batch.
+    """Work of devices.
 
     Attributes
     ----------
     load
         Share of micro-batches of each stage; shape ``(n_devices, n_stages)``.
     ops
-        Times that each operation runs.
+        Mean number of each operation, for one F.
+    least_ops
+        Least number of each operation on any device, for one F of a stage.
     """
 
     load: Floats
     ops: dict[Op, float]
+    least_ops: dict[Op, float]
 
 
 def split_problem(
@@ -90,9 +97,10 @@ def split_problem(
     if isinstance(target, TaskGraph):
         work = _graph_work(target)
     else:
-        work = _Work(_placement_load(target), {Op.F: 1.0, Op.B: 1.0})
-    finest, n_stages = model.finest, work.load.shape[1]
-    n = model.n_layers + 2 * model.has_ends
+        ops = {Op.F: 1.0, Op.B: 1.0}
+        work = _Work(_placement_load(target), ops, ops)
+    finest, n_stages = model.stage_costs(model.finest_sizes), work.load.shape[1]
+    n = len(model.finest_sizes)
     rows = _values(finest, n, work.ops, target, limits is not None)
     columns = slice(model.has_ends, model.has_ends + model.n_layers)
     ends = rows[:, [0, -1]] if model.has_ends else np.zeros((len(rows), 2))
@@ -110,7 +118,7 @@ def split_problem(
         held=held,
         holder=holder,
         limit=np.zeros(0) if limits is None else limits[holder],
-        n_microbatches=_bounding_microbatches(target),
+        least_seconds=_least_seconds(model, work, target),
     )
 
 
@@ -138,15 +146,38 @@ def _graph_work(graph: TaskGraph) -> _Work:
     forwards = op == Op.F
     load = np.zeros((graph.n_devices, graph.n_stages))
     np.add.at(load, (device[forwards], stage[forwards]), 1 / graph.n_microbatches)
-    n_forwards = max(1, int(forwards.sum()))
-    return _Work(load, {x: float((op == x).sum()) / n_forwards for x in _SECONDS})
+    place = device * graph.n_stages + stage
+    counts = {x: np.bincount(place[op == x], minlength=load.size) for x in _SECONDS}
+    has_forwards = counts[Op.F] > 0
+    n_forwards = counts[Op.F][has_forwards]
+    n_all = max(1, int(forwards.sum()))
+    return _Work(
+        load,
+        {x: float(count.sum() / n_all) for x, count in counts.items()},
+        {
+            x: float((count[has_forwards] / n_forwards).min(initial=1.0))
+            for x, count in counts.items()
+        },
+    )
 
 
-def _bounding_microbatches(target: Placement | TaskGraph) -> int:
-    """Return the micro-batches whose F and B bound the time of a step; 0 if they may overlap."""
-    if isinstance(target, Placement) or target.kinds.overlapped.any():
-        return 0
-    return target.n_microbatches
+def _least_seconds(model: LayerModel, work: _Work, target: Placement | TaskGraph) -> Floats:
+    """Return `SplitProblem.least_seconds`, which are 0 if operations may overlap."""
+    n = len(model.finest_sizes)
+    seconds = np.zeros(n)
+    if isinstance(target, TaskGraph) and not target.kinds.overlapped.any():
+        costs = (model.least_costs or model.stage_costs)(model.finest_sizes)
+        seconds = target.n_microbatches * _seconds(costs, n, work.least_ops)
+    return seconds if model.has_ends else np.pad(seconds, 1)
+
+
+def _seconds(costs: Costs, n: int, ops: dict[Op, float]) -> Floats:
+    """Return the seconds of each of ``n`` stages for one micro-batch."""
+    seconds = np.zeros(n)
+    for op, times in ops.items():
+        if times:
+            seconds += times * costs.per_stage(_SECONDS[op], n)
+    return seconds
 
 
 def _values(
@@ -156,10 +187,7 @@ def _values(
 
     Bytes are those of parameters, gradients and optimizer; of activations; and between I and W.
     """
-    seconds = np.zeros(n)
-    for op, times in ops.items():
-        if times:
-            seconds += times * costs.per_stage(_SECONDS[op], n)
+    seconds = _seconds(costs, n, ops)
     if not with_bytes or not isinstance(target, TaskGraph):
         return seconds[None]
     optimizer = costs.per_stage("optimizer_bytes", n) / target.optimizer_shares.max()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import pipesim as ps
+from pipesim.costs.device_split import random_borders
 from pipesim.errors import ArgumentError, CostsError, PipeError
 from pipesim.models.splits.split_problem import LayerModel, split_problem
 
@@ -347,3 +350,44 @@ def test_the_memory_of_a_gpu_is_a_limit_if_it_can_be_kept() -> None:
         costs(1e12, memory_limit=0.1 * free)
     with pytest.raises(CostsError, match="no split of 9 layers was found that fits"):
         costs(1e12, memory_limit=[free, free, 0.1 * free])
+
+
+#: A transformer whose layers wait for the host on a GPU, and whose head and embedding do not.
+LAUNCHED: dict[str, Any] = {
+    "hidden_size": 512, "n_layers": 24, "n_heads": 8, "sequence_length": 1024,
+    "vocabulary_size": 400_000,
+}  # fmt: skip
+SLOW_HOST = {"flops": 2e14, "bandwidth": 1.5e12, "launch": 5e-5}
+
+
+def test_the_search_keeps_splits_whose_launches_hide_behind_kernels() -> None:
+    """The host launches a layer of the last stage while the GPU computes the head."""
+    model, schedule = ps.Transformer(**LAUNCHED), ps.schedule("gpipe", 4, 8)
+    balanced, even = (
+        model.costs(split, placement=schedule, microbatch_size=1, gpu=SLOW_HOST)
+        for split in ("balanced", "even")
+    )
+    assert makespan(schedule, balanced) <= makespan(schedule, even) * EXACT
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "zb_h1"])
+@pytest.mark.parametrize("launch", [0.0, 5e-5])
+@pytest.mark.parametrize("recompute", ["never", "except_last"])
+def test_no_step_is_faster_than_its_lower_bound(name: str, launch: float, recompute: Any) -> None:
+    """The search leaves out splits by this bound. A GPU may wait for its host in some layers."""
+    schedule = SCHEDULES.get(name, ps.schedule("zb_h1", 4, 8))
+    graph, random = ps.lower(schedule, recompute=recompute), np.random.default_rng(5)
+    model, gpu = ps.Transformer(**LAUNCHED), ps.GPU(**SLOW_HOST | {"launch": launch})
+
+    def costs(layers_per_stage: Sequence[int]) -> ps.Costs:
+        return model.costs(layers_per_stage, microbatch_size=1, gpu=gpu)
+
+    def least_costs(layers_per_stage: Sequence[int]) -> ps.Costs:
+        return model.costs(layers_per_stage, microbatch_size=1, gpu=replace(gpu, launch=0.0))
+
+    problem = split_problem(LayerModel(24, costs, True, least_costs), graph)
+    for _ in range(20):
+        borders = random_borders(problem, random)
+        step = ps.simulate(graph, costs(np.diff(borders).tolist())).makespan
+        bound = problem.lower_bound(borders[None])[0]
+        assert 0 < bound <= step * EXACT
