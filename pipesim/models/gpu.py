@@ -68,7 +68,8 @@ class GPU:
     launch
         Seconds of the host to launch a kernel, which includes the Python code around it.
     memory
-        Bytes of memory; None (the default) if unknown.
+        Bytes of memory; None (the default) if unknown. Presets have the nominal value of the data
+        sheet: CUDA, NCCL and the allocator take some GB of it.
     overhead
         Seconds of a kernel beside its work: the gap before it, and its start and end.
     half_depth

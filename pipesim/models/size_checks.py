@@ -28,7 +28,12 @@ def check_size(name: str, value: object, minimum: int = 1) -> int:
 
 def _shortened(value: int) -> str:
     """Return an integer as text; those of more than 30 digits are not written out."""
-    return f"{value}" if value < 10**30 else "a number of more than 30 digits"
+    return f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
+
+
+def _text(value: object) -> str:
+    """Return any value as a short text."""
+    return _shortened(value) if isinstance(value, int) else f"{value!r:.60}"
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
@@ -50,7 +55,7 @@ def checked_value(name: str, value: object, unit: str, *, above_zero: bool = Fal
     result = number(value)
     if result is None or not 0 <= result < inf or (result == 0 and above_zero):
         least = "> 0" if above_zero else ">= 0"
-        raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")
+        raise ArgumentError(f"{name} must be finite {unit} {least}, got {_text(value)}")
     if result > _LARGEST_VALUE:
-        raise ArgumentError(f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {value!r}")
+        raise ArgumentError(f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {_text(value)}")
     return result

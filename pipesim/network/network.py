@@ -389,7 +389,19 @@ class Network:
             raise NetworkError(f"latency must be a finite factor >= 0, got {latency!r}")
         if faster is None or not 0 < faster < math.inf:
             raise NetworkError(f"bandwidth must be a finite factor > 0, got {bandwidth!r}")
-        return self._times(slower, faster)
+        scaled = self._times(slower, faster)
+        for before, after in zip(self._bandwidths(), scaled._bandwidths(), strict=True):
+            if math.isinf(after) and not math.isinf(before):
+                raise NetworkError(
+                    f"bandwidth={bandwidth!r} makes {before:g} bytes/s too large a number; give a "
+                    "smaller factor, or unlimited() for infinite bandwidths"
+                )
+        return scaled
+
+    def _bandwidths(self) -> list[float]:
+        """Return the bandwidths of the network, of its links, ports and NICs."""
+        nodes = [] if self.nodes is None else [self.nodes.port_bandwidth, self.nodes.nic_bandwidth]
+        return [self.bandwidth, *nodes, *(link.bandwidth for link in self.links)]
 
     def _times(self, latency: float, bandwidth: float) -> Network:
         """Return this network with all latencies and bandwidths times factors."""

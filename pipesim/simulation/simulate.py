@@ -63,7 +63,8 @@ def simulate(
     memory_limit
         Bytes that a device may hold, one number or one a device; by default the memory of a GPU in
         the workload of the costs, if any. The times do not depend on it. `Timeline.fits` says
-        whether each device stays within.
+        whether each device stays within. Leave out some GB for CUDA, NCCL and the allocator, which
+        are not counted, or give the costs a ``memory_reserve``.
 
     Raises
     ------

@@ -44,6 +44,9 @@ class Excess(NamedTuple):
         Seconds at which it first holds the most.
     task
         Task that starts then and allocates them; None if it holds them throughout.
+    n_equal, n_replicas
+        Number of replicas whose device for the same stages needs as many bytes, and may hold as
+        many, itself included; and number of all replicas.
     """
 
     device: int
@@ -51,6 +54,8 @@ class Excess(NamedTuple):
     limit: float
     time: float
     task: Task | None
+    n_equal: int = 1
+    n_replicas: int = 1
 
 
 def checked_memory_limit(value: object, n_devices: int) -> Floats:
@@ -153,12 +158,14 @@ def _too_full(timeline: Timeline) -> list[int]:
 def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
     """Return the devices that need more bytes than they may hold, in order of their numbers.
 
+    Equal devices of several replicas are one entry: that of the first of them.
+
     Parameters
     ----------
     timeline
         A timeline with costs.
     most
-        Number of devices to return at most; None (the default) for all.
+        Number of entries to return at most; None (the default) for all.
 
     Raises
     ------
@@ -166,28 +173,50 @@ def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
         If the timeline has no costs.
     """
     limit = memory_limit(timeline)
-    devices = _too_full(timeline)[:most]
-    if limit is None or not devices:
+    groups = _equal_devices(timeline)[:most]
+    if limit is None or not groups:
         return []
     reserved = reserved_memory(timeline)
     held = timeline.memory()
     graph, too_full = timeline.graph, []
     computes = graph.is_op(COMPUTE)
-    for device in devices:
+    for device, *others in groups:
         rows = held[held["device"] == device]
         most = int(rows["nbytes"].to_numpy().argmax())
         time = float(rows["time"].iloc[most])
         begins = np.flatnonzero(computes & (graph.device == device) & (timeline.start == time))
         task = graph.task(int(begins[0])) if most and len(begins) else None
-        too_full.append(Excess(device, float(reserved[device]), float(limit[device]), time, task))
+        nbytes = float(reserved[device]), float(limit[device])
+        counts = 1 + len(others), graph.n_replicas
+        too_full.append(Excess(device, *nbytes, time, task, *counts))
     return too_full
 
 
+def _equal_devices(timeline: Timeline) -> list[list[int]]:
+    """Return the devices that need too many bytes; equal ones of several replicas together."""
+    devices, limit = _too_full(timeline), memory_limit(timeline)
+    if limit is None or not devices:
+        return []
+    homes, reserved = timeline.graph.homes, reserved_memory(timeline)
+    first_stage = np.zeros(timeline.n_devices, dtype=np.int64)
+    for stage in reversed(range(homes.shape[1])):
+        first_stage[homes[:, stage]] = stage
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for device in devices:
+        key = first_stage[device], reserved[device], limit[device]
+        groups.setdefault(key, []).append(device)
+    return list(groups.values())
+
+
 def excess_text(excess: Excess) -> str:
-    """Return such as ``device 0 needs 93.1 GiB of 74.5 GiB (18.6 GiB too much) in 0F3 at 1 s``."""
+    """Return such as ``device 0 needs 3 B of 2 B, 1 B too much, from task 0F3 on, at 1 s``."""
     place = "throughout"
     if excess.task is not None:
-        place = f"from {excess.task} on, at {format_time(excess.time)}"
+        place = f"from task {excess.task} on, at {format_time(excess.time)}"
+    if excess.n_replicas > 1 and excess.n_equal == excess.n_replicas:
+        place += f", in all {excess.n_replicas} replicas"
+    elif excess.n_equal > 1:
+        place += f", in {excess.n_equal} of {excess.n_replicas} replicas"
     return (
         f"device {excess.device} needs {format_bytes(excess.needed)} of "
         f"{format_bytes(excess.limit)}, {format_bytes(excess.needed - excess.limit)} too much, "
@@ -197,9 +226,9 @@ def excess_text(excess: Excess) -> str:
 
 def limit_text(timeline: Timeline) -> str:
     """Return one sentence that names the devices that need too much; empty if there are none."""
-    too_full = _too_full(timeline)
-    named = "; ".join(excess_text(excess) for excess in excesses(timeline, _MOST_NAMED))
-    more = len(too_full) - _MOST_NAMED
+    too_full, shown = _too_full(timeline), excesses(timeline, _MOST_NAMED)
+    named = "; ".join(map(excess_text, shown))
+    more = len(too_full) - sum(excess.n_equal for excess in shown)
     others = f"; {more} more device{'s' * (more > 1)} too" if more > 0 else ""
     share = costs_of(timeline).memory_reserve if too_full else 0.0
     reserve = f"; {share:.3g} of the tensors' bytes are the allocator's reserve" if share else ""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 from pipesim.costs.workload import Workload
-from pipesim.errors import ArgumentError, TimelineError, check_type, number
+from pipesim.errors import ArgumentError, CostsWarning, TimelineError, check_type, number
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["mfu", "tokens_per_second"]
+
+#: Share by which sums of seconds may be off.
+_ROUNDING = 1e-9
 
 
 def tokens_per_second(timeline: Timeline) -> float:
@@ -29,7 +33,22 @@ def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None)
     if rate is None or not 0 < rate < math.inf:
         raise ArgumentError(f"peak_flops must be finite FLOP/s above 0, got {peak_flops!r:.60}")
     n_gpus = timeline.n_devices * work.gpus_per_device
-    return timeline.throughput * (work.flops / rate) / n_gpus
+    share = timeline.throughput * (work.flops / rate) / n_gpus
+    if not share < math.inf:
+        raise ArgumentError(
+            f"the model FLOPs utilization would be {share}: peak_flops={rate:g} is too small "
+            f"for {work.flops:g} FLOPs of a micro-batch; give the FLOP/s of one GPU's data sheet"
+        )
+    if share > 1 + _ROUNDING:
+        warnings.warn(
+            f"the model FLOPs utilization of timeline {timeline.name!r} is {share:.3g}, above 1: "
+            f"GPUs cannot do more than their peak; check the seconds of the costs, peak_flops "
+            f"({rate:g} FLOP/s of one GPU), and the workload's flops ({work.flops:g} of a "
+            f"micro-batch) and gpus_per_device ({work.gpus_per_device})",
+            CostsWarning,
+            stacklevel=3,
+        )
+    return share
 
 
 def _workload(timeline: Timeline, workload: Workload | None) -> Workload:

@@ -251,6 +251,10 @@ class Timeline:
 
         A device needs its `peak_memory` and the allocator's share of it, ``Costs.memory_reserve``.
         None if that is unknown: without a limit or costs, and for costs that have no bytes.
+
+        Near the limit it is uncertain. CUDA's context, NCCL's buffers and blocks of the allocator
+        take some GB besides, which are not counted: ``memory_reserve`` is 0 by default. The memory
+        of a GPU is the nominal value of its data sheet, of which a part is not available.
         """
         from pipesim.timeline.memory_limit import fits
 
@@ -287,7 +291,13 @@ class Timeline:
         TimelineError
             If no workload is given and the costs have none.
         ArgumentError
-            If no ``peak_flops`` are known, or they are not finite and above 0.
+            If no ``peak_flops`` are known, or they are not finite and above 0, or so small that
+            the utilization is infinite.
+
+        Warns
+        -----
+        CostsWarning
+            For a utilization above 1, which no GPU reaches.
 
         Examples
         --------

@@ -38,7 +38,7 @@ def test_a_limit_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     for limit in ("5.5GiB", "5905580032", "5.905580032e9 B", "5632 MiB"):
         out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", limit)
         assert rows(out)[5] == ["limit", "5.5000", "GiB,", "does", "not", "fit"]
-        assert "device 0 needs 6.00 GiB of 5.50 GiB, 512 MiB too much, from 0F3 on" in out
+        assert "device 0 needs 6.00 GiB of 5.50 GiB, 512 MiB too much, from task 0F3 on" in out
         assert "device 1 needs" not in out
         table = [row for row in rows(out) if row[0].startswith("lower(recompute='always')")]
         assert table == [["lower(recompute='always')", "41.000", "1.242", "3.0000"]]

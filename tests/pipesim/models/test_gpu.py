@@ -117,6 +117,7 @@ def test_presets_are_data_sheets_times_efficiencies() -> None:
     ("options", "text"),
     [
         ({"flops": 0}, "flops must be finite FLOP/s > 0, got 0"),
+        ({"flops": 10**400}, "got a number of more than 30 digits"),
         ({"bandwidth": 0.0}, "bandwidth must be finite bytes/s > 0"),
         ({"bandwidth": inf}, "bandwidth must be finite"),
         ({"launch": -1e-6}, "launch must be finite seconds >= 0"),

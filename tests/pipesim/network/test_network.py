@@ -482,3 +482,7 @@ def test_scaled(network: ps.Network) -> None:
 def test_bad_scales(factors: dict[str, float]) -> None:
     with pytest.raises(NetworkError, match=f"{next(iter(factors))} must be a finite factor"):
         ps.Network(1e-6, 1e9).scaled(**factors)
+    for network in (ps.Network(1e-6, 1e9), ps.Network.preset("dgx_h100")):
+        with pytest.raises(NetworkError, match=r"bandwidth=1e\+308 makes .* too large a number"):
+            network.scaled(bandwidth=1e308)
+    assert ps.Network(1e-6).scaled(bandwidth=1e308) == ps.Network(1e-6)

@@ -14,6 +14,7 @@ import pipesim as ps
 from pipesim.errors import (
     ArgumentError,
     CostsError,
+    CostsWarning,
     MemoryLimitWarning,
     TimelineError,
 )
@@ -50,7 +51,7 @@ def test_one_byte_too_much() -> None:
     """The warning has device, bytes, and the F that allocates the last of them."""
     text = (
         r"timeline 'gpipe' does not fit: device 1 needs 30.0 B of 29.0 B, 1.00 B too much, from "
-        r"1F1 on, at 2.00 s"
+        r"task 1F1 on, at 2.00 s"
     )
     with pytest.warns(MemoryLimitWarning, match=text) as caught:
         timeline = ps.simulate(GRAPH, COSTS, memory_limit=29)
@@ -62,7 +63,7 @@ def test_one_byte_too_much() -> None:
 def test_limits_of_devices() -> None:
     """Each device has its own; all that need too much are named, and what they always hold."""
     text = (
-        r"device 0 needs 16.0 B of 15.0 B, 1.00 B too much, from 0F1 on, at 1.00 s; "
+        r"device 0 needs 16.0 B of 15.0 B, 1.00 B too much, from task 0F1 on, at 1.00 s; "
         r"device 1 needs 30.0 B of 4.00 B, 26.0 B too much"
     )
     with pytest.warns(MemoryLimitWarning, match=text):
@@ -72,10 +73,22 @@ def test_limits_of_devices() -> None:
 
 
 def test_many_devices() -> None:
-    """Three are named; the others are counted."""
+    """Three are named, each once for all replicas; the others are counted."""
     graph = ps.lower(ps.schedule("gpipe", 5, 1), n_replicas=2)
-    with pytest.warns(MemoryLimitWarning, match=r"device 2 needs [^;]*; 7 more devices too"):
+    with pytest.warns(MemoryLimitWarning, match=r"device 2 needs [^;]*; 4 more devices too"):
         ps.simulate(graph, ps.Costs(1, 2, activation_bytes=8), memory_limit=7)
+
+
+def test_equal_devices_of_replicas() -> None:
+    """Devices 0 and 2 hold the first stage, 1 and 3 the second; limits may differ."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2)
+    costs = ps.Costs(1, 2, activation_bytes=(8, 6))
+    text = r"device 0 needs 8.00 B of 7.00 B[^;]*, from task 0F0 on, [^;]*s, in all 2 replicas; t"
+    with pytest.warns(MemoryLimitWarning, match=text):
+        ps.simulate(graph, costs, memory_limit=7)
+    text = r"device 0 needs 8.00 B of 7.00 B[^;]*s; device 2 needs 8.00 B of 5.00 B[^;]*s; t"
+    with pytest.warns(MemoryLimitWarning, match=text):
+        ps.simulate(graph, costs, memory_limit=[7, 7, 5, 7])
 
 
 def test_waiting_gradients_count() -> None:
@@ -83,7 +96,9 @@ def test_waiting_gradients_count() -> None:
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every")
     costs = ps.Costs(1, 2, parameter_bytes=8, reduce_grad=9)
     assert ps.simulate(graph, costs, memory_limit=24).fits is True
-    with pytest.warns(MemoryLimitWarning, match=r"device 0 needs 24.0 B of 23.0 B.*from 0B0 on"):
+    with pytest.warns(
+        MemoryLimitWarning, match=r"device 0 needs 24.0 B of 23.0 B.*from task 0B0 on"
+    ):
         ps.simulate(graph, costs, memory_limit=23)
 
 
@@ -96,7 +111,9 @@ def test_the_reserve_of_the_allocator_counts() -> None:
     assert quiet([18, 33.75], costs).peak_memory.tolist() == PEAK
     working = replace(COSTS, backward_workspace_bytes=7)
     assert quiet([23, 37], working).fits is True
-    with pytest.warns(MemoryLimitWarning, match=r"device 1 needs 37.0 B of 36.0 B.*from 1B1 on"):
+    with pytest.warns(
+        MemoryLimitWarning, match=r"device 1 needs 37.0 B of 36.0 B.*from task 1B1 on"
+    ):
         ps.simulate(GRAPH, working, memory_limit=36)
 
 
@@ -189,6 +206,18 @@ def test_tokens_and_flops_by_hand() -> None:
     assert timeline.mfu() == pytest.approx(12 / 36)
     assert timeline.mfu(peak_flops=2) == pytest.approx(12 / 72)
     assert quiet(None).mfu(WORKLOAD) == timeline.mfu()
+
+
+def test_a_utilization_that_no_gpu_reaches() -> None:
+    """A warning above 1, an error for an infinite one."""
+    timeline = quiet(None, replace(COSTS, workload=WORKLOAD))
+    with pytest.warns(
+        CostsWarning, match=r"is 4, above 1: .* peak_flops \(0.0833333 FLOP/s"
+    ) as caught:
+        assert timeline.mfu(peak_flops=1 / 12) == pytest.approx(4)
+    assert caught[0].filename == __file__
+    with pytest.raises(ArgumentError, match=r"would be inf: peak_flops=9\.99989e-321 is"):
+        timeline.mfu(peak_flops=1e-320)
 
 
 def test_replicas_and_recompute_in_mfu() -> None:
