@@ -1,8 +1,9 @@
 """Splits of layers that balance devices, each of which may hold several stages.
 
-Devices with one stage each are the special case that `pipesim.costs.layer_split.balanced_split`
-solves exactly. In general the problem is a search over the borders between stages: this one moves
-borders as long as that improves the split, from several first splits.
+`pipesim.costs.layer_split.balanced_split` is exact for devices with one stage each. For others,
+this is an iterated local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over
+the borders between stages. A local search moves borders as long as that improves the split. It
+starts from several splits, and then from perturbations of the best one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ Ints = NDArray[np.int64]
 _EXACT = 1e-9
 #: Most splits of a problem for which all of them are tried.
 _FEW = 20_000
-#: Number of stages times random changes of the best split, each of which a search follows.
-_KICKS = 400
-#: Borders that such a change moves.
-_KICKED = 3
+#: Number of stages times perturbations of the best split. Each starts a local search.
+_PERTURBATIONS = 400
+#: Borders that a perturbation moves.
+_PERTURBED_BORDERS = 3
 #: Number of stages times the most stages that a move of one layer goes past.
 _SPAN = 4096
 
@@ -71,8 +72,9 @@ class SplitProblem:
     limit
         Most bytes of those at each moment; shape ``(n_moments,)``.
     least_seconds
-        Seconds of a step that the device of the first stage's other modules, of each layer and of
-        the last stage's other modules needs for them at least. Shape ``(n_layers + 2,)``.
+        Lower bounds, which can be added, of the seconds of a step that a device computes: for each
+        layer, and before and after them for the other modules of the first and the last stage.
+        Shape ``(n_layers + 2,)``.
     """
 
     sums: Floats
@@ -137,10 +139,10 @@ class SplitProblem:
         return over
 
     def keys(self, borders: Ints, even: bool = True) -> Floats:
-        """Return what makes splits bad, most important first; shape ``(3 or 4, n_splits)``.
+        """Return the objectives to minimize, most important first; shape ``(3 or 4, n_splits)``.
 
-        Bytes beyond the limit, seconds of the busiest device, and sums of squares over stages (if
-        ``even``) and devices.
+        They are bytes beyond the limit, seconds of the busiest device, and the sum of squares of
+        the seconds: of stages, if ``even``, and of devices.
         """
         stages, loads = self.stage_values(borders)[0], self.loads(borders)
         squares = [(loads**2).sum(axis=1)]
@@ -150,10 +152,11 @@ class SplitProblem:
 
 
 def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 0) -> Ints:
-    """Return the borders of the best split that the search finds; of few splits, the best of all.
+    """Return the borders of the best split that the search finds.
 
-    A split is better if its devices hold fewer bytes beyond the limit; then if its busiest device
-    has fewer seconds; then if its stages are more even.
+    The best split has the fewest bytes beyond the limit. Among such splits, its busiest device has
+    the fewest seconds. Among these, its stages are the most even. All
+    splits are tried if there are few.
 
     Parameters
     ----------
@@ -162,16 +165,15 @@ def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 
     starts
         Borders of the first splits.
     seed
-        Of the random changes of the best split, after each of which the search goes on. The result
-        depends on nothing else.
+        Seed of the perturbations. The result depends on nothing else.
     """
     if n_splits(problem) <= _FEW:
         return _best_of(problem, all_borders(problem))
     random = np.random.default_rng(seed)
     best = _best_of(problem, np.array([_descended(problem, start, False) for start in starts]))
-    for _ in range(_KICKS // problem.n_stages if problem.n_stages > 2 else 0):
-        kicked = _descended(problem, perturbed_borders(problem, best, random), False)
-        best = _best_of(problem, np.array([best, kicked]))
+    for _ in range(_PERTURBATIONS // problem.n_stages if problem.n_stages > 2 else 0):
+        optimum = _descended(problem, perturbed_borders(problem, best, random), False)
+        best = _best_of(problem, np.array([best, optimum]))
     return _descended(problem, best, True)
 
 
@@ -215,7 +217,7 @@ def _best_of(problem: SplitProblem, borders: Ints, even: bool = True) -> Ints:
 
 
 def _descended(problem: SplitProblem, borders: Ints, even: bool) -> Ints:
-    """Return borders that no move improves, from ``borders`` on; each step takes the best move."""
+    """Return a local optimum: borders that no move improves. Each step takes the best move."""
     while True:
         # The first of equals is kept, so that equal splits end the search.
         best = _best_of(problem, np.vstack([borders, neighbours(problem, borders)]), even)
@@ -248,9 +250,9 @@ def neighbours(problem: SplitProblem, borders: Ints) -> Ints:
 
 
 def perturbed_borders(problem: SplitProblem, borders: Ints, random: np.random.Generator) -> Ints:
-    """Return borders of which some are moved at random, to between their neighbours."""
+    """Return a perturbation: some borders move to random places between their neighbours."""
     borders = borders.copy()
-    for border in random.integers(1, problem.n_stages, _KICKED).tolist():
+    for border in random.integers(1, problem.n_stages, _PERTURBED_BORDERS).tolist():
         low = borders[border - 1] + problem.least[border - 1]
         high = borders[border + 1] - problem.least[border]
         borders[border] = random.integers(low, high + 1)

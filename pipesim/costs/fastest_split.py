@@ -42,7 +42,7 @@ class _Simulations:
         return self.seconds[key]
 
     def descended(self, borders: Ints) -> Ints:
-        """Return a split that no move makes faster; moves that balance devices are tried first."""
+        """Return a local optimum; the local search tries moves that balance devices first."""
         while not self.spent:
             table = neighbours(self.problem, borders)
             excess, busiest, squares, _ = self.problem.keys(table)
@@ -75,12 +75,12 @@ def fastest_borders(
     starts
         Borders of the first splits. The result is never slower than any of them.
     makespan
-        Seconds of a split; infinite if it must not be used.
+        Seconds of a step with a split; infinite for a split that does not fit.
     most
         Most simulations, besides those of ``starts``.
     seed
-        Of random changes of the best split, and of random splits, from which in turn the search
-        goes on as long as simulations are left.
+        Seed of perturbations of the best split and of random splits. In turn, each starts a local
+        search, as long as simulations are left.
     """
     if n_splits(problem) <= most:
         return min([*starts, *all_borders(problem)], key=makespan)

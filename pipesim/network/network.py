@@ -173,7 +173,7 @@ class Network:
         Parameters
         ----------
         nbytes
-            Bytes that each member brings.
+            Bytes that each member contributes.
         devices
             The members, each once; the ring visits them in this order.
         algorithm
@@ -200,7 +200,7 @@ class Network:
         Parameters
         ----------
         nbytes
-            Bytes that each GPU brings.
+            Bytes that each GPU contributes.
         n_gpus
             GPUs of a tensor-parallel group, which fill the nodes of their device one by one.
 
@@ -227,7 +227,7 @@ class Network:
         Parameters
         ----------
         nbytes
-            Bytes of the gathered tensor, of which each GPU brings its part.
+            Bytes of the gathered tensor, of which each GPU contributes its part.
         n_gpus
             As for `group_all_reduce`.
 

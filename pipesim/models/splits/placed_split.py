@@ -19,7 +19,7 @@ from pipesim.timeline.memory_limit import checked_memory_limit
 
 __all__ = ["Placed", "is_word", "placed_sizes"]
 
-#: What stages are balanced for.
+#: Argument ``placement``: devices of stages, without or with the order of tasks.
 Placed = Placement | Schedule | TaskGraph
 #: Most layers of a model whose split is searched.
 _MOST_LAYERS = 4096

@@ -30,8 +30,8 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     graph
         Tasks of a step.
     limits
-        Most bytes of each device. None for the memory of the GPU, if the costs know it, which then
-        does not count if no split fits.
+        Most bytes of each device. None for the memory of the GPU, if the costs know it. If no split
+        fits in that memory, it does not count.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
 
 
 def _hint(graph: TaskGraph) -> str:
-    """Return what to give if replicas shard the optimizer, for a graph that has none."""
+    """Return advice on a sharded optimizer for a graph of one replica; else an empty string."""
     if graph.n_replicas > 1:
         return ""
     return (
@@ -102,7 +102,7 @@ def _search(simulations: _Simulations, problem: SplitProblem, first: Ints) -> In
 def _problem(simulations: _Simulations, first: Ints, limits: Floats | None) -> SplitProblem:
     """Return the problem of a graph, with seconds and bytes that are no sums over layers.
 
-    These are such as messages that block, and workspaces. They are those of one split.
+    Examples are messages that block, launches and workspaces. They are those of one split.
     """
     model, graph = simulations.model, simulations.graph
     costs = model.stage_costs(layer_counts(first))

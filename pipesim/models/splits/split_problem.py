@@ -91,8 +91,8 @@ def split_problem(
 ) -> SplitProblem:
     """Return the problem of splitting a model over the devices of a placement or of a graph.
 
-    The seconds of a layer are those of its operations for one micro-batch: F and B in a placement,
-    and in a graph those that it has, such as R. ``limits`` are the most bytes of each device.
+    The seconds of a layer are those of its operations for one micro-batch. They are F and B in a
+    placement, and the operations of a graph. ``limits`` are the most bytes of each device.
     """
     if isinstance(target, TaskGraph):
         work = _graph_work(target)
@@ -198,11 +198,16 @@ def _values(
 
 
 def _held(graph: TaskGraph) -> tuple[Floats, Ints]:
-    """Return what devices hold at moments that may be their fullest, and the device of each.
+    """Return `SplitProblem.held` and `SplitProblem.holder`, for moments that may be the fullest.
 
-    The four values of a stage are: whether it is there, micro-batches between F and B (or I), those
-    between I and W, and inputs of those whose activations R recomputes. Bytes depend on the order
-    of a device alone (rule 10), so that times do not matter. `SplitProblem.held` has the shape.
+    The four values of a stage are:
+
+    - 1 if the device has the stage, else 0.
+    - Micro-batches between F and B (or I).
+    - Micro-batches between I and W.
+    - Inputs of micro-batches whose activations R recomputes.
+
+    Bytes depend on the order of a device alone (rule 10), not on times.
     """
     computes = graph.is_op(COMPUTE)
     rows = [_held_of_device(graph, np.flatnonzero(computes & (graph.device == device)), device)
@@ -212,7 +217,7 @@ def _held(graph: TaskGraph) -> tuple[Floats, Ints]:
 
 
 def _held_of_device(graph: TaskGraph, tasks: NDArray[np.int64], device: int) -> Floats:
-    """Return what one device holds during each task, and after each I."""
+    """Return `SplitProblem.held` of one device, during each task and after each I."""
     n = graph.n_stages
     op, stage = graph.kinds.op[graph.kind[tasks]], graph.stage[tasks]
     dropped = dropped_activations(graph)
