@@ -35,9 +35,10 @@ class Calibration:
     gpu
         GPU with the fitted constants. The others are those that it started from.
     network_efficiency
-        Share of the network's bandwidths that messages reach; 1 if it was not fitted.
+        Share of the network's bandwidths that messages reach; if it was not fitted, that of the
+        file of the GPU to start from, or 1.
     network_latency
-        Factor of the network's latencies; 1 if it was not fitted.
+        Factor of the network's latencies; likewise.
     constants
         One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
         about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
@@ -116,7 +117,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.
 
-        ``GPU(**values["gpu"])`` is the fitted GPU.
+        ``GPU(**values["gpu"])`` is the fitted GPU. Arguments ``gpu`` take these values whole, too.
         """
         return {
             "gpu": asdict(self.gpu),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from pipesim.calibration.least_squares import Floats
 from pipesim.errors import ArgumentError, check_list, check_name, check_type
 from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu_files import gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.presets import MACHINES
 
@@ -42,21 +44,31 @@ class Constants:
     network
         Name of a machine, a network, or None for messages that take no time. A network of single
         GPUs is grouped for rows with tensor parallelism.
+    factors
+        Start of the factors of the network's bandwidths and of its latencies, from the file of the
+        GPU where the network is the name of a machine.
     """
 
     names: tuple[str, ...]
     gpu: GPU
     network: Network | str | None
+    factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def starts(self) -> Floats:
         """Start value of each constant; a typical one where the GPU has 0."""
-        return np.array([_own(n, self.gpu) or _TYPICAL.get(n, 1e-5) for n in self.names])
+        return np.array([self._own(n) or _TYPICAL.get(n, 1e-5) for n in self.names])
+
+    def _own(self, name: str) -> float:
+        """Return the value of a constant before the fit."""
+        if name in _NETWORK:
+            return self.factors[_NETWORK.index(name)]
+        return float(getattr(self.gpu, name))
 
     @property
     def undetermined(self) -> Floats:
         """log(constant / start) of constants that are given up: 0, or -inf where the GPU has 0."""
-        own = np.array([_own(name, self.gpu) for name in self.names])
+        own = np.array([self._own(name) for name in self.names])
         return np.where(own > 0, 0.0, -np.inf)
 
     def bounds(self) -> tuple[Floats, Floats]:
@@ -68,7 +80,7 @@ class Constants:
             k = self.names.index("flops")
             most[k] = min(most[k], math.log(peak / self.gpu.flops))
         if EFFICIENCY in self.names and isinstance(self.network, str):
-            most[self.names.index(EFFICIENCY)] = 0.0
+            most[self.names.index(EFFICIENCY)] = max(0.0, -math.log(self.factors[0]))
         return least, most
 
     def fitted_gpu(self, x: Floats, name: str | None = None) -> GPU:
@@ -82,9 +94,10 @@ class Constants:
         return replace(self.gpu, **values, name=self.gpu.name if name is None else name)
 
     def network_factors(self, x: Floats) -> tuple[float, float]:
-        """Return the factors of the network's bandwidths and of its latencies; 1 if not fitted."""
+        """Return the factors of the network's bandwidths and of its latencies."""
         efficiency, latency = (
-            math.exp(x[self.names.index(name)]) if name in self.names else 1.0 for name in _NETWORK
+            start * math.exp(x[self.names.index(name)]) if name in self.names else start
+            for name, start in zip(_NETWORK, self.factors, strict=True)
         )
         if isinstance(self.network, str):
             efficiency = min(efficiency, 1.0)  # the exponential may round upwards
@@ -114,7 +127,7 @@ class Constants:
 
 def chosen_constants(
     names: Iterable[str] | None,
-    gpu: GPU | Mapping[str, Any] | str,
+    gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None,
     *,
     blocking: bool,
@@ -152,9 +165,7 @@ def chosen_constants(
             raise ArgumentError(f"constants has {name!r} twice; give it once")
         if name in _NETWORK and network is None:
             raise ArgumentError(f"constants has {name}, but there is no network; give one")
-    return Constants(tuple(free), start, network)
-
-
-def _own(name: str, gpu: GPU) -> float:
-    """Return the value of a constant before the fit."""
-    return 1.0 if name in _NETWORK else float(getattr(gpu, name))
+    factors = (1.0, 1.0)
+    if isinstance(network, str) and has_gpu_table(gpu):
+        factors = gpu_table(gpu)[1:]
+    return Constants(tuple(free), start, network, factors)

@@ -62,7 +62,7 @@ _FITTED = " fitted to "
 
 def fit_gpu(
     rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
-    gpu: GPU | Mapping[str, Any] | str,
+    gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None,
     constants: Iterable[str] | None,
 ) -> Calibration:

@@ -166,7 +166,8 @@ def _add_calibration(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("rows", metavar="STEPS.csv", help="measured steps, one a line; see below")
     add("--gpu", required=True, metavar="NAME",
-        help="GPU to start from, such as a100_80gb; or a file that --json wrote")  # fmt: skip
+        help="GPU to start from, such as a100_80gb; or a file that --json wrote, with its factors "
+             "of the network")  # fmt: skip
     add("--network", default=None, metavar="NAME",
         help="machine, such as dgx_a100; without one, messages take no time")  # fmt: skip
     add("--constants", default=None, type=lambda text: text.split(","), metavar="A,B,...",

@@ -11,7 +11,6 @@ from pipesim.calibration.calibration import Calibration
 from pipesim.cli.figures import write_accuracy
 from pipesim.cli.tables import align_columns, format_numbers
 from pipesim.models.gpu import GPU
-from pipesim.sweeps.transformer_costs import gpu_fields
 from pipesim.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def calibrate(args: argparse.Namespace) -> None:
     """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        gpu = gpu_fields(args.gpu) if args.gpu.endswith(".json") else args.gpu
-        fitted = GPU.fit(args.rows, gpu=gpu, network=args.network, constants=args.constants)
+        fitted = GPU.fit(args.rows, gpu=args.gpu, network=args.network, constants=args.constants)
     write_accuracy(args.plot, fitted)
     if args.csv:
         write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))

@@ -25,7 +25,9 @@ A TOML file (--config) holds the same settings; arguments override it:
 
   # [costs.transformer]     # in place of seconds and bytes: a model on GPUs
   # model = "llama3_8b"     # or sizes: hidden_size, n_layers, ...
-  # gpu = "h100_sxm"        # or a file that pipesim calibrate --json wrote, beside this file
+  # gpu = "h100_sxm"        # or a file that pipesim calibrate --json wrote, beside this file;
+  #                         # its factors of the network apply to a preset, but its efficiency
+  #                         # only where the network has none
   # microbatch_size = 1     # likewise tensor_parallel, recompute, ... of Transformer.costs
 
   [[schedule]]              # a table a schedule; it may override any setting above

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
 from pipesim.models.data_sheets import DATA_SHEETS
+from pipesim.models.gpu_files import gpu_table, has_gpu_table
 from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.size_checks import check_size, checked_value
 
@@ -170,7 +171,7 @@ class GPU:
         cls,
         rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
         *,
-        gpu: GPU | Mapping[str, Any] | str,
+        gpu: GPU | Mapping[str, Any] | Path | str,
         network: Network | str | None = None,
         constants: Iterable[str] | None = None,
     ) -> Calibration:
@@ -185,10 +186,12 @@ class GPU:
             Measured steps: the path of a CSV file with a line a step, a DataFrame, or a list of
             mappings.
         gpu
-            GPU to start from, the name of a preset, or a mapping of a GPU's fields.
+            GPU to start from, the name of a preset, or a mapping of a GPU's fields; or the path of
+            a file ``.json`` that `Calibration.save` wrote, or the mapping in it.
         network
             Network of the steps, or the name of a machine; by default messages take no time. Give a
-            network of single GPUs if rows have tensor parallelism of several sizes.
+            network of single GPUs if rows have tensor parallelism of several sizes. A machine has
+            the factors of a GPU's file, as start or, if they are not fitted, as they are.
         constants
             Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"``, or
             ``"network_latency"``, factors of the network's bandwidths and latencies. By default
@@ -284,24 +287,32 @@ class GPU:
         return max(busy, self.launch * sum(kernel.n_kernels for kernel in operation))
 
 
-def as_gpu(gpu: GPU | Mapping[str, Any] | str) -> GPU:
-    """Return a GPU from any form that `pipesim.Transformer.costs` takes.
+def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
+    """Return a GPU from any form that `pipesim.Transformer.costs` and `GPU.fit` take.
+
+    Parameters
+    ----------
+    gpu
+        A GPU; the name of a preset; a mapping of fields; the path of a JSON file that
+        ``pipesim calibrate --json`` or `Calibration.save` wrote, with the ending ``.json``; or the
+        mapping in such a file. Factors of the network in it do not matter here.
 
     Raises
     ------
     UnknownNameError
         For an unknown name or field.
     ArgumentError
-        As `GPU`, for fields that are missing, and for anything but a GPU, a name or a mapping.
+        As `GPU`, for fields that are missing, a file that cannot be read, and anything else.
     """
-    if isinstance(gpu, str):
-        return GPU.preset(gpu)
-    if isinstance(gpu, Mapping):
+    if has_gpu_table(gpu):
+        values = gpu_table(gpu).fields
         names = [field.name for field in fields(GPU)]
-        for name in gpu:
+        for name in values:
             check_name("field of a GPU", name, names)
         for name in ("flops", "bandwidth"):
-            if name not in gpu:
+            if name not in values:
                 raise ArgumentError(f"gpu lacks {name}; give flops and bandwidth, or a name")
-        return GPU(**gpu)
+        return GPU(**values)
+    if isinstance(gpu, str):
+        return GPU.preset(gpu)
     return check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')

@@ -371,8 +371,10 @@ class Transformer:
         microbatch_size
             Sequences of a micro-batch.
         gpu
-            A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields. Seconds are those
-            of the `kernels` and of the collectives of tensor parallelism, and at least those of
+            A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields; or the path of a
+            file ``.json`` that `Calibration.save` wrote, or the mapping in it, whose factors of the
+            network do not change ``network``: give `Calibration.network`. Seconds are those of
+            the `kernels` and of the collectives of tensor parallelism, and at least those of
             their launches; see `pipesim.models.stage_seconds`. STEP takes the time to read and
             write gradients, optimizer and parameters. ``tied_bytes`` are those of a tied matrix.
             REDUCE_GRAD takes the faster of ring and tree.

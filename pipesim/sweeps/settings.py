@@ -16,6 +16,7 @@ from typing import Any
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.lowering.lower import lower
+from pipesim.models.gpu_files import gpu_table
 from pipesim.models.transformer import RECOMPUTE
 from pipesim.network.links import Nodes
 from pipesim.network.sources import KEYS
@@ -23,7 +24,7 @@ from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
-from pipesim.sweeps.transformer_costs import TRANSFORMER, gpu_fields, transformer_costs
+from pipesim.sweeps.transformer_costs import TRANSFORMER, transformer_costs
 from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
@@ -133,7 +134,7 @@ def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) 
     if "transformer" in costs:
         model = _check_table(f"{where}: costs.transformer", costs["transformer"], TRANSFORMER)
         if str(model.get("gpu")).endswith(".json"):
-            model["gpu"] = gpu_fields(folder / str(model["gpu"]))
+            model["gpu"] = gpu_table(folder / str(model["gpu"])).to_dict()
         costs["transformer"] = model
     if "network" in costs:
         network = _check_table(f"{where}: costs.network", costs["network"], KEYS)

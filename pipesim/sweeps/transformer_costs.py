@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
+from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
-from pipesim.utils.files import check_path, read_json
 
-__all__ = ["COST_OPTIONS", "MODEL", "TRANSFORMER", "gpu_fields", "make_model", "transformer_costs"]
+__all__ = ["COST_OPTIONS", "MODEL", "TRANSFORMER", "make_model", "transformer_costs"]
 
 #: Sizes of a transformer.
 _SIZES = tuple(field.name for field in fields(Transformer))
@@ -57,29 +56,13 @@ def make_model(settings: Mapping[str, Any]) -> Transformer:
     return Transformer(**sizes)
 
 
-def gpu_fields(path: Path | str) -> Mapping[str, Any]:
-    """Return the fields of a GPU in a JSON file, such as ``pipesim calibrate --json`` writes.
-
-    Raises
-    ------
-    ArgumentError
-        For a file that cannot be read, or has no such table.
-    """
-    values = read_json(check_path("gpu", path), "a GPU from", ArgumentError)
-    table = values.get("gpu", values) if isinstance(values, Mapping) else values
-    if not isinstance(table, Mapping):
-        raise ArgumentError(
-            f"{path} has no table of the fields of a GPU; write it with pipesim calibrate --json"
-        )
-    return table
-
-
 def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     """Return the costs in settings that have a table ``transformer``; other fields override them.
 
     Without ``layers_per_stage``, layers are divided such that devices are balanced, or evenly with
     ``partition = "even"``. A network that is a machine has devices of ``tensor_parallel`` GPUs,
-    unless it has ``gpus_per_device``.
+    unless it has ``gpus_per_device``. Factors of the network in the file of a fitted GPU apply to a
+    machine; an ``efficiency`` of its own takes the place of the file's.
 
     Raises
     ------
@@ -96,7 +79,9 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     rates = {name: settings[name] for name in ("gpu", "flops_per_second") if name in settings}
     if (layers := settings.get("layers_per_stage")) is None:
         layers, options = placement.n_stages, {**options, "placement": placement}
-    built = make_model(settings).costs(
-        layers, **rates, **options, network=Network.from_dict(network)
-    )
+    links = Network.from_dict(network)
+    gpu = settings.get("gpu")
+    if "preset" in network and has_gpu_table(gpu):
+        links = scaled_network(links, gpu_table(gpu), efficiency="efficiency" not in network)
+    built = make_model(settings).costs(layers, **rates, **options, network=links)
     return replace(built, **others) if others else built

@@ -234,6 +234,21 @@ def test_a_warning_of_a_row_comes_once() -> None:
     ] * 2
 
 
+def test_factors_of_a_file_are_the_start() -> None:
+    """Fitted ones begin there, below the rates of the data sheet; others stay."""
+    saved = {"gpu": asdict(TRUTH), "network_efficiency": 0.5, "network_latency": 2.0}
+    row = {**FEW[0], "microbatch_size": 1, "tensor_parallel": 8}
+    (step,) = step_predictions(measured_steps([{**row, "seconds": 1}]))
+    network = ps.Network.preset(MACHINE, 0.8).scaled(latency=2.0).grouped(8)
+    rows = [{**row, "seconds": step.seconds(TRUTH, network)}] * 3
+    fitted = ps.GPU.fit(rows, gpu=saved, network=MACHINE, constants=[EFFICIENCY])
+    assert fitted.constants.loc[EFFICIENCY, "start"] == 0.5
+    assert fitted.network_efficiency == pytest.approx(0.8, rel=0.05)
+    assert fitted.network_latency == 2
+    of_own = ps.GPU.fit(rows, gpu=saved, network=network, constants=["flops"])
+    assert (of_own.network_efficiency, of_own.network_latency) == (1, 1)
+
+
 def test_groups_of_gpus_that_do_not_suit_the_machine() -> None:
     """The message names the column."""
     row = {**ROW, "n_heads": 24, "hidden_size": 1536, "tensor_parallel": 3}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
+from pipesim.models.gpu import as_gpu
 from pipesim.models.kernels.kernel import Kernel
 
 #: 1e12 FLOP/s, 1e9 bytes/s; 1 us to launch, 0.5 us a kernel.
@@ -151,3 +154,35 @@ def test_flags_of_numpy_are_flags() -> None:
     assert costs == model.costs(2, flash_attention=True, **options)
     with pytest.raises(ArgumentError, match="flash_attention must be True or False"):
         model.costs(2, flash_attention=1, **options)  # type: ignore[arg-type]  # is refused
+
+
+def test_one_file_for_every_argument(tmp_path: Path) -> None:
+    """A path, its content, and fields alone are the same GPU."""
+    path, gpu = tmp_path / "cal.json", replace(ps.GPU.preset("h100_sxm"), flops=4e14)
+    saved = {"gpu": asdict(gpu), "network_efficiency": 0.5, "constants": {}, "errors": {}}
+    path.write_text(json.dumps(saved))
+    model = ps.Transformer.preset("gpt2_xl")
+    row = {"model": "gpt2_xl", "microbatch_size": 1, "n_microbatches": 2, "seconds": 0.1}
+    forms: list[Any] = [path, str(path), saved, asdict(gpu), gpu]
+    for form in forms:
+        assert as_gpu(form) == gpu
+        costs = model.costs(2, microbatch_size=1, partition="even", gpu=form)
+        assert costs == model.costs(2, microbatch_size=1, partition="even", gpu=gpu)
+        fitted = ps.GPU.fit([row, row], gpu=form, network="dgx_h100", constants=["flops"])
+        assert fitted.network_efficiency == (1 if form in forms[3:] else 0.5)
+        assert fitted.network() == ps.Network.preset("dgx_h100", fitted.network_efficiency)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu": 3}, "gpu has no table of the fields of a GPU"),
+        ({"network_efficiency": 0}, "network_efficiency must be a finite number above 0, got 0"),
+        ({"network_latency": None}, "network_latency must be a finite number above 0, got None"),
+        ({"flops": 1e12}, "unknown key of a fitted GPU 'flops'"),
+        ({"gpu": {"flops": 1.0}}, "gpu lacks bandwidth"),
+    ],
+)
+def test_files_that_have_no_gpu(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        as_gpu({"gpu": asdict(SMALL), **changes})

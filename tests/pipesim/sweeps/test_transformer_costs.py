@@ -144,3 +144,26 @@ def test_mistakes(
 def test_unknown_keys_of_a_sweep() -> None:
     with pytest.raises(UnknownNameError, match="unknown key 'tensor_paralel'; did you mean"):
         swept({"tensor_paralel": [1]}, schedule="1f1b")
+
+
+def test_a_fitted_gpu_brings_the_factors_of_its_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They apply to a machine; an efficiency of its own takes the place of the file's."""
+    fields = asdict(ps.GPU.preset("h100_sxm"))
+    path, config = tmp_path / "cal.json", tmp_path / "settings.toml"
+    path.write_text(json.dumps({"gpu": fields, "network_efficiency": 0.5, "network_latency": 3}))
+    by_file = TOML.format(schedule='schedule = "1f1b"', gpu=path.name)
+    own = by_file.replace('"dgx_h100"', '"dgx_h100", efficiency = 0.25')
+    plain = ps.Network.preset("dgx_h100")
+    for text, share in ((by_file, 0.5), (own, 0.25)):
+        config.write_text(text)
+        succeed(capsys, "simulate", "--config", config, "--csv", tmp_path / "timeline.csv")
+        network = plain.scaled(latency=3, bandwidth=share).grouped(2)
+        table = pd.read_csv(tmp_path / "timeline.csv", comment="#")
+        assert table["end"].max() == pytest.approx(makespan(network=network, tensor_parallel=2))
+    (row,) = swept(
+        {"gpu": [str(path)]}, schedule="1f1b", tensor_parallel=2, network={"preset": "dgx_h100"}
+    )
+    network = plain.scaled(latency=3, bandwidth=0.5).grouped(2)
+    assert row["makespan"] == pytest.approx(makespan(network=network, tensor_parallel=2))
