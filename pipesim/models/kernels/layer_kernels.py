@@ -19,9 +19,10 @@ logits      T, v/t, h
 ==========  ================  ==========================================
 
 The attention core has 2 products forward, of depth d and s, and 4 backward. Fused (FlashAttention)
-it is one kernel of depth d, which computes the half of the scores that the causal mask leaves, and
-2.5 times as many FLOPs backward, since it computes the scores again (Dao, arXiv 2307.08691,
-section 3). Unfused, scores are written and read by softmax and dropout, and none are left out.
+it is one kernel of depth d, which computes the half of the scores that the causal mask leaves. It
+has 2.5 times as many FLOPs backward, five products against two, since it computes the scores again
+(Dao, arXiv 2307.08691, section 4.1). Unfused, scores are written and read by softmax and dropout,
+and none are left out.
 
 Gradients of weights are summed over micro-batches. Where gradients have more bytes than parameters,
 the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM); otherwise autograd has a
@@ -34,14 +35,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.shard_sizes import (
+    FP32_BYTES,
+    MASK_BYTES,
+    Matrix,
+    fuses_weight_grads,
+    layer_matrices,
+)
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
 __all__ = ["OperationKernels", "embedding_kernels", "head_kernels", "layer_kernels"]
 
-#: Bytes of an element of a dropout mask, and of a number in 32 bits.
-_MASK, _FP32 = 1, 4
 #: FLOPs of a fused attention core backward over those of its forward.
 _FLASH_BACKWARD = 2.5
 
@@ -82,7 +88,7 @@ class _Sizes:
     @property
     def mask(self) -> int:
         """Bytes of an element of a dropout's mask; 0 without dropout."""
-        return _MASK * self.shard.model.dropout
+        return MASK_BYTES * self.shard.model.dropout
 
     def product(self, name: str, rows: float, columns: float, depth: float) -> Kernel:
         """Return a matrix product whose operands and result are in 16 bits."""
@@ -90,16 +96,23 @@ class _Sizes:
         nbytes = e * (rows * depth + depth * columns + rows * columns)
         return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
 
-    def weight_grad(
-        self, name: str, inputs: float, outputs: float, *, bias: bool = True
-    ) -> tuple[Kernel, ...]:
+    def forward_product(self, name: str, matrix: Matrix) -> Kernel:
+        """Return the product of a linear map, forward."""
+        return self.product(name, self.tokens, matrix.outputs, matrix.inputs)
+
+    def input_grad(self, name: str, matrix: Matrix) -> Kernel:
+        """Return the product of the gradient of a linear map's input."""
+        return self.product(f"{name} input", self.tokens, matrix.inputs, matrix.outputs)
+
+    def weight_grad(self, name: str, matrix: Matrix, *, bias: bool = True) -> tuple[Kernel, ...]:
         """Return the product of a weight's gradient and its sum, and those of the bias, if any.
 
         The gradient of a bias is a sum over the gradients of outputs.
         """
         model, tokens = self.shard.model, self.tokens
+        inputs, outputs = matrix
         e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
-        fused = g > model.bytes_per_parameter
+        fused = fuses_weight_grads(model)
         written = 2 * g if fused else model.bytes_per_parameter
         nbytes = e * tokens * (inputs + outputs) + written * size
         product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens)
@@ -118,50 +131,73 @@ class _Sizes:
 
 def layer_kernels(shard: Shard) -> OperationKernels:
     """Return the kernels of a layer."""
-    sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
-    h, f, e = model.hidden_size, model.ffn_size / t, model.bytes_per_activation
-    qkv, up = (model.query_size + 2 * model.kv_size) / t, model.mlp_inputs * f
-    attended = model.query_size / t
-    tokens, share = sizes.tokens, sizes.share
+    sizes = _Sizes(shard)
+    core = _core(sizes)
+    forward, input_grad = _layer_forward(sizes, core), _layer_input_grad(sizes, core)
+    recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
+    return OperationKernels(forward, input_grad, _layer_weight_grad(sizes), recompute)
+
+
+def _layer_forward(sizes: _Sizes, core: OperationKernels) -> tuple[Kernel, ...]:
+    """Return the kernels of a layer's forward."""
+    model, maps = sizes.shard.model, layer_matrices(sizes.shard)
+    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
     norm = Kernel("norm", nbytes=2 * e * h * share)
-    norm_back = Kernel("norm", nbytes=3 * e * h * share)
     name = "dropout and residual" if model.dropout else "residual"
     residual = Kernel(name, nbytes=(3 * e + sizes.mask) * h * share)
+    up, f = maps["up"].outputs, maps["down"].inputs
+    activation = Kernel("activation", nbytes=e * (up + f) * sizes.tokens)
+    product = {name: sizes.forward_product(name, matrix) for name, matrix in maps.items()}
+    return (
+        norm, product["qkv"], *_rotary(sizes), *core.forward, product["projection"], residual,
+        norm, product["up"], activation, product["down"], residual,
+    )  # fmt: skip
+
+
+def _layer_input_grad(sizes: _Sizes, core: OperationKernels) -> tuple[Kernel, ...]:
+    """Return the kernels of the gradient of a layer's input."""
+    model, maps = sizes.shard.model, layer_matrices(sizes.shard)
+    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
+    norm = Kernel("norm", nbytes=3 * e * h * share)
     # The mask, if there is one, and the sum of the gradients of branch and residual.
-    residual_back = [Kernel("residual", nbytes=3 * e * h * share)]
+    residual = [Kernel("residual", nbytes=3 * e * h * share)]
     if model.dropout:
-        residual_back.insert(0, Kernel("dropout", nbytes=(2 * e + _MASK) * h * share))
-    activation = Kernel("activation", nbytes=e * (up + f) * tokens)
-    activation_back = Kernel("activation", nbytes=e * (2 * up + f) * tokens)
-    rotated = (model.query_size + model.kv_size) / t
-    rotary = [] if model.learned_positions else [
-        Kernel("rotary positions", nbytes=2 * e * rotated * tokens, n_kernels=2)
-    ]  # fmt: skip
-    core = _core(sizes)
-    forward = (
-        norm, sizes.product("qkv", tokens, qkv, h), *rotary, *core.forward,
-        sizes.product("projection", tokens, h, attended), residual,
-        norm, sizes.product("up", tokens, up, h), activation,
-        sizes.product("down", tokens, h, f), residual,
+        residual.insert(0, Kernel("dropout", nbytes=(2 * e + MASK_BYTES) * h * share))
+    up, f = maps["up"].outputs, maps["down"].inputs
+    activation = Kernel("activation", nbytes=e * (2 * up + f) * sizes.tokens)
+    product = {name: sizes.input_grad(name, matrix) for name, matrix in maps.items()}
+    return (
+        *residual, product["down"], activation, product["up"], norm,
+        *residual, product["projection"], *core.input_grad, *_rotary(sizes), product["qkv"], norm,
     )  # fmt: skip
-    input_grad = (
-        *residual_back, sizes.product("down input", tokens, f, h), activation_back,
-        sizes.product("up input", tokens, h, up), norm_back,
-        *residual_back, sizes.product("projection input", tokens, attended, h), *core.input_grad,
-        *rotary, sizes.product("qkv input", tokens, h, qkv), norm_back,
-    )  # fmt: skip
+
+
+def _layer_weight_grad(sizes: _Sizes) -> tuple[Kernel, ...]:
+    """Return the kernels of the gradients of a layer's parameters."""
+    model = sizes.shard.model
     # Gradients of a norm's parameters: sums over tokens, in two kernels.
-    norm_weight = (
-        Kernel("norm weight", nbytes=2 * e * h * share, n_kernels=2),
+    nbytes = 2 * model.bytes_per_activation * model.hidden_size * sizes.share
+    norm = (
+        Kernel("norm weight", nbytes=nbytes, n_kernels=2),
         sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
     )
-    weight_grad = (
-        *sizes.weight_grad("down", f, h), *sizes.weight_grad("up", h, up), *norm_weight,
-        *sizes.weight_grad("projection", attended, h), *sizes.weight_grad("qkv", h, qkv),
-        *norm_weight,
+    weight = {
+        name: sizes.weight_grad(name, matrix)
+        for name, matrix in layer_matrices(sizes.shard).items()
+    }
+    return (
+        *weight["down"], *weight["up"], *norm, *weight["projection"], *weight["qkv"], *norm,
     )  # fmt: skip
-    recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
-    return OperationKernels(forward, input_grad, weight_grad, recompute)
+
+
+def _rotary(sizes: _Sizes) -> list[Kernel]:
+    """Return the kernels that rotate queries and keys, or their gradients, if positions do."""
+    model, t = sizes.shard.model, sizes.shard.tensor_parallel
+    if model.learned_positions:
+        return []
+    rotated = (model.query_size + model.kv_size) / t
+    nbytes = 2 * model.bytes_per_activation * rotated * sizes.tokens
+    return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
 
 
 def _core(sizes: _Sizes) -> OperationKernels:
@@ -183,7 +219,7 @@ def _core(sizes: _Sizes) -> OperationKernels:
     context = Kernel("context", flops, e * (scores + (q + k) / t * tokens), s)
     softmax = Kernel("softmax", nbytes=2 * e * scores)
     softmax_back = Kernel("softmax", nbytes=3 * e * scores)
-    dropout = [Kernel("dropout of scores", nbytes=(2 * e + _MASK) * scores)] * model.dropout
+    dropout = [Kernel("dropout of scores", nbytes=(2 * e + MASK_BYTES) * scores)] * model.dropout
     gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
     # Gradients of the probabilities sum over a head, those of the values over the tokens.
     probabilities, values = (
@@ -236,10 +272,10 @@ def head_kernels(shard: Shard) -> OperationKernels:
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
     logits = v * sizes.tokens
     norm = Kernel("norm", nbytes=2 * e * h * sizes.share)
-    cast = Kernel("cast of logits", nbytes=(e + _FP32) * logits)
+    cast = Kernel("cast of logits", nbytes=(e + FP32_BYTES) * logits)
     # Reads and writes: largest 1, subtraction 2, exponentials 2, sum 1, probabilities 2.
-    loss = Kernel("cross-entropy", nbytes=8 * _FP32 * logits, n_kernels=5)
-    loss_back = Kernel("cross-entropy", nbytes=2 * _FP32 * logits, n_kernels=2)
+    loss = Kernel("cross-entropy", nbytes=8 * FP32_BYTES * logits, n_kernels=5)
+    loss_back = Kernel("cross-entropy", nbytes=2 * FP32_BYTES * logits, n_kernels=2)
     losses: tuple[Kernel, ...] = (cast, loss)
     losses_back: tuple[Kernel, ...] = (loss_back, cast)
     if shard.fused_loss:
@@ -251,5 +287,5 @@ def head_kernels(shard: Shard) -> OperationKernels:
             *losses_back, sizes.product("logits input", sizes.tokens, h, v),
             norm._replace(nbytes=3 * e * h * sizes.share),
         ),
-        sizes.weight_grad("logits", h, v, bias=False),
+        sizes.weight_grad("logits", Matrix(h, v), bias=False),
     )  # fmt: skip

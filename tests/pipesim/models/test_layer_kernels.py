@@ -39,7 +39,7 @@ def test_flops_are_those_of_the_formulas(model: ps.Transformer, tensor_parallel:
 
 
 def test_flash_attention_computes_half_of_the_scores_and_again_backward() -> None:
-    """Dao, arXiv 2307.08691, section 3: a causal mask leaves half, the backward has 2.5 times."""
+    """Dao, arXiv 2307.08691, section 4.1: a causal mask leaves half, the backward has 2.5 times."""
     linear, core = LLAMA.linear_flops(2), LLAMA.core_flops(2)
     expected = {"F": linear + core / 2, "I": linear + 2.5 * core / 2, "W": linear}
     assert sums(LLAMA, "flops", flash_attention=True) == pytest.approx(expected)
