@@ -61,19 +61,25 @@ def model_costs(
     costs = stage_costs(sizes)
     for name in ("optimizer_step", "launch"):
         costs.per_stage(name, len(sizes))  # refuses values of another number of stages
-    settings: dict[str, Any] = {
+    settings = {
         "layers_per_stage": list(sizes),
-        **asdict(shard.model),
-        **{f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"},
         "launch": costs.launch,
+        **_run_settings(shard, rates, flops_per_second),
     }
-    if rates is None:
-        settings["flops_per_second"] = flops_per_second
-    else:
-        settings["gpu"] = {k: v for k, v in asdict(rates).items() if v is not None}
     if optimizer_step is not None:
         settings["optimizer_step"] = costs.optimizer_step
     return replace(costs, workload=_workload(shard, rates, settings, network))
+
+
+def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None) -> dict[str, Any]:
+    """Return the arguments of `Costs.transformer` that give model, shard and rates again."""
+    settings = {
+        **asdict(shard.model),
+        **{f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"},
+    }
+    if gpu is None:
+        return {**settings, "flops_per_second": flops_per_second}
+    return {**settings, "gpu": {k: v for k, v in asdict(gpu).items() if v is not None}}
 
 
 def _workload(

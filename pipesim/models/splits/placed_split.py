@@ -48,13 +48,7 @@ def placed_sizes(
     ``name`` is the name of the argument ``split``. `Layers.costs` has the arguments and errors.
     """
     if placement is None:
-        if is_word(split):
-            raise ArgumentError(
-                f"{name}={split!r} needs the number of stages: give placement=, such as "
-                f"schedule.placement, or {name}=4 with partition={split!r}"
-            )
-        if memory_limit is not None:
-            raise ArgumentError(_NO_ORDER)
+        _check_unplaced(split, name, memory_limit)
         return None
     if not isinstance(placement, Placed):
         raise ArgumentTypeError(
@@ -82,6 +76,17 @@ def placed_sizes(
             f"{name} has {len(sizes)} stages, but the placement has {target.n_stages}"
         )
     return sizes
+
+
+def _check_unplaced(split: object, name: str, memory_limit: object) -> None:
+    """Raise `ArgumentError` for a word or a memory limit, which need a placement."""
+    if is_word(split):
+        raise ArgumentError(
+            f"{name}={split!r} needs the number of stages: give placement=, such as "
+            f"schedule.placement, or {name}=4 with partition={split!r}"
+        )
+    if memory_limit is not None:
+        raise ArgumentError(_NO_ORDER)
 
 
 def _word(split: object, name: str, partition: str | None, n_stages: int) -> str | None:

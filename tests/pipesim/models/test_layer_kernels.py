@@ -121,6 +121,20 @@ def test_cross_entropy_by_hand() -> None:
     ]
 
 
+def test_gradient_of_the_embedding_by_hand() -> None:
+    """A tensor of all rows of a GPU is zeroed; rows of tokens are read and added; sums are added.
+
+    Adding reads and writes the tensor; the sum of micro-batches reads both and writes one.
+    """
+    table = GPT3.kernels(GPU, microbatch_size=1, tensor_parallel=8)
+    weight = table[(table["part"] == "embedding") & (table["op"] == "W")]
+    rows, tokens = 12288 * 51200 // 8, 12288 * 2048
+    assert weight["bytes"].tolist() == [2 * rows, (2 + 2 * 2) * tokens, (2 + 2 * 2) * rows]
+    forward = table[(table["part"] == "embedding") & (table["op"] == "F")]
+    # Rows are read and written; the sum with positions; dropout with its mask.
+    assert forward["bytes"].tolist() == [4 * tokens, 6 * tokens, 5 * tokens]
+
+
 def test_depths_of_attention_products() -> None:
     """At half of the rate for a depth of 128: heads have 128 elements, sums over tokens 2048."""
     gpu = ps.GPU(flops=1e12, bandwidth=1e18, half_depth=128)
