@@ -155,8 +155,8 @@ def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 
     """Return the borders of the best split that the search finds.
 
     The best split has the fewest bytes beyond the limit. Among such splits, its busiest device has
-    the fewest seconds. Among these, its stages are the most even. All
-    splits are tried if there are few.
+    the fewest seconds. Among these, its stages are the most even. All splits
+    are tried if there are few.
 
     Parameters
     ----------
@@ -170,11 +170,11 @@ def balanced_borders(problem: SplitProblem, starts: Sequence[Ints], seed: int = 
     if n_splits(problem) <= _FEW:
         return _best_of(problem, all_borders(problem))
     random = np.random.default_rng(seed)
-    best = _best_of(problem, np.array([_descended(problem, start, False) for start in starts]))
+    best = _best_of(problem, np.array([_local_optimum(problem, start, False) for start in starts]))
     for _ in range(_PERTURBATIONS // problem.n_stages if problem.n_stages > 2 else 0):
-        optimum = _descended(problem, perturbed_borders(problem, best, random), False)
+        optimum = _local_optimum(problem, perturbed_borders(problem, best, random), False)
         best = _best_of(problem, np.array([best, optimum]))
-    return _descended(problem, best, True)
+    return _local_optimum(problem, best, True)
 
 
 def n_splits(problem: SplitProblem) -> int:
@@ -216,7 +216,7 @@ def _best_of(problem: SplitProblem, borders: Ints, even: bool = True) -> Ints:
     return best
 
 
-def _descended(problem: SplitProblem, borders: Ints, even: bool) -> Ints:
+def _local_optimum(problem: SplitProblem, borders: Ints, even: bool) -> Ints:
     """Return a local optimum: borders that no move improves. Each step takes the best move."""
     while True:
         # The first of equals is kept, so that equal splits end the search.

@@ -41,7 +41,7 @@ class _Simulations:
             self.seconds[key] = self.makespan(borders)
         return self.seconds[key]
 
-    def descended(self, borders: Ints) -> Ints:
+    def local_optimum(self, borders: Ints) -> Ints:
         """Return a local optimum; the local search tries moves that balance devices first."""
         while not self.spent:
             table = neighbours(self.problem, borders)
@@ -88,7 +88,7 @@ def fastest_borders(
     simulations = _Simulations(problem, makespan, most + len(starts))
     best = min(starts, key=simulations.time)
     for start in sorted(starts, key=simulations.time):
-        best = min(best, simulations.descended(start), key=simulations.time)
+        best = min(best, simulations.local_optimum(start), key=simulations.time)
     for number in range(most if problem.n_stages > 2 else 0):
         if simulations.spent:
             break
@@ -97,7 +97,7 @@ def fastest_borders(
             if number % 2
             else random_borders(problem, random)
         )
-        changed = simulations.descended(changed)
+        changed = simulations.local_optimum(changed)
         # Among equals the newest is kept, from which other splits are near.
         best = min(changed, best, key=simulations.time)
     return best

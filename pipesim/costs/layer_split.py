@@ -133,8 +133,8 @@ def _layout_counts(text: str, name: str, ends_may_be_empty: bool) -> tuple[int, 
     if hint and not set(text) <= set("EtL"):
         raise UnknownNameError(f"unknown {name} {text!r}{hint}")
     if re.fullmatch(r"[\[(]?\s*\d+(\s*,\s*\d+)+\s*,?\s*[])]?", text):
-        given = _sizes_text([int(value) for value in re.findall(r"\d+", text)])
-        raise ArgumentError(f"{name}={text!r:.60} is text; give {given}, without quotes")
+        sizes = _sizes_text([int(value) for value in re.findall(r"\d+", text)])
+        raise ArgumentError(f"{name}={text!r:.60} is text; give {sizes}, without quotes")
     if not set("EtL|") & set(text):
         raise _no_counts(text, name)
     counts, positions = layout_stages(text, name)

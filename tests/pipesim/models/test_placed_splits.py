@@ -264,6 +264,7 @@ def test_words() -> None:
         ("balanced", {"placement": ps.linear(2), "memory_limit": 9}, "give the schedule as"),
         (2, {"memory_limit": 9}, "memory_limit needs to know how many micro-batches"),
         ([4, 4], {"placement": ps.linear(2), "memory_limit": 9}, 'the splits of "balanced"'),
+        ([4, 4], {"launch": [1e-6]}, "launch has 1 values for 2 stages"),
         (
             "balanced",
             {"placement": SCHEDULES["1f1b"], "memory_limit": -1},
