@@ -20,6 +20,8 @@ __all__ = ["fastest_borders"]
 
 #: Times that differ by this share are equal: the rest is rounding.
 _EXACT = 1e-9
+#: Splits that are tried before a search ends in which none may be used.
+_VAIN = 64
 
 
 class _Simulations:
@@ -31,8 +33,13 @@ class _Simulations:
 
     @property
     def spent(self) -> bool:
-        """Whether no simulation is left."""
-        return len(self.seconds) >= self.most
+        """Whether no simulation is left, or none of several splits may be used.
+
+        Splits with the fewest bytes beyond the limit come first, so that others fit even less.
+        """
+        if len(self.seconds) < min(self.most, _VAIN):
+            return False
+        return len(self.seconds) >= self.most or min(self.seconds.values()) == np.inf
 
     def time(self, borders: Ints) -> float:
         """Return the seconds of a split."""
@@ -40,6 +47,16 @@ class _Simulations:
         if key not in self.seconds:
             self.seconds[key] = self.makespan(borders)
         return self.seconds[key]
+
+    def fastest(self, splits: Sequence[Ints]) -> Ints:
+        """Return the fastest of splits, of those with the fewest bytes beyond the limit first."""
+        order = np.argsort(self.problem.excess(np.array(splits)), kind="stable")
+        best: Ints = splits[order[0]]
+        for index in order.tolist():
+            if self.spent:
+                break
+            best = min(best, splits[index], key=self.time)
+        return best
 
     def local_optimum(self, borders: Ints) -> Ints:
         """Return a local optimum; the local search tries moves that balance devices first."""
@@ -82,10 +99,10 @@ def fastest_borders(
         Seed of perturbations of the best split and of random splits. In turn, each starts a local
         search, as long as simulations are left.
     """
-    if n_splits(problem) <= most:
-        return min([*starts, *all_borders(problem)], key=makespan)
     random = np.random.default_rng(seed)
     simulations = _Simulations(problem, makespan, most + len(starts))
+    if n_splits(problem) <= most:
+        return simulations.fastest([*starts, *all_borders(problem)])
     best = min(starts, key=simulations.time)
     for start in sorted(starts, key=simulations.time):
         best = min(best, simulations.local_optimum(start), key=simulations.time)

@@ -190,7 +190,8 @@ class Layers:
             - A `Schedule`, or a graph that it was lowered to: the simulated step takes as little
               time as possible, so that recompute and messages that block count too. The search
               starts from the split for the placement, and simulates up to 1,000 splits; fewer if
-              the graph is large.
+              the graph is large. A schedule is a step of one replica; the graph of
+              ``lower(schedule, n_replicas=..., shard_optimizer=...)`` tells replicas.
         memory_limit
             Most bytes of a device, one number or one a device, as in `pipesim.simulate`. Balanced
             splits for a schedule or a graph keep to it.

@@ -395,7 +395,8 @@ class Transformer:
         placement, memory_limit
             As for `Layers.costs`: ``"balanced"`` then balances the devices of a `Placement`, or
             makes the step of a `Schedule` or graph short, within a limit of bytes; by default that
-            of ``gpu``, if there are splits that fit in it.
+            of ``gpu``, if there are splits that fit in it. Only a graph tells replicas and a
+            sharded optimizer: ``placement=lower(schedule, n_replicas=8, shard_optimizer=True)``.
         optimizer_step
             Seconds of STEP; None (the default) for those that follow from ``gpu``, or 0 without.
         launch
@@ -428,6 +429,8 @@ class Transformer:
         CostsWarning
             - For a number of stages without ``partition``, if the slowest stage takes more than 5 %
               longer than with ``"balanced"``.
+            - For a balanced split for a schedule or a graph, if none is found that fits in the
+              memory of ``gpu``: by how much the fastest without that limit does not fit.
             - With ``gpu``, for tensor parallelism on a network without nodes, whose collectives
               then take no time.
         """

@@ -8,11 +8,13 @@ import numpy as np
 
 from pipesim.costs.device_split import Floats, Ints, SplitProblem, balanced_borders, layer_counts
 from pipesim.costs.fastest_split import fastest_borders
-from pipesim.errors import CostsError
+from pipesim.errors import CostsError, CostsWarning
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.splits.split_problem import LayerModel, first_borders, split_problem
-from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.memory_limit import memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.units import format_bytes
 
 __all__ = ["fastest_split"]
 
@@ -30,13 +32,18 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     graph
         Tasks of a step.
     limits
-        Most bytes of each device. None for the memory of the GPU, if the costs know it. If no split
-        fits in that memory, it does not count.
+        Most bytes of each device. None for the memory of the GPU, if the costs know it. That does
+        not count if no split fits.
 
     Raises
     ------
     CostsError
         If no split is found that fits within ``limits``.
+
+    Warns
+    -----
+    CostsWarning
+        If no split is found that fits in the memory of the GPU.
     """
     simulations = _Simulations(model, graph, limits)
     first = first_borders(split_problem(model, graph))
@@ -45,25 +52,39 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     best = _search(simulations, problem, first)
     if simulations.makespan(best) < np.inf:
         return layer_counts(best)
-    if limits is None:
-        problem = _problem(simulations, first, None)
-        return layer_counts(_search(replace(simulations, is_limited=False), problem, first))
-    needed = reserved_memory(simulations.timeline(best))
-    device = int((needed - limits).argmax())
-    raise CostsError(
-        f"memory_limit={limits[device]:.4g}: no split of {model.n_layers} layers was found that "
-        f"fits; {list(layer_counts(best))} needs {needed[device]:.4g} bytes on device {device}. "
-        "Give smaller micro-batches, recompute, more devices, or another schedule" + _hint(graph)
+    if limits is not None:
+        nearest = min([best, first], key=lambda x: _excess(simulations.timeline(x)).max())
+        text = _excess_text(simulations.timeline(nearest), layer_counts(nearest), "memory_limit=")
+        raise CostsError(text)
+    problem = _problem(simulations, first, None)
+    best = _search(replace(simulations, is_limited=False), problem, first)
+    text = _excess_text(simulations.timeline(best), layer_counts(best), "the GPU has ")
+    warn_caller(f"{text}. The split is the fastest without a limit", CostsWarning)
+    return layer_counts(best)
+
+
+def _excess(timeline: Timeline) -> Floats:
+    """Return the bytes of each device beyond those that it may hold."""
+    needed, limits = reserved_memory(timeline), memory_limit(timeline)
+    return needed if limits is None else needed - limits
+
+
+def _excess_text(timeline: Timeline, sizes: tuple[int, ...], limit: str) -> str:
+    """Return by how much a split does not fit, and what to change; ``limit`` names the limit."""
+    excess = _excess(timeline)
+    device = int(excess.argmax())
+    needed = reserved_memory(timeline)[device]
+    text = (
+        f"{limit}{format_bytes(needed - excess[device])}: no split of {sum(sizes)} layers "
+        f"was found that fits; {list(sizes)} needs {format_bytes(needed)} on device {device}, "
+        f"{format_bytes(excess[device])} too much. Give smaller micro-batches, recompute, more "
+        "devices, or another schedule"
     )
-
-
-def _hint(graph: TaskGraph) -> str:
-    """Return advice on a sharded optimizer for a graph of one replica; else an empty string."""
-    if graph.n_replicas > 1:
-        return ""
+    if timeline.graph.n_replicas > 1:
+        return text
     return (
-        "; this is a step of one replica: if several share the optimizer's state, give the graph "
-        "of pipesim.lower(schedule, n_replicas=..., shard_optimizer=True)"
+        f"{text}; this is a step of one replica: if several share the optimizer's state, give "
+        "placement=pipesim.lower(schedule, n_replicas=..., shard_optimizer=True)"
     )
 
 

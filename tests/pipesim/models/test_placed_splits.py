@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 import pipesim as ps
 from pipesim.costs.device_split import random_borders
-from pipesim.errors import ArgumentError, CostsError, PipeError
+from pipesim.errors import ArgumentError, CostsError, CostsWarning, PipeError
 from pipesim.models.splits.split_problem import LayerModel, split_problem
+from pipesim.simulation.simulate import predict_timeline
 
 #: Sixteen equal layers and one four times as long, such as an LM head.
 HEAD = [*[1e-3] * 16, 4e-3]
@@ -311,6 +313,27 @@ def test_no_random_split_of_a_transformer_has_a_less_busy_device(name: str, reco
     assert got <= busiest(placement, stages).min() * EXACT
 
 
+def test_a_search_in_vain_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the splits with the fewest bytes do not fit, no others are simulated."""
+    simulated = []
+
+    def count(*arguments: Any, **options: Any) -> ps.Timeline:
+        simulated.append(arguments)
+        return predict_timeline(*arguments, **options)
+
+    monkeypatch.setattr(sys.modules[predict_timeline.__module__], "predict_timeline", count)
+    model = layers([1.0] * 40, activation_bytes=[1.0] * 40)
+    with pytest.raises(CostsError, match="no split of 40 layers"):
+        model.split("balanced", placement=ps.schedule("1f1b", 4, 6), memory_limit=18)
+    assert 64 <= len(simulated) < 80
+    simulated.clear()
+    with pytest.raises(CostsError, match="no split of 10 layers"):  # of 84 splits
+        layers([1.0] * 10, activation_bytes=[1.0] * 10).split(
+            "balanced", placement=ps.schedule("1f1b", 4, 6), memory_limit=3
+        )
+    assert 64 <= len(simulated) < 80
+
+
 def test_a_transformer_for_a_schedule() -> None:
     """As `Costs.transformer`, as settings of the workload give again, and faster than even."""
     sizes = LARGE_HEAD | {"n_layers": 12}
@@ -346,7 +369,13 @@ def test_the_memory_of_a_gpu_is_a_limit_if_it_can_be_kept() -> None:
 
     free = peak(costs(1e12))
     assert peak(costs(0.9 * free)) <= 0.9 * free
-    assert peak(costs(0.1 * free)) == free
+    with pytest.warns(
+        CostsWarning, match="the GPU has .*: no split of 9 layers .* too much"
+    ) as warned:
+        tight = costs(0.1 * free)
+    assert warned[0].filename == __file__  # in `costs` above
+    assert "placement=pipesim.lower(schedule, n_replicas=..., shard_opti" in str(warned[0].message)
+    assert peak(tight) == free
     with pytest.raises(CostsError, match="no split of 9 layers was found that fits"):
         costs(1e12, memory_limit=0.1 * free)
     with pytest.raises(CostsError, match="no split of 9 layers was found that fits"):
