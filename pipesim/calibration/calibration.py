@@ -108,11 +108,16 @@ class Calibration:
         return np.array(predicted_seconds(steps, self.gpu, self.network))
 
     def plot(self, *, ax: Axes | None = None, left_out: bool = True) -> Axes:
-        """Draw measured over predicted seconds; see `pipesim.plot.accuracy`."""
+        """Draw measured over predicted seconds; see `pipesim.plot.accuracy`.
+
+        The title names the GPU, and whether each step was left out of the fit that predicts it.
+        """
         from pipesim.plot.accuracy_plot import accuracy
 
         column = "predicted_left_out" if left_out else "predicted"
-        return accuracy(self.rows["measured"].tolist(), self.rows[column].tolist(), ax=ax)
+        title = f"{self.gpu.name or 'GPU'}, {'left-out' if left_out else 'fitted'} steps"
+        measured, predicted = self.rows["measured"].tolist(), self.rows[column].tolist()
+        return accuracy(measured, predicted, ax=ax, title=title)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from pipesim.analysis.idle import CAUSES, Cause
+from pipesim.utils.units import format_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,18 +16,6 @@ __all__ = ["GIB", "align_columns", "cause_columns", "format_numbers", "known_res
 
 GIB = 2.0**30
 _YES_NO = {True: "yes", False: "no"}
-
-
-def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
-    """Return values in ``unit``, all with as many decimals as show five digits of the largest.
-
-    NaN is ``-``.
-    """
-    scaled = [float(value) / unit for value in values]
-    largest = max((value for value in scaled if not math.isnan(value)), default=0.0)
-    digits = math.floor(math.log10(largest)) if 0 < largest < math.inf else 4
-    decimals = min(max(4 - digits, 0), 9)
-    return ["-" if math.isnan(value) else f"{value:.{decimals}f}" for value in scaled]
 
 
 def align_columns(columns: dict[str, list[str]], align: str = ">") -> str:

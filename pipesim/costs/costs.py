@@ -216,6 +216,16 @@ class Costs:
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
+    def __repr__(self) -> str:
+        from pipesim.costs.costs_text import costs_text
+
+        return costs_text(self)
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html import costs_html
+
+        return costs_html(self)
+
     def per_stage(self, name: str, n_stages: int) -> NDArray[np.float64]:
         """Return a field as one value a stage, shape ``(n_stages,)``.
 

@@ -1,46 +1,31 @@
 """Data sheets of common GPUs, and the shares of their rates that kernels reach.
 
 Nominal FLOP/s are those of dense matrix products in 16 bits with sums in 32 bits, without
-sparsity. Memory is in units of 10^9 bytes. Sources are the vendors' data sheets [1]_ to [13]_.
+sparsity. Memory is in units of 10^9 bytes. Sources are the vendors' data sheets, `SOURCES`.
 
 Shares of FLOP/s rest on three things, which ``basis`` names:
 
 - *training steps*: the share with which `pipesim.Transformer.costs` predicts published steps best.
-  A100: GPT of 22 to 1,000 billion parameters [15]_. H100: Llama 3 405B on 8,192 GPUs, 430 TFLOP/s a
-  GPU [16]_. B200: Llama 3 on 8 GPUs [17]_. Sustained products are slower than short ones on GPUs
+  A100: GPT of 22 to 1,000 billion parameters [2]_. H100: Llama 3 405B on 8,192 GPUs, 430 TFLOP/s a
+  GPU [3]_. B200: Llama 3 on 8 GPUs [4]_. Sustained products are slower than short ones on GPUs
   that reach their power limit: H100 reaches 0.80 in large products and 0.60 in training.
-- *large products*: the best of many shapes of bfloat16 products in torch [14]_.
+- *large products*: the best of many shapes of bfloat16 products in torch [1]_.
 - Otherwise the share of a GPU of the same architecture, or 0.7, is assumed. H20 is far from its
   power limit, and has the share of H100 in large products.
 
 Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9 and more, the element-wise
 kernels of a training step less.
 
-Multiprocessors (compute units of AMD) are those of the vendors' architecture papers, as listed in
-[13]_; a GPU of two dies has those of both.
+Multiprocessors (compute units of AMD) are those of the vendors' architecture papers, as listed by
+TechPowerUp (source 13); a GPU of two dies has those of both.
 
 References
 ----------
-.. [1] NVIDIA, "V100 Tensor Core GPU", https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
-.. [2] NVIDIA, "A100 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/a100/
-.. [3] NVIDIA, "H100 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/h100/
-.. [4] NVIDIA, "H200 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/h200/
-.. [5] NVIDIA, "DGX B200", https://www.nvidia.com/en-us/data-center/dgx-b200/ (eighth of a node)
-.. [6] NVIDIA, "GB200 NVL72", https://www.nvidia.com/en-us/data-center/gb200-nvl72/ (72nd of a rack)
-.. [7] NVIDIA, "L40S", https://www.nvidia.com/en-us/data-center/l40s/
-.. [8] NVIDIA, "L4 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/l4/
-.. [9] NVIDIA, "Ada GPU Architecture", whitepaper, appendix A (RTX 4090),
-   https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
-.. [10] AMD, "Instinct MI250X", https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html
-.. [11] AMD, "Instinct MI300X", https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-.. [12] AMD, "Instinct MI325X", https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html
-.. [13] H20 and H800 are sold in China and have no public data sheet; these values are those of
-   https://www.techpowerup.com/gpu-specs/
-.. [14] Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS,
+.. [1] Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS,
    https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
-.. [15] Korthikanti et al., arXiv 2205.05198, table 5
-.. [16] Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, table 4
-.. [17] MooreThreads, SimuMax, https://github.com/MooreThreads/SimuMax, docs/b200
+.. [2] Korthikanti et al., arXiv 2205.05198, table 5
+.. [3] Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, table 4
+.. [4] MooreThreads, SimuMax, https://github.com/MooreThreads/SimuMax, docs/b200
 """
 
 from __future__ import annotations
@@ -51,7 +36,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DATA_SHEETS", "DataSheet", "gpus"]
+__all__ = ["DATA_SHEETS", "SOURCES", "DataSheet", "gpus"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class DataSheet:
     basis
         Measurement or assumption behind ``flops_efficiency``.
     source
-        Number of the source of the nominal values in the list of `pipesim.models.data_sheets`.
+        Number of the source of the nominal values in `SOURCES`.
     """
 
     summary: str
@@ -90,6 +75,26 @@ _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
 _LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.45, "as B200")
 _H20, _ASSUMED = (0.80, "large products of H100"), (0.7, "assumed")
+
+_NVIDIA, _AMD = "https://www.nvidia.com/en-us/data-center/", "https://www.amd.com/en/products/"
+#: Sources of nominal values by number.
+SOURCES = {
+    1: "https://images.nvidia.com/content/technologies/volta/pdf/"
+    "volta-v100-datasheet-update-us-1165301-r5.pdf",
+    2: f"{_NVIDIA}a100/",
+    3: f"{_NVIDIA}h100/",
+    4: f"{_NVIDIA}h200/",
+    5: f"{_NVIDIA}dgx-b200/ (eighth of a node)",
+    6: f"{_NVIDIA}gb200-nvl72/ (72nd of a rack)",
+    7: f"{_NVIDIA}l40s/",
+    8: f"{_NVIDIA}l4/",
+    9: "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf "
+    "(appendix A, RTX 4090)",
+    10: f"{_AMD}accelerators/instinct/mi200/mi250x.html",
+    11: f"{_AMD}accelerators/instinct/mi300/mi300x.html",
+    12: f"{_AMD}accelerators/instinct/mi300/mi325x.html",
+    13: "https://www.techpowerup.com/gpu-specs/ (sold in China, without a public data sheet)",
+}
 
 DATA_SHEETS = {
     "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, 80, *_ASSUMED, 1),
@@ -129,5 +134,8 @@ def gpus() -> pd.DataFrame:
     """
     import pandas as pd
 
-    rows = {name: vars(sheet) for name, sheet in DATA_SHEETS.items()}
+    rows = {
+        name: {**vars(sheet), "source": SOURCES[sheet.source]}
+        for name, sheet in DATA_SHEETS.items()
+    }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

@@ -2,21 +2,6 @@
 
 Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
 Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out.
-
-References
-----------
-.. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2.
-.. [2] Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, table 2.1.
-.. [3] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
-   2205.05198, table 3.
-.. [4] Touvron et al., "Llama 2", arXiv 2307.09288, section 2.2; configurations at
-   https://huggingface.co/meta-llama/Llama-2-7b-hf and likewise.
-.. [5] Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3; 8,192 tokens,
-   the length of most of the training.
-.. [6] Jiang et al., "Mistral 7B", arXiv 2310.06825, table 1.
-.. [7] Yang et al., "Qwen3 Technical Report", arXiv 2505.09388, table 1; configurations at
-   https://huggingface.co/Qwen/Qwen3-32B and likewise; 4,096 tokens, the length of most of the
-   training (section 3.2).
 """
 
 from __future__ import annotations
@@ -34,7 +19,7 @@ __all__ = ["published_sizes", "transformers"]
 
 @dataclass(frozen=True)
 class _Published:
-    """Sizes of a model, and the number of their source in the list above."""
+    """Sizes of a model, and the number of their source in `_SOURCES`."""
 
     summary: str
     source: int
@@ -62,6 +47,22 @@ def _llama(
     }  # fmt: skip
     return _Published(summary, source, sizes)
 
+
+#: Sources of sizes by number.
+_SOURCES = {
+    1: 'Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2',
+    2: 'Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, table 2.1',
+    3: 'Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", '
+    "arXiv 2205.05198, table 3",
+    4: 'Touvron et al., "Llama 2", arXiv 2307.09288, section 2.2; configurations at '
+    "https://huggingface.co/meta-llama/Llama-2-7b-hf and likewise",
+    5: 'Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3; 8,192 '
+    "tokens, the length of most of the training",
+    6: 'Jiang et al., "Mistral 7B", arXiv 2310.06825, table 1',
+    7: 'Yang et al., "Qwen3 Technical Report", arXiv 2505.09388, table 1; configurations at '
+    "https://huggingface.co/Qwen/Qwen3-32B and likewise; 4,096 tokens, the length of most "
+    "of the training (section 3.2)",
+}
 
 _MODELS = {
     "gpt2_xl": _gpt("GPT-2 1.5B", 1, 1600, 48, 25, 1024, 50257),
@@ -96,7 +97,7 @@ def published_sizes(name: str) -> dict[str, Any]:
 def transformers() -> pd.DataFrame:
     """List the models that `Transformer.preset` accepts: one row a name, one column a size.
 
-    Column ``source`` has the number of the source in the list of `pipesim.models.published_models`.
+    Sizes are those that the model has, given or by default. Column ``source`` names the paper.
 
     Examples
     --------
@@ -105,7 +106,15 @@ def transformers() -> pd.DataFrame:
     """
     import pandas as pd
 
-    rows = {
-        name: {"summary": m.summary, "source": m.source, **m.sizes} for name, m in _MODELS.items()
-    }
+    rows = {name: _row(name, model) for name, model in _MODELS.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")
+
+
+def _row(name: str, published: _Published) -> dict[str, Any]:
+    """Return a row of the table of models."""
+    from pipesim.models.transformer import Transformer
+
+    model, columns = Transformer.preset(name), [*_MODELS["llama3_8b"].sizes]
+    sizes = {column: getattr(model, column) for column in columns}
+    sizes["head_size"] = model.query_size // model.n_heads
+    return {"summary": published.summary, "source": _SOURCES[published.source], **sizes}

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_numbers
 from pipesim.ops import Op
-from pipesim.plot.paper_figure import SMALL, axes_or_new, figure, label, set_title
+from pipesim.plot.paper_figure import SMALL, axes_or_new, figure, label, set_title, titles_fit
 from pipesim.plot.style import INK, PALETTE, time_unit
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ __all__ = ["accuracy"]
 BAND = 0.1
 #: Space around the points, as a factor.
 _SPACE = 1.25
+#: Ratios of the largest to the smallest value from which ticks are 1, 2, 5, ..., and 1, 10, ...
+_NARROW, _WIDE = 8.0, 300.0
 #: Height of new axes with their labels (inches).
 _HEIGHT = 3.2
 
@@ -80,12 +82,31 @@ def accuracy(
     points.set_gid("accuracy:steps")
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     label(ax, f"Predicted ({sign})", f"Measured ({sign})")
-    ax.tick_params(which="minor", width=0.4, length=1.5, labelsize=SMALL)
+    _set_ticks(ax, ends[1] / ends[0])
+    ax.tick_params(which="minor", width=0.4, length=1.5)
     errors = np.abs(guess / true - 1)
     ax.legend([line, band], ["equal", f"within {BAND:.0%}"], loc="upper left", frameon=False,
               fontsize=SMALL, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
-    set_title(ax, title or "", f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}")
+    note = f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}"
+    if titles_fit(ax, title or "", note):
+        set_title(ax, title or "", note)
+    else:
+        set_title(ax, title or "")
+        ax.text(0.98, 0.03, note, transform=ax.transAxes, ha="right", fontsize=SMALL)
     return ax
+
+
+def _set_ticks(ax: Axes, ratio: float) -> None:
+    """Set numbers without exponents as ticks: round ones for a narrow range."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        if ratio < _NARROW:
+            axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+        else:
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < _WIDE else (1.0,)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _checked(name: str, values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

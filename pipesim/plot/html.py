@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison, known_results
+from pipesim.costs.costs import Costs
+from pipesim.costs.costs_text import n_stages_of
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -32,11 +34,52 @@ from pipesim.plot.style import (
 )
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import format_numbers
 
-__all__ = ["comparison_html", "graph_html", "schedule_html", "timeline_html"]
+__all__ = ["comparison_html", "costs_html", "graph_html", "schedule_html", "timeline_html"]
 
 #: Most devices and clock cycles that are shown of large schedules and graphs.
 MAX_DEVICES, MAX_CYCLES = 32, 64
+
+
+#: Columns of a table of costs: fields with seconds, and with bytes.
+_SECONDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_grad",
+    "W": "weight_grad",
+    "R": "recompute",
+    "STEP": "optimizer_step",
+}
+_BYTES = {
+    "message": "output_bytes",
+    "activations": "activation_bytes",
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+}
+
+
+def costs_html(costs: Costs) -> str:
+    """Return costs as a table: a row a stage, and a column for each field that is given."""
+    n_stages = n_stages_of(costs)
+    shown, columns = min(n_stages or 1, MAX_CYCLES), {}
+    for head, name in {**_SECONDS, **_BYTES}.items():
+        value = getattr(costs, name)
+        if value is not None and np.max(value) > 0:
+            values = [value] * shown if isinstance(value, float) else value
+            columns[head] = list(map(format_time if head in _SECONDS else format_bytes, values))
+    names = ["each stage" if n_stages is None else f"stage {stage}" for stage in range(shown)]
+    rows = [
+        [name, *(column[row] if row < len(column) else "" for column in columns.values())]
+        for row, name in enumerate(names)
+    ]
+    omitted = _omitted(n_stages or 1, shown, "stages")
+    return (
+        note_html(repr(costs))
+        + table_html(["costs", *columns], rows)
+        + (note_html(f"Not shown: {', '.join(omitted)}.") if omitted else "")
+    )
 
 
 def schedule_html(schedule: Schedule) -> str:
@@ -145,7 +188,7 @@ def _known_results_text(timeline: Timeline) -> str:
         fits = "fits in" if results["fits"] else "does not fit in"
         text += f", {fits} {format_bytes(results['memory_limit'])}"
     if "tokens_per_second" in results:
-        text += f", {results['tokens_per_second']:.4g} tokens/s"
+        text += f", {format_numbers([results['tokens_per_second']])[0]} tokens/s"
     return f"{text}, MFU {results['mfu']:.1%}" if "mfu" in results else text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pipesim.errors import check_name
 from pipesim.utils.texts import parse_float
@@ -13,6 +13,7 @@ __all__ = [
     "TIME_UNITS",
     "byte_unit",
     "format_bytes",
+    "format_numbers",
     "format_time",
     "parse_bytes",
     "significant",
@@ -72,6 +73,18 @@ def format_bytes(nbytes: float) -> str:
     """Return bytes in a fitting unit, such as ``"3.25 GiB"``."""
     sign, size = byte_unit(nbytes)
     return f"{significant(nbytes / size)} {sign}"
+
+
+def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
+    """Return values in ``unit``, all with as many decimals as show five digits of the largest.
+
+    NaN is ``-``.
+    """
+    scaled = [float(value) / unit for value in values]
+    largest = max((value for value in scaled if not math.isnan(value)), default=0.0)
+    digits = math.floor(math.log10(largest)) if 0 < largest < math.inf else 4
+    decimals = min(max(4 - digits, 0), 9)
+    return ["-" if math.isnan(value) else f"{value:.{decimals}f}" for value in scaled]
 
 
 def parse_bytes(text: str) -> float | None:

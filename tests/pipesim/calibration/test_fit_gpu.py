@@ -183,6 +183,7 @@ def test_latencies_of_a_network_of_single_gpus() -> None:
 def test_the_picture_has_predictions_of_left_out_rows(fitted: Calibration) -> None:
     ax = axes(3.5, 3.5)
     assert fitted.plot(ax=ax) is ax
+    assert ax.get_title(loc="left") == f"{fitted.gpu.name}, left-out steps"
     points = artist_of(ax, "accuracy:steps").get_offsets()
     unit = 1e3 if "(ms)" in ax.get_xlabel() else 1.0
     expected = fitted.rows[["predicted_left_out", "measured"]].to_numpy() * unit

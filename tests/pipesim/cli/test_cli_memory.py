@@ -132,7 +132,7 @@ def test_html_of_a_timeline() -> None:
     costs = ps.Costs(1, 2, activation_bytes=5, parameter_bytes=5, workload=work)
     graph = ps.lower(ps.schedule("gpipe", 2, 2))
     text = ps.simulate(graph, costs)._repr_html_()
-    assert ", fits in 30.0 B, 1.778 tokens/s, MFU 66.7%" in text
+    assert ", fits in 30.0 B, 1.7778 tokens/s, MFU 66.7%" in text
     with pytest.warns(UserWarning, match="does not fit"):
         timeline = ps.simulate(graph, costs, memory_limit=19)
     assert ", does not fit in 19.0 B" in timeline._repr_html_()

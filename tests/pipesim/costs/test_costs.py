@@ -277,3 +277,20 @@ def test_costs_of_devices_in_chunks() -> None:
     assert costs.in_chunks(ps.bidirectional(2)).forward == (4, 6)
     with pytest.raises(CostsError, match="forward has 2 values for 3 devices"):
         costs.in_chunks(ps.linear(3))
+
+
+def test_costs_in_one_line_and_as_a_table() -> None:
+    """Ranges over stages, in fitting units; nothing that is not given."""
+    costs = ps.Costs((1e-3, 2e-3), backward=(4e-3, 4e-3), activation_bytes=(1 << 20, 1 << 30))
+    text = "<Costs of 2 stages: F 1.00 to 2.00 ms, B 4.00 ms, activations 1.00 MiB to 1.00 GiB>"
+    assert repr(costs) == text
+    assert repr(ps.Costs(1)) == "<Costs of any number of stages: F 1.00 s>"
+    html = costs._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "stage 1" in html
+    assert "2.00 ms" in html
+    assert "parameters" not in html
+    assert "each stage" in ps.Costs(1, 2)._repr_html_()
+    wide = ps.Costs([1e-3] * 512, [2e-3] * 512)
+    assert len(repr(wide)) < 100
+    assert "stages 64 to 511" in wide._repr_html_()

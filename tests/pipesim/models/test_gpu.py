@@ -112,7 +112,7 @@ def test_presets_are_data_sheets_times_efficiencies() -> None:
         assert gpu.bandwidth == row["bandwidth"] * row["bandwidth_efficiency"]
         assert (gpu.peak, gpu.memory, gpu.name) == (row["flops"], row["memory"], name)
         assert row["basis"]
-        assert 1 <= row["source"] <= 13  # the later sources are of efficiencies
+        assert row["source"].startswith("https://")
     assert ps.GPU.preset("h200", launch=3e-5).launch == 3e-5
 
 

@@ -354,7 +354,12 @@ def test_every_published_model_is_listed() -> None:
     for name, row in table.iterrows():
         model = ps.Transformer.preset(str(name))
         assert (model.hidden_size, model.n_layers) == (row["hidden_size"], row["n_layers"])
-        assert 1 <= row["source"] <= 7
+        assert "arXiv" in row["source"] or "2019" in row["source"]
+    sizes = ["n_kv_heads", "head_size", "ffn_size"]
+    assert table.loc["gpt3_175b", sizes].tolist() == [96, 128, 49152]
+    assert table.loc["qwen3_32b", "head_size"] == 128
+    assert not table.isna().any(axis=None)
+    assert {str(table[name].dtype) for name in sizes} == {"int64"}
 
 
 def test_a_preset_with_changes() -> None:

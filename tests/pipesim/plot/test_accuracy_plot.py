@@ -53,3 +53,24 @@ def test_an_unknown_unit_and_other_axes() -> None:
         plot.accuracy(MEASURED, PREDICTED, unit="h")
     with pytest.raises(ArgumentError, match="ax"):
         plot.accuracy(MEASURED, PREDICTED, ax="left")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("longest", [1.02, 1.4, 5.0, 40.0, 900.0, 1e5])
+def test_ticks_are_round_numbers_apart(longest: float) -> None:
+    """At least two a range, without exponents; only these have texts."""
+    ax = plot.accuracy([1.0, longest], [1.0, longest], ax=axes(3.5, 3.5), unit="s")
+    ax.figure.draw_without_rendering()
+    low, high = ax.get_xlim()
+    ticks = [x for x in ax.get_xticks() if low <= x <= high]
+    texts = ax.xaxis.get_major_formatter().format_ticks(ticks)
+    assert 2 <= len(ticks) <= 9
+    assert not any("^" in text for text in texts)
+    assert np.diff(np.log(ticks)).min() > np.log(high / low) / 20
+    assert {text.get_text() for text in ax.get_xticklabels(minor=True)} <= {""}
+
+
+def test_a_long_title_moves_the_errors_into_the_axes() -> None:
+    ax = plot.accuracy(MEASURED, PREDICTED, ax=axes(3.5, 3.5), title="a100_80gb, left-out steps")
+    assert ax.get_title(loc="left") == "a100_80gb, left-out steps"
+    assert ax.get_title(loc="right") == ""
+    assert [text.get_text() for text in ax.texts] == ["error: mean 13.3%, worst 25.0%"]
