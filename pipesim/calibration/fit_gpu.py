@@ -10,7 +10,8 @@ A row is a measured step. Its columns, of which empty cells have the default:
     those of the preset.
 ``microbatch_size``, and other arguments of `pipesim.Transformer.costs`
     ``tensor_parallel``, ``sequence_parallel``, ``flash_attention``, ``scatter_gather``,
-    ``partition``, ``layers_per_stage`` (by default as many on each stage).
+    ``partition``, ``layers_per_stage``: numbers, a layout string, or a word. ``"even"`` (the
+    default) gives each stage as many; ``"balanced"`` balances the devices of the row's schedule.
 ``n_microbatches``, or ``global_batch``
     Micro-batches of a replica, or sequences of a step of all replicas.
 ``schedule``, ``n_devices``

@@ -13,8 +13,10 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputed_microbatches import RECOMPUTE as TASK_RECOMPUTE
 from pipesim.models.gpu import GPU
+from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import RECOMPUTE, Transformer
 from pipesim.network.network import Network
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
@@ -151,7 +153,16 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
     if layers is None:
         layers = graphs[key].n_stages
         options = {"partition": "even", **options}
+    elif is_word(layers):
+        options = {**options, "placement": _placement(graphs[key])}
     return StepPrediction(step.where, graphs[key], model, layers, options)
+
+
+def _placement(graph: TaskGraph) -> Placement:
+    """Return the placement of the schedule of a graph."""
+    source = graph.options.source
+    assert source is not None  # `lower` made the graph
+    return source.schedule.placement
 
 
 def _n_microbatches(settings: dict[str, Any], options: Mapping[str, Any]) -> int:

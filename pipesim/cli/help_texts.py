@@ -29,6 +29,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   #                         # its factors of the network apply to a preset, but its efficiency
   #                         # only where the network has none
   # microbatch_size = 1     # likewise tensor_parallel, recompute, ... of Transformer.costs
+  # layers_per_stage = "balanced"    # the default: for the devices of the schedule; "even";
+  #                                  # or a list, or a layout string of Megatron
 
   [[schedule]]              # a table a schedule; it may override any setting above
   name = "gpipe"
@@ -71,7 +73,9 @@ Columns of the file are seconds, the measured time of a step, and its settings:
                             arguments of pipesim.lower
   label                     a name for readers
 
-An empty cell has the default. A list is quoted, as in layers_per_stage "8,8,7". Flags are
+layers_per_stage: even (the default) gives each stage as many layers, balanced balances the
+devices of the row's schedule. An empty cell has the default. A list is quoted, as in
+layers_per_stage "8,8,7". Flags are
 true, false, yes, no, 1 or 0.
 
 All columns: """

@@ -184,7 +184,11 @@ class GPU:
         ----------
         rows
             Measured steps: the path of a CSV file with a line a step, a DataFrame, or a list of
-            mappings.
+            mappings. Columns are ``seconds``; ``model``, or a transformer's sizes; arguments of
+            `Transformer.costs`, of which ``layers_per_stage`` may be ``"even"`` (the default: each
+            stage has as many) or ``"balanced"`` (for the devices of the row's schedule);
+            ``n_devices``, ``schedule`` and its options; ``n_microbatches``, of a replica, or
+            ``global_batch``, of all; and arguments of `lower`.
         gpu
             GPU to start from, the name of a preset, or a mapping of a GPU's fields; or the path of
             a file ``.json`` that `Calibration.save` wrote, or the mapping in it.

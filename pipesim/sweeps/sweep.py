@@ -70,7 +70,8 @@ def sweep(
         (``recompute_time`` for the seconds of R) or whole ``costs``; in their place a transformer
         (``model`` or its sizes), ``gpu`` and other arguments of `Transformer.costs` (``recompute``
         by its value), or a mapping of all these, ``transformer``; ``network``, ``latency`` and
-        ``bandwidth``. Parts override the whole.
+        ``bandwidth``. Parts override the whole. ``layers_per_stage`` may be ``"balanced"`` (the
+        default: for the devices of the row's schedule) or ``"even"``.
         ``per`` says whether costs are those of a ``"stage"`` (the default) or of all stages of a
         ``"device"``, which share them evenly: use that to compare schedules with one and with
         several stages a device for one model. An option of a grid applies to the schedules that

@@ -10,6 +10,7 @@ from typing import Any
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
+from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
@@ -59,10 +60,11 @@ def make_model(settings: Mapping[str, Any]) -> Transformer:
 def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     """Return the costs in settings that have a table ``transformer``; other fields override them.
 
-    Without ``layers_per_stage``, layers are divided such that devices are balanced, or evenly with
-    ``partition = "even"``. A network that is a machine has devices of ``tensor_parallel`` GPUs,
-    unless it has ``gpus_per_device``. Factors of the network in the file of a fitted GPU apply to a
-    machine; an ``efficiency`` of its own takes the place of the file's.
+    Without ``layers_per_stage``, and with ``"balanced"``, layers are divided such that devices are
+    balanced; with ``"even"`` (or ``partition = "even"``) evenly. A network that is a machine has
+    devices of ``tensor_parallel`` GPUs, unless it has ``gpus_per_device``. Factors of the network
+    in the file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
+    the file's.
 
     Raises
     ------
@@ -77,8 +79,9 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
         network.setdefault("gpus_per_device", settings.get("tensor_parallel", 1))
     options = {name: settings[name] for name in COST_OPTIONS if name in settings}
     rates = {name: settings[name] for name in ("gpu", "flops_per_second") if name in settings}
-    if (layers := settings.get("layers_per_stage")) is None:
-        layers, options = placement.n_stages, {**options, "placement": placement}
+    layers = settings.get("layers_per_stage")
+    if layers is None or is_word(layers):
+        layers, options = layers or placement.n_stages, {**options, "placement": placement}
     links = Network.from_dict(network)
     gpu = settings.get("gpu")
     if "preset" in network and has_gpu_table(gpu):

@@ -218,6 +218,12 @@ def test_steps_with_stages_options_and_equal_graphs() -> None:
     looped = prediction(schedule="interleaved_1f1b", n_devices=2, n_chunks=2)
     assert (looped.graph.n_stages, looped.layers_per_stage) == (4, 4)
     assert prediction(n_devices=2, layers_per_stage=[1, 3]).layers_per_stage == [1, 3]
+    even, balanced = (
+        prediction(n_devices=2, layers_per_stage=word).seconds(START, None)
+        for word in ("even", "balanced")
+    )
+    assert even == prediction(n_devices=2).seconds(START, None)
+    assert balanced == prediction(n_devices=2, partition="balanced").seconds(START, None) < even
     rows = [ROW, {**ROW, "microbatch_size": 4}, {**ROW, "overlap": False}]
     first, same, other = step_predictions(measured_steps(rows))
     assert first.graph is same.graph is not other.graph

@@ -76,6 +76,34 @@ def test_recompute_by_its_value() -> None:
     assert inside["n_tasks"] < tasks["n_tasks"]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "hanayo"])
+def test_a_word_divides_the_layers_of_each_row(name: str) -> None:
+    """For the schedule of the row; ``"balanced"`` is the default."""
+    grid = {"layers_per_stage": ["balanced", "even", None], "schedule": [name]}
+    table = swept(grid, n_layers=16)
+    model = ps.Transformer.preset("llama3_8b", **SMALL | {"n_layers": 16})
+    balanced, even = makespan(name, model), makespan(name, model, partition="even")
+    assert [row["makespan"] for row in table] == [balanced, even, balanced]
+    assert balanced < even
+
+
+@pytest.mark.parametrize("word", ["balanced", "even"])
+def test_a_word_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, word: str) -> None:
+    text = TOML.format(schedule='schedule = "1f1b"', gpu="h100_sxm")
+    config, table = tmp_path / "run.toml", tmp_path / "timeline.csv"
+    network = ps.Network.preset("dgx_h100", gpus_per_device=2)
+    for n_devices in (1, 4):
+        settings = text.replace("devices = 4", f"devices = {n_devices}")
+        config.write_text(f'{settings}layers_per_stage = "{word}"\n')
+        succeed(capsys, "simulate", "--config", config, "--csv", table)
+        schedule = ps.schedule("1f1b", n_devices, 8)
+        costs = ps.Transformer.preset("llama3_8b", **SMALL).costs(
+            word, placement=schedule.placement, tensor_parallel=2, network=network, **OPTIONS
+        )
+        expected = ps.simulate(ps.lower(schedule), costs).makespan
+        assert pd.read_csv(table, comment="#")["end"].max() == pytest.approx(expected)
+
+
 def test_own_gpus_models_splits_and_overrides() -> None:
     gpu = replace(ps.GPU.preset("h100_sxm"), flops=4e14)
     model = ps.Transformer.preset("llama3_8b", **{**SMALL, "n_layers": 6})
