@@ -466,7 +466,7 @@ class Costs:
         """Return the costs of the same transformer with another network or other settings.
 
         All seconds and bytes are computed again, those of collectives between the GPUs of a device
-        included. Fields that were changed afterwards, such as by `scaled`, are not kept.
+        included. Later changes, such as by `scaled` and `in_chunks`, are not kept.
 
         Parameters
         ----------

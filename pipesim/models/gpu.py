@@ -208,7 +208,7 @@ class GPU:
         ...         for b, s in ((1, 0.43), (2, 0.74), (4, 1.37))]
         >>> fitted = GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
         >>> f"{fitted.gpu.flops:.2g}"
-        '2e+14'
+        '2.1e+14'
         """
         from pipesim.calibration.fit_gpu import fit_gpu
 

@@ -33,7 +33,7 @@ SYNONYMS = {
     "algorithm": ("unknown all-reduce".replace("-", " "), "unknown collective"),
     "configurations": ("sweep takes", "row 0", "grid: unknown key", "nothing to sweep"),
     "graph": ("TaskGraph",),
-    "changes": ("unknown attribute",),
+    "changes": ("unknown attribute", "surprise"),
     "name": (
         "unknown schedule",
         "unknown cost",
