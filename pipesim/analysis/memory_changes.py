@@ -16,7 +16,7 @@ from pipesim.errors import PipeError, PipeWarning, TimelineError
 from pipesim.models.transformer import RECOMPUTE
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.memory_limit import reserved_memory, static_text
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Change(NamedTuple):
 class Trial(NamedTuple):
     """A simulated change: seconds, bytes of the fullest device, and whether it fits.
 
-    ``pressure`` is the largest share of its limit that a device needs.
+    ``pressure`` is the largest share of its limit that a device needs. ``layers_per_stage`` are
+    those of the changed model, if they differ from the present ones, or else None.
     """
 
     changes: tuple[Change, ...]
@@ -57,11 +58,15 @@ class Trial(NamedTuple):
     peak_memory: float
     fits: bool
     pressure: float
+    layers_per_stage: Sequence[int] | None
 
     @property
     def text(self) -> str:
         """The changes as text."""
-        return " and ".join(change.text for change in self.changes)
+        text = " and ".join(change.text for change in self.changes)
+        if self.layers_per_stage is None:
+            return text
+        return f"{text}, layers_per_stage={list(self.layers_per_stage)}"
 
 
 class _Search:
@@ -101,7 +106,11 @@ class _Search:
         unlimited = np.full(len(self.limit), math.inf)
         shares = np.divide(reserved_memory(timeline), self.limit, unlimited, where=self.limit > 0)
         peak = float(timeline.peak_memory.max())
-        return Trial(changes, timeline.makespan, peak, bool(timeline.fits), float(shares.max()))
+        fits, pressure = bool(timeline.fits), float(shares.max())
+        layers = changed.settings.get("layers_per_stage")
+        if layers == self.start.settings.get("layers_per_stage"):
+            layers = None
+        return Trial(changes, timeline.makespan, peak, fits, pressure, layers)
 
 
 def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.DataFrame:
@@ -127,6 +136,7 @@ def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.Data
     types = {"change": object, "makespan": float, "relative": float, "peak_memory": float}
     table = pd.DataFrame(rows, columns=[*types, "fits"]).astype({**types, "fits": bool})
     table.attrs["n_untried"] = search.n_untried
+    table.attrs["advice"] = "" if any(trial.fits for trial in trials) else static_text(timeline)
     return table
 
 

@@ -50,6 +50,8 @@ def memory_changes_text(timeline: Timeline) -> str:
     lines = [excess_text(excess) for excess in excesses(timeline)]
     table = timeline.changes_that_fit()
     if table.empty:
+        if table.attrs["advice"]:
+            lines.append(table.attrs["advice"])
         return "\n".join(
             [*lines, "none of the changes that were tried fits, alone or with another"]
         )

@@ -24,7 +24,7 @@ from pipesim.lowering.issue_times import issue_times
 from pipesim.simulation.cost_warnings import warn_of_costs
 from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
 from pipesim.simulation.noise import Noise
-from pipesim.timeline.memory_limit import checked_memory_limit, limit_text
+from pipesim.timeline.memory_limit import checked_memory_limit, limit_text, static_text
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 
@@ -147,7 +147,7 @@ def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
     """Warn if a device needs more bytes than it may hold, and name changes that fit."""
     if timeline.fits is not False:
         return
-    advice = "timeline.changes_that_fit() simulates changes that would fit"
+    advice, changes = "timeline.changes_that_fit() simulates changes that would fit", []
     if timeline.graph.options.source is None:
         advice = "lower(schedule) makes graphs for which changes_that_fit() finds changes that fit"
     elif len(timeline.graph) <= _FEW_TASKS:
@@ -157,6 +157,8 @@ def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
             for change, relative in zip(table["change"], table["relative"], strict=True)
         ]
         advice += ", such as " + ", or ".join(changes) if changes else ""
+    if not changes and (needs := static_text(timeline)):
+        advice = f"{needs}; {advice}"
     warnings.warn(f"{limit_text(timeline)}; {advice}", MemoryLimitWarning, stacklevel=stacklevel)
 
 

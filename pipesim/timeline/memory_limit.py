@@ -11,6 +11,7 @@ from pipesim.errors import ArgumentError, check_list, number
 from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE
 from pipesim.timeline.memory import costs_of
+from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.units import format_bytes, format_time, parse_bytes
 
@@ -24,6 +25,7 @@ __all__ = [
     "memory_limit",
     "memory_limit_bytes",
     "reserved_memory",
+    "static_text",
 ]
 
 Floats = NDArray[np.float64]
@@ -233,3 +235,22 @@ def limit_text(timeline: Timeline) -> str:
     share = costs_of(timeline).memory_reserve if too_full else 0.0
     reserve = f"; {share:.3g} of the tensors' bytes are the allocator's reserve" if share else ""
     return f"timeline {timeline.name!r} does not fit: {named}{others}{reserve}" if too_full else ""
+
+
+def static_text(timeline: Timeline) -> str:
+    """Return what is needed if bytes that do not depend on micro-batches exceed a limit; or ""."""
+    limit, graph, costs = memory_limit(timeline), timeline.graph, costs_of(timeline)
+    if limit is None:
+        return ""
+    nbytes = static(graph, costs)
+    needed = nbytes + costs.memory_reserve * nbytes
+    device = int((needed - limit).argmax())
+    if needed[device] <= limit[device]:
+        return ""
+    is_sharded = bool((graph.optimizer_shares > 1).any())
+    return (
+        f"parameters, gradients and optimizer alone take {format_bytes(needed[device])} of "
+        f"{format_bytes(limit[device])} on device {device}: it needs more devices, tensor "
+        f"parallelism, or {'more replicas that share' if is_sharded else 'replicas that shard'} "
+        "the optimizer"
+    )

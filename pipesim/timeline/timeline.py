@@ -358,7 +358,9 @@ class Timeline:
         settings are proportional to the size of a micro-batch here: real kernels get slower.
 
         The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
-        is the number of changes that were left out for this.
+        is the number of changes that were left out for this. If no change fits, the table is empty,
+        and ``attrs["advice"]`` is not if parameters, gradients and optimizer alone exceed the
+        limit: more devices, tensor parallelism or a sharded optimizer are needed then.
 
         Parameters
         ----------
@@ -371,7 +373,8 @@ class Timeline:
         -------
         pandas.DataFrame
             One row a change, by makespan, those that fit first: ``change``, as arguments of
-            `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`; ``makespan`` (s);
+            `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`, with the layers of each
+            stage where they are balanced again; ``makespan`` (s);
             ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
             device); ``fits``.
 

@@ -160,11 +160,16 @@ def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
             costs = MODEL.costs([1, 1, 1, 1], **SIZES, optimizer_step=step)
         options = {**SIZES, "placement": other.placement, "optimizer_step": step}
         wanted = MODEL.costs(other.n_stages, **options)
-        got = table_of(costs, schedule, 1e7)[f"schedule={name!r}"]
+        layers = [1] * 4 if other.n_stages == 4 else [2, 2]
+        got = table_of(costs, schedule, 1e7)[f"schedule={name!r}, layers_per_stage={layers}"]
         assert got == simulated(ps.lower(other), wanted, 1e7)
+        listed = MODEL.costs(layers, **options)
+        assert got == simulated(ps.lower(other), listed, 1e7), "the text gives it again"
     placed = MODEL.costs(2, **SIZES, placement=ps.linear(2))
     zbv = ps.schedule("zbv", 2, 4)
-    got = table_of(placed, ps.schedule("1f1b", 2, 4), 1e7)["schedule='zbv'"]
+    got = table_of(placed, ps.schedule("1f1b", 2, 4), 1e7)[
+        "schedule='zbv', layers_per_stage=[1, 1, 1, 1]"
+    ]
     again = MODEL.costs(4, **SIZES, placement=zbv.placement)
     assert got == simulated(ps.lower(zbv), again, 1e7), "STEP of stages follows from the GPU"
     uneven = MODEL.costs([3, 1], **SIZES)
@@ -179,6 +184,28 @@ def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
     got = table_of(launched, ps.schedule("1f1b", 2, 4), 1e7)["schedule='zbv'"]
     chunks = launched.in_chunks(zbv.placement)
     assert got == pytest.approx(simulated(ps.lower(zbv), chunks, 1e7)), "launches are of stages"
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2])
+def test_advice_where_no_change_fits(n_replicas: int) -> None:
+    """Parameters, gradients and optimizer stay, whatever is done with micro-batches."""
+    costs = replace(COSTS, optimizer_bytes=4)  # 14 bytes, or 12 if two replicas share 4
+    sharded = {"n_replicas": 2, "shard_optimizer": True} if n_replicas > 1 else {}
+    limit = 11.5 if sharded else 13.5
+    size = "12.0 B of 11.5 B" if sharded else "14.0 B of 13.5 B"
+    holders = "more replicas that share" if sharded else "replicas that shard"
+    text = (
+        f"parameters, gradients and optimizer alone take {size} on device 0: it needs more "
+        f"devices, tensor parallelism, or {holders} the optimizer"
+    )
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), **sharded)
+    with pytest.warns(MemoryLimitWarning) as caught:
+        timeline = ps.simulate(graph, costs, memory_limit=limit)
+    assert f"; {text}; timeline.changes_that_fit()" in str(caught[0].message)
+    table = timeline.changes_that_fit()
+    assert (len(table), table.attrs["advice"]) == (0, text)
+    roomy = predict_timeline(graph, costs, memory_limit=14.5).changes_that_fit()
+    assert roomy.attrs["advice"] == "", "recompute leaves one micro-batch, too many bytes"
 
 
 def test_skips_name_stages() -> None:

@@ -45,6 +45,7 @@ def test_a_limit_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", "6GiB,5.5GiB,9GB,4GiB")
     assert rows(out)[5][:3] == ["limit", "6.0000", "GiB,"]
     out = succeed(capsys, "simulate", "1f1b", *SIZES, "--memory-limit", "1GiB")
+    assert "parameters, gradients and optimizer alone take 2.00 GiB of 1.00 GiB on device 0" in out
     assert out.endswith("none of the changes that were tried fits, alone or with another\n")
 
 
