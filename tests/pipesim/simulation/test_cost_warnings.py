@@ -36,7 +36,7 @@ def test_a_network_is_changed_after_the_costs_were_built() -> None:
 
 def test_the_rates_that_the_seconds_of_stages_follow_from() -> None:
     """NICs count for groups over nodes alone; without tensor parallelism, none does."""
-    nic = replace(NODE, nodes=replace(NODE.nodes, nic_bandwidth=1e9))
+    nic = replace(NODE, nodes=replace(NODE.nodes, nic_bandwidth=1e9, nic_latency=1.0))
     wide = ps.Network.preset("dgx_h100", gpus_per_device=16)
     over_nodes = COSTS.rebuilt(tensor_parallel=16, network=wide)
     one = COSTS.rebuilt(tensor_parallel=1, network=ps.Network.preset("dgx_h100"))
