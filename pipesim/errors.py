@@ -115,7 +115,7 @@ class AccuracyWarning(PipeWarning):
 
 
 class CalibrationWarning(PipeWarning):
-    """Measured steps do not determine a constant, which keeps its start value."""
+    """Constants fitted to measured steps are not determined, or hardly suit the steps."""
 
 
 class CostsWarning(PipeWarning):

@@ -43,7 +43,8 @@ class Calibration:
         One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
         about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
         value that the GPU had before, and a note that says why. Other notes name the bound that a
-        value is at, such as ``flops`` at ``peak_flops``.
+        value is at, such as ``flops`` at ``peak_flops``, or say that the rows determine it weakly:
+        its standard error is above 0.35, a factor of 2 in either direction at 95 %.
     rows
         The measured steps, one row each: their settings, ``measured`` and ``predicted`` (s),
         ``error`` (predicted over measured, minus 1), ``predicted_left_out`` and ``error_left_out``:

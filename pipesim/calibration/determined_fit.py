@@ -16,10 +16,13 @@ from pipesim.calibration.least_squares import (
     search,
 )
 
-__all__ = ["EXACT_ROWS", "LEAST_DETERMINED", "Fit", "fit"]
+__all__ = ["EXACT_ROWS", "LEAST_DETERMINED", "WEAKLY_DETERMINED", "Fit", "fit"]
 
 #: Standard error of a logarithm above which the rows do not determine a constant. The prior's is 1.
 LEAST_DETERMINED = 0.5
+#: Standard error of a logarithm above which they determine it weakly: the 95 % interval reaches
+#: beyond a factor of 2 = exp(1.96 x 0.35) in either direction.
+WEAKLY_DETERMINED = 0.35
 #: Most rows for which each row is left out by a fit of its own; see `fit`.
 EXACT_ROWS = 12
 #: Error of predictions that is assumed at first, and the number of rows that the assumption counts.

@@ -30,8 +30,9 @@ value of the GPU (`pipesim.calibration.determined_fit`, which also leaves rows o
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipesim.calibration.calibration import Calibration
+from pipesim.calibration.calibration_warnings import LARGEST, LEAST, calibration_warnings
 from pipesim.calibration.constants import Constants, chosen_constants
-from pipesim.calibration.determined_fit import Fit, fit
+from pipesim.calibration.determined_fit import WEAKLY_DETERMINED, Fit, fit
 from pipesim.calibration.least_squares import Floats, Ints
 from pipesim.calibration.measured_steps import MeasuredStep, measured_steps
 from pipesim.calibration.step_predictions import (
@@ -48,7 +50,7 @@ from pipesim.calibration.step_predictions import (
     predicted_seconds,
     step_predictions,
 )
-from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning
+from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, check_flag
 from pipesim.models.gpu import GPU
 from pipesim.network.network import Network
 
@@ -66,6 +68,8 @@ def fit_gpu(
     gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None,
     constants: Iterable[str] | None,
+    *,
+    progress: bool,
 ) -> Calibration:
     """Return the constants that suit measured steps; see `pipesim.GPU.fit` for the arguments.
 
@@ -83,7 +87,10 @@ def fit_gpu(
     CalibrationWarning
         For each constant that the rows do not determine: the standard error of its logarithm is
         above 0.5, since it has hardly an effect on them, or one that other constants can have too.
+        For each constant at a bound; if the median error of fitted rows is above 50 %; and if there
+        are no more rows than constants, so that none is left to check them.
     """
+    check_flag("progress", progress)
     steps = measured_steps(rows)
     predictions = step_predictions(steps)
     blocking = any(step.blocks for step in predictions)
@@ -94,16 +101,9 @@ def fit_gpu(
             f"({', '.join(chosen.names)}); measure more steps, or give fewer constants, such as "
             f"constants={chosen.names[: len(steps)]!r}"
         )
-    predictor = _Predictor(predictions, chosen)
-    predictor(np.zeros(len(chosen.names)), np.arange(len(steps)))  # mistakes and warnings, once
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CostsWarning)
-        measured = np.log([step.seconds for step in steps])
-        result = fit(predictor, measured, *chosen.bounds(), chosen.undetermined)
-    table = _constants_table(chosen, result)
-    for constant in result.together:
-        name, note, value = chosen.names[constant], *table[["note", "value"]].iloc[constant]
-        text = f"the rows do not determine {name}: {note}; it stays {value:.4g}"
+    result = _result(steps, predictions, chosen, progress)
+    table, errors = _constants_table(chosen, result), _rows_table(steps, result)
+    for text in calibration_warnings(table, errors):
         warnings.warn(text, CalibrationWarning, stacklevel=3)
     name = chosen.gpu.name.partition(_FITTED)[0]
     name = f"{name}{_FITTED}{len(steps)} steps".strip()
@@ -111,17 +111,42 @@ def fit_gpu(
         chosen.fitted_gpu(result.x, name),
         *chosen.network_factors(result.x),
         table,
-        _rows_table(steps, result),
+        errors,
         chosen,
     )
+
+
+def _result(
+    steps: Sequence[MeasuredStep],
+    predictions: Sequence[StepPrediction],
+    constants: Constants,
+    progress: bool,
+) -> Fit:
+    """Return the fit; with ``progress``, a terminal shows the number of predicted steps."""
+    from tqdm.auto import tqdm
+
+    shown = None if progress else True  # None is for a terminal alone
+    with tqdm(desc="fit", unit=" predictions", leave=False, disable=shown) as bar:
+        predictor = _Predictor(predictions, constants, bar.update)
+        predictor(np.zeros(len(constants.names)), np.arange(len(steps)))  # mistakes, warnings: once
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CostsWarning)
+            measured = np.log([step.seconds for step in steps])
+            return fit(predictor, measured, *constants.bounds(), constants.undetermined)
 
 
 class _Predictor:
     """Logarithms of predicted seconds, as `fit` calls for them; each is computed once."""
 
-    def __init__(self, predictions: Sequence[StepPrediction], constants: Constants) -> None:
+    def __init__(
+        self,
+        predictions: Sequence[StepPrediction],
+        constants: Constants,
+        report: Callable[[], object],
+    ) -> None:
         self.predictions = predictions
         self.constants = constants
+        self.report = report
         self._seconds: dict[tuple[bytes, int], float] = {}
 
     def __call__(self, x: Floats, rows: Ints) -> Floats:
@@ -130,13 +155,19 @@ class _Predictor:
         missing = [int(row) for row in rows if (key, int(row)) not in self._seconds]
         constants = self.constants
         seconds = predicted_seconds(
-            [self.predictions[row] for row in missing],
+            self._reported(missing),
             constants.fitted_gpu(x),
             partial(constants.fitted_network, *constants.network_factors(x)),
         )
         for row, value in zip(missing, seconds, strict=True):
             self._seconds[key, row] = value
         return np.log([self._seconds[key, int(row)] for row in rows])
+
+    def _reported(self, rows: Sequence[int]) -> Iterator[StepPrediction]:
+        """Yield the prediction of each row, and report it when the next is asked for."""
+        for row in rows:
+            yield self.predictions[row]
+            self.report()
 
 
 def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
@@ -165,8 +196,12 @@ def _note(constant: int, constants: Constants, result: Fit) -> str:
             else "it changes their predicted seconds too little"
         )
     least, most = constants.bounds()
-    names = {least[constant]: "at its least value", most[constant]: "at its largest value"}
-    return names.get(result.x[constant], "")
+    names = {least[constant]: LEAST, most[constant]: LARGEST}
+    note = names.get(result.x[constant], "")
+    error = float(result.standard_errors[constant])
+    if note or error <= WEAKLY_DETERMINED:
+        return note
+    return f"weakly, 95 % within a factor of {math.exp(1.96 * error):.1f}"
 
 
 def _rows_table(steps: Sequence[MeasuredStep], result: Fit) -> pd.DataFrame:

@@ -46,16 +46,17 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def _constants(table: pd.DataFrame) -> str:
     """Return the table of constants as text."""
-    bounds = [f", {note}" if yes and note else "" for yes, note in
-              zip(table["determined"], table["note"], strict=True)]  # fmt: skip
-    yes_or_no = ["yes" if yes else "no" for yes in table["determined"]]
+    determined = [
+        "no" if not yes else note if note.startswith("weakly") else f"yes, {note}".rstrip(", ")
+        for yes, note in zip(table["determined"], table["note"], strict=True)
+    ]
     return align_columns(
         {
             "constant": [str(name) for name in table.index],
             "value": [f"{value:.4g}" for value in table["value"]],
             "start": [f"{value:.4g}" for value in table["start"]],
             "standard error": [f"{error:.1%}" for error in table["standard_error"]],
-            "determined": [a + b for a, b in zip(yes_or_no, bounds, strict=True)],
+            "determined": determined,
         }
     )
 

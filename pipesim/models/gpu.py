@@ -174,6 +174,7 @@ class GPU:
         gpu: GPU | Mapping[str, Any] | Path | str,
         network: Network | str | None = None,
         constants: Iterable[str] | None = None,
+        progress: bool = True,
     ) -> Calibration:
         """Return the constants of a GPU that suit measured steps, and the errors of predictions.
 
@@ -201,6 +202,8 @@ class GPU:
             ``"network_latency"``, factors of the network's bandwidths and latencies. By default
             ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
             (``overlap`` is False) and, with a network, its efficiency.
+        progress
+            Whether to show on a terminal how many steps were predicted.
 
         Examples
         --------
@@ -212,7 +215,7 @@ class GPU:
         """
         from pipesim.calibration.fit_gpu import fit_gpu
 
-        return fit_gpu(rows, gpu, network, constants)
+        return fit_gpu(rows, gpu, network, constants, progress=progress)
 
     def scaled(self, part: float) -> GPU:
         """Return this GPU with ``flops`` and ``bandwidth`` times a factor; the rest stays.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from measured_rows import MACHINE, SIZES, TRUE_EFFICIENCY, TRUTH, measured_rows,
 
 import pipesim as ps
 from pipesim.calibration import Calibration
-from pipesim.calibration.constants import CONSTANTS, EFFICIENCY
+from pipesim.calibration.constants import CONSTANTS, EFFICIENCY, Constants
+from pipesim.calibration.determined_fit import Fit
+from pipesim.calibration.fit_gpu import _note
 from pipesim.calibration.measured_steps import measured_steps
 from pipesim.calibration.step_predictions import StepPrediction, step_predictions
 from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
@@ -133,7 +136,8 @@ def test_one_wrong_measurement_hardly_changes_the_constants() -> None:
 
 def test_rates_stay_below_those_of_the_data_sheet() -> None:
     rows = [{**row, "seconds": row["seconds"] / 20} for row in few()[:2]]
-    fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"])
+    with pytest.warns(CalibrationWarning, match="flops is at its largest value, 3.12e"):
+        fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"])
     assert fitted.gpu.flops == pytest.approx(312e12)
     assert fitted.gpu.flops <= fitted.gpu.peak
     assert fitted.constants.loc["flops", "note"] == "at its largest value"
@@ -254,6 +258,43 @@ def test_factors_of_a_file_are_the_start() -> None:
     assert fitted.network_latency == 2
     of_own = ps.GPU.fit(rows, gpu=saved, network=network, constants=["flops"])
     assert (of_own.network_efficiency, of_own.network_latency) == (1, 1)
+
+
+def test_milliseconds_are_warned_of() -> None:
+    """The constant ends at its bound, a hundredth of its start, and errors stay large."""
+    rows = [{**row, "seconds": row["seconds"] * 1e3} for row in few()]
+    with pytest.warns(CalibrationWarning) as caught:
+        ps.GPU.fit(rows, gpu=START, constants=["flops"])
+    at_bound, large_error = map(str, (warning.message for warning in caught))
+    assert "flops is at its least value, 2.59e+12" in at_bound
+    assert "are these seconds?" in large_error
+
+
+def test_a_row_for_each_constant_leaves_none_to_check_them() -> None:
+    with pytest.warns(CalibrationWarning, match="1 measured steps for 1 constants: none is left"):
+        ps.GPU.fit(few()[:1], gpu=TRUTH, constants=["flops"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CalibrationWarning)
+        ps.GPU.fit(few()[:2], gpu=TRUTH, constants=["flops"])
+
+
+@pytest.mark.parametrize(
+    ("error", "note"), [(0.34, ""), (0.4, "weakly, 95 % within a factor of 2.2")]
+)
+def test_a_weakly_determined_constant_says_so(error: float, note: str) -> None:
+    one = np.array([0.1])
+    result = Fit(one, np.array([error]), {}, one, one)
+    assert _note(0, Constants(("flops",), TRUTH, None), result) == note
+
+
+def test_progress_is_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        for progress in (True, False):
+            ps.GPU.fit(few()[:2], gpu=TRUTH, constants=["flops"], progress=progress)
+            assert ("predictions" in capsys.readouterr().err) == (terminal and progress)
 
 
 def test_groups_of_gpus_that_do_not_suit_the_machine() -> None:
