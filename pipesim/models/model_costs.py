@@ -35,7 +35,7 @@ def model_costs(
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
 
-    The function is longer than 40 lines: a quarter lists its arguments, which `costs_of` shares.
+    The function is longer than 40 lines: a quarter lists its arguments, which `stage_costs` shares.
     """
     rates = None if gpu is None else as_gpu(gpu)
     seconds = stage_seconds(shard, rates, flops_per_second, network)

@@ -1,0 +1,1 @@
+"""Search for orders: a compiled evaluator of one placement's orders, and a local search."""
