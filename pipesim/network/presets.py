@@ -65,24 +65,27 @@ class Machine:
         Devices, ports and NICs of a node, at nominal rates.
     memory
         Bytes of each device.
+    gpu
+        Name of its GPU, as in `pipesim.gpus`.
     """
 
     summary: str
     nodes: Nodes
     memory: float
+    gpu: str
 
 
-def _dgx(device: str, memory: float, nvlink: float, nic: float) -> Machine:
+def _dgx(device: str, gpu: str, memory: float, nvlink: float, nic: float) -> Machine:
     """Return a node of eight devices, each with its own NIC."""
     nodes = Nodes(8, _PORT_LATENCY, nvlink, _NIC_LATENCY, nic, n_nics=8)
-    return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory)
+    return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory, gpu)
 
 
 MACHINES = {
-    "dgx_a100": _dgx("A100", 80e9, 300e9, _HDR),
-    "dgx_h100": _dgx("H100", 80e9, 450e9, _NDR),
-    "dgx_h200": _dgx("H200", 141e9, 450e9, _NDR),
-    "dgx_b200": _dgx("B200", 180e9, 900e9, _NDR),
+    "dgx_a100": _dgx("A100", "a100_80gb", 80e9, 300e9, _HDR),
+    "dgx_h100": _dgx("H100", "h100_sxm", 80e9, 450e9, _NDR),
+    "dgx_h200": _dgx("H200", "h200", 141e9, 450e9, _NDR),
+    "dgx_b200": _dgx("B200", "b200", 180e9, 900e9, _NDR),
 }
 
 
@@ -108,7 +111,7 @@ def machines() -> pd.DataFrame:
     import pandas as pd
 
     rows = {
-        name: {"summary": m.summary, "memory": m.memory, **m.nodes.to_dict()}
+        name: {"summary": m.summary, "gpu": m.gpu, "memory": m.memory, **m.nodes.to_dict()}
         for name, m in MACHINES.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

@@ -1,0 +1,424 @@
+"""`Cluster`: the GPUs of a training run, their nodes, network and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipesim.errors import ArgumentError, check_count, check_name, check_type, number
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
+from pipesim.network.links import Nodes
+from pipesim.network.network import Network
+from pipesim.network.presets import machine as machine_named
+from pipesim.network.sources import preset_nodes
+
+__all__ = ["Cluster", "NodeGroup"]
+
+#: Share of a machine's nominal bandwidths that messages reach; published steps are predicted with
+#: it in ``benchmarks/published_steps.py``.
+_EFFICIENCY = 0.7
+_EXAMPLE = 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)'
+#: A GPU in any form that `pipesim.Transformer.costs` takes.
+_GpuLike = GPU | Mapping[str, Any] | Path | str
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Equal nodes of a cluster.
+
+    Attributes
+    ----------
+    machine
+        Name of the machine as in `pipesim.machines`; empty for none.
+    n_gpus
+        GPUs of all these nodes.
+    gpu
+        Rates and memory of each GPU.
+    """
+
+    machine: str
+    n_gpus: int
+    gpu: GPU
+
+    @property
+    def name(self) -> str:
+        """Name of the GPU, or of the machine."""
+        return self.gpu.name or self.machine or "GPU"
+
+
+class Cluster:
+    """GPUs of a training run: their rates, memory, nodes and network.
+
+    GPUs are numbered node by node, in the order of ``machine``. A tensor-parallel group has GPUs
+    with consecutive numbers, and is one device of `network`.
+
+    Parameters
+    ----------
+    machine
+        Name of a machine (`pipesim.machines`); or several kinds of nodes, as a list of pairs such
+        as ``[("dgx_h100", 32), ("dgx_a100", 32)]``, or of triples with a GPU. None (the default)
+        for a ``gpu`` and a ``network`` of your own.
+    n_gpus
+        Number of GPUs, which fill their nodes; or a divisor of the GPUs of one node.
+    gpu
+        GPU of each node: a `GPU`, the name of a preset, a mapping of fields, or a file of
+        ``pipesim calibrate --json``, whose factors of the network apply to a machine. By default
+        the GPU of the machine.
+    network
+        Links between single GPUs, such as ``Network(nodes=Nodes(8, ...))``, or a mapping as in
+        `Network.from_dict`. By default that of the machine. The network of several machines has
+        the slowest rates and the longest latencies of all of them, everywhere.
+    memory
+        Bytes of each GPU. By default those of the data sheet.
+    usable_memory
+        Share of these bytes that tensors may take (1 by default). CUDA, NCCL and other processes
+        take the rest.
+    network_efficiency
+        Share of a machine's nominal bandwidths that messages reach; by default 0.7, or what the
+        file of ``gpu`` says.
+
+    Raises
+    ------
+    ArgumentError
+        - For a cluster without a GPU, a GPU without memory, and a wrong number of GPUs.
+        - For GPUs that do not fill nodes, and nodes of different sizes.
+        - `UnknownNameError` for an unknown machine or GPU.
+    NetworkError
+        For a network that is none, that groups GPUs, or has named links.
+
+    Examples
+    --------
+    >>> Cluster("dgx_h100", n_gpus=64)
+    <Cluster of 64 h100_sxm (80 GB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC>
+    """
+
+    def __init__(
+        self,
+        machine: str | Sequence[Sequence[Any]] | None = None,
+        n_gpus: int | None = None,
+        *,
+        gpu: _GpuLike | None = None,
+        network: Network | Mapping[str, Any] | None = None,
+        memory: float | None = None,
+        usable_memory: float = 1.0,
+        network_efficiency: float | None = None,
+    ) -> None:
+        self.groups = _with_memory(_groups(machine, n_gpus, gpu), memory)
+        if network is None:
+            self._network = _slowest([_machine_network(row, network_efficiency)
+                                      for row in _rows(machine, n_gpus, gpu)])  # fmt: skip
+        else:
+            self._network = _checked_network(network, network_efficiency)
+        self.usable_memory = _share("usable_memory", usable_memory)
+        self._check_nodes()
+
+    @property
+    def n_gpus(self) -> int:
+        """Number of GPUs."""
+        return sum(group.n_gpus for group in self.groups)
+
+    @property
+    def gpu(self) -> GPU:
+        """GPU of all nodes.
+
+        Raises
+        ------
+        ArgumentError
+            If GPUs differ.
+        """
+        if self.is_mixed:
+            names = ", ".join(group.name for group in self.groups)
+            raise ArgumentError(f"GPUs of the cluster differ: {names}; take cluster.gpus")
+        return self.groups[0].gpu
+
+    @property
+    def gpus(self) -> tuple[GPU, ...]:
+        """Different GPUs, in order of their nodes."""
+        return tuple(dict.fromkeys(group.gpu for group in self.groups))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether nodes have different GPUs."""
+        return len(self.gpus) > 1
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node; 1 for a network without nodes."""
+        nodes = self._network.nodes
+        return 1 if nodes is None else min(nodes.gpus_per_node, self.n_gpus)
+
+    @property
+    def memory(self) -> float:
+        """Usable bytes of each GPU; the fewest, if GPUs differ."""
+        return min(self.usable_bytes(gpu) for gpu in self.gpus)
+
+    def usable_bytes(self, gpu: GPU) -> float:
+        """Return the bytes of a GPU that tensors may take.
+
+        Raises
+        ------
+        ArgumentError
+            For anything but a GPU with memory.
+        """
+        memory = check_type("gpu", gpu, GPU).memory
+        if memory is None:
+            raise ArgumentError("gpu has no memory; give GPU(memory=...)")
+        return memory * self.usable_memory
+
+    def network(self, gpus_per_device: int = 1) -> Network:
+        """Return the network between groups of GPUs that act as one device.
+
+        Raises
+        ------
+        ArgumentError
+            For GPUs that are no whole number of at least 1.
+        NetworkError
+            As `Network.grouped`.
+        """
+        return _grouped(self._network, check_count("gpus_per_device", gpus_per_device))
+
+    def gpu_numbers(self, gpus_per_device: int = 1) -> list[list[int]]:
+        """Return, for each device, the different GPUs in it, as indices into `gpus`.
+
+        Raises
+        ------
+        ArgumentError
+            For GPUs of a device that do not divide those of the cluster.
+        """
+        size = check_count("gpus_per_device", gpus_per_device)
+        if self.n_gpus % size:
+            raise ArgumentError(f"gpus_per_device={size} does not divide {self.n_gpus} GPUs")
+        number_of = {gpu: k for k, gpu in enumerate(self.gpus)}
+        kinds = [number_of[group.gpu] for group in self.groups for _ in range(group.n_gpus)]
+        return [sorted(set(kinds[k : k + size])) for k in range(0, len(kinds), size)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON or TOML, from which `from_dict` returns the cluster."""
+        rows = []
+        for group in self.groups:
+            gpu = {key: value for key, value in asdict(group.gpu).items() if value is not None}
+            rows.append([group.machine, group.n_gpus, gpu])
+        network = self._network.to_dict()
+        return {"machine": rows, "network": network, "usable_memory": self.usable_memory}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
+        """Return the cluster in a mapping of the class's parameters, as `to_dict` returns it.
+
+        Raises
+        ------
+        ArgumentError
+            For anything but a mapping, and as the class. `UnknownNameError` for an unknown key.
+        """
+        if not isinstance(values, Mapping):
+            raise ArgumentError(
+                f"values must be a mapping, got {values!r:.60}; give such as "
+                '{"machine": "dgx_h100", "n_gpus": 64}'
+            )
+        for key in values:
+            check_name("key of a cluster", key, _KEYS)
+        return cls(**values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Cluster):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        return f"<Cluster of {self._text()}>"
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_parts import note_html
+
+        return note_html(f"Cluster of {self._text()}")
+
+    def _values(self) -> tuple[object, ...]:
+        """Return the values that make two clusters equal."""
+        return self.groups, self._network, self.usable_memory
+
+    def _text(self) -> str:
+        """Return the GPUs, nodes and rates in words."""
+        gpus = " and ".join(
+            f"{group.n_gpus} {group.name} ({(group.gpu.memory or 0) / 1e9:g} GB)"
+            for group in self.groups
+        )
+        if self.usable_memory < 1:
+            gpus += f", {self.usable_memory:.0%} of memory usable"
+        nodes = self._network.nodes
+        if nodes is None:
+            return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs"
+        size, count = self.gpus_per_node, self.n_gpus // self.gpus_per_node
+        text = f"{gpus}: {count} node{'s' * (count > 1)} of {size} GPUs"
+        return (
+            f"{text}, {nodes.port_bandwidth / 1e9:g} GB/s inside a node, "
+            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC"
+        )
+
+    def _check_nodes(self) -> None:
+        """Raise `ArgumentError` for GPUs that do not fill nodes."""
+        nodes = self._network.nodes
+        if nodes is None:
+            return
+        size = nodes.gpus_per_node
+        for group in self.groups:
+            n = group.n_gpus
+            is_part = len(self.groups) == 1 and n < size and size % n == 0
+            if n % size and not is_part:
+                full = max(n // size, 1) * size
+                raise ArgumentError(
+                    f"n_gpus={n} do not fill nodes of {size} GPUs; give a multiple of {size}, "
+                    f"such as {full}" + (f", or a divisor of {size}" if n < size else "")
+                )
+
+
+#: Keys of a mapping that describes a cluster.
+_KEYS = (
+    "machine", "n_gpus", "gpu", "network", "memory", "usable_memory", "network_efficiency",
+)  # fmt: skip
+#: Name of a machine (empty for none), number of GPUs, and a GPU in any form.
+_Row = tuple[str, int, _GpuLike]
+
+
+@lru_cache(maxsize=64)
+def _grouped(network: Network, gpus_per_device: int) -> Network:
+    """Return the grouped network; its prepared links are then shared by all costs."""
+    return network.grouped(gpus_per_device)
+
+
+def _rows(machine: Any, n_gpus: int | None, gpu: _GpuLike | None) -> list[_Row]:
+    """Return machine, number of GPUs and GPU of each kind of nodes."""
+    if machine is None or isinstance(machine, str):
+        if n_gpus is None:
+            raise ArgumentError(f"n_gpus is missing; {_EXAMPLE}")
+        return [_row(machine, n_gpus, gpu, "n_gpus")]
+    if not isinstance(machine, Sequence) or not all(
+        isinstance(row, (tuple, list)) and len(row) in (2, 3) for row in machine
+    ):
+        raise ArgumentError(
+            f"machine must be a name, or a list of pairs of a name and a number of GPUs, got "
+            f"{machine!r:.60}; {_EXAMPLE}"
+        )
+    if n_gpus is not None:
+        raise ArgumentError(f"n_gpus={n_gpus!r} is given, but machine has the numbers of GPUs")
+    if not machine:
+        raise ArgumentError(f"machine is empty: the cluster has no GPU; {_EXAMPLE}")
+    return [
+        _row(row[0], row[1], row[2] if len(row) == 3 else gpu, f"machine: GPUs of row {k}")
+        for k, row in enumerate(machine)
+    ]
+
+
+def _row(machine: object, n_gpus: object, gpu: _GpuLike | None, name: str) -> _Row:
+    """Return one kind of nodes, with the GPU of its machine by default."""
+    if isinstance(n_gpus, int) and not isinstance(n_gpus, bool) and n_gpus == 0:
+        raise ArgumentError(f"{name} is 0: a cluster needs a GPU; {_EXAMPLE}")
+    count = check_count(name, n_gpus)
+    if machine is None or machine == "":
+        if gpu is None:
+            raise ArgumentError(
+                f"gpu is missing: a cluster without a machine needs a GPU; {_EXAMPLE}, or "
+                'gpu="h100_sxm" with a network'
+            )
+        return "", count, gpu
+    return str(machine), count, machine_named(machine).gpu if gpu is None else gpu  # type: ignore[arg-type]  # it checks the type
+
+
+def _groups(machine: Any, n_gpus: int | None, gpu: _GpuLike | None) -> tuple[NodeGroup, ...]:
+    """Return the nodes with their GPUs."""
+    rows = _rows(machine, n_gpus, gpu)
+    return tuple(NodeGroup(name, count, as_gpu(kind)) for name, count, kind in rows)
+
+
+def _with_memory(groups: tuple[NodeGroup, ...], memory: float | None) -> tuple[NodeGroup, ...]:
+    """Return the nodes with another memory of their GPUs, and check that there is one."""
+    if memory is not None:
+        size = number(memory)
+        if size is None or not 0 < size < float("inf"):
+            raise ArgumentError(f"memory must be finite bytes above 0, got {memory!r:.60}")
+        groups = tuple(replace(x, gpu=replace(x.gpu, memory=size)) for x in groups)
+    for group in groups:
+        if group.gpu.memory is None:
+            raise ArgumentError(
+                f"memory of {group.name} is unknown; give memory=... in bytes, or GPU(memory=...)"
+            )
+    return groups
+
+
+def _machine_network(row: _Row, efficiency: float | None) -> Network:
+    """Return the network of a machine; one without a machine has none by default."""
+    name, _, gpu = row
+    if not name:
+        raise ArgumentError(
+            "network is missing: a cluster without a machine needs one; give such as "
+            "pipesim.Network(nodes=pipesim.Nodes(8, port_bandwidth=300e9, nic_bandwidth=50e9))"
+        )
+    if has_gpu_table(gpu):
+        table = gpu_table(gpu)
+        if table.network_efficiency != 1 and efficiency is None:
+            return scaled_network(Network(nodes=preset_nodes(name)), table)
+        network = _preset(name, efficiency)
+        return scaled_network(network, table, efficiency=False)
+    return _preset(name, efficiency)
+
+
+def _preset(name: str, efficiency: float | None) -> Network:
+    """Return the network of a machine at a share of its nominal bandwidths."""
+    share = _EFFICIENCY if efficiency is None else _share("network_efficiency", efficiency)
+    return Network(nodes=preset_nodes(name, share))
+
+
+def _checked_network(network: Network | Mapping[str, Any], efficiency: float | None) -> Network:
+    """Return a network of single GPUs that was given."""
+    if isinstance(network, Mapping):
+        network = Network.from_dict(network)
+    check_type("network", network, Network, "give such as pipesim.Network(nodes=...)")
+    if network.links:
+        raise ArgumentError("network has named links, which a cluster cannot group; give nodes")
+    if network.nodes is not None and network.nodes.gpus_per_device > 1:
+        raise ArgumentError(
+            f"network has devices of {network.nodes.gpus_per_device} GPUs; give one of single GPUs"
+        )
+    if efficiency is None:
+        return network
+    return network.scaled(bandwidth=_share("network_efficiency", efficiency))
+
+
+def _slowest(networks: Sequence[Network]) -> Network:
+    """Return a network with the slowest rates and the longest latencies of several."""
+    first = networks[0].nodes
+    if first is None or all(network == networks[0] for network in networks):
+        return networks[0]
+    nodes = [network.nodes for network in networks if network.nodes is not None]
+    sizes = {(x.devices_per_node, x.nics_per_node) for x in nodes}
+    if len(sizes) > 1:
+        raise ArgumentError(
+            "machine: nodes differ in their numbers of GPUs or NICs; give nodes of one size, or "
+            "network=..."
+        )
+    return Network(nodes=_slowest_nodes(nodes))
+
+
+def _slowest_nodes(nodes: Sequence[Nodes]) -> Nodes:
+    """Return nodes with the slowest rates of several of the same size."""
+    return replace(
+        nodes[0],
+        port_latency=max(x.port_latency for x in nodes),
+        nic_latency=max(x.nic_latency for x in nodes),
+        port_bandwidth=min(x.port_bandwidth for x in nodes),
+        nic_bandwidth=min(x.nic_bandwidth for x in nodes),
+    )
+
+
+def _share(name: str, value: object) -> float:
+    """Return a share above 0 and at most 1."""
+    share = number(value)
+    if share is None or not 0 < share <= 1:
+        raise ArgumentError(f"{name} must be above 0 and at most 1, got {value!r:.60}")
+    return share

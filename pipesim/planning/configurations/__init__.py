@@ -1,0 +1,1 @@
+"""Which configuration of a training run: parallel sizes, schedule, recompute, split, optimizer."""
