@@ -1,0 +1,145 @@
+"""Start and end of each task of an order, and whether the order keeps the memory limits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.order_search.lane_order import LaneOrder
+from pipesim.order_search.problem import OrderProblem
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
+
+__all__ = ["Times", "evaluate", "keeps_limit", "peak_bytes"]
+
+Floats = NDArray[np.float64]
+
+
+class Times(NamedTuple):
+    """Times of an order's tasks.
+
+    Attributes
+    ----------
+    start, end
+        Seconds of each task, in the order of ``LaneOrder.lanes``; NaN for tasks that never start.
+    makespan
+        Seconds at which the last device ends, its STEPs included; infinity for a deadlock.
+    span
+        Longest time of a device from its first start to its last end, without STEPs; infinity for
+        a deadlock.
+    """
+
+    start: Floats
+    end: Floats
+    makespan: float
+    span: float
+
+
+def evaluate(problem: OrderProblem, order: LaneOrder) -> Times:
+    """Return when the tasks of an order run: rules 1 to 4 of docs/time.md.
+
+    They are the times of `pipesim.simulate` if no link is shared by several channels, and
+    launches take no time. A deadlock is no error here: its makespan is infinite.
+    """
+    lanes, ptr = order
+    start, end = np.full(len(lanes), np.nan), np.full(len(lanes), np.nan)
+    done = np.zeros(len(problem.count), dtype=np.int64)
+    first = np.cumsum(problem.count) - problem.count
+    ready = np.zeros(len(lanes))
+    channel_free = np.zeros(int(problem.channel.max(initial=-1)) + 1)
+    receiver = receivers(problem)
+    _evaluate(problem, lanes, ptr, receiver, first, start, end, done, ready, channel_free)
+    if np.isnan(end).any():
+        return Times(start, end, np.inf, np.inf)
+    full = np.diff(ptr) > 0
+    begin, finish = start[ptr[:-1][full]], end[ptr[1:][full] - 1]
+    makespan = float((finish + problem.tail[full]).max(initial=0.0))
+    return Times(start, end, makespan, float((finish - begin).max(initial=0.0)))
+
+
+def receivers(problem: OrderProblem) -> Ints:
+    """Return the lane of another stage that needs each lane's data, -1 for none."""
+    receiver = np.full(len(problem.count), -1, dtype=np.int64)
+    lanes = np.flatnonzero(problem.needs[:, 0] >= 0)
+    receiver[problem.needs[lanes, 0]] = lanes
+    return receiver
+
+
+@kernel()
+def _evaluate(
+    problem: OrderProblem,
+    lanes: Ints,
+    ptr: Ints,
+    receiver: Ints,
+    first: Ints,
+    start: Floats,
+    end: Floats,
+    done: Ints,
+    ready: Floats,
+    channel_free: Floats,
+) -> None:
+    """Fill start and end; tasks of a deadlock keep theirs.
+
+    ``first`` numbers the first task of each lane. ``done`` counts the tasks of each lane that have
+    ended. ``ready[first[lane] + k]`` is when the data of a task arrives.
+    """
+    seconds, needs, latency, hold, channel = (
+        problem.seconds, problem.needs, problem.latency, problem.hold, problem.channel,
+    )  # fmt: skip
+    position, free = ptr[:-1].copy(), np.zeros(problem.n_devices)
+    progress = True
+    while progress:
+        progress = False
+        for device in range(problem.n_devices):
+            for task in range(position[device], ptr[device + 1]):
+                lane = lanes[task]
+                number = done[lane]
+                data, own = needs[lane, 0], needs[lane, 1]
+                if (data >= 0 and done[data] <= number) or (own >= 0 and done[own] <= number):
+                    break
+                begin = max(free[device], ready[first[lane] + number])
+                finish = begin + seconds[lane]
+                start[task], end[task], free[device] = begin, finish, finish
+                done[lane] = number + 1
+                to = receiver[lane]
+                if to >= 0:
+                    arrival = finish
+                    c = channel[to, 0]
+                    if c >= 0:
+                        channel_free[c] = max(channel_free[c], finish) + hold[to, 0]
+                        arrival = channel_free[c] + latency[to, 0]
+                    ready[first[to] + number] = arrival
+                position[device] = task + 1
+                progress = True
+
+
+def keeps_limit(problem: OrderProblem, order: LaneOrder) -> bool:
+    """Return whether each device holds at most the bytes of its limit.
+
+    It depends on the order of each device alone, and not on times.
+    """
+    return bool((peak_bytes(problem, order) <= problem.limit).all())
+
+
+def peak_bytes(problem: OrderProblem, order: LaneOrder) -> Floats:
+    """Return the most bytes that the tasks of each device hold; shape ``(n_devices,)``.
+
+    The sum is that of `Timeline.peak_memory`, number by number.
+    """
+    peak = np.zeros(problem.n_devices)
+    _peak_bytes(problem, order.lanes, order.ptr, peak)
+    return peak
+
+
+@kernel()
+def _peak_bytes(problem: OrderProblem, lanes: Ints, ptr: Ints, peak: Floats) -> None:
+    """Fill the most bytes of each device."""
+    for device in range(problem.n_devices):
+        held = 0.0
+        for task in range(ptr[device], ptr[device + 1]):
+            lane = lanes[task]
+            during = held + problem.allocated[lane]
+            peak[device] = max(peak[device], during + problem.workspace[lane])
+            held = during - problem.released[lane]

@@ -1,0 +1,237 @@
+"""`OrderProblem`: the tasks of one placement as arrays, for kernels that search orders.
+
+Seconds, bytes and routes are those of a graph of one micro-batch a path, which `pipesim.lower`
+makes and `Costs.of` prices. So they are the numbers that `pipesim.simulate` takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.task_costs import CostTable
+from pipesim.errors import CostsError, check_count, check_flag, check_type
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.ops import Op
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
+from pipesim.timeline.memory_limit import checked_memory_limit
+from pipesim.timeline.task_bytes import kind_bytes, static, workspaces
+from pipesim.utils.csr import Ints, bincount
+
+__all__ = ["OrderProblem", "is_split", "order_problem"]
+
+Floats = NDArray[np.float64]
+
+
+class OrderProblem(NamedTuple):
+    """The lanes of a placement, with their seconds, needs and bytes.
+
+    A *lane* is one operation of one stage on one path, for all micro-batches of the path. A device
+    runs the tasks of a lane in order of micro-batches. As these are identical, that loses nothing.
+
+    Attributes
+    ----------
+    n_devices
+        Number of devices.
+    device, op, stage, path, count
+        Device, operation (`pipesim.Op`), stage and path of each lane, and the number of its
+        micro-batches; shape ``(n_lanes,)``. Lanes are in order of path, stage and operation.
+    seconds
+        Seconds of each task of a lane; shape ``(n_lanes,)``.
+    needs
+        Lanes whose task of the same number must have ended, -1 for none; shape ``(n_lanes, 2)``.
+        The first is the data from another stage, the second the F or I of the same stage.
+    latency, hold, channel
+        Message that delivers the need: seconds of its latency, seconds for which it holds its
+        channel, and the number of the channel; shape ``(n_lanes, 2)``. Channel -1: both tasks are
+        on one device, and no message is sent. A channel is an ordered pair of devices.
+    allocated, released, workspace
+        Bytes that a task takes at its start, gives back at its end, and holds while it runs; shape
+        ``(n_lanes,)``.
+    limit
+        Most bytes of these that each device may hold; shape ``(n_devices,)``. A device that holds
+        as many fits exactly in the user's limit, with static bytes and reserve.
+    tail
+        Seconds of the STEPs behind the last task of each device; shape ``(n_devices,)``.
+    """
+
+    n_devices: int
+    device: Ints
+    op: Ints
+    stage: Ints
+    path: Ints
+    count: Ints  # type: ignore[assignment]  # shadows the method of tuples
+    seconds: Floats
+    needs: Ints
+    latency: Floats
+    hold: Floats
+    channel: Ints
+    allocated: Floats
+    released: Floats
+    workspace: Floats
+    limit: Floats
+    tail: Floats
+
+
+def is_split(costs: Costs, split_backward: bool | None) -> bool:
+    """Return whether the backward is I and W; by default if the costs have both."""
+    if split_backward is None:
+        return costs.input_grad is not None and costs.weight_grad is not None
+    return check_flag("split_backward", split_backward)
+
+
+def order_problem(
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs,
+    *,
+    split_backward: bool | None = None,
+    memory_limit: object = None,
+) -> OrderProblem:
+    """Return the lanes of a placement, with the costs and limits that `pipesim.simulate` counts.
+
+    Parameters
+    ----------
+    placement
+        Which device holds which stage.
+    n_microbatches
+        Micro-batches of a step, at least one for each path of the placement.
+    costs
+        Seconds and bytes of the operations. ``launch`` is not counted.
+    split_backward
+        Whether the backward is I and W, or B. None: I and W if the costs have both.
+    memory_limit
+        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`. By
+        default the memory of a GPU in the workload of the costs, if any.
+
+    Raises
+    ------
+    ArgumentError
+        For a placement of another type, fewer micro-batches than paths, and for a limit that is
+        no number of bytes.
+    CostsError
+        If the costs lack seconds of an operation, or are for another number of stages.
+    """
+    check_type("placement", placement, Placement)
+    check_type("costs", costs, Costs)
+    m = check_count("n_microbatches", n_microbatches, placement.n_paths)
+    ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
+    graph = lower(_one_microbatch_a_path(placement, ops))
+    n_paths, n_stages, n_ops = placement.n_paths, placement.n_stages, len(ops)
+    path, stage, phase = (x.ravel() for x in np.indices((n_paths, n_stages, n_ops)))
+    op = np.array(ops, dtype=np.int64)[phase]
+    kind = _kind_numbers(graph)[op, path, stage]
+    tasks = costs.of(graph)
+    allocated, _, released = kind_bytes(graph, costs)
+    needs = _needs(stage, phase, n_stages, n_ops)
+    latency, hold, channel = _messages(graph, tasks.table, needs, kind)
+    return OrderProblem(
+        n_devices=placement.n_devices,
+        device=graph.kinds.device[kind].astype(np.int64),
+        op=op,
+        stage=stage,
+        path=path,
+        count=np.bincount(placement.path_of(m), minlength=n_paths)[path],
+        seconds=_finite(tasks.table.duration[kind], graph, kind),
+        needs=needs,
+        latency=latency,
+        hold=hold,
+        channel=channel,
+        allocated=allocated[kind],
+        released=released[kind],
+        workspace=workspaces(graph, costs)[kind],
+        limit=_limits(graph, costs, memory_limit),
+        tail=_tail(graph, tasks.table.duration),
+    )
+
+
+def _one_microbatch_a_path(placement: Placement, ops: tuple[Op, ...]) -> Schedule:
+    """Return a schedule of one micro-batch a path: all F down the stages, then all others up."""
+    actions: list[list[tuple[Op, int, int]]] = [[] for _ in range(placement.n_devices)]
+    n_stages = placement.n_stages
+    for stage in range(n_stages):
+        for path, devices in enumerate(placement.paths):
+            actions[devices[stage]].append((Op.F, stage, path))
+    for stage in reversed(range(n_stages)):
+        for path, devices in enumerate(placement.paths):
+            actions[devices[stage]] += [(op, stage, path) for op in ops[1:]]
+    columns = (tuple(map(list, zip(*rows, strict=True))) for rows in actions)
+    return Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns)
+
+
+def _kind_numbers(graph: TaskGraph) -> Ints:
+    """Return the kind of each operation, path and stage of a graph; -1 for none."""
+    kinds = graph.kinds
+    numbers = np.full((len(Op), graph.n_replicas, graph.n_stages), -1, dtype=np.int64)
+    numbers[kinds.op, kinds.replica, kinds.stage] = np.arange(len(kinds))
+    return numbers
+
+
+def _needs(stage: Ints, phase: Ints, n_stages: int, n_ops: int) -> Ints:
+    """Return the lanes that each lane needs: data of another stage; F or I of its own stage."""
+    lane = np.arange(len(stage))
+    previous = np.where(stage > 0, lane - n_ops, -1)
+    following = np.where(stage < n_stages - 1, lane + n_ops, -1)
+    data = np.select([phase == 0, phase == 1], [previous, following], -1)
+    return np.stack([data, np.where(phase > 0, lane - 1, -1)], axis=1)
+
+
+def _messages(
+    graph: TaskGraph, table: CostTable, needs: Ints, kind: Ints
+) -> tuple[Floats, Floats, Ints]:
+    """Return latency, hold and channel of the messages that deliver the needs."""
+    kinds, numbers = graph.kinds, _kind_numbers(graph)
+    device, replica, stage = (x[kind] for x in (kinds.device, kinds.replica, kinds.stage))
+    latency, hold, channel = np.zeros(needs.shape), np.zeros(needs.shape), np.full_like(needs, -1)
+    lanes = np.flatnonzero((needs[:, 0] >= 0) & (device[needs[:, 0]] != device))
+    source = needs[lanes, 0]
+    send = np.where(kinds.op[kind[lanes]] == Op.F, Op.SEND_F, Op.SEND_B)
+    message = numbers[send, replica[source], stage[source]]
+    latency[lanes, 0], hold[lanes, 0] = table.latency[message], table.duration[message]
+    pairs = device[source].astype(np.int64) * graph.n_devices + device[lanes]
+    channel[lanes, 0] = np.unique(pairs, return_inverse=True)[1]
+    return latency, hold, channel
+
+
+def _finite(seconds: Floats, graph: TaskGraph, kind: Ints) -> Floats:
+    """Return the seconds of lanes, checked to be finite."""
+    infinite = np.flatnonzero(~np.isfinite(seconds))
+    if len(infinite):
+        row = kind[infinite[0]]
+        raise CostsError(
+            f"{Op(graph.kinds.op[row])} of stage {graph.kinds.stage[row]} takes "
+            f"{seconds[infinite[0]]} s; check the costs"
+        )
+    return seconds
+
+
+def _limits(graph: TaskGraph, costs: Costs, memory_limit: object) -> Floats:
+    """Return the most bytes beyond the static ones with which each device still fits."""
+    if memory_limit is None:
+        memory = None if costs.work is None else costs.work.memory
+        memory_limit = math.inf if memory is None else memory
+    limits = checked_memory_limit(memory_limit, graph.n_devices)
+    held, reserve = static(graph, costs), costs.memory_reserve
+    most = limits / (1.0 + reserve) - held
+    finite = np.isfinite(most)
+
+    def fits(nbytes: Floats) -> NDArray[np.bool_]:
+        peak = held + np.where(finite, nbytes, 0.0)
+        return peak + reserve * peak <= limits  # as `pipesim.timeline.memory_limit` sums it
+
+    for _ in range(64):  # the division rounds: go to the last number that fits
+        more, less = np.nextafter(most, math.inf), np.nextafter(most, -math.inf)
+        most = np.where(finite & fits(more), more, np.where(fits(most), most, less))
+    return most
+
+
+def _tail(graph: TaskGraph, duration: Floats) -> Floats:
+    """Return the seconds of the STEPs of each device."""
+    kinds = graph.kinds
+    return bincount(kinds.device, np.where(kinds.op == Op.STEP, duration, 0.0), graph.n_devices)
