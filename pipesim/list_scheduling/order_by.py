@@ -19,8 +19,8 @@ from pipesim.errors import (
     number,
 )
 from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
-from pipesim.list_scheduling.priorities import Priority, priority_key
-from pipesim.list_scheduling.problem import make_problem
+from pipesim.list_scheduling.priorities import Priority, action_ranks
+from pipesim.list_scheduling.problem import action_columns, make_problem
 from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
@@ -31,7 +31,7 @@ from pipesim.utils.host_memory import check_memory
 __all__ = ["list_schedule", "order_by"]
 
 #: Bytes of memory that ordering takes for each action, measured.
-_BYTES_PER_ACTION = 250
+_BYTES_PER_ACTION = 320
 
 
 def order_by(
@@ -174,13 +174,15 @@ def list_schedule(
         in_flight,
     )
     ops = (Op.F, Op.I, Op.W) if split_backward else (Op.F, Op.B)
-    orders = list_orders(problem, priority_key(priority, problem, ops), finite_patience)
-    columns = (
-        (
-            [ops[choice.phase] for choice in order],
-            [choice.stage for choice in order],
-            [choice.microbatch for choice in order],
-        )
-        for order in orders
+    ranks = action_ranks(priority, problem, ops)
+    actions, ptr = list_orders(problem, ranks, finite_patience)
+    phase, stage, microbatch = (column[actions] for column in action_columns(problem))
+    return Schedule(
+        name=name,
+        placement=placement,
+        n_microbatches=n_microbatches,
+        op=np.array(ops, np.int8)[phase],
+        stage=stage.astype(np.int32),
+        microbatch=microbatch.astype(np.int32),
+        ptr=ptr.astype(np.int64),
     )
-    return Schedule.from_columns(name, placement, n_microbatches, columns)

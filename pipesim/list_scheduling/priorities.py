@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, PipeError, check_name, number
-from pipesim.list_scheduling.problem import BACKWARD, FORWARD, WEIGHT, Problem
-from pipesim.list_scheduling.scheduler import PriorityKey
+from pipesim.list_scheduling.problem import BACKWARD, FORWARD, WEIGHT, Problem, action_columns
+from pipesim.list_scheduling.queues import Ranks
 from pipesim.ops import Action, Op
 
-__all__ = ["PRIORITIES", "Priority", "priority_key"]
+__all__ = ["PRIORITIES", "Priority", "action_ranks"]
 
+Floats = NDArray[np.float64]
 #: ``priority(action, ready)`` ranks an action that is ready at ``ready`` seconds; lowest first.
 Priority = Callable[[Action, float], Any]
 
 
-def priority_key(priority: object, problem: Problem, ops: Sequence[Op]) -> PriorityKey:
-    """Return the list scheduler's key of a priority, which is a name or a user's function.
+def action_ranks(priority: object, problem: Problem, ops: Sequence[Op]) -> Ranks:
+    """Return the ranks of all actions by a priority, which is a name or a user's function.
 
     Parameters
     ----------
@@ -38,39 +41,44 @@ def priority_key(priority: object, problem: Problem, ops: Sequence[Op]) -> Prior
     """
     if callable(priority):
         _check_takes_two(priority)
-        return _UserKey(priority, ops)
+        scores = cast(Floats, _UserScores(priority, problem, ops))
+        return Ranks(scores, np.zeros(len(problem.lane), int), by_arrival=True)
     return PRIORITIES[check_name("priority", priority, PRIORITIES)](problem)
 
 
-def _by_phase(*phases: int) -> Callable[[Problem], PriorityKey]:
+def _by_phase(*phases: int) -> Callable[[Problem], Ranks]:
     """Return a priority: phases in this order, then micro-batches, then deep stages first."""
-    rank = {phase: position for position, phase in enumerate(phases)}
 
-    def make_key(problem: Problem) -> PriorityKey:
-        return lambda phase, stage, microbatch, ready: (rank[phase], microbatch, -stage)
+    def make_ranks(problem: Problem) -> Ranks:
+        phase, stage, microbatch = action_columns(problem)
+        position = np.argsort(phases)[phase].astype(float)
+        return Ranks(position, microbatch * problem.n_stages - stage, by_arrival=False)
 
-    return make_key
-
-
-def _first_come(problem: Problem) -> PriorityKey:
-    return lambda phase, stage, microbatch, ready: (ready, microbatch, phase, -stage)
+    return make_ranks
 
 
-def _critical_path(problem: Problem) -> PriorityKey:
+def _first_come(problem: Problem) -> Ranks:
+    phase, stage, microbatch = action_columns(problem)
+    tie = (microbatch * 3 + phase) * problem.n_stages - stage
+    return Ranks(np.zeros(len(tie)), tie, by_arrival=True)
+
+
+def _critical_path(problem: Problem) -> Ranks:
     """Rank by the seconds of the longest chain of actions that begins with this one."""
-    n_stages = problem.placement.n_stages
-    weight = list(problem.seconds[WEIGHT]) if problem.is_split else [0.0] * n_stages
+    phase, stage, microbatch = action_columns(problem)
+    seconds = problem.seconds.reshape(problem.n_phases, -1)[:, :: problem.n_paths].tolist()
+    weight = seconds[WEIGHT] if problem.n_phases > WEIGHT else [0.0] * problem.n_stages
     # A backward is followed by those of all earlier stages, and a W may follow any of them.
-    backward = [weight[0] + problem.seconds[BACKWARD][0]]
-    for stage in range(1, n_stages):
-        backward.append(problem.seconds[BACKWARD][stage] + max(weight[stage], backward[-1]))
-    down = list(itertools.accumulate(reversed(problem.seconds[FORWARD])))[::-1]
-    chain = ([x + backward[-1] for x in down], backward, weight)
-    return lambda phase, stage, microbatch, ready: (-chain[phase][stage], microbatch, phase)
+    backward = [weight[0] + seconds[BACKWARD][0]]
+    for s in range(1, problem.n_stages):
+        backward.append(seconds[BACKWARD][s] + max(weight[s], backward[-1]))
+    down = list(itertools.accumulate(reversed(seconds[FORWARD])))[::-1]
+    chain = np.array([[x + backward[-1] for x in down], backward, weight])
+    return Ranks(-chain[phase, stage], microbatch * 3 + phase, by_arrival=False)
 
 
 #: The priorities that have a name.
-PRIORITIES: dict[str, Callable[[Problem], PriorityKey]] = {
+PRIORITIES: dict[str, Callable[[Problem], Ranks]] = {
     "backward_first": _by_phase(BACKWARD, FORWARD, WEIGHT),
     "forward_first": _by_phase(FORWARD, BACKWARD, WEIGHT),
     "first_come": _first_come,
@@ -89,17 +97,26 @@ def _check_takes_two(priority: Callable[..., Any]) -> None:
         return
 
 
-@dataclass(frozen=True)
-class _UserKey:
-    """The key of a user's priority; every rank is a tuple of numbers."""
+class _UserScores:
+    """The scores of a user's priority, computed when the time of an action is known.
 
-    priority: Priority
-    ops: Sequence[Op]
+    Every score is a tuple of numbers.
+    """
 
-    def __call__(self, phase: int, stage: int, microbatch: int, ready: float) -> tuple[float, ...]:
-        action = Action(stage, self.ops[phase], microbatch)
+    def __init__(self, priority: Priority, problem: Problem, ops: Sequence[Op]) -> None:
+        phase, stage, microbatch = (column.tolist() for column in action_columns(problem))
+        self._columns = phase, stage, microbatch
+        self._priority, self._ops = priority, ops
+        self._scores: list[tuple[float, ...]] = [()] * len(phase)
+
+    def __getitem__(self, action: int) -> tuple[float, ...]:
+        return self._scores[action]
+
+    def __setitem__(self, index: int, ready: float) -> None:
+        phase, stage, microbatch = (column[index] for column in self._columns)
+        action = Action(stage, self._ops[phase], microbatch)
         try:
-            rank = self.priority(action, ready)
+            rank = self._priority(action, float(ready))
         except PipeError:
             raise
         except Exception as error:
@@ -113,4 +130,4 @@ class _UserKey:
                 f"priority of {action}, ready at {ready:.6g} s, must be a number or a tuple of "
                 f"numbers, got {rank!r}"
             )
-        return tuple(x for x in numbers if x is not None)
+        self._scores[index] = tuple(x for x in numbers if x is not None)

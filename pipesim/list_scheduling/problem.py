@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,53 +12,64 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
 from pipesim.list_scheduling.argument_checks import checked_in_flight, checked_limits
 from pipesim.scheduling.placement import Placement
+from pipesim.utils.csr import Ints
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Problem", "make_problem"]
+__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Problem", "action_columns", "make_problem"]
 
+Floats = NDArray[np.float64]
 #: Phases of a stage and a micro-batch: F; B or I; W.
 FORWARD, BACKWARD, WEIGHT = range(3)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Actions to order: F and B, or F, I and W, of each stage and micro-batch.
 
-    A *copy* of a stage is the stage on one path: number ``path * n_stages + stage``.
+    - A *copy* is a stage on one path: number ``stage * n_paths + path``.
+    - A *lane* is one phase of a copy: number ``phase * n_copies + copy``. It has an action for each
+      micro-batch of its path. On a lane, micro-batches are numbered from 0.
+    - Actions ``lane_ptr[lane]`` to ``lane_ptr[lane + 1]`` are those of a lane.
 
     Attributes
     ----------
-    placement, n_microbatches
-        Stages and micro-batches of the actions.
-    seconds
-        Seconds of F; of B or I; and of W if the backward is split. One sequence a phase, each with
-        one number a stage.
-    forward_delay, backward_delay
-        Seconds from the end of an action of a copy until its message is at the next stage, and at
-        the previous one. One number a copy; the entry that leads out of the pipeline is not read.
-    f_bytes
-        Bytes that an F takes; one number a stage.
-    w_bytes
-        The part of ``f_bytes`` that is held from I to W; one number a stage.
+    n_stages, n_paths, n_devices, n_microbatches, n_phases
+        Counts; ``n_phases`` is 3 if the backward is split into I and W, else 2.
+    home
+        Device of each copy.
+    copies_ptr, copies
+        Copies of each device, as CSR, path after path.
+    first, n_of_path
+        First micro-batch of each path, and number of its micro-batches.
+    lane_ptr, lane
+        First action of each lane, shape ``(n_lanes + 1,)``; and the lane of each action.
+    seconds, delay
+        Seconds of an action of each lane, and from its end until its message is at the next stage
+        (F) or at the previous one (B or I).
+    f_bytes, w_bytes
+        Bytes that an F takes, and the part that is held from I to W; one number a stage.
     limits
         Bytes that each device may hold.
     in_flight
         Most micro-batches between F and their B or I; one number a stage.
     """
 
-    placement: Placement
+    n_stages: int
+    n_paths: int
+    n_devices: int
     n_microbatches: int
-    seconds: Sequence[Sequence[float]]
-    forward_delay: Sequence[float]
-    backward_delay: Sequence[float]
-    f_bytes: Sequence[float]
-    w_bytes: Sequence[float]
-    limits: Sequence[float]
-    in_flight: Sequence[float]
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the backward is split into I and W."""
-        return len(self.seconds) > WEIGHT
+    n_phases: int
+    home: Ints
+    copies_ptr: Ints
+    copies: Ints
+    first: Ints
+    n_of_path: Ints
+    lane_ptr: Ints
+    lane: Ints
+    seconds: Floats
+    delay: Floats
+    f_bytes: Floats
+    w_bytes: Floats
+    limits: Floats
+    in_flight: Floats
 
 
 def make_problem(
@@ -79,40 +89,63 @@ def make_problem(
     CostsError
         If the costs lack seconds of an operation, or if sums of seconds or bytes are not finite.
     """
+    n_stages, n_paths = placement.n_stages, placement.n_paths
+    f_bytes, w_bytes = (
+        costs.per_stage(f"{name}_bytes", n_stages) for name in ("activation", "weight_grad")
+    )
+    # W's bytes count from the start. Without W, nothing is held after the backward.
+    f_bytes, w_bytes = (
+        (np.maximum(f_bytes, w_bytes), w_bytes) if split else (f_bytes, np.zeros(n_stages))
+    )
+    phases = ("forward", "input_grad", "weight_grad") if split else ("forward", "backward")
+    seconds = [costs.per_stage(name, n_stages) for name in phases]
+    delays = _delays(placement, costs)
+    _check_sums(n_microbatches, [*seconds, *delays], f_bytes.sum() * n_paths)
+    home = np.array(placement.paths).T.ravel()
+    path = np.arange(len(home)) % n_paths
+    count = np.bincount(placement.path_of(n_microbatches), minlength=n_paths)
+    lane_count = np.tile(count[path], len(phases))
+    return Problem(
+        n_stages=n_stages,
+        n_paths=n_paths,
+        n_devices=placement.n_devices,
+        n_microbatches=n_microbatches,
+        n_phases=len(phases),
+        home=home,
+        copies_ptr=np.append(0, np.cumsum(np.bincount(home))),
+        copies=np.lexsort((path, home)),
+        first=np.cumsum(count) - count,
+        n_of_path=count,
+        lane_ptr=np.append(0, np.cumsum(lane_count)),
+        lane=np.repeat(np.arange(len(lane_count)), lane_count),
+        seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
+        delay=np.concatenate([*delays, np.zeros(len(home) * (len(phases) - 2))]),
+        f_bytes=f_bytes,
+        w_bytes=w_bytes,
+        limits=np.array(checked_limits(memory_limit, placement, f_bytes), float),
+        in_flight=np.array(checked_in_flight(in_flight, n_stages), float),
+    )
 
-    def per_stage(field: str) -> list[float]:
-        return [float(x) for x in costs.per_stage(field, placement.n_stages)]
 
-    f_bytes, w_bytes = per_stage("activation_bytes"), per_stage("weight_grad_bytes")
-    if split:
-        f_bytes = list(map(max, f_bytes, w_bytes))  # W's bytes count from the start
-    forward_delay, backward_delay = _delays(placement, costs)
-    backward = ("input_grad", "weight_grad") if split else ("backward",)
-    seconds = [per_stage("forward"), *map(per_stage, backward)]
-    total_seconds = sum(map(sum, (*seconds, forward_delay, backward_delay)))
-    for unit, total in (
-        ("seconds", total_seconds),
-        ("bytes", sum(f_bytes) * placement.n_paths),
-    ):
+def action_columns(problem: Problem) -> tuple[Ints, Ints, Ints]:
+    """Return phase, stage and micro-batch of each action; micro-batches numbered over all paths."""
+    phase, copy = np.divmod(problem.lane, len(problem.home))
+    stage, path = np.divmod(copy, problem.n_paths)
+    number = np.arange(len(problem.lane)) - problem.lane_ptr[problem.lane]
+    return phase, stage, number + problem.first[path]
+
+
+def _check_sums(n_microbatches: int, seconds: list[Floats], nbytes: float) -> None:
+    total_seconds = float(sum(row.sum() for row in seconds))
+    for unit, total in (("seconds", total_seconds), ("bytes", float(nbytes))):
         if not math.isfinite(total * n_microbatches):
             raise CostsError(
                 f"the {unit} of {n_microbatches} micro-batches, {total:g} each, add up to more "
                 "than a number can hold; check the costs"
             )
-    return Problem(
-        placement=placement,
-        n_microbatches=n_microbatches,
-        seconds=seconds,
-        forward_delay=forward_delay,
-        backward_delay=backward_delay,
-        f_bytes=f_bytes,
-        w_bytes=w_bytes,
-        limits=checked_limits(memory_limit, placement, f_bytes),
-        in_flight=checked_in_flight(in_flight, placement.n_stages),
-    )
 
 
-def _delays(placement: Placement, costs: Costs) -> tuple[list[float], list[float]]:
+def _delays(placement: Placement, costs: Costs) -> tuple[Floats, Floats]:
     """Return the seconds of messages from each copy to the next stage, and to the previous one."""
     device = np.array(placement.paths)
     nbytes, fixed = (
@@ -124,17 +157,17 @@ def _delays(placement: Placement, costs: Costs) -> tuple[list[float], list[float
         down, up = device[path, :-1], device[path, 1:]
         forward[path, :-1] = _message_seconds(costs, down, up, nbytes, fixed, placement.n_devices)
         backward[path, 1:] = _message_seconds(costs, up, down, nbytes, fixed, placement.n_devices)
-    return forward.ravel().tolist(), backward.ravel().tolist()
+    return forward.T.ravel(), backward.T.ravel()
 
 
 def _message_seconds(
     costs: Costs,
-    source: NDArray[np.int64],
-    target: NDArray[np.int64],
-    nbytes: NDArray[np.float64],
-    fixed: NDArray[np.float64],
+    source: Ints,
+    target: Ints,
+    nbytes: Floats,
+    fixed: Floats,
     n_devices: int,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return the seconds of messages that find their links free; 0 from a device to itself."""
     seconds, remote = np.zeros(len(source)), source != target
     routes = costs.network.resolve(source[remote], target[remote], n_devices)

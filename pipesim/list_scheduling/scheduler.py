@@ -1,226 +1,345 @@
 """A list scheduler: each free device starts the first of the actions that are ready and fit.
 
 The scheduler keeps a clock, to know when actions are ready. It returns orders without times:
-engines compute when actions run.
+engines compute when actions run. Its loop is compiled, but runs as Python for a user's priority.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
-from pipesim.list_scheduling.memory_admission import Admission
-from pipesim.list_scheduling.problem import BACKWARD, FORWARD, WEIGHT, Problem
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Choice", "PriorityKey", "list_orders"]
+from pipesim.list_scheduling.memory_admission import (
+    HeldBytes,
+    could_have_room,
+    count_backward,
+    count_forward,
+    has_room,
+    is_safe,
+    new_held_bytes,
+)
+from pipesim.list_scheduling.problem import BACKWARD, WEIGHT, Problem
+from pipesim.list_scheduling.queues import (
+    Queues,
+    Ranks,
+    add,
+    goes_before,
+    make_ready,
+    new_queues,
+    ranks_below,
+    start_ready,
+)
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import available, kernel
 
-#: ``key(phase, stage, microbatch, ready)`` ranks an action that became ready at ``ready`` (s).
-PriorityKey = Callable[[int, int, int, float], Any]
+__all__ = ["list_orders"]
+
+T = TypeVar("T")
+Floats = NDArray[np.float64]
+_NONE = -1
 
 
-class Choice(NamedTuple):
-    """An action, as a device may choose it; ``copy`` is the copy of its stage (`Problem`)."""
+class _Progress(NamedTuple):
+    """Progress of devices and copies.
 
-    key: Any
-    phase: int
-    stage: int
-    microbatch: int
-    copy: int
+    Attributes
+    ----------
+    free, wake
+        Time at which each device is free, and at which it next looks for an action (s).
+    n_in_flight
+        Micro-batches between F and their backward, of each copy.
+    started, next_in_order
+        Whether each F has started, and the first micro-batch of each copy whose F has not.
+    end
+        End of the filled part of each device's order, in ``order``.
+    order
+        Actions, those of device 0 first.
+    """
+
+    free: Floats
+    wake: Floats
+    n_in_flight: Ints
+    started: NDArray[np.bool_]
+    next_in_order: Ints
+    end: Ints
+    order: Ints
 
 
-def list_orders(problem: Problem, key: PriorityKey, patience: float = 0.0) -> list[list[Choice]]:
+def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[Ints, Ints]:
     """Return the order of each device.
 
-    A free device starts the action of lowest key among those that are ready and fit.
+    A free device starts the action of lowest rank among those that are ready and fit.
 
-    - An F fits if `Admission` allows its bytes, and if fewer than ``in_flight`` micro-batches are
+    - An F fits if `is_safe` allows its bytes, and if fewer than ``in_flight`` micro-batches are
       in flight on its stage.
     - A W takes the rank of an F that needs its room. Otherwise it starts only if no F or I that is
       known to come has to wait for more than ``1 - patience`` of its seconds.
 
     No limit can make devices wait for each other forever: the oldest micro-batch that has not
     passed the whole pipeline always finds room, and a place in flight is reserved for it
-    (`_ListScheduler._in_flight_allows`).
+    (`_in_flight_allows`).
+
+    Returns
+    -------
+    actions, ptr
+        Device ``d`` runs ``actions[ptr[d]:ptr[d + 1]]``.
     """
-    scheduler = _ListScheduler(problem, key, patience)
-    scheduler.run()
-    return [device.order for device in scheduler.devices]
+    n_copies, n_actions = len(problem.home), len(problem.lane)
+    n_of_device = np.bincount(problem.home[problem.lane % n_copies], minlength=problem.n_devices)
+    ptr = np.append(0, np.cumsum(n_of_device))
+    progress = _Progress(
+        free=np.zeros(problem.n_devices),
+        wake=np.full(problem.n_devices, math.inf),
+        n_in_flight=np.zeros(n_copies, int),
+        started=np.zeros(problem.lane_ptr[n_copies], bool),
+        next_in_order=np.zeros(n_copies, int),
+        end=ptr[:-1].copy(),
+        order=np.zeros(n_actions, int),
+    )
+    queues, memory = new_queues(problem), new_held_bytes(problem)
+    if isinstance(ranks.score, np.ndarray) and available():
+        _run(problem, ranks, patience, progress, queues, memory)
+        return progress.order, ptr
+    progress = _with_lists(progress)
+    _run.function(
+        _with_lists(problem), _with_lists(ranks), patience, progress, _with_lists(queues),
+        _with_lists(memory),
+    )  # fmt: skip
+    return np.array(progress.order), ptr
 
 
-class _DeviceState:
-    """One device: its future and ready actions, and its order so far."""
-
-    def __init__(self, copies: Sequence[int], admission: Admission) -> None:
-        self.admission = admission
-        self.free = 0.0
-        self.order: list[Choice] = []
-        #: Heaps of actions that are known to become ready, by the time (s); one heap a phase.
-        self.future: tuple[list[tuple[float, Choice]], ...] = ([], [], [])
-        #: Heaps of ready actions: the F of each copy, the B or I, the W.
-        self.forwards: dict[int, list[Choice]] = {copy: [] for copy in copies}
-        self.backwards: list[Choice] = []
-        self.weights: list[Choice] = []
-
-    def make_ready(self, now: float) -> None:
-        """Move the actions whose time has come to the heaps of ready actions."""
-        for heap in self.future:
-            while heap and heap[0][0] <= now:
-                choice = heapq.heappop(heap)[1]
-                heapq.heappush(self.ready_heap(choice), choice)
-
-    def ready_heap(self, choice: Choice) -> list[Choice]:
-        """Return the heap that holds an action while it is ready."""
-        if choice.phase == FORWARD:
-            return self.forwards[choice.copy]
-        return self.backwards if choice.phase == BACKWARD else self.weights
+def _with_lists(table: T) -> T:
+    """Return a NamedTuple with lists in place of its arrays, for loops that run as Python."""
+    assert isinstance(table, tuple)
+    fields = (value.tolist() if isinstance(value, np.ndarray) else value for value in table)
+    return cast(T, type(table)(*fields))
 
 
-class _ListScheduler:
-    """One simulation of all actions; `run` fills the devices' orders."""
+def _first_ready(problem: Problem, ranks: Ranks, queues: Queues, device: int, phase: int) -> int:
+    """Return the first of a device's ready actions of a phase, or `_NONE`."""
+    first = _NONE
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        lane = phase * len(problem.home) + problem.copies[k]
+        if queues.ready[lane] < queues.future[lane]:
+            action = queues.action[queues.ready[lane]]
+            if first == _NONE or goes_before(ranks, action, first):
+                first = action
+    return first
 
-    def __init__(self, problem: Problem, key: PriorityKey, patience: float) -> None:
-        self.problem, self.key, self.patience = problem, key, patience
-        placement = problem.placement
-        self.n_stages = placement.n_stages
-        self.home = [device for path in placement.paths for device in path]
-        self.path_of = [int(path) for path in placement.path_of(problem.n_microbatches)]
-        self.n_in_flight = [0] * len(self.home)
-        self.started = [bytearray(problem.n_microbatches) for _ in self.home]
-        self.next_in_order = [
-            self.path_of.index(path) if path in self.path_of else problem.n_microbatches
-            for path in range(placement.n_paths)
-            for _ in range(self.n_stages)
-        ]
-        self.devices = [self._device(device) for device in range(placement.n_devices)]
-        self.events: list[tuple[float, int]] = []
 
-    def _device(self, device: int) -> _DeviceState:
-        paths = [
-            [stage for stage, home in enumerate(path) if home == device]
-            for path in self.problem.placement.paths
-        ]
-        needed = [sum(self.problem.f_bytes[stage] for stage in stages) for stages in paths]
-        admission = Admission(
-            self.problem.limits[device], needed, [len(stages) for stages in paths], self.path_of
-        )
-        return _DeviceState([c for c, home in enumerate(self.home) if home == device], admission)
+def _in_flight_allows(problem: Problem, progress: _Progress, copy: int, microbatch: int) -> bool:
+    """Reserve the last place in flight for the micro-batch that is next in order."""
+    places = problem.in_flight[copy // problem.n_paths] - progress.n_in_flight[copy]
+    return bool(places >= 2 or microbatch == progress.next_in_order[copy])
 
-    def run(self) -> None:
-        """Process events in order of time: a device is free, or an action becomes ready."""
-        for microbatch in range(self.problem.n_microbatches):
-            self._add_future(0.0, FORWARD, 0, microbatch)
-        while self.events:
-            now, number = heapq.heappop(self.events)
-            device = self.devices[number]
-            if device.free > now:
-                continue
-            device.make_ready(now)
-            choice = self._choose(device, now)
-            if choice is not None:
-                heapq.heappush(self.events, (self._start(device, choice, now), number))
 
-    def _add_future(self, time: float, phase: int, stage: int, microbatch: int) -> None:
-        """Add an action that will be ready at ``time`` (s)."""
-        copy = self.path_of[microbatch] * self.n_stages + stage
-        choice = Choice(self.key(phase, stage, microbatch, time), phase, stage, microbatch, copy)
-        heapq.heappush(self.devices[self.home[copy]].future[phase], (time, choice))
-        heapq.heappush(self.events, (time, self.home[copy]))
+def _allows(problem: Problem, progress: _Progress, memory: HeldBytes, action: int) -> bool:
+    """Return whether an F may start, for which there is room now."""
+    copy = problem.lane[action]  # as lanes of F come first
+    microbatch = action - problem.lane_ptr[copy]
+    if not _in_flight_allows(problem, progress, copy, microbatch):
+        return False
+    stage, path = copy // problem.n_paths, copy % problem.n_paths
+    return is_safe(problem, memory, problem.home[copy], path, microbatch, problem.f_bytes[stage])
 
-    def _choose(self, device: _DeviceState, now: float) -> Choice | None:
-        """Return the action that a device starts now; None: wait for the next event."""
-        best = device.backwards[0] if device.backwards else None
-        blocked = None  # the first F that waits for the room of a W
-        for copy, heap in device.forwards.items():
-            if not heap or not self.n_in_flight[copy] < self.problem.in_flight[heap[0].stage]:
-                continue
-            nbytes = self.problem.f_bytes[heap[0].stage]
-            if not device.admission.has_room(nbytes):
-                if device.admission.could_have_room(nbytes):
-                    blocked = heap[0] if blocked is None else min(blocked, heap[0])
-                continue
-            choice = self._first_allowed(device, copy)
-            if choice is not None and (best is None or choice.key < best.key):
-                best = choice
-        if not device.weights:
-            return best
-        weight = device.weights[0]
-        if blocked is not None and (best is None or blocked.key < best.key):
-            return weight
-        if best is not None:
-            return weight if weight.key < best.key else best
-        return weight if self._weight_may_start(device, weight, now) else None
 
-    def _first_allowed(self, device: _DeviceState, copy: int) -> Choice | None:
-        """Return the F of lowest key that may start; there is room for each of them."""
-        heap = device.forwards[copy]
-        if self._allows(device, heap[0]):
-            return heap[0]
-        oldest = min(heap, key=lambda choice: choice.microbatch)
-        if not self._allows(device, oldest):  # then no other one is allowed either
-            return None
-        return next(choice for choice in sorted(heap) if self._allows(device, choice))
+def _first_allowed(
+    problem: Problem, progress: _Progress, queues: Queues, memory: HeldBytes, copy: int
+) -> int:
+    """Return the F of lowest rank that may start, or `_NONE`; there is room for each of them."""
+    ready, future = queues.ready[copy], queues.future[copy]
+    first = queues.action[ready]
+    if _allows(problem, progress, memory, first):
+        return int(first)
+    oldest = first
+    if first - problem.lane_ptr[copy] != progress.next_in_order[copy]:
+        for k in range(ready + 1, future):
+            oldest = min(oldest, queues.action[k])
+    if oldest == first or not _allows(problem, progress, memory, oldest):
+        return _NONE  # no other F is allowed either
+    for k in range(ready + 1, future):
+        if _allows(problem, progress, memory, queues.action[k]):
+            return int(queues.action[k])
+    return _NONE
 
-    def _allows(self, device: _DeviceState, choice: Choice) -> bool:
-        nbytes = self.problem.f_bytes[choice.stage]
-        return self._in_flight_allows(choice) and device.admission.is_safe(
-            choice.microbatch, nbytes
-        )
 
-    def _in_flight_allows(self, choice: Choice) -> bool:
-        """Reserve the last place in flight for the micro-batch that is next in order."""
-        places = self.problem.in_flight[choice.stage] - self.n_in_flight[choice.copy]
-        return places >= 2 or choice.microbatch == self.next_in_order[choice.copy]
+def _weight_may_start(
+    problem: Problem,
+    ranks: Ranks,
+    patience: float,
+    progress: _Progress,
+    queues: Queues,
+    memory: HeldBytes,
+    device: int,
+    weight: int,
+    now: float,
+) -> bool:
+    """Return whether W would not delay the next F or backward too much."""
+    soonest, forward = math.inf, _NONE
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        copy = problem.copies[k]
+        lane = BACKWARD * len(problem.home) + copy
+        if queues.future[lane] < queues.unknown[lane]:
+            soonest = min(soonest, queues.arrival[queues.action[queues.future[lane]]])
+        if queues.future[copy] < queues.unknown[copy]:
+            action = queues.action[queues.future[copy]]
+            if forward == _NONE or queues.arrival[action] < queues.arrival[forward] or (
+                queues.arrival[action] == queues.arrival[forward]
+                and goes_before(ranks, action, forward)
+            ):  # fmt: skip
+                forward = action
+    if forward != _NONE:
+        copy = problem.lane[forward]
+        stage = copy // problem.n_paths
+        if (
+            has_room(memory, device, problem.f_bytes[stage])
+            and progress.n_in_flight[copy] < problem.in_flight[stage]
+        ):
+            soonest = min(soonest, queues.arrival[forward])
+    return bool(soonest - now >= patience * problem.seconds[problem.lane[weight]])
 
-    def _weight_may_start(self, device: _DeviceState, weight: Choice, now: float) -> bool:
-        """Return whether W would not delay the next F or backward too much."""
-        forwards, backwards, _ = device.future
-        soonest = backwards[0][0] if backwards else math.inf
-        if forwards:
-            ready, forward = forwards[0]
-            room = device.admission.has_room(self.problem.f_bytes[forward.stage])
-            if room and self.n_in_flight[forward.copy] < self.problem.in_flight[forward.stage]:
-                soonest = min(soonest, ready)
-        return soonest - now >= self.patience * self.problem.seconds[WEIGHT][weight.stage]
 
-    def _start(self, device: _DeviceState, choice: Choice, now: float) -> float:
-        """Run an action, add the actions that it makes ready, and return its end (s)."""
-        heap = device.ready_heap(choice)
-        if heap[0] is choice:
-            heapq.heappop(heap)
+def _choose(
+    problem: Problem,
+    ranks: Ranks,
+    patience: float,
+    progress: _Progress,
+    queues: Queues,
+    memory: HeldBytes,
+    device: int,
+    now: float,
+) -> int:
+    """Return the action that a device starts now; `_NONE`: wait for the next event."""
+    best = _first_ready(problem, ranks, queues, device, BACKWARD)
+    blocked = _NONE  # the first F that waits for the room of a W
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        copy = problem.copies[k]
+        stage = copy // problem.n_paths
+        if (
+            queues.ready[copy] == queues.future[copy]
+            or progress.n_in_flight[copy] >= problem.in_flight[stage]
+        ):
+            continue
+        if has_room(memory, device, problem.f_bytes[stage]):
+            action = _first_allowed(problem, progress, queues, memory, copy)
+            if action != _NONE and (best == _NONE or ranks_below(ranks, action, best)):
+                best = action
+        elif could_have_room(memory, device, problem.f_bytes[stage]):
+            action = queues.action[queues.ready[copy]]
+            if blocked == _NONE or goes_before(ranks, action, blocked):
+                blocked = action
+    weight = _NONE
+    if problem.n_phases > WEIGHT:
+        weight = _first_ready(problem, ranks, queues, device, WEIGHT)
+    if weight == _NONE:
+        return best
+    if blocked != _NONE and (best == _NONE or ranks_below(ranks, blocked, best)):
+        return weight
+    if best != _NONE:
+        return weight if ranks_below(ranks, weight, best) else best
+    may_start = _weight_may_start(
+        problem, ranks, patience, progress, queues, memory, device, weight, now
+    )
+    return weight if may_start else _NONE
+
+
+def _arrive(
+    problem: Problem, ranks: Ranks, progress: _Progress, queues: Queues, lane: int, number: int,
+    time: float,
+) -> None:  # fmt: skip
+    """Add the action of a lane's micro-batch, which will be ready at ``time`` (s)."""
+    add(queues, ranks, lane, problem.lane_ptr[lane] + number, time)
+    device = problem.home[lane % len(problem.home)]
+    progress.wake[device] = min(progress.wake[device], max(time, progress.free[device]))
+
+
+def _start_forward(
+    problem: Problem, progress: _Progress, memory: HeldBytes, copy: int, number: int
+) -> None:
+    """Count a micro-batch that begins on a copy."""
+    stage, path = copy // problem.n_paths, copy % problem.n_paths
+    count_forward(problem, memory, problem.home[copy], path, number, problem.f_bytes[stage])
+    progress.n_in_flight[copy] += 1
+    progress.started[problem.lane_ptr[copy] + number] = True
+    following = progress.next_in_order[copy]
+    while (
+        following < problem.n_of_path[path] and progress.started[problem.lane_ptr[copy] + following]
+    ):
+        following += 1
+    progress.next_in_order[copy] = following
+
+
+def _start(
+    problem: Problem, ranks: Ranks, progress: _Progress, queues: Queues, memory: HeldBytes,
+    action: int, now: float,
+) -> None:  # fmt: skip
+    """Run an action, and add the actions that it makes ready."""
+    lane, n_copies, n_paths = problem.lane[action], len(problem.home), problem.n_paths
+    copy, number = lane % n_copies, action - problem.lane_ptr[lane]
+    device, stage = problem.home[copy], copy // n_paths
+    start_ready(queues, lane, action)
+    progress.order[progress.end[device]] = action
+    progress.end[device] += 1
+    free = now + problem.seconds[lane]
+    progress.free[device] = progress.wake[device] = free
+    message = free + problem.delay[lane]
+    if lane < n_copies:
+        _start_forward(problem, progress, memory, copy, number)
+        if stage + 1 < problem.n_stages:
+            _arrive(problem, ranks, progress, queues, lane + n_paths, number, message)
         else:
-            heap.remove(choice)
-            heapq.heapify(heap)
-        device.order.append(choice)
-        device.free = now + self.problem.seconds[choice.phase][choice.stage]
-        (self._forward, self._backward, self._weight)[choice.phase](device, choice)
-        return device.free
-
-    def _forward(self, device: _DeviceState, choice: Choice) -> None:
-        _, _, stage, microbatch, copy = choice
-        device.admission.count_forward(microbatch, self.problem.f_bytes[stage])
-        self.n_in_flight[copy] += 1
-        started = self.started[copy]
-        started[microbatch] = True
-        while self.next_in_order[copy] < len(started) and started[self.next_in_order[copy]]:
-            self.next_in_order[copy] += 1
-        if stage + 1 < self.n_stages:
-            arrival = device.free + self.problem.forward_delay[copy]
-            self._add_future(arrival, FORWARD, stage + 1, microbatch)
-        else:
-            self._add_future(device.free, BACKWARD, stage, microbatch)
-
-    def _backward(self, device: _DeviceState, choice: Choice) -> None:
-        _, _, stage, microbatch, copy = choice
-        w_bytes = self.problem.w_bytes[stage] if self.problem.is_split else 0.0
-        device.admission.count_backward(microbatch, self.problem.f_bytes[stage], w_bytes)
-        self.n_in_flight[copy] -= 1
-        if self.problem.is_split:
-            self._add_future(device.free, WEIGHT, stage, microbatch)
+            _arrive(problem, ranks, progress, queues, lane + n_copies, number, free)
+    elif lane < WEIGHT * n_copies:
+        f_bytes, w_bytes = problem.f_bytes[stage], problem.w_bytes[stage]
+        count_backward(problem, memory, device, copy % n_paths, number, f_bytes, w_bytes)
+        progress.n_in_flight[copy] -= 1
+        if problem.n_phases > WEIGHT:
+            _arrive(problem, ranks, progress, queues, lane + n_copies, number, free)
         if stage > 0:
-            arrival = device.free + self.problem.backward_delay[copy]
-            self._add_future(arrival, BACKWARD, stage - 1, microbatch)
+            _arrive(problem, ranks, progress, queues, lane - n_paths, number, message)
+    else:
+        memory.held_for_w[device] -= problem.w_bytes[stage]
 
-    def _weight(self, device: _DeviceState, choice: Choice) -> None:
-        device.admission.count_weight(self.problem.w_bytes[choice.stage])
+
+@kernel(
+    ranks_below, goes_before, add, make_ready, start_ready, has_room, could_have_room, is_safe,
+    count_forward, count_backward, _first_ready, _in_flight_allows, _allows, _first_allowed,
+    _weight_may_start, _choose, _arrive, _start_forward, _start, allocates=False,
+)  # fmt: skip
+def _run(
+    problem: Problem,
+    ranks: Ranks,
+    patience: float,
+    progress: _Progress,
+    queues: Queues,
+    memory: HeldBytes,
+) -> None:
+    """Fill the order: at the time of each event, its device looks for an action."""
+    n_copies = len(problem.home)
+    for path in range(problem.n_paths):
+        for number in range(problem.n_of_path[path]):
+            _arrive(problem, ranks, progress, queues, path, number, 0.0)
+    while True:
+        device = 0
+        for other in range(1, problem.n_devices):
+            if progress.wake[other] < progress.wake[device]:
+                device = other
+        now = progress.wake[device]
+        if now == math.inf:
+            return
+        following = math.inf
+        for phase in range(problem.n_phases):
+            for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+                lane = phase * n_copies + problem.copies[k]
+                make_ready(queues, ranks, lane, now)
+                if queues.future[lane] < queues.unknown[lane]:
+                    arrival = queues.arrival[queues.action[queues.future[lane]]]
+                    following = min(following, arrival)
+        action = _choose(problem, ranks, patience, progress, queues, memory, device, now)
+        if action == _NONE:
+            progress.wake[device] = following
+        else:
+            _start(problem, ranks, progress, queues, memory, action, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import compiled
 from simulated_runs import UNIFORM, run_schedule
 from strategies import costs, placements
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, CostsError, UnknownNameError
+from pipesim.errors import ArgumentError, CostsError, CostsWarning, UnknownNameError
 from pipesim.list_scheduling.priorities import PRIORITIES
 
 counts = st.integers(1, 9)
@@ -182,6 +184,33 @@ def test_orders_do_not_depend_on_the_unit(data: st.DataObject) -> None:
         for unit in (1, 2)
     ]
     assert schedules[0] == schedules[1]
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
+    """A priority with a name runs compiled, and as a function of the user as Python."""
+    placement = data.draw(placements())
+    prices = data.draw(costs(placement.n_stages, placement.n_devices))
+    limits = [x * data.draw(st.sampled_from([1, 1.5, 3])) for x in bytes_of_one(placement, prices)]
+    functions: dict[str, Any] = {
+        "forward_first": lambda a, ready: ("FIW".index(a.op.name), a.microbatch, -a.stage),
+        "first_come": lambda a, ready: (ready, a.microbatch, "FIW".index(a.op.name), -a.stage),
+    }
+    name = data.draw(st.sampled_from(sorted(functions)))
+    options: dict[str, Any] = {
+        "memory_limit": data.draw(st.sampled_from([limits, None])),
+        "in_flight": data.draw(st.sampled_from([2, None])),
+        "patience": data.draw(st.sampled_from([0, 0.5])),
+    }
+    m = data.draw(st.integers(placement.n_paths, 5))
+    with warnings.catch_warnings(), compiled():
+        warnings.simplefilter("ignore", CostsWarning)
+        by_name, by_function = (
+            ps.order_by(placement, m, prices, priority=priority, **options)
+            for priority in (name, functions[name])
+        )
+    assert by_name == by_function
 
 
 def test_messages_count() -> None:
