@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.kind_routes import CollectiveRoute, KindRoutes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
-from pipesim.ops import COLLECTIVES, EXCHANGES, Op
+from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["MEASURED_COLLECTIVES", "Buckets", "CollectiveCosts", "Priced", "checked_buckets"]
 
@@ -76,56 +77,37 @@ class CollectiveCosts(NamedTuple):
     buckets: Buckets | None
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
 
-    def price(self, graph: TaskGraph, priced: Priced) -> Priced:
+    def price(self, routes: KindRoutes, priced: Priced) -> Priced:
         """Fill the rows of collectives; return all rows, with as many columns of links as needed.
 
         Collectives whose members have the same kinds cost the same and are priced once.
         """
-        kinds, done = graph.kinds, ~graph.kinds.is_op(COLLECTIVES)
+        graph, kinds = routes.graph, routes.graph.kinds
         n_buckets = _n_buckets(graph)
-        for row in range(len(graph.collectives)):
-            members = graph.kind[graph.collectives[row]]
-            if done[members].all():
-                continue
-            devices = np.unique(kinds.device[members])
+        for route in routes.collectives:
             sends_bytes = False
-            for stage in np.unique(kinds.stage[members]).tolist():
-                rows = members[kinds.stage[members] == stage]
+            for stage, rows in route.rows:
                 if kinds.op[rows[0]] == Op.ALL_TO_ALL:
                     cost = self._exchange(graph, stage, rows)
                 else:
-                    cost = self._reduction(graph, stage, rows, devices, n_buckets, priced.share)
+                    cost = self._reduction(route, graph, stage, rows, n_buckets, priced.share)
                 priced.duration[rows], priced.nbytes[rows] = cost
                 sends_bytes = bool(np.any(priced.nbytes[rows] > 0))
             if sends_bytes:
-                held = self._links(graph, members, devices)
-                priced = priced._replace(links=_with_links(priced.links, members, held))
-            done[members] = True
-        steps = kinds.op == Op.STEP
-        priced.duration[steps] /= graph.optimizer_shares[kinds.stage[steps]]
+                priced = priced._replace(
+                    links=_with_links(priced.links, route.members, route.links)
+                )
+        if Op.STEP in routes.rows_of_ops:
+            steps, stages = routes.rows_of_ops[Op.STEP]
+            priced.duration[steps] /= graph.optimizer_shares[stages]
         return priced
-
-    def _links(
-        self, graph: TaskGraph, members: NDArray[Any], devices: NDArray[Any]
-    ) -> NDArray[np.int64]:
-        """Return the links that each member of a collective holds; ``devices`` are sorted."""
-        kinds = graph.kinds
-        if (kinds.op[members] == Op.ALL_TO_ALL).any():
-            name = "all_to_all"
-        elif (graph.optimizer_shares[kinds.stage[members]] > 1).any():
-            name = "ring"
-        else:
-            name = self.all_reduce
-        links = self.network.collective_links(name, devices, graph.n_devices)
-        held: NDArray[np.int64] = links[np.searchsorted(devices, kinds.device[members])]
-        return held
 
     def _reduction(
         self,
+        route: CollectiveRoute,
         graph: TaskGraph,
         stage: int,
         rows: NDArray[Any],
-        devices: NDArray[Any],
         n_buckets: NDArray[np.int64],
         backward_share: Floats,
     ) -> tuple[float, float]:
@@ -140,11 +122,11 @@ class CollectiveCosts(NamedTuple):
             share, backward_share[rows] = buckets[part]
             sum_of_shares = sum(byte_share for byte_share, _ in buckets)
         is_half = bool(graph.optimizer_shares[stage] > 1)
-        seconds, nbytes = self._reduced_share(op, stage, share, devices, is_half=is_half)
+        seconds, nbytes = self._reduced_share(route, op, stage, share, is_half=is_half)
         return seconds, nbytes / sum_of_shares  # shares of measured seconds may sum to more than 1
 
     def _reduced_share(
-        self, op: Op, stage: int, share: float, devices: NDArray[Any], *, is_half: bool
+        self, route: CollectiveRoute, op: Op, stage: int, share: float, *, is_half: bool
     ) -> tuple[float, float]:
         """Return seconds and bytes of a share of a stage's REDUCE_GRAD, or of its UNSHARD.
 
@@ -153,11 +135,10 @@ class CollectiveCosts(NamedTuple):
         """
         whole_bytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
         nbytes = share * float(whole_bytes[stage])
-        algorithm = "ring" if is_half else self.all_reduce
-        seconds = self.network.all_reduce(nbytes, devices, algorithm)
+        seconds = route.seconds(nbytes)
         measured = self.measured.get(op.name)
         if measured is not None:
-            least = self.network.all_reduce(0.0, devices, algorithm) if share < 1 else 0.0
+            least = route.seconds(0.0) if share < 1 else 0.0
             whole = float(measured[stage])
             return min(whole, least) + share * max(0.0, whole - least), nbytes
         return seconds / (2 if is_half else 1), nbytes

@@ -6,24 +6,25 @@ depends on the number of stages and not on the number of micro-batches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, CollectiveCosts, Priced
 from pipesim.costs.exchange_bytes import as_mapping, checked_exchange_bytes
+from pipesim.costs.kind_routes import KindRoutes, message_ends, message_rows
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
-from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
+from pipesim.ops import EXCHANGES, Op
 
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["DURATION_OF", "message_bytes", "message_ends", "price"]
+__all__ = ["DURATION_OF", "cost_table", "message_bytes", "message_ends", "price"]
 
 Floats = NDArray[np.float64]
 #: Field of `Costs` with the seconds of an operation. The network prices messages and collectives.
@@ -44,56 +45,66 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
 
     Values may overflow to infinity; the callers of engines check that times are finite.
     """
+    routes = KindRoutes(graph, costs.network, costs.all_reduce)
+    return TaskCosts(cost_table(costs, routes), graph.kind, None, costs)
+
+
+def cost_table(costs: Costs, routes: KindRoutes) -> CostTable:
+    """Return the costs of each kind of a graph, whose network is that of ``routes``."""
+    graph = routes.graph
     kinds, n_stages = graph.kinds, graph.n_stages
-    duration, latency = _compute_seconds(costs, graph), np.zeros(len(kinds))
-    nbytes = message_bytes(kinds, costs.per_stage("output_bytes", n_stages))
-    nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
-    transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
-    routes = costs.network.resolve(*message_ends(graph, transfers), graph.n_devices)
-    latency[transfers] = routes.latency
-    links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
-    is_send = kinds.is_op(SENDS)[transfers]
-    sends = transfers[is_send]
-    links[sends] = routes.links[is_send]
-    fixed = message_bytes(kinds, costs.per_stage("output_seconds", n_stages))
-    duration[sends] = fixed[sends] + nbytes[sends] / routes.bandwidth[is_send]
+    duration, latency = _compute_seconds(costs, routes), np.zeros(len(kinds))
+    nbytes = _bytes_of_messages(costs.per_stage("output_bytes", n_stages), routes)
+    if (kinds.peer_stage >= 0).any() or costs.skip_sizes is not None:
+        nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
+    messages = routes.messages
+    latency[routes.transfers] = messages.latency
+    links = np.full((len(kinds), messages.links.shape[1]), -1, dtype=np.int64)
+    sends = routes.transfers[routes.is_send]
+    links[sends] = messages.links[routes.is_send]
+    fixed = _bytes_of_messages(costs.per_stage("output_seconds", n_stages), routes)
+    duration[sends] = fixed[sends] + nbytes[sends] / messages.bandwidth[routes.is_send]
     launch = costs.per_stage("launch", n_stages)[kinds.stage]
     share = np.ones(len(kinds))
-    if kinds.is_op(COLLECTIVES).any():
+    if routes.collectives:
         priced = Priced(duration, nbytes, links, share)
-        duration, nbytes, links, share = _collective_costs(costs, graph).price(graph, priced)
+        duration, nbytes, links, share = _collective_costs(costs, graph).price(routes, priced)
     if costs.tied_bytes:
-        _add_tied_sums(costs, graph, duration)
-    table = CostTable(duration, latency, launch, nbytes, links, share)
-    return TaskCosts(table, graph.kind, None, costs)
+        _add_tied_sums(costs, routes, duration)
+    return CostTable(duration, latency, launch, nbytes, links, share)
 
 
-def _compute_seconds(costs: Costs, graph: TaskGraph) -> Floats:
+def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
     """Return the seconds of each kind that computes, 0 for the others."""
-    kinds, n_stages = graph.kinds, graph.n_stages
-    duration = np.zeros(len(kinds))
+    graph, n_stages = routes.graph, routes.graph.n_stages
+    duration = np.zeros(len(graph.kinds))
     for op, name in DURATION_OF.items():
-        rows = kinds.op == op
-        if rows.any():
-            duration[rows] = costs.per_stage(name, n_stages)[kinds.stage[rows]]
-    rows = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
-    duration[rows] = costs.per_stage("reorder_gradients", n_stages)[kinds.stage[rows]]
-    if costs.overlapped is not None and kinds.overlapped.any():
+        if op in routes.rows_of_ops:
+            rows, stages = routes.rows_of_ops[op]
+            duration[rows] = costs.per_stage(name, n_stages)[stages]
+    if Op.REORDER in routes.rows_of_ops:
+        rows, stages = routes.rows_of_ops[Op.REORDER]
+        of_gradients = graph.kinds.part[rows] == EXCHANGES.index("gradients")
+        rows, stages = rows[of_gradients], stages[of_gradients]
+        duration[rows] = costs.per_stage("reorder_gradients", n_stages)[stages]
+    if costs.overlapped is not None and graph.kinds.overlapped.any():
         _price_overlaps(costs, graph, duration)
     return duration
 
 
-def _add_tied_sums(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
+def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
     """Add the sum of a tied matrix's gradients to STEP of the first and the last stage.
 
     Each replica sums those of its own two copies. A device with both copies has no sum to make.
     """
+    graph = routes.graph
     kinds, last = graph.kinds, graph.n_stages - 1
     ends = (kinds.op == Op.STEP) & ((kinds.stage == 0) | (kinds.stage == last))
     for replica, devices in enumerate(graph.homes[:, [0, last]]):
         if devices[0] != devices[1]:
             rows = ends & (kinds.replica == replica)
-            duration[rows] += costs.network.all_reduce(costs.tied_bytes, devices, "fastest")
+            members = routes.true_devices(devices)
+            duration[rows] += costs.network.all_reduce(costs.tied_bytes, members, "fastest")
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
@@ -154,20 +165,14 @@ def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
     Messages of skip connections carry neither: they have 0 here.
     """
     nbytes = np.zeros(len(kinds))
-    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
-        rows = (kinds.op == op) & (kinds.peer_stage < 0)
-        nbytes[rows] = output_bytes[kinds.stage[rows] + offset]
+    rows, stages = message_rows(kinds)
+    nbytes[rows] = output_bytes[stages]
     return nbytes
 
 
-def message_ends(
-    graph: TaskGraph, transfers: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of each kind in ``transfers``.
-
-    If the graph lacks the other end of a message, device 0 stands for it.
-    """
-    kinds, peer = graph.kinds, graph.peer_of_kind[transfers]
-    is_send = kinds.is_op(SENDS)[transfers]
-    own, other = kinds.device[transfers], np.where(peer >= 0, kinds.device[peer], 0)
-    return np.where(is_send, own, other), np.where(is_send, other, own)
+def _bytes_of_messages(output_bytes: Floats, routes: KindRoutes) -> Floats:
+    """Return `message_bytes`."""
+    nbytes = np.zeros(len(routes.graph.kinds))
+    rows, stages = routes.message_rows
+    nbytes[rows] = output_bytes[stages]
+    return nbytes

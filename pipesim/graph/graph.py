@@ -504,7 +504,7 @@ class TaskGraph:
         gathers = self.kinds.op == Op.UNSHARD
         for stage in np.unique(self.kinds.stage[gathers]).tolist():
             members = self.kinds.replica[gathers & (self.kinds.stage == stage)]
-            shares[stage] = len(np.unique(members))
+            shares[stage] = len(np.unique(members)) * self.options.n_equal
         return shares
 
     @cached_property

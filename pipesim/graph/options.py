@@ -55,6 +55,9 @@ class LoweringOptions:
         the border between two stages.
     source
         Schedule and arguments of `pipesim.lower`; None for a graph from elsewhere. Not compared.
+    n_equal
+        Number of equal replicas for which the one of the graph stands; see
+        `pipesim.simulation.one_of_replicas`.
     """
 
     recompute: str = "never"
@@ -67,6 +70,7 @@ class LoweringOptions:
     skips: tuple[Skip, ...] = ()
     portals: bool = True
     source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
+    n_equal: int = 1
 
     @classmethod
     def checked(

@@ -23,6 +23,7 @@ the row of a member has the links of the hops that begin there, so that rows sta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ from pipesim.network.node_collectives import group_of_devices, ring, tree
 from pipesim.network.routes import Paths, Router
 
 __all__ = [
+    "all_reduce_formula",
     "all_to_all",
     "all_to_all_links",
     "fastest_all_reduce",
@@ -76,6 +78,26 @@ def fastest_all_reduce(router: Router, nbytes: float, devices: Devices) -> float
     """Return the seconds of the faster of ring and tree."""
     ring_seconds = ring_all_reduce(router, nbytes, devices)
     return min(ring_seconds, tree_all_reduce(router, nbytes, devices))
+
+
+def all_reduce_formula(
+    router: Router, devices: Devices, algorithm: str
+) -> Callable[[float], float]:
+    """Return the seconds of all-reduces over ``devices`` as a function of bytes.
+
+    Members on nodes are counted once, so that a call takes a microsecond.
+    """
+    if (nodes := _only_nodes(router, devices)) is None:
+        formula = {"ring": ring_all_reduce, "tree": tree_all_reduce}.get(
+            algorithm, fastest_all_reduce
+        )
+        return lambda nbytes: formula(router, nbytes, devices)
+    group = group_of_devices(nodes, devices)
+    if algorithm == "ring":
+        return lambda nbytes: ring(group, nbytes)
+    if algorithm == "tree":
+        return lambda nbytes: tree(group, nbytes)
+    return lambda nbytes: min(ring(group, nbytes), tree(group, nbytes))
 
 
 def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pipesim.network.collective_arguments import (
     finite_seconds,
 )
 from pipesim.network.collectives import (
+    all_reduce_formula,
     all_to_all,
     all_to_all_links,
     fastest_all_reduce,
@@ -40,7 +41,7 @@ from pipesim.network.routes import Router, Routes
 from pipesim.network.sources import network_fields, preset_nodes
 from pipesim.utils.files import check_path
 
-__all__ = ["Link", "Network", "Nodes", "Routes"]
+__all__ = ["Link", "Network", "Nodes", "Routes", "all_reduce_seconds"]
 
 #: Algorithms of an all-reduce.
 ALL_REDUCE = {
@@ -515,3 +516,25 @@ class Network:
             For an unknown preset.
         """
         return cls(*network_fields(values))
+
+
+def all_reduce_seconds(
+    network: Network, devices: Sequence[int] | NDArray[Any], algorithm: str
+) -> Callable[[float], float]:
+    """Return `Network.all_reduce` of some devices as a function of bytes.
+
+    Members are checked and counted once. Arguments and errors are those of `Network.all_reduce`.
+    """
+    _, members = checked_members("all-reduce", 0, devices)
+    router = network._router  # of this module
+    formula = all_reduce_formula(router, members, check_name("all-reduce", algorithm, ALL_REDUCE))
+
+    def seconds(nbytes: float) -> float:
+        """Return the seconds for this number of bytes."""
+        if not 0 <= nbytes < math.inf:
+            raise NetworkError(f"all-reduce: bytes must be finite and >= 0, got {nbytes!r}")
+        return finite_seconds(
+            "all-reduce", lambda _, size, __: formula(size), router, nbytes, members
+        )
+
+    return seconds

@@ -29,6 +29,7 @@ Times are computed by ``max`` and ``+`` of equal values, so that they are equal 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,13 @@ from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan, with_several_streams
 from pipesim.utils.csr import Ints
 
-__all__ = ["run_compiled", "run_equal_replicas_once", "run_simpy"]
+__all__ = [
+    "HeldLinks",
+    "links_of_first_copy",
+    "run_compiled",
+    "run_equal_replicas_once",
+    "run_simpy",
+]
 
 Floats = NDArray[np.float64]
 Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]
@@ -125,17 +132,47 @@ def _links_of_first_copy(graph: TaskGraph, kinds: Ints, table: CostTable) -> Int
     A member of a collective gets the links of its twins too. Links that a single stream holds are
     left out, since tasks of one stream never compete.
     """
-    first, n_held = kinds[0], len(kinds) * table.links.shape[1]
+    first = kinds[0]
     lasts = table.duration[first] > 0  # a task of 0 s holds no link
     sends = np.flatnonzero(lasts & graph.kinds.is_op(SENDS)[first])
     members = np.flatnonzero(lasts & graph.kinds.is_op(COLLECTIVES)[first])
-    sent, joined = table.links[kinds[:, sends]], table.links[kinds[:, members]]
-    held = np.moveaxis(joined, 0, 1).reshape(len(members), n_held)
-    if not _messages_are_copies(*_renumbered(sent, held)):
+    held = HeldLinks(sends, table.links[kinds[:, sends]], members, table.links[kinds[:, members]])
+    return links_of_first_copy(held, graph.stream_of_kind[first])
+
+
+class HeldLinks(NamedTuple):
+    """Links that tasks of all copies hold, padded with -1.
+
+    Attributes
+    ----------
+    sends, members
+        Kinds of the first copy that are SENDs, and members of collectives.
+    sent, joined
+        Links of the kinds of ``sends`` and of ``members`` in each copy; shape
+        ``(n_copies, n, most)``.
+    """
+
+    sends: Ints
+    sent: Ints
+    members: Ints
+    joined: Ints
+
+
+def links_of_first_copy(links: HeldLinks, stream_of_kind: Ints) -> Ints | None:
+    """Return the links of each kind of the first copy, padded with -1; None if links differ.
+
+    ``stream_of_kind`` has the streams of the first copy. Arguments and result are those of the
+    checks in this module.
+    """
+    n_held = len(links.joined) * links.joined.shape[2]
+    held = np.moveaxis(links.joined, 0, 1).reshape(len(links.members), n_held)
+    if not _messages_are_copies(*_renumbered(links.sent, held)):
         return None
-    own = np.full((len(first), n_held), -1, dtype=np.int64)
-    own[sends, : sent.shape[2]], own[members] = sent[0], held
-    return _without_links_of_one_stream(own, graph.stream_of_kind[first])
+    n_columns = max(n_held, links.sent.shape[2])
+    own = np.full((len(stream_of_kind), n_columns), -1, dtype=np.int64)
+    own[links.sends, : links.sent.shape[2]] = links.sent[0]
+    own[links.members, :n_held] = held
+    return _without_links_of_one_stream(own, stream_of_kind)
 
 
 def _renumbered(sent: Ints, held: Ints) -> tuple[Ints, Ints]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import TimelineError
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE
 from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.timeline.task_bytes import (
@@ -36,6 +37,7 @@ __all__ = [
     "in_order_of_time",
     "over_time",
     "peak_memory",
+    "peak_memory_of_order",
 ]
 
 Floats = NDArray[np.float64]
@@ -63,6 +65,21 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
             is_counted |= columns.workspace != 0
             none = np.empty(0)
             _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
+        return finite_bytes(static(graph, costs) + peak)
+
+
+def peak_memory_of_order(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
+    """Return `peak_memory` of a complete timeline; it follows from the order of tasks alone.
+
+    The graph must have no gradients that wait for their reduction, as `pipesim.lower` makes it with
+    ``grad_sync="last"``: these are released at times, not in an order.
+    """
+    peak, none = np.zeros(graph.n_devices), np.empty(0)
+    times = np.zeros(len(graph))
+    columns = _graph_columns(graph, costs, times, times)
+    is_counted = (columns.allocated != 0) | (columns.released != 0) | (columns.workspace != 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
         return finite_bytes(static(graph, costs) + peak)
 
 
@@ -192,18 +209,24 @@ class _Columns(NamedTuple):
 
 def _columns(timeline: Timeline) -> _Columns:
     """Return the inputs of the kernel."""
-    graph, kinds = timeline.graph, timeline.graph.kinds
+    costs = costs_of(timeline)
+    return _graph_columns(timeline.graph, costs, timeline.start, timeline.end)
+
+
+def _graph_columns(graph: TaskGraph, costs: Costs, start: Floats, end: Floats) -> _Columns:
+    """Return the inputs of the kernel for tasks with these times."""
+    kinds = graph.kinds
     return _Columns(
         graph.kind,
         graph.microbatch,
         kinds.device,
         kinds.replica,
         kinds.stage,
-        *kind_bytes(graph, costs_of(timeline)),
-        workspaces(graph, costs_of(timeline)),
+        *kind_bytes(graph, costs),
+        workspaces(graph, costs),
         dropped_activations(graph),
-        timeline.start,
-        timeline.end,
+        start,
+        end,
     )
 
 

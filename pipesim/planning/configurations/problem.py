@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError, CostsWarning
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
+from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.scheduling.placement import Layout
+from pipesim.scheduling.placement import Layout, Placement, replica_devices
 from pipesim.scheduling.registry import schedule as named_schedule
+from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["PlanProblem"]
+__all__ = ["PlanProblem", "placement_of"]
+
+#: Fewest micro-batches, in units of the devices, with which every schedule can be built.
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,13 @@ class PlanProblem:
     global_batch
         Sequences of a step, of all replicas.
     memory_limit
-        Most bytes of each device, as in `pipesim.simulate`; None if unknown.
+        Most bytes of each device, as in `pipesim.simulate`; None for the usable memory of its GPU.
     flash_attention, scatter_gather, fused_loss
         As in `pipesim.models.tensor_parallel.Shard`.
     layout
         Order of the devices of replicas, as in `pipesim.lower`.
+    memory_reserve
+        Share of the bytes of tensors that the allocator holds besides, as in `pipesim.Costs`.
     """
 
     model: Transformer | Layers
@@ -48,34 +60,79 @@ class PlanProblem:
     scatter_gather: bool = False
     fused_loss: bool = False
     layout: Layout = "stage_major"
+    memory_reserve: float = 0.0
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.model.n_layers if isinstance(self.model, Transformer) else len(self.model)
 
     def costs(self, choice: PlanChoice) -> Costs:
-        """Return the costs of the stages of a choice."""
-        network = self.cluster.network(gpus_per_device=choice.tensor_parallel)
+        """Return the costs of the stages of a choice, each of the GPU of its device."""
+        gpus = self.gpus_of_devices(choice)
+        kinds = sorted(set(gpus))
+        costs = [self._costs_on(choice, self.cluster.gpus[kind]) for kind in kinds]
+        if len(costs) == 1:
+            return costs[0]
+        placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        stages = [kinds.index(gpus[device]) for device in placement.paths[0]]
+        return _joined(costs, stages)
+
+    def _costs_on(self, choice: PlanChoice, gpu: GPU) -> Costs:
+        """Return the costs of stages that all run on one kind of GPU."""
+        network = self.cluster.network(choice.tensor_parallel)
         if isinstance(self.model, Layers):
-            return self.model.costs(choice.layers_per_stage, network=network)
-        return self.model.costs(
-            choice.layers_per_stage,
-            microbatch_size=choice.microbatch_size,
-            gpu=self.cluster.gpu,
-            tensor_parallel=choice.tensor_parallel,
-            sequence_parallel=choice.sequence_parallel,
-            recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
-            flash_attention=self.flash_attention,
-            scatter_gather=self.scatter_gather,
-            fused_loss=self.fused_loss,
-            network=network,
+            costs = self.model.costs(choice.layers_per_stage, network=network)
+        else:
+            costs = self.model.costs(
+                choice.layers_per_stage,
+                microbatch_size=choice.microbatch_size,
+                gpu=gpu,
+                tensor_parallel=choice.tensor_parallel,
+                sequence_parallel=choice.sequence_parallel,
+                recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
+                flash_attention=self.flash_attention,
+                scatter_gather=self.scatter_gather,
+                fused_loss=self.fused_loss,
+                network=network,
+            )
+        return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
+
+    def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
+        """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.
+
+        Replicas of a device on several kinds of GPUs, and a device of several, have the slowest.
+        """
+        p = choice.pipeline_parallel
+        if not self.cluster.is_mixed:
+            return (0,) * p
+        return _slowest_gpus(
+            self.cluster, choice.tensor_parallel, p, choice.data_parallel, self.layout
         )
 
     def schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
         """Return the schedule of a choice, ordered for its costs if the schedule takes costs."""
+        options = self.options(choice)
+        if self.takes_costs(choice.schedule):
+            options["costs"] = costs
         return named_schedule(
-            choice.schedule, choice.pipeline_parallel, choice.n_microbatches, **self.options(choice)
+            choice.schedule, choice.pipeline_parallel, choice.n_microbatches, **options
         )
 
     def options(self, choice: PlanChoice) -> dict[str, Any]:
-        """Return the options of the schedule of a choice."""
-        return {"n_chunks": choice.n_chunks} if choice.schedule == "interleaved" else {}
+        """Return the options of the schedule of a choice, without its costs."""
+        takes_chunks = "n_chunks" in schedule_info(choice.schedule).options
+        return {"n_chunks": choice.n_chunks} if takes_chunks else {}
+
+    def takes_costs(self, name: str) -> bool:
+        """Return whether a schedule orders its tasks for costs."""
+        return "costs" in schedule_info(name).options
+
+    def chunks_of(self, name: str, n_devices: int) -> int | None:
+        """Return the number of stages of each device; None if a schedule takes any."""
+        if "n_chunks" in schedule_info(name).options:
+            return None
+        return placement_of(name, n_devices, 1).n_stages // n_devices
 
     def graph(self, choice: PlanChoice, schedule: Schedule) -> TaskGraph:
         """Return the task graph of all replicas."""
@@ -86,6 +143,74 @@ class PlanProblem:
             layout=self.layout,
         )
 
-    def limits(self, choice: PlanChoice) -> float | Sequence[float] | None:
-        """Return the most bytes of each device of a choice, for `pipesim.simulate`."""
-        return self.memory_limit
+    def device_limits(self, choice: PlanChoice) -> list[float]:
+        """Return the most bytes of each device of the pipeline."""
+        if self.memory_limit is not None:
+            return [self.memory_limit] * choice.pipeline_parallel
+        usable = [self.cluster.usable_bytes(gpu) for gpu in self.cluster.gpus]
+        return [usable[kind] for kind in self.gpus_of_devices(choice)]
+
+    def limits(self, choice: PlanChoice) -> list[float]:
+        """Return the most bytes of each device of all replicas, for `pipesim.simulate`."""
+        own = self.device_limits(choice)
+        devices = replica_devices(choice.data_parallel, len(own), self.layout)
+        limits = np.empty(devices.size)
+        limits[devices] = own
+        return [float(limit) for limit in limits]
+
+
+@lru_cache(maxsize=4096)
+def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
+    """Return the placement of a schedule, from the order of few micro-batches.
+
+    Raises
+    ------
+    ArgumentError
+        For a schedule of several paths or mini-batches, which a plan cannot use.
+    """
+    info = schedule_info(name)
+    options = {"n_chunks": n_chunks} if "n_chunks" in info.options else {}
+    n = next(
+        (k for k in range(1, 2 * _ROUNDS * n_devices + 1) if info.allows(n_devices, k, **options)),
+        _ROUNDS * n_devices,
+    )
+    built = named_schedule(name, n_devices, n, **options)
+    if built.placement.n_paths > 1 or built.n_batches > 1:
+        raise ArgumentError(
+            f"schedules has {name!r}, whose micro-batches take several paths or belong to several "
+            "mini-batches; a plan has one of each"
+        )
+    return built.placement
+
+
+@lru_cache(maxsize=4096)
+def _slowest_gpus(
+    cluster: Cluster, tensor_parallel: int, p: int, dp: int, layout: Layout
+) -> tuple[int, ...]:
+    """Return `PlanProblem.gpus_of_devices` of a mixed cluster."""
+    kinds = cluster.gpu_numbers(tensor_parallel)
+    slowness = [-gpu.flops for gpu in cluster.gpus]
+    devices = replica_devices(dp, p, layout)
+    return tuple(
+        max((kind for device in column for kind in kinds[device]), key=slowness.__getitem__)
+        for column in devices.T.tolist()
+    )
+
+
+def _joined(costs: Sequence[Costs], which: Sequence[int]) -> Costs:
+    """Return costs whose stage s has the values of ``costs[which[s]]``."""
+    values: dict[str, Any] = {}
+    for column in fields(Costs):
+        rows = [getattr(x, column.name) for x in costs]
+        if isinstance(rows[0], tuple) and len(rows[0]) == len(which) and rows[0] and (
+            isinstance(rows[0][0], float)
+        ):  # fmt: skip
+            values[column.name] = tuple(rows[k][stage] for stage, k in enumerate(which))
+    work = costs[0].work
+    if work is not None:
+        peaks = [x.work.peak_flops or 0.0 for x in costs if x.work is not None]
+        mean = sum(peaks[k] for k in which) / len(which)
+        work = replace(work, peak_flops=mean, memory=None, settings=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CostsWarning)
+        return replace(costs[0], **values, workload=work)

@@ -1,0 +1,176 @@
+"""`KindRoutes`: the network between the devices of a graph, and the rows that costs fill.
+
+Nothing in it depends on seconds and bytes, so that it serves all costs of one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Kinds
+from pipesim.network.network import Network, all_reduce_seconds
+from pipesim.network.routes import Routes
+from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.utils.csr import Ints
+
+__all__ = ["CollectiveRoute", "KindRoutes", "message_ends", "message_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveRoute:
+    """Members of a collective, and the network between them.
+
+    Attributes
+    ----------
+    members
+        Kinds of the members that are in the graph.
+    rows
+        Each stage of the members, and their kinds of that stage.
+    devices
+        Devices of all members, sorted; also those of equal replicas that the graph stands for.
+    own_devices
+        Device of each of ``members``.
+    n_devices
+        Number of devices of the network.
+    network, algorithm
+        Links, and the algorithm; ``"all_to_all"`` for exchanges.
+    """
+
+    members: Ints
+    rows: tuple[tuple[int, Ints], ...]
+    devices: Ints
+    own_devices: Ints
+    n_devices: int
+    network: Network
+    algorithm: str
+
+    @cached_property
+    def seconds(self) -> Callable[[float], float]:
+        """Seconds of an all-reduce between the members as a function of bytes."""
+        return all_reduce_seconds(self.network, self.devices, self.algorithm)
+
+    @cached_property
+    def all_links(self) -> Ints:
+        """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
+        return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
+
+    @property
+    def links(self) -> Ints:
+        """Links that each of ``members`` holds; shape ``(len(members), most)``."""
+        held: Ints = self.all_links[np.searchsorted(self.devices, self.own_devices)]
+        return held
+
+
+@dataclass(frozen=True, eq=False)
+class KindRoutes:
+    """Rows of the kinds of a graph, and the links between its devices.
+
+    Attributes
+    ----------
+    graph
+        The graph.
+    network, all_reduce
+        Links, and the algorithm of REDUCE_GRAD.
+    replicas
+        Devices of each of the equal replicas for which the one of the graph stands: row r has those
+        of replica r, one for each device of the graph. None if the graph has all replicas.
+    """
+
+    graph: TaskGraph
+    network: Network
+    all_reduce: str
+    replicas: Ints | None = None
+
+    @property
+    def n_devices(self) -> int:
+        """Number of devices of the network."""
+        return self.graph.n_devices if self.replicas is None else self.replicas.size
+
+    def true_devices(self, devices: Ints) -> Ints:
+        """Return the numbers of devices of the graph in the network."""
+        return devices if self.replicas is None else self.replicas[0][devices]
+
+    @cached_property
+    def transfers(self) -> Ints:
+        """Kinds of messages."""
+        return np.flatnonzero(self.graph.kinds.is_op(SENDS | RECVS))
+
+    @cached_property
+    def is_send(self) -> NDArray[np.bool_]:
+        """Which of ``transfers`` are SENDs."""
+        return np.asarray(self.graph.kinds.is_op(SENDS)[self.transfers], dtype=bool)
+
+    @cached_property
+    def messages(self) -> Routes:
+        """Links, latency and bandwidth of ``transfers``."""
+        source, target = map(self.true_devices, message_ends(self.graph, self.transfers))
+        return self.network.resolve(source, target, self.n_devices)
+
+    @cached_property
+    def rows_of_ops(self) -> dict[Op, tuple[Ints, Ints]]:
+        """Kinds of each operation, and their stages."""
+        kinds = self.graph.kinds
+        rows = ((Op(op), np.flatnonzero(kinds.op == op)) for op in np.unique(kinds.op).tolist())
+        return {op: (own, kinds.stage[own]) for op, own in rows}
+
+    @cached_property
+    def message_rows(self) -> tuple[Ints, Ints]:
+        """Kinds of messages of outputs and of their gradients, and the stage of each output."""
+        return message_rows(self.graph.kinds)
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveRoute, ...]:
+        """Collectives, without repeated ones, whose members have the same kinds."""
+        kinds = self.graph.kinds
+        done, routes = ~kinds.is_op(COLLECTIVES), []
+        for row in range(len(self.graph.collectives)):
+            members = self.graph.kind[self.graph.collectives[row]]
+            if not done[members].all():
+                routes.append(self._collective(members))
+                done[members] = True
+        return tuple(routes)
+
+    def _collective(self, members: Ints) -> CollectiveRoute:
+        """Return the route of one collective."""
+        kinds = self.graph.kinds
+        stage, own = kinds.stage[members], kinds.device[members]
+        devices = own if self.replicas is None else self.replicas[:, own].ravel()
+        if (kinds.op[members] == Op.ALL_TO_ALL).any():
+            name = "all_to_all"
+        elif (self.graph.optimizer_shares[stage] > 1).any():
+            name = "ring"
+        else:
+            name = self.all_reduce
+        rows = tuple((number, members[stage == number]) for number in np.unique(stage).tolist())
+        return CollectiveRoute(members, rows, np.unique(devices), self.true_devices(own),
+                               self.n_devices, self.network, name)  # fmt: skip
+
+
+def message_ends(graph: TaskGraph, transfers: Ints) -> tuple[Ints, Ints]:
+    """Return the sending and the receiving device of each kind in ``transfers``.
+
+    If the graph lacks the other end of a message, device 0 stands for it.
+    """
+    kinds, peer = graph.kinds, graph.peer_of_kind[transfers]
+    is_send = kinds.is_op(SENDS)[transfers]
+    own, other = kinds.device[transfers], np.where(peer >= 0, kinds.device[peer], 0)
+    return np.where(is_send, own, other), np.where(is_send, other, own)
+
+
+def message_rows(kinds: Kinds) -> tuple[Ints, Ints]:
+    """Return the kinds of messages, and the stage of each output or its gradient.
+
+    Messages of skip connections are not among them.
+    """
+    rows, stages = [], []
+    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
+        own = np.flatnonzero((kinds.op == op) & (kinds.peer_stage < 0))
+        rows.append(own)
+        stages.append(kinds.stage[own] + offset)
+    return np.concatenate(rows), np.concatenate(stages)

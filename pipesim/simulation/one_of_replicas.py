@@ -1,0 +1,155 @@
+"""Simulate one of many equal replicas, for many costs, without building the tasks of the others.
+
+A replica is the first copy of ``lower(schedule, n_replicas=2)``. It stands for any number of
+replicas: collectives are priced for all members on their devices, and hold the links of all. The
+times are those of `pipesim.simulate` for all replicas, to the last bit, under the conditions of
+`pipesim.simulation.equal_replicas`, which `OneOfReplicas.make` checks on kinds of tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.kind_routes import KindRoutes, message_ends
+from pipesim.costs.pricing import cost_table
+from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.network.network import Network
+from pipesim.ops import SENDS
+from pipesim.scheduling.placement import Layout, replica_devices
+from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
+from pipesim.simulation.engines.plan import Plan, make_plan
+from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
+from pipesim.utils.csr import Ints
+
+__all__ = ["OneOfReplicas", "lower_replica"]
+
+Floats = NDArray[np.float64]
+
+
+def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
+    """Return the graph of one replica; if ``replicated``, with the collectives of several."""
+    if not replicated:
+        return lower(schedule)
+    whole = lower(schedule, n_replicas=2, shard_optimizer=shard_optimizer)
+    first = whole.first_copy
+    assert first is not None, f"replicas of {schedule.name!r} differ"
+    n_devices = schedule.n_devices
+    return replace(first.graph, n_devices=n_devices, host=first.graph.host[:n_devices])
+
+
+@dataclass(eq=False)
+class OneOfReplicas:
+    """One replica that stands for several equal ones on their devices.
+
+    Attributes
+    ----------
+    routes
+        Graph of the replica, and the network between the devices of all replicas.
+    """
+
+    routes: KindRoutes
+    _plans: dict[bytes, Plan | None] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls, graph: TaskGraph, n_replicas: int, layout: Layout, network: Network, all_reduce: str
+    ) -> OneOfReplicas | None:
+        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ."""
+        graph = replace(graph, options=replace(graph.options, n_equal=n_replicas))
+        devices = replica_devices(n_replicas, graph.n_devices, layout)
+        routes = KindRoutes(graph, network, all_reduce, devices)
+        return cls(routes) if _messages_are_equal(routes) else None
+
+    @property
+    def graph(self) -> TaskGraph:
+        """Tasks of the replica; its ``options.n_equal`` is the number of replicas."""
+        return self.routes.graph
+
+    def run(self, costs: Costs) -> tuple[Floats, Floats] | None:
+        """Return start and end of each task (s), or None if nothing proves the replicas equal.
+
+        ``costs`` must have the network and the all-reduce of ``routes``.
+        """
+        table = cost_table(costs, self.routes)
+        if table.launch.any():
+            return None
+        plan = self._plan(costs, table)
+        if plan is None:
+            return None
+        plan = plan._replace(latency=table.latency, duration=table.duration)
+        times = run_in_one_pass(plan)
+        return run_event_loop(self.graph, plan) if times is None else times
+
+    def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
+        """Return the engine's columns, whose links depend on which tasks take any time."""
+        pattern = np.packbits(np.stack([table.duration > 0, table.nbytes > 0])).tobytes()
+        if pattern not in self._plans:
+            links = self._links(table)
+            self._plans[pattern] = None
+            if links is not None:
+                tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
+                self._plans[pattern] = make_plan(self.graph, tasks)
+        return self._plans[pattern]
+
+    def _links(self, table: CostTable) -> Ints | None:
+        """Return the links of each kind, those of collectives also of other replicas."""
+        routes = self.routes
+        lasts = table.duration > 0  # a task of 0 s holds no link
+        sends = np.flatnonzero(lasts & self.graph.kinds.is_op(SENDS))
+        sent = _links_of_all(routes, sends)
+        held = [x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]]
+        width = max((x.all_links.shape[1] for x in held), default=0)
+        members = np.concatenate([x.members for x in held]) if held else np.empty(0, np.int64)
+        joined = np.full((len(sent), len(members), width), -1, dtype=np.int64)
+        at = 0
+        for route in held:
+            links = route.all_links
+            devices = _devices(routes)[:, self.graph.kinds.device[route.members]]
+            rows = links[np.searchsorted(route.devices, devices)]
+            joined[:, at : at + len(route.members), : links.shape[1]] = rows
+            at += len(route.members)
+        return links_of_first_copy(
+            HeldLinks(sends, sent, members, joined), self.graph.stream_of_kind
+        )
+
+
+def _devices(routes: KindRoutes) -> Ints:
+    """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
+    return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
+
+
+def _links_of_all(routes: KindRoutes, sends: Ints) -> Ints:
+    """Return the links that SENDs of all replicas hold; shape ``(n_replicas, n, most)``."""
+    devices = _devices(routes)
+    source, target = message_ends(routes.graph, sends)
+    found = routes.network.resolve(
+        devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
+    )
+    return found.links.reshape(len(devices), len(sends), found.links.shape[1])
+
+
+def _messages_are_equal(routes: KindRoutes) -> bool:
+    """Return whether messages of all replicas have the same latency and bandwidth.
+
+    Messages between the first and the last stage count too: a tied matrix is summed there.
+    """
+    devices, graph = _devices(routes), routes.graph
+    source, target = message_ends(graph, routes.transfers)
+    ends = graph.homes[0, [0, -1]]
+    if ends[0] != ends[1]:
+        source, target = np.append(source, ends), np.append(target, ends[::-1])
+    found = routes.network.resolve(
+        devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
+    )
+    for values in (found.latency, found.bandwidth):
+        rows = values.reshape(len(devices), -1)
+        if (rows != rows[0]).any():
+            return False
+    return True
