@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from pipesim.analysis.idle import CAUSES, Cause
+from pipesim.utils.text_tables import align_columns
 from pipesim.utils.units import format_numbers
 
 if TYPE_CHECKING:
@@ -16,16 +17,6 @@ __all__ = ["GIB", "align_columns", "cause_columns", "format_numbers", "known_res
 
 GIB = 2.0**30
 _YES_NO = {True: "yes", False: "no"}
-
-
-def align_columns(columns: dict[str, list[str]], align: str = ">") -> str:
-    """Return a table as text: its first column aligned left, the others by ``align``."""
-    widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
-    aligns = ["<", *align * (len(widths) - 1)]
-    return "\n".join(
-        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
-        for row in [tuple(columns), *zip(*columns.values(), strict=True)]
-    )
 
 
 def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:

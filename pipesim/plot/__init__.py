@@ -12,6 +12,7 @@ from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
 from pipesim.plot.idle_chart import idle
 from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, save
+from pipesim.plot.plan_front import plan_front
 from pipesim.plot.style import PALETTE
 from pipesim.plot.timelines import timeline
 
@@ -29,6 +30,7 @@ __all__ = [
     "idle",
     "memory",
     "overlay",
+    "plan_front",
     "save",
     "schedule_html",
     "timeline",

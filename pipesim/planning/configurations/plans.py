@@ -1,72 +1,38 @@
-"""`Plans`, the ranked configurations of a plan, and `Plan`, one of them with its timeline."""
+"""`Plans`: the ranked configurations of a plan, and those that were ruled out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipesim.costs.costs import Costs
-from pipesim.graph.graph import TaskGraph
+from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.explanation import Explanation, explanation
+from pipesim.planning.configurations.plan import Plan
+from pipesim.planning.configurations.plan_tables import front_ranks, ranked_table, ruled_out_table
+from pipesim.planning.configurations.plan_texts import plans_html, plans_line, plans_text
 from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
-from pipesim.timeline.timeline import Timeline
+from pipesim.planning.configurations.step_parts import memory_parts, step_parts
+from pipesim.utils.files import check_path, write_whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
 
 __all__ = ["Plan", "Plans"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One configuration with its costs, schedule, graph and timeline, each built on demand.
-
-    Attributes
-    ----------
-    problem
-        Model, cluster and batch.
-    evaluation
-        Configuration, step and memory.
-    """
-
-    problem: PlanProblem
-    evaluation: Evaluation
-
-    @property
-    def choice(self) -> PlanChoice:
-        """The configuration."""
-        return self.evaluation.choice
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return self.evaluation.step
-
-    @cached_property
-    def costs(self) -> Costs:
-        """Costs of the stages."""
-        return self.problem.costs(self.choice)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """Order of the operations of each device."""
-        return self.problem.schedule(self.choice, self.costs)
-
-    @cached_property
-    def graph(self) -> TaskGraph:
-        """Task graph of all replicas."""
-        return self.problem.graph(self.choice, self.schedule)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Simulated step of all replicas."""
-        limits = self.problem.limits(self.choice)
-        return simulate(self.graph, self.costs, memory_limit=limits)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Plans:
     """Configurations of a plan: the ranked ones first, then those that were ruled out.
+
+    ``plans[k]`` is the `Plan` of rank ``k``; a loop over the plans begins with the best, and
+    ``len(plans)`` is the number of ranks.
 
     Attributes
     ----------
@@ -96,14 +62,197 @@ class Plans:
         """Simulated configurations that fit, best first."""
         return tuple(x for x in self.evaluations if x.status == "simulated")
 
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row a simulated configuration that fits, the best first, indexed by ``rank``.
+
+        Columns:
+
+        - ``step`` (s); with noise also ``noisy_step``, the percentile of noisy steps (s);
+        - ``tokens_per_second`` of the whole cluster, ``mfu`` (0..1) of the GPUs in use; NaN if the
+          model's tokens or FLOPs are unknown;
+        - ``bubble`` (0..1), idle share of all devices;
+        - ``memory``: bytes of the fullest device, the allocator's reserve included;
+        - ``gap``: step over its lower bound, minus 1;
+        - the settings of the configuration, as in `PlanChoice`, and its ``status``.
+        """
+        return ranked_table(self.problem, self.ranked, noisy=self.percentile is not None)
+
+    @cached_property
+    def ruled_out(self) -> pd.DataFrame:
+        """One row a configuration that is not ranked: ``status``, ``reason``, and its settings.
+
+        ``bound`` is a lower bound on its step (s). ``memory`` is in bytes of the fullest device, a
+        lower bound if the configuration was not simulated. Both are NaN if it is invalid.
+        """
+        return ruled_out_table([x for x in self.evaluations if x.status != "simulated"])
+
+    @cached_property
+    def front(self) -> pd.DataFrame:
+        """Rows of `table` of which none is better in time or memory and as good in the other.
+
+        They are in ascending order of steps, of noisy steps with noise.
+        """
+        return self.table.iloc[front_ranks(self._seconds, self.table["memory"].tolist())]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of configurations with each status."""
+        statuses = ("simulated", "cannot win", "does not fit", "invalid")
+        return {status: sum(x.status == status for x in self.evaluations) for status in statuses}
+
     @property
     def best(self) -> Plan:
-        """The configuration of rank 0."""
+        """The configuration of rank 0; raises `ArgumentError` if none is ranked."""
         return self.plan(0)
 
-    def plan(self, rank: int) -> Plan:
-        """Return the configuration with a rank, 0 for the best."""
-        return Plan(self.problem, self.ranked[rank])
+    def plan(self, which: int | PlanChoice) -> Plan:
+        """Return the configuration with a rank, 0 for the best, or any configuration you name.
+
+        Configurations that were not simulated are simulated when their timeline is used.
+
+        Raises
+        ------
+        ArgumentError
+            For a rank that there is not, and for a configuration of another global batch.
+        """
+        if isinstance(which, PlanChoice):
+            return self._named(which)
+        if not self.ranked:
+            raise ArgumentError(f"no configuration is ranked: {plans_line(self)}; see ruled_out")
+        is_rank = isinstance(which, Integral) and not isinstance(which, bool)
+        rank = int(which) if is_rank else -1
+        if not 0 <= rank < len(self.ranked):
+            raise ArgumentError(
+                f"rank must be a whole number from 0 to {len(self.ranked) - 1}, or a PlanChoice, "
+                f"got {which!r:.60}"
+            )
+        return self._plans.setdefault(rank, Plan(self.problem, self.ranked[rank]))
+
+    def plot(self, *, ax: Axes | None = None, title: str | None = None, **options: Any) -> Axes:
+        """Draw memory over time of all ranked configurations; see `pipesim.plot.plan_front`.
+
+        The front is labelled with parallel sizes, chunks and recompute.
+
+        Raises
+        ------
+        ArgumentError
+            As `pipesim.plot.plan_front`; if no configuration is ranked.
+        """
+        from pipesim.planning.configurations.plan_texts import short_name
+        from pipesim.plot.plan_front import plan_front
+
+        table = self.table.assign(step=self._seconds)
+        names = {int(rank): short_name(self.ranked[rank].choice) for rank in self.front.index}
+        limit = self.problem.memory_limit
+        options = {"memory_limit": limit} | options
+        return plan_front(table, list(names), names, ax=ax, title=title, **options)
+
+    def explain(
+        self, first: int | Plan | PlanChoice = 0, second: int | Plan | PlanChoice = 1
+    ) -> Explanation:
+        """Return why the step of one configuration differs from that of another.
+
+        Parameters
+        ----------
+        first, second
+            Ranks, plans, or any configurations; by default the best and the second.
+
+        Returns
+        -------
+        Explanation
+            Parts of the difference in seconds, and of the memory in bytes; as text when printed.
+
+        Raises
+        ------
+        ArgumentError
+            As `plan`.
+        """
+        plans = [x if isinstance(x, Plan) else self.plan(x) for x in (first, second)]
+        first_timeline, second_timeline = (plan.timeline for plan in plans)
+        return explanation(
+            (plans[0].choice, plans[1].choice),
+            (step_parts(first_timeline), step_parts(second_timeline)),
+            (memory_parts(first_timeline), memory_parts(second_timeline)),
+        )
+
+    def to_megatron(self) -> str:
+        """Return the flags of Megatron-LM for the best configuration; see `Plan.to_megatron`."""
+        return self.best.to_megatron()
+
+    def to_torchtitan(self) -> str:
+        """Return torchtitan's settings of the best configuration; see `Plan.to_torchtitan`."""
+        return self.best.to_torchtitan()
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write `table` and then `ruled_out` to one CSV file, whole or not at all.
+
+        Units are those of the tables; ``rank`` is empty for configurations that are ruled out.
+
+        Raises
+        ------
+        ArgumentError
+            For a value that is no path, and a file that cannot be written.
+        """
+        import pandas as pd
+
+        path = check_path("path", path, "write")
+        tables = [self.table.reset_index(), self.ruled_out]
+        whole = pd.concat([table for table in tables if len(table)] or tables)
+        write_whole(path, lambda file: whole.to_csv(file, index=False))
+
+    def summary(self, n_best: int = 5) -> str:
+        """Return the counts of configurations, and a table of the best few, as text.
+
+        Raises
+        ------
+        ArgumentError
+            For a number that is no whole number of at least 1.
+        """
+        return plans_text(self, n_best)
+
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        """Plans by rank, so that what they build is built once."""
+        return {}
+
+    @property
+    def _seconds(self) -> list[float]:
+        """Seconds of each ranked configuration, of noisy steps with noise."""
+        column = "step" if self.percentile is None else "noisy_step"
+        seconds: list[float] = self.table[column].tolist()
+        return seconds
+
+    def _named(self, choice: PlanChoice) -> Plan:
+        """Return the plan of a configuration, ranked or not."""
+        for rank, row in enumerate(self.ranked):
+            if row.choice == choice:
+                return self.plan(rank)
+        batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
+        if batch != self.problem.global_batch:
+            raise ArgumentError(
+                f"the configuration has {choice.data_parallel} replicas of {choice.n_microbatches} "
+                f"micro-batches of {choice.microbatch_size} sequences, which are {batch}; the "
+                f"plan's global_batch is {self.problem.global_batch}"
+            )
+        rows = [row for row in self.evaluations if row.choice == choice]
+        new = Evaluation(choice, math.nan, math.nan, math.nan, math.nan, "simulated")
+        return Plan(self.problem, rows[0] if rows else new)
 
     def __len__(self) -> int:
-        return len(self.evaluations)
+        return len(self.ranked)
+
+    def __getitem__(self, rank: int) -> Plan:
+        return self.plan(rank)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return (self.plan(rank) for rank in range(len(self.ranked)))
+
+    def __repr__(self) -> str:
+        return f"<Plans: {plans_line(self)}>"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return plans_html(self)

@@ -19,6 +19,7 @@ import pipesim as ps
 from pipeexec.torch_pipelining.interop import TORCH_SCHEDULES
 from pipeexec.torch_pipelining.private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.planning.configurations.torchtitan import TORCH_NAMES
 from pipesim.scheduling.file_checksums import unsigned
 from pipesim.scheduling.registry import schedule_info
 
@@ -59,6 +60,11 @@ def test_every_class_of_torch_is_here() -> None:
     public = {name for name in pipelining.__all__ if name.startswith("Schedule")}
     assert public == {f"Schedule{name}" for name in TORCH_SCHEDULES}
     assert OURS.keys() == TORCH_SCHEDULES.keys()
+
+
+def test_exported_plans_have_the_same_names() -> None:
+    """The settings of torchtitan name the class whose order is ours."""
+    assert {schedule: name for name, (schedule, _) in OURS.items()} == TORCH_NAMES
 
 
 @pytest.mark.slow

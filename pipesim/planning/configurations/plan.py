@@ -1,0 +1,105 @@
+"""`Plan`, one configuration with its costs, schedule, graph and timeline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipesim.costs.costs import Costs
+from pipesim.graph.graph import TaskGraph
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.megatron import megatron_flags
+from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.torchtitan import torchtitan_toml
+from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.simulate import simulate
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import format_bytes, format_time
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """One configuration with its costs, schedule, graph and timeline, each built on demand.
+
+    Attributes
+    ----------
+    problem
+        Model, cluster and batch.
+    evaluation
+        Configuration, step and memory.
+    """
+
+    problem: PlanProblem
+    evaluation: Evaluation
+
+    @property
+    def choice(self) -> PlanChoice:
+        """The configuration."""
+        return self.evaluation.choice
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step; simulated now if the search did not."""
+        step = self.evaluation.step
+        return self.timeline.makespan if math.isnan(step) else step
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the stages."""
+        return self.problem.costs(self.choice)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Order of the operations of each device."""
+        return self.problem.schedule(self.choice, self.costs)
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """Task graph of all replicas."""
+        return self.problem.graph(self.choice, self.schedule)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Simulated step of all replicas."""
+        limits = self.problem.limits(self.choice)
+        return simulate(self.graph, self.costs, memory_limit=limits)
+
+    def to_megatron(self) -> str:
+        """Return the flags of Megatron-LM for this configuration, quoted for a shell.
+
+        They are those of Megatron-LM 0.20.0: parallel sizes, stages and their layers, batch sizes,
+        recompute and distributed optimizer. ``shlex.split`` makes them a list. Replicas follow from
+        the number of processes. Sizes of the model, kernels and the optimizer's settings are not
+        among them.
+
+        Raises
+        ------
+        ArgumentError
+            For a configuration that Megatron-LM cannot run, naming those that it can.
+        """
+        return megatron_flags(self.choice, self.problem.global_batch)
+
+    def to_torchtitan(self) -> str:
+        """Return the settings of torchtitan 0.2.2 for this configuration, as TOML.
+
+        Tables are ``training``, ``parallelism`` and ``activation_checkpoint``; add those of the
+        model, its data and optimizer. Layers have the names of torchtitan's Llama. Comments name
+        differences between the plan and torchtitan, such as FSDP in place of a distributed
+        optimizer.
+
+        Raises
+        ------
+        ArgumentError
+            For a configuration that torchtitan cannot run, naming those that it can.
+        """
+        problem = self.problem
+        return torchtitan_toml(self.choice, problem.model, problem.global_batch)
+
+    def __repr__(self) -> str:
+        step, memory = self.evaluation.step, self.evaluation.memory
+        results = "" if math.isnan(step) else f": {format_time(step)} a step"
+        results += "" if math.isnan(memory) else f", {format_bytes(memory)} on the fullest device"
+        return f"<Plan {self.choice}{results}>"

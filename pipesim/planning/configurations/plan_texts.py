@@ -1,0 +1,72 @@
+"""Texts of plans: their line, their summary, their HTML, and short names of configurations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipesim.errors import check_count
+from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.plan_tables import shown_columns
+from pipesim.plot.html_parts import note_html, table_html
+from pipesim.utils.text_tables import align_columns
+from pipesim.utils.units import format_time
+
+if TYPE_CHECKING:
+    from pipesim.planning.configurations.plans import Plans
+
+__all__ = ["plans_html", "plans_line", "plans_text", "short_name"]
+
+#: Rows of a table in a notebook.
+_BEST = 5
+#: What the number of configurations with each status is called.
+_STATUSES = {
+    "simulated": "simulated",
+    "cannot win": "pruned by bounds",
+    "does not fit": "do not fit in memory",
+    "invalid": "invalid",
+}
+
+
+def short_name(choice: PlanChoice) -> str:
+    """Return parallel sizes, chunks, micro-batch and recompute of a configuration, in short."""
+    sizes = (choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
+    name = "tp{} pp{} dp{}".format(*sizes)
+    name += f", {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
+    name += f", b{choice.microbatch_size}" if choice.microbatch_size > 1 else ""
+    return name + (f", {choice.recompute}" if choice.recompute != "none" else "")
+
+
+def plans_line(plans: Plans) -> str:
+    """Return the number of configurations by status, and the seconds of the search."""
+    parts = [f"{plans.counts[key]:,} {text}" for key, text in _STATUSES.items()]
+    count = len(plans.evaluations)
+    ended = "" if plans.complete else ", interrupted"
+    seconds = "" if plans.seconds != plans.seconds else f"; {format_time(plans.seconds)}{ended}"
+    return f"{count:,} configurations: {', '.join(parts)}{seconds}"
+
+
+def plans_text(plans: Plans, n_best: int) -> str:
+    """Return the line, the notes and a table of the best; see `Plans.summary`."""
+    check_count("n_best", n_best)
+    lines = [plans_line(plans), *plans.notes]
+    if len(plans):
+        columns = _columns(plans, n_best)
+        align = ">" * (len(columns) - 2) + "<"
+        lines += ["", align_columns(columns, align)]
+    return "\n".join(lines)
+
+
+def plans_html(plans: Plans) -> str:
+    """Return the line, the notes and a table of the best as HTML."""
+    notes = "".join(note_html(text) for text in (plans_line(plans), *plans.notes))
+    if not len(plans):
+        return notes
+    columns = _columns(plans, _BEST)
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return notes + table_html(list(columns), rows)
+
+
+def _columns(plans: Plans, n_best: int) -> dict[str, list[str]]:
+    """Return the columns of the best configurations."""
+    table = plans.table.head(n_best)
+    return shown_columns(table, [str(plans.ranked[rank].choice) for rank in table.index])

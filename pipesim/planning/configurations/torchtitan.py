@@ -1,0 +1,156 @@
+"""Settings of torchtitan for a configuration, as TOML.
+
+Names and rules are those of torchtitan 0.2.2 (github.com/pytorch/torchtitan, tag v0.2.2):
+``torchtitan/config/job_config.py``, ``torchtitan/distributed/pipeline_parallel.py`` and
+``torchtitan/models/llama3/infra/parallelize.py``. Later versions are set in Python instead.
+Schedules are those of ``torch.distributed.pipelining`` in PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from pipesim.errors import ArgumentError
+from pipesim.models.layers import Layers
+from pipesim.models.transformer import Transformer
+from pipesim.planning.configurations.choice import PlanChoice
+
+__all__ = ["TORCH_NAMES", "torchtitan_toml"]
+
+
+class _TorchSchedule(NamedTuple):
+    """A schedule of torch: its name, and the micro-batches and chunks that it can run."""
+
+    name: str
+    runs: Callable[[PlanChoice], bool] = lambda choice: True
+    needs: str = ""
+
+
+def _whole_rounds(choice: PlanChoice) -> bool:
+    """Whether the micro-batches are rounds of equal length, as torch asks of looped schedules."""
+    rounds = max(1, choice.n_microbatches // choice.pipeline_parallel)
+    return choice.n_chunks > 1 and choice.n_microbatches % rounds == 0
+
+
+def _enough(choice: PlanChoice) -> bool:
+    """Whether there are at least as many micro-batches as stages."""
+    return choice.n_microbatches >= choice.n_stages
+
+
+_ROUNDS = "at least 2 chunks, and a multiple of n_microbatches // pipeline_parallel micro-batches"
+_ENOUGH = "at least as many micro-batches as stages"
+_SCHEDULES: Mapping[str, _TorchSchedule] = {
+    "gpipe": _TorchSchedule("GPipe"),
+    "1f1b": _TorchSchedule("1F1B", _enough, _ENOUGH),
+    "interleaved_1f1b": _TorchSchedule("Interleaved1F1B", _whole_rounds, _ROUNDS),
+    "interleaved_zb": _TorchSchedule("InterleavedZeroBubble", _whole_rounds, _ROUNDS),
+    "looped_bfs": _TorchSchedule("LoopedBFS", lambda x: x.n_chunks > 1, "at least 2 chunks"),
+    "zbv": _TorchSchedule("ZBVZeroBubble"),
+    "dualpipev": _TorchSchedule("DualPipeV", _enough, _ENOUGH),
+}
+#: Name of each schedule in torch.distributed.pipelining.
+TORCH_NAMES = {name: schedule.name for name, schedule in _SCHEDULES.items()}
+
+
+def torchtitan_toml(choice: PlanChoice, model: Transformer | Layers, global_batch: int) -> str:
+    """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
+    _check(choice)
+    p = choice.pipeline_parallel
+    local = choice.microbatch_size * (choice.n_microbatches if p > 1 else 1)
+    training: dict[str, object] = {"local_batch_size": local, "global_batch_size": global_batch}
+    if isinstance(model, Transformer):
+        training["seq_len"] = model.sequence_length
+    parallelism: dict[str, object] = {
+        "data_parallel_replicate_degree": 1 if choice.shard_optimizer else choice.data_parallel,
+        "data_parallel_shard_degree": choice.data_parallel if choice.shard_optimizer else 1,
+        "tensor_parallel_degree": choice.tensor_parallel,
+        "pipeline_parallel_degree": p,
+    }
+    if choice.shard_optimizer:
+        parallelism["fsdp_reshard_after_forward"] = "never"
+    if p > 1:
+        parallelism["pipeline_parallel_schedule"] = TORCH_NAMES[choice.schedule]
+        parallelism["pipeline_parallel_microbatch_size"] = choice.microbatch_size
+        parallelism |= _split_settings(choice.layers_per_stage)
+    tables: dict[str, Mapping[str, object]] = {
+        "training": training,
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": choice.recompute},
+    }
+    return _comments(choice) + "\n".join(_table_text(*table) for table in tables.items())
+
+
+def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
+    """Return the settings for the layers of each stage."""
+    if len(set(sizes)) == 1:
+        return {
+            "pipeline_parallel_layers_per_stage": sizes[0],
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+        }
+    parts, first = [], 0
+    for size in sizes:
+        parts.append([f"layers.{layer}" for layer in range(first, first + size)])
+        first += size
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return {"module_fqns_per_model_part": parts}
+
+
+def _comments(choice: PlanChoice) -> str:
+    """Return comments that name differences between the plan and torchtitan."""
+    lines = []
+    if choice.shard_optimizer:
+        lines.append("FSDP shards parameters, too; it keeps them gathered during a step here.")
+    if choice.recompute == "selective":
+        lines.append("Selective recompute of torchtitan keeps other tensors than Megatron-LM's,")
+        lines.append("on which the planned seconds and bytes rest.")
+    return "".join(f"# {line}\n" for line in lines) + ("\n" if lines else "")
+
+
+def _table_text(name: str, values: Mapping[str, object]) -> str:
+    """Return a table as TOML."""
+    return f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in values.items())
+
+
+def _value(value: object) -> str:
+    """Return a number, a text or nested lists of texts as TOML; a line for each inner list."""
+    if isinstance(value, list):
+        if value and isinstance(value[0], list):
+            return "[\n" + "".join(f"    {_value(part)},\n" for part in value) + "]"
+        return f"[{', '.join(map(_value, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _check(choice: PlanChoice) -> None:
+    """Raise `ArgumentError` for a configuration that torchtitan cannot run."""
+    p, t = choice.pipeline_parallel, choice.tensor_parallel
+    torch = _SCHEDULES.get(choice.schedule)
+    if torch is None:
+        raise ArgumentError(
+            f"torchtitan has no schedule {choice.schedule!r}; it runs {', '.join(_SCHEDULES)}. "
+            "Plan with one of these, or give torchtitan the order as a file: "
+            "plan.schedule.save(path), and pipeline_parallel_schedule_csv"
+        )
+    if p == 1 and choice.schedule != "1f1b":
+        raise ArgumentError(
+            "torchtitan without a pipeline runs micro-batches one after the other, as 1f1b on one "
+            f"device; got schedule={choice.schedule!r}"
+        )
+    if p > 1 and not torch.runs(choice):
+        raise ArgumentError(
+            f"torch's {torch.name} needs {torch.needs}; got pipeline_parallel={p}, n_chunks="
+            f"{choice.n_chunks} and n_microbatches={choice.n_microbatches}"
+        )
+    if t > 1 and not choice.sequence_parallel:
+        raise ArgumentError(
+            f"torchtitan always splits the sequence with tensor parallelism; got tensor_parallel="
+            f"{t} without sequence_parallel; plan with sequence_parallel=True"
+        )
+    if choice.data_parallel > 1 and not choice.shard_optimizer and p * t > 1:
+        raise ArgumentError(
+            f"torchtitan replicates parameters only without pipeline and tensor parallelism; got "
+            f"data_parallel={choice.data_parallel} with pipeline_parallel={p} and "
+            f"tensor_parallel={t}; plan with shard_optimizer=True"
+        )

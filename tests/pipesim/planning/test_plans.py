@@ -1,0 +1,191 @@
+"""Tables, front, texts and files of `Plans`, from evaluations made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_plans import CHOICE, GPIPE, SPLIT, choice_of, evaluation, plans, problem
+
+import pipesim as ps
+from pipesim.errors import ArgumentError
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.plans import Plan, Plans
+
+NAN = float("nan")
+
+
+def test_the_table_has_the_ranked_configurations() -> None:
+    """Units: s, tokens of the cluster a second, shares, bytes; 16 sequences of 2048 tokens."""
+    table = plans().table
+    assert table.index.name == "rank"
+    assert table["step"].tolist() == [1.0, 1.5, 2.0]
+    assert table["tokens_per_second"].tolist() == [32768.0, 32768 / 1.5, 16384.0]
+    assert table["gap"].tolist() == pytest.approx([0.25, 1.0, 1.0])
+    assert table["memory"].tolist() == [6e9, 7e9, 3e9]
+    assert table["schedule"].tolist() == ["1f1b", "gpipe", "1f1b"]
+    assert table["layers_per_stage"].tolist() == [(4, 4), (4, 4), (3, 2, 2, 1)]
+    assert set(table["status"]) == {"simulated"}
+    assert "noisy_step" not in table
+
+
+def test_figures_are_those_of_the_simulated_step() -> None:
+    """Tokens a second and MFU follow from the step as `Timeline` computes them."""
+    plan = Plan(problem(), evaluation(CHOICE, NAN, NAN))
+    timeline = plan.timeline
+    row = Plans(problem(), (evaluation(CHOICE, timeline.makespan, 1.0),)).table.iloc[0]
+    assert row["tokens_per_second"] == pytest.approx(timeline.tokens_per_second)
+    assert row["mfu"] == pytest.approx(timeline.mfu())
+    assert plan.step == timeline.makespan
+    assert plan.timeline is timeline
+    assert plan.graph is timeline.graph
+    assert plan.graph.n_devices == 4
+    assert plan.costs is timeline.costs
+
+
+def test_ruled_out_has_the_others_with_their_reasons() -> None:
+    table = plans().ruled_out
+    assert table["status"].tolist() == ["cannot win", "does not fit", "invalid"]
+    assert table["reason"].tolist()[1:] == ["needs 9 GB of 8 GB", "8 layers, 3 stages"]
+    assert table["n_microbatches"].tolist() == [11, 12, 13]
+    assert table["bound"].tolist()[:2] == [2.5, 0.5]
+    assert plans().counts == {"simulated": 3, "cannot win": 1, "does not fit": 1, "invalid": 1}
+
+
+def test_the_front_leaves_out_what_another_beats() -> None:
+    """GPipe takes more time and more memory than the best."""
+    assert plans().front.index.tolist() == [0, 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
+def test_the_front_by_brute_force(pairs: list[tuple[int, int]]) -> None:
+    """No configuration of the front is beaten, and every other one is, or equals one of it."""
+    rows = tuple(evaluation(choice_of(k), *map(float, pair)) for k, pair in enumerate(pairs))
+    front = Plans(problem(), rows).front
+    points = list(zip(front["step"], front["memory"], strict=True))
+    assert points == sorted(set(points))
+    beaten = [
+        (x, y) for x, y in pairs if any((a <= x and b <= y) and (a, b) != (x, y) for a, b in pairs)
+    ]
+    assert set(points) == set(pairs) - set(beaten)
+
+
+def test_noise_ranks_by_noisy_steps() -> None:
+    """The front and the plot then have noisy steps; the table has both."""
+    rows = [evaluation(CHOICE, 1.0, 6e9), evaluation(SPLIT, 0.9, 7e9)]
+    noisy = [row._replace(noisy_step=step) for row, step in zip(rows, (1.2, 1.3), strict=True)]
+    result = Plans(problem(), tuple(noisy), percentile=90)
+    assert result.table["noisy_step"].tolist() == [1.2, 1.3]
+    assert result.front.index.tolist() == [0]
+    assert "noisy step" in result.summary()
+    ax = result.plot()
+    line = next(line for line in ax.lines if line.get_gid() == "plan:front")
+    assert line.get_xdata().tolist() == [1.2]  # type: ignore[union-attr]
+
+
+def test_plans_by_rank() -> None:
+    """A plan is built once; a loop goes over the ranks."""
+    result = plans()
+    assert result.best.choice == CHOICE
+    assert result[2] is result.plan(2)
+    assert [plan.choice for plan in result] == [CHOICE, GPIPE, SPLIT]
+    assert len(result) == 3
+
+
+def test_plans_of_named_configurations() -> None:
+    """Ranked ones keep their rank, ruled-out ones their reason; others are simulated."""
+    result = plans()
+    assert result.plan(SPLIT) is result[2]
+    fits = replace(CHOICE, microbatch_size=2, n_microbatches=4)
+    ruled_out = Evaluation(fits, NAN, 1.0, 9e9, NAN, "does not fit", "needs 9 GB")
+    evaluated = Plans(problem(), (*result.evaluations, ruled_out)).plan(fits)
+    assert evaluated.evaluation.reason == "needs 9 GB"
+    other = result.plan(replace(fits, recompute="full"))
+    assert other.step == other.timeline.makespan > 0
+
+
+@pytest.mark.parametrize("rank", [3, -1, True, 0.5, None, "0"])
+def test_ranks_that_there_are_not(rank: object) -> None:
+    with pytest.raises(ArgumentError, match="rank must be a whole number from 0 to 2"):
+        plans().plan(rank)  # type: ignore[arg-type]
+
+
+def test_a_configuration_of_another_batch() -> None:
+    with pytest.raises(ArgumentError, match=r"2 replicas of 5 .* which are 10; .* is 16"):
+        plans().plan(replace(CHOICE, n_microbatches=5))
+
+
+def test_no_configuration_fits() -> None:
+    """Tables are empty, texts say so, and a plot and a best configuration are refused."""
+    result = Plans(problem(), plans().evaluations[4:])
+    assert len(result.table) == len(result.front) == 0
+    assert repr(result).startswith("<Plans: 2 configurations: 0 simulated")
+    assert result.summary().count("\n") == 0
+    assert "<table" not in result._repr_html_()
+    with pytest.raises(ArgumentError, match="at least one row"):
+        result.plot()
+    with pytest.raises(ArgumentError, match="no configuration is ranked"):
+        result.best  # noqa: B018  # the property raises
+
+
+def test_the_summary_counts_and_shows_the_best() -> None:
+    lines = plans().summary(2).splitlines()
+    assert lines[0] == (
+        "6 configurations: 3 simulated, 1 pruned by bounds, 1 do not fit in memory, 1 invalid; "
+        "500 ms"
+    )
+    assert len(lines) == 5
+    assert lines[3].split()[:2] == ["0", "1.00"]
+    assert str(CHOICE) in lines[3]
+    assert "gpipe" in plans()._repr_html_()
+    assert str(plans()) == plans().summary()
+    with pytest.raises(ArgumentError, match="n_best"):
+        plans().summary(0)
+
+
+def test_notes_and_interruptions_are_shown() -> None:
+    result = replace(plans(), complete=False, notes=("Links between nodes are shared.",))
+    assert "500 ms, interrupted" in repr(result)
+    assert "Links between nodes are shared." in result.summary()
+    assert "Links between nodes are shared." in result._repr_html_()
+
+
+def test_the_file_has_all_configurations(tmp_path: Path) -> None:
+    plans().to_csv(tmp_path / "plans.csv")
+    table = pd.read_csv(tmp_path / "plans.csv")
+    assert table["rank"].tolist()[:3] == [0, 1, 2]
+    assert math.isnan(table["rank"][3])
+    assert table["status"].tolist()[2:4] == ["simulated", "cannot win"]
+    assert len(table) == 6
+    with pytest.raises(ArgumentError, match="cannot write"):
+        plans().to_csv(tmp_path / "none" / "plans.csv")
+
+
+def test_the_plot_is_labelled() -> None:
+    """Labels have parallel sizes; the limit is the plan's unless given."""
+    ax = plans().plot(title="small", memory_limit=8e9)
+    texts = [text.get_text() for text in ax.texts]
+    assert texts == ["limit 7.45 GiB", "tp2 pp2 dp2", "tp1 pp4 dp2"]
+    assert ax.get_title(loc="left") == "small"
+    assert plans().plot().texts[0].get_text() == "limit 74.5 GiB"
+
+
+def test_layers_have_no_tokens() -> None:
+    """Measured layers do not say how many tokens a sequence has: their rates are unknown."""
+    table = pd.DataFrame({"forward": [1.0] * 8, "backward": [2.0] * 8})
+    other = replace(problem(), model=ps.Layers(table))
+    row = Plans(other, (evaluation(CHOICE, 1.0, 1.0),)).table.iloc[0]
+    assert math.isnan(row["tokens_per_second"])
+    assert math.isnan(row["mfu"])
+
+
+def test_a_plan_prints_its_results() -> None:
+    assert repr(plans().best) == f"<Plan {CHOICE}: 1.00 s a step, 5.59 GiB on the fullest device>"
+    unknown = plans().plan(replace(CHOICE, microbatch_size=2, n_microbatches=4))
+    assert repr(unknown).endswith("sequence parallel>")
+    assert isinstance(unknown.choice, PlanChoice)
