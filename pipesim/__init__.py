@@ -13,6 +13,7 @@ from pipesim import trace
 from pipesim.analysis.audit.audit import audit
 from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.analysis.compare import Comparison, compare
+from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
@@ -91,6 +92,7 @@ __all__ = [
     "linear",
     "looped",
     "lower",
+    "lower_bound",
     "machines",
     "order_by",
     "read_layout",

@@ -270,6 +270,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.linear": lambda _: {"n_devices": 2},
     "ps.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
     "ps.lower": lambda _: {"schedule": schedule()},
+    "ps.lower_bound": lambda _: {
+        "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.machines": lambda _: {},
     "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
     "ps.read_layout": lambda _: {"text": "Et*2|tL"},

@@ -1,0 +1,121 @@
+"""`graph_bound`: a lower bound on the time of any order of the tasks of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.analysis.lower_bounds.lanes import Floats, LaneGraph, joined_arcs, lane_graph
+from pipesim.analysis.lower_bounds.longest_paths import (
+    Places,
+    heads_of,
+    ordered_places,
+    tails_of,
+)
+from pipesim.analysis.lower_bounds.memory_arcs import memory_arcs
+from pipesim.analysis.lower_bounds.one_machine import busiest_stream, shared_streams
+from pipesim.analysis.lower_bounds.span import longest_span
+from pipesim.costs.costs import Costs
+from pipesim.errors import CostsError, check_name
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind
+from pipesim.simulation.simulate import checked_costs
+from pipesim.timeline.memory_limit import checked_memory_limit
+from pipesim.timeline.timeline import LONGEST
+
+__all__ = ["OBJECTIVES", "Objective", "graph_bound"]
+
+#: What is bounded: the end of the last task, or the longest time of any device from its first
+#: start to its last end.
+Objective = Literal["makespan", "span"]
+OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
+#: Relative error of sums of times that are no whole numbers, at least.
+_ROUNDING = 1e-12
+
+
+def graph_bound(
+    graph: TaskGraph,
+    costs: Costs,
+    *,
+    memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
+    objective: Objective = "makespan",
+) -> float:
+    """Return a time (s) that no order of the graph's compute tasks goes below.
+
+    The orders are those with the same tasks on the same streams, in which each task keeps the
+    dependencies of rule 3 and the times of rules 2, 4, 6 and 9 of docs/time.md.
+    `pipesim.analysis.lower_bounds.lanes` says what is kept of the graph. The bound is the largest
+    of:
+
+    - the longest path;
+    - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths.
+
+    Times are sums of up to as many terms as there are tasks. The result is lowered by their
+    rounding error: by 1e-12 of it or more, unless all times are whole numbers, whose sums are
+    exact.
+
+    Parameters
+    ----------
+    graph
+        Graph of any order of the tasks.
+    costs
+        Seconds and bytes.
+    memory_limit
+        Bytes that a device may hold, as in `pipesim.simulate`; None for no limit.
+    objective
+        ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
+        last end.
+
+    Raises
+    ------
+    ArgumentError
+        For a memory limit that is less than one micro-batch needs, and an unknown objective.
+    CostsError
+        If the costs lack an operation, if sums of their seconds are not finite, and for a memory
+        limit if they have no bytes.
+    """
+    check_name("objective", objective, OBJECTIVES)
+    tasks = checked_costs(graph, costs)
+    lanes = lane_graph(graph, tasks)
+    arcs = lanes.arcs
+    if memory_limit is not None:
+        limits = checked_memory_limit(memory_limit, graph.n_devices)
+        arcs = joined_arcs(arcs, memory_arcs(graph, lanes, costs, limits))
+    places = ordered_places(lanes, arcs)
+    if objective == "span":
+        seconds = longest_span(places, _compute_devices(graph, lanes)[places.lane])
+    else:
+        seconds = _makespan(places)
+    if not seconds <= LONGEST:
+        raise CostsError(
+            f"the tasks of {graph.name!r} take at least {seconds:g} s, beyond {LONGEST:g}: too "
+            "long a time to calculate with; costs are in seconds, so check them"
+        )
+    return float(seconds * (1.0 - _rounding(places)))
+
+
+def _makespan(places: Places) -> float:
+    """Return a lower bound on the end of the last task (s)."""
+    head, tail = heads_of(places), tails_of(places)
+    longest = float((head + places.seconds + tail).max(initial=0.0))
+    streams = shared_streams(places.lane, places.stream)
+    return max(longest, busiest_stream(streams, head, places.seconds, tail))
+
+
+def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> NDArray[np.int64]:
+    """Return the device on whose compute stream each lane is, or -1."""
+    device = np.full(len(lanes.seconds), -1)
+    computes = graph.kinds.stream == StreamKind.COMPUTE
+    device[lanes.lane_of_kind[computes]] = graph.kinds.device[computes]
+    return device
+
+
+def _rounding(places: Places) -> float:
+    """Return the relative error of sums of the places' times: 0 for whole numbers."""
+    times: Floats = np.concatenate([places.seconds, places.lag])
+    if (times == np.floor(times)).all() and np.abs(times).sum() < 2.0**53:
+        return 0.0
+    return max(_ROUNDING, len(places.seconds) * 2.0**-52)

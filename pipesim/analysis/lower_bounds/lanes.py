@@ -1,0 +1,199 @@
+"""Lanes: the tasks of a graph without the order of streams, and what holds in every order.
+
+A *lane* is one operation of one stage on one replica: all its micro-batches, of which each takes as
+long and as many bytes as the others. The *place* of a task is its position among the starts of its
+lane: the j-th start has place j. Bounds are computed on places, not on micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.task_costs import TaskCosts
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Kinds
+from pipesim.graph.wiring import apply_rules
+from pipesim.ops import RECVS
+from pipesim.utils.csr import CSR, Ints
+
+__all__ = ["Arcs", "Floats", "LaneGraph", "joined_arcs", "lane_graph"]
+
+Floats = NDArray[np.float64]
+
+
+class Arcs(NamedTuple):
+    """Pairs of places: ``start[head] >= end[tail] + lag`` (s) in every order; one entry each."""
+
+    tail: Ints
+    head: Ints
+    lag: Floats
+
+
+class LaneGraph(NamedTuple):
+    """The lanes of a graph, and arcs between their places.
+
+    Attributes
+    ----------
+    first
+        Lane ``k`` has the places ``first[k]`` to ``first[k + 1]``; shape ``(n_lanes + 1,)``.
+    seconds
+        Least duration of a task of each lane; shape ``(n_lanes,)``.
+    stream
+        Stream that runs all tasks of the lane one at a time; -1 if it has several streams.
+    lane_of_kind
+        Lane of each kind of the graph. The last lanes are starts of collectives, without a kind.
+    arcs
+        Arcs of dependencies, and of the places of a lane.
+    """
+
+    first: Ints
+    seconds: Floats
+    stream: Ints
+    lane_of_kind: Ints
+    arcs: Arcs
+
+
+def lane_graph(graph: TaskGraph, costs: TaskCosts) -> LaneGraph:
+    """Return the lanes of a graph, with arcs that hold for every order of its streams.
+
+    The order of streams is dropped. The following is kept of the graph; each statement holds for
+    the starts and ends of every order, so that a longest path over the arcs is a lower bound.
+
+    - **Durations.** A place takes at least the least duration of a task of its lane: halves of
+      overlapped actions may be shorter than the same operations alone.
+    - **Places of a lane.** On one stream, place j + 1 starts after the end of place j. On several
+      streams, it ends no earlier, as all tasks of a lane are taken to last equally long.
+    - **Dependencies.** Of lane A, let task a(i) have to end before task b(i) of lane B starts, for
+      n pairs without a common task, and let B have d further tasks. The j-th of those b comes at
+      place j + d or before, and the j-th of those a at place j or later. So place j of A
+      ends before place j + d of B starts, for j below n. If each b needs several tasks, the j + 1
+      first b need at least the sum of their j + 1 smallest counts. Of tasks that several b need,
+      the j + 1 first b need at least as many as one of them.
+    - **Messages.** A RECV ends a latency after its SEND (rule 4). It holds no stream here.
+    - **Buckets of gradients** need each backward of their stage until its share is done (rule 3):
+      which one is the last depends on the order.
+    - **Overlapped actions.** An F of one waits for the dependencies of its B only in this order.
+      These dependencies are dropped.
+    - **Collectives** start when all members can start (rule 9). The start is a lane of its own,
+      between the dependencies of all members and the members.
+
+    Launches of hosts, waits for links, and rendezvous only delay tasks: they are left out.
+    """
+    kinds = graph.kinds
+    lane_of_kind = _lanes(kinds)
+    n_lanes, n_groups = int(lane_of_kind.max(initial=-1)) + 1, len(graph.collectives)
+    lane = lane_of_kind[graph.kind].astype(np.int64)
+    seconds = np.full(n_lanes, np.inf)
+    np.minimum.at(seconds, lane, np.where(graph.is_op(RECVS), 0.0, costs.duration))
+    stream = _single_streams(lane_of_kind, graph.stream_of_kind, n_lanes)
+    if n_groups:
+        least = np.full(n_groups, n_lanes)
+        np.minimum.at(least, graph.collectives.rows, lane[graph.collectives.values])
+        _, of_group = np.unique(least, return_inverse=True)
+        lane = np.concatenate([lane, n_lanes + of_group])
+        n_more = int(of_group.max()) + 1
+        seconds = np.concatenate([seconds, np.zeros(n_more)])
+        stream = np.concatenate([stream, np.full(n_more, -1)])
+    count = np.bincount(lane, minlength=len(seconds))
+    first = np.concatenate([[0], np.cumsum(count)])
+    needs = _dependencies(graph, costs, lane, seconds)
+    arcs = joined_arcs(_place_arcs(first, seconds, stream), _arcs_of_pairs(needs, lane, first))
+    return LaneGraph(first, seconds, stream, lane_of_kind, arcs)
+
+
+def _lanes(kinds: Kinds) -> Ints:
+    """Return the lane of each kind: kinds that differ in stream or overlap alone share one."""
+    left_out = ("stream", "overlapped")
+    columns = [getattr(kinds, f.name) for f in fields(kinds) if f.name not in left_out]
+    _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    return number.ravel()
+
+
+def _single_streams(lane_of_kind: Ints, stream_of_kind: Ints, n_lanes: int) -> Ints:
+    """Return the stream of each lane, or -1 for several."""
+    lowest, highest = np.full(n_lanes, np.iinfo(np.int64).max), np.full(n_lanes, -1)
+    np.minimum.at(lowest, lane_of_kind, stream_of_kind)
+    np.maximum.at(highest, lane_of_kind, stream_of_kind)
+    return np.where(lowest == highest, highest, -1)
+
+
+def _dependencies(graph: TaskGraph, costs: TaskCosts, lane: Ints, seconds: Floats) -> Arcs:
+    """Return pairs of tasks that hold in every order; starts of collectives are tasks too."""
+    needs = graph.dependencies
+    if graph.kinds.overlapped.any():
+        needs = _rules_alone(graph)
+    rows, values = needs.rows.astype(np.int64), needs.values.astype(np.int64)
+    lag = np.zeros(len(rows))
+    if len(graph.partial_dependency):
+        last = graph.partial_dependency[rows]
+        partly = (last >= 0) & (lane[values] == lane[last])
+        lag[partly] = (costs.share[rows] - 1.0)[partly] * seconds[lane[values[partly]]]
+    recvs = np.flatnonzero(graph.is_op(RECVS) & (graph.pair >= 0))
+    if len(graph.collectives):
+        group = graph.group[rows]
+        rows = np.where(group >= 0, len(graph) + group, rows)
+    members, starts = graph.collectives.values, len(graph) + graph.collectives.rows
+    return Arcs(
+        tail=np.concatenate([values, graph.pair[recvs], starts]),
+        head=np.concatenate([rows, recvs, members]),
+        lag=np.concatenate([lag, costs.latency[recvs], np.zeros(len(members))]),
+    )
+
+
+def _rules_alone(graph: TaskGraph) -> CSR:
+    """Return the dependencies without those of overlapped actions."""
+    kinds = replace(graph.kinds, overlapped=np.zeros_like(graph.kinds.overlapped))
+    size = graph.n_microbatches // graph.n_batches
+    groups = graph.reduction_groups
+    needs, _ = apply_rules(kinds, graph.kind, graph.microbatch, size, graph.stream_of_kind, groups)
+    return needs
+
+
+def _place_arcs(first: Ints, seconds: Floats, stream: Ints) -> Arcs:
+    """Return the arcs from each place of a lane to the next."""
+    count = np.diff(first)
+    lane = np.repeat(np.arange(len(count)), np.maximum(count - 1, 0))
+    is_last = np.zeros(int(first[-1]), dtype=bool)
+    is_last[first[1:][count > 0] - 1] = True
+    tail = np.flatnonzero(~is_last)
+    return Arcs(tail, tail + 1, np.where(stream[lane] >= 0, 0.0, -seconds[lane]))
+
+
+def _arcs_of_pairs(pairs: Arcs, lane: Ints, first: Ints) -> Arcs:
+    """Return arcs of places, given pairs of tasks; `lane_graph` says why they hold."""
+    if not len(pairs.tail):
+        return pairs
+    n_lanes, n_tasks = len(first) - 1, len(lane)
+    keys, number = np.unique(lane[pairs.tail] * n_lanes + lane[pairs.head], return_inverse=True)
+    lag = np.full(len(keys), np.inf)
+    np.minimum.at(lag, number, pairs.lag)
+    heads, needed = np.unique(number * n_tasks + pairs.head, return_counts=True)
+    tails, users = np.unique(number * n_tasks + pairs.tail, return_counts=True)
+    of_head, most_users = heads // n_tasks, np.zeros(len(keys), dtype=np.int64)
+    np.maximum.at(most_users, tails // n_tasks, users)
+    # Smallest counts of needed tasks first, within each pair of lanes.
+    order = np.lexsort((needed, of_head))
+    needed, of_head = needed[order], of_head[order]
+    begin = np.searchsorted(of_head, np.arange(len(keys) + 1))
+    n_heads = np.diff(begin)
+    total = np.cumsum(needed)
+    total -= np.repeat(total[begin[:-1]] - needed[begin[:-1]], n_heads)
+    ended = np.where(most_users[of_head] == 1, total, needed)
+    tail_lane, head_lane = np.divmod(keys, n_lanes)
+    place = np.arange(len(of_head)) - begin[of_head]
+    shift = np.diff(first)[head_lane] - n_heads
+    return Arcs(
+        tail=first[tail_lane][of_head] + ended - 1,
+        head=first[head_lane][of_head] + (place + shift[of_head]),
+        lag=lag[of_head],
+    )
+
+
+def joined_arcs(*parts: Arcs) -> Arcs:
+    """Return the arcs of all parts."""
+    tail, head, lag = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Arcs(tail, head, lag)
