@@ -23,15 +23,10 @@ from pipesim.list_scheduling.priorities import Priority, action_ranks
 from pipesim.list_scheduling.problem import action_columns, make_problem
 from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.ops import Op
-from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_memory
 
 __all__ = ["list_schedule", "order_by"]
-
-#: Bytes of memory that ordering takes for each action, measured.
-_BYTES_PER_ACTION = 320
 
 
 def order_by(
@@ -160,8 +155,6 @@ def list_schedule(
     check_text("name", name)
     # Each path has at least one micro-batch.
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
-    n_actions = 3 * placement.n_stages * n_microbatches
-    check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
     finite_patience = number(patience)
     if finite_patience is None or not 0 <= finite_patience < math.inf:
         raise ArgumentError(f"patience must be finite and >= 0, got {patience!r}")

@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
 from pipesim.list_scheduling.argument_checks import checked_in_flight, checked_limits
+from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Problem", "action_columns", "make_problem"]
 
 Floats = NDArray[np.float64]
+#: Bytes of memory that ordering takes for each action, measured.
+_BYTES_PER_ACTION = 320
 #: Phases of a stage and a micro-batch: F; B or I; W.
 FORWARD, BACKWARD, WEIGHT = range(3)
 
@@ -88,8 +92,12 @@ def make_problem(
         For a limit that is out of range, or in which no micro-batch fits.
     CostsError
         If the costs lack seconds of an operation, or if sums of seconds or bytes are not finite.
+    CapacityError
+        If there is no memory for so many actions.
     """
     n_stages, n_paths = placement.n_stages, placement.n_paths
+    n_actions = 3 * n_stages * n_microbatches
+    check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
     f_bytes, w_bytes = (
         costs.per_stage(f"{name}_bytes", n_stages) for name in ("activation", "weight_grad")
     )

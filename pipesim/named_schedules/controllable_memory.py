@@ -17,14 +17,23 @@ The paper calls the gradient of the input B; here it is I, as in torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
+
+import numpy as np
 
 from pipesim.costs.costs import Costs
 from pipesim.list_scheduling.argument_checks import checked_costs
-from pipesim.list_scheduling.order_by import list_schedule
-from pipesim.named_schedules.shortest import shortest
-from pipesim.ops import Action, Op
+from pipesim.list_scheduling.problem import (
+    FORWARD,
+    WEIGHT,
+    Problem,
+    action_columns,
+    make_problem,
+)
+from pipesim.list_scheduling.queues import Ranks
+from pipesim.named_schedules.costed_orders import CostedOrders, list_lanes, shortest_list
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
@@ -67,21 +76,11 @@ def _v_half_block(p: int) -> _BuildingBlock:
     return _BuildingBlock(forward, [*(6 * p - 2 + gap - s for s in down), *backward])
 
 
-@dataclass(frozen=True)
-class _BlockPriority:
-    """A priority: F and I at the times of the repeated block, W after all others."""
-
-    block: _BuildingBlock
-
-    def __call__(self, action: Action, ready: float) -> tuple[int, int]:
-        starts = self.block.forward if action.op == Op.F else self.block.input_grad
-        start = starts[action.stage] + _INTERVAL * (action.microbatch or 0)
-        return int(action.op == Op.W), start
-
-    def in_flight(self) -> list[int]:
-        """Return the number of micro-batches between F and I in the repeated block, per stage."""
-        pairs = zip(self.block.forward, self.block.input_grad, strict=True)
-        return [-(-(end - start) // _INTERVAL) for start, end in pairs]
+def _block_ranks(block: _BuildingBlock, problem: Problem) -> Ranks:
+    """Return a priority: F and I at the times of the repeated block, W after all others."""
+    phase, stage, microbatch = action_columns(problem)
+    start = np.where(phase == FORWARD, *(np.array(starts)[stage] for starts in block))
+    return Ranks((phase == WEIGHT).astype(float), start + _INTERVAL * microbatch, by_arrival=False)
 
 
 def _block_schedule(
@@ -89,23 +88,24 @@ def _block_schedule(
 ) -> Schedule:
     """Return the repeated and squeezed block, with at most ``most`` micro-batches on a device.
 
-    It is squeezed for the costs, or for F, I and W of equal length, whichever takes less time.
+    It is squeezed for F, I and W of equal length and, given costs, for these in several ways. The
+    order that takes least time is returned.
     """
-    priority = _BlockPriority(block)
+    placement = v_shaped(len(block.forward) // 2)
+    # Micro-batches of the repeated block that are between F and I.
+    in_flight = [-(-(end - start) // _INTERVAL) for start, end in zip(*block, strict=True)]
 
-    def squeeze(order_costs: Costs) -> Schedule:
-        return list_schedule(
-            v_shaped(len(block.forward) // 2),
-            n_microbatches,
-            replace(order_costs, activation_bytes=1.0, weight_grad_bytes=1.0),
-            priority=priority,
-            memory_limit=2 * most,
-            in_flight=priority.in_flight(),
-            name=name,
-        )
+    def problem_of(order_costs: Costs) -> Problem:
+        counted = replace(order_costs, activation_bytes=1.0, weight_grad_bytes=1.0)
+        return make_problem(placement, n_microbatches, counted, True, 2 * most, None)
 
-    equal = squeeze(checked_costs(None))
-    return equal if costs is None else shortest([squeeze(checked_costs(costs)), equal], costs)
+    problem = problem_of(checked_costs(costs))
+    times = CostedOrders.of(placement, n_microbatches, checked_costs(costs))
+    equal = problem_of(checked_costs(None))
+    order = list_lanes(equal, _block_ranks(block, equal), in_flight)
+    if costs is not None:
+        order = shortest_list(times, problem, in_flight, partial(_block_ranks, block), order)
+    return times.schedule(order, name)
 
 
 def _share(idle: int, m: int) -> float:
@@ -156,8 +156,9 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
         Seconds of F, I, W and messages, one number or one for each of the ``2p`` stages. The
-        order follows these seconds, unless the order for equal F, I and W takes less time.
-        Memory is counted in micro-batches.
+        block is then squeezed for these seconds with several priorities and numbers of
+        micro-batches in flight, and the shortest order is returned. It takes no more time than
+        that for equal F, I and W, and no more memory, counted in micro-batches.
     """
     block = _v_min_block(n_devices)
     return _block_schedule("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)

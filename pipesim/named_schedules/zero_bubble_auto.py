@@ -4,18 +4,17 @@ A list scheduler orders F, I and W for the given costs, F before I before W. It 
 parameters: the number of micro-batches in flight on each device, which shapes the warm-up, and the
 smallest gap that a W may fill. As in the paper, several values are tried and simulated, and the
 order whose slowest device needs the least time is kept. The order for F, I and W of equal length
-is tried too, and taken if its makespan is less, so that costs never make an order worse.
+is tried too. It is taken if all others have a longer span or makespan, so that costs never make an
+order worse.
 
 The paper calls the gradient of the input B; here it is I, as in torch.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,9 +24,9 @@ from pipesim.list_scheduling.argument_checks import (
     checked_costs,
     checked_limits,
 )
-from pipesim.list_scheduling.order_by import list_schedule
-from pipesim.named_schedules.shortest import shortest, simulate_order
-from pipesim.ops import SCHEDULED
+from pipesim.list_scheduling.problem import make_problem
+from pipesim.named_schedules.costed_orders import CostedOrders
+from pipesim.named_schedules.zero_bubble_variants import best_variant
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
@@ -35,41 +34,8 @@ from pipesim.scheduling.schedule import Schedule
 __all__ = ["zb_1p", "zb_2p"]
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
-#: Forwards in flight on a device for each device after it: 1 in ZB-H1, 2 in ZB-H2.
-_SLOPES = (2.0, 1.0, 2.25, 2.5, 1.5)
-#: Least gap before the next F or I that a W may start in, as a share of the seconds of W.
-_PATIENCE = (0.0, 0.75, 0.3, 0.5, 1.0)
-#: Micro-batches a device on which variants are compared; with more, orders only repeat themselves.
-_COMPARED = 4
-_ROUNDING = 1e-9
 
 Limit = float | Sequence[float]
-
-
-class _Variant(TypedDict):
-    in_flight: list[int]
-    patience: float
-
-
-@dataclass(frozen=True)
-class _OrderInputs:
-    """Name, devices and costs of an order; ``limits`` are bytes, one a device."""
-
-    name: str
-    n_devices: int
-    costs: Costs
-    limits: list[float]
-
-    def order(self, n_microbatches: int, variant: _Variant) -> Schedule:
-        return list_schedule(
-            linear(self.n_devices),
-            n_microbatches,
-            self.costs,
-            priority="forward_first",
-            memory_limit=self.limits,
-            name=self.name,
-            **variant,
-        )
 
 
 def _automatic_schedule(
@@ -79,43 +45,19 @@ def _automatic_schedule(
     check_weight_bytes(checked_costs(costs), p)
     counted = _with_bytes(checked_costs(costs), p)
     held = counted.per_stage("activation_bytes", p)
-    with np.errstate(over="ignore", invalid="ignore"):  # `list_schedule` refuses infinite sums
+    with np.errstate(over="ignore", invalid="ignore"):  # `make_problem` refuses infinite sums
         user_limit = factor * p * held if memory_limit is None else memory_limit
         limits = checked_limits(user_limit, linear(p), held)
-        places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0)
-        by_costs = _best_order(_OrderInputs(name, p, counted, limits), m)
-    if costs is None:
-        return by_costs
+        make_problem(linear(p), m, counted, True, limits, None)
+    times = CostedOrders.of(linear(p), m, counted)
+    # The order for F, I and W of equal length, which costs must not make worse.
     equal = _with_bytes(checked_costs(None), p)
-    return shortest(
-        [by_costs, _best_order(_OrderInputs(name, p, equal, places.tolist()), m)], counted
-    )
-
-
-def _best_order(inputs: _OrderInputs, m: int) -> Schedule:
-    """Return the order of the best variant."""
-    compared = min(m, _COMPARED * inputs.n_devices)
-    variant, schedule = _best_variant(inputs, compared)
-    return schedule if compared == m else inputs.order(m, variant)
-
-
-def _best_variant(inputs: _OrderInputs, m: int) -> tuple[_Variant, Schedule]:
-    """Return the variant of the shortest span, and its order; the first one among equals."""
-    goal = _least_span(inputs, m) * (1 + _ROUNDING)
-    scores: dict[bytes, tuple[float, float]] = {}
-    least, best = (math.inf, math.inf), None
-    for variant in _variants(inputs, m):
-        schedule = inputs.order(m, variant)
-        columns = schedule.op.tobytes() + schedule.microbatch.tobytes()
-        if columns in scores:
-            continue
-        scores[columns] = _score(schedule, inputs.costs)
-        if best is None or scores[columns] < least:
-            least, best = scores[columns], (variant, schedule)
-        if least[0] <= goal:
-            break
-    assert best is not None  # there is a first variant
-    return best
+    places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0).tolist()
+    order = best_variant(equal, places, m, times.of_equal_length())
+    assert order is not None  # as there is no longest score
+    if costs is not None:
+        order = best_variant(counted, limits, m, times, times.score(order)) or order
+    return times.schedule(order, name)
 
 
 def _with_bytes(costs: Costs, p: int) -> Costs:
@@ -127,50 +69,6 @@ def _with_bytes(costs: Costs, p: int) -> Costs:
     if held.any():
         return replace(costs, activation_bytes=tuple(np.maximum(held, kept).tolist()))
     return replace(costs, activation_bytes=1.0, weight_grad_bytes=1.0)
-
-
-def _variants(inputs: _OrderInputs, m: int) -> Iterator[_Variant]:
-    """Yield the values to try: micro-batches in flight on each device, and patience of W."""
-    costs, p = inputs.costs, inputs.n_devices
-    forward, backward = (costs.per_stage(name, p).mean() for name in ("forward", "input_grad"))
-    after = np.arange(p)[::-1]
-    slopes = list(_SLOPES)
-    if forward > 0:  # as many as the device can run until its first I is ready
-        slopes.insert(0, (forward + backward) / forward)
-    tried = set()
-    for slope, patience in itertools.product(slopes, _PATIENCE):
-        places = np.minimum(1 + np.floor(slope * after + _ROUNDING), m).astype(int).tolist()
-        if (key := (*places, patience)) not in tried:
-            tried.add(key)
-            yield {"in_flight": places, "patience": patience}
-
-
-def _score(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Return the longest span of a device, first start to last end, and the makespan (s)."""
-    timeline = simulate_order(schedule, costs)
-    first, last = np.full(schedule.n_devices, math.inf), np.zeros(schedule.n_devices)
-    compute = timeline.graph.is_op(SCHEDULED)
-    np.minimum.at(first, timeline.graph.device[compute], timeline.start[compute])
-    np.maximum.at(last, timeline.graph.device[compute], timeline.end[compute])
-    return float((last - first).max()), timeline.makespan
-
-
-def _least_span(inputs: _OrderInputs, m: int) -> float:
-    """Return a lower bound on the longest span: work, and the wait for the first I (s).
-
-    The wait begins when the device's memory is full.
-    """
-    p = inputs.n_devices
-    forward, backward, weight, held = (
-        inputs.costs.per_stage(name, p)
-        for name in ("forward", "input_grad", "weight_grad", "activation_bytes")
-    )
-    places = np.full(p, m)
-    holds = held > 0
-    places[holds] = np.minimum(m, np.array(inputs.limits)[holds] / held[holds] + _ROUNDING)
-    first = np.cumsum((forward + backward)[::-1])[::-1] - backward
-    wait = np.maximum(0, first - places * forward)
-    return float((m * (forward + backward + weight) + wait).max())
 
 
 def _bubble(p: int, m: int) -> float:

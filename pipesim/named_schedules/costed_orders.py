@@ -1,0 +1,164 @@
+"""`CostedOrders`: list and compare orders of F, I and W of one placement, under given costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pipesim.costs.costs import Costs
+from pipesim.list_scheduling.priorities import PRIORITIES
+from pipesim.list_scheduling.problem import Problem
+from pipesim.list_scheduling.queues import Ranks
+from pipesim.list_scheduling.scheduler import list_orders
+from pipesim.lowering.lower import lower
+from pipesim.ops import SCHEDULED
+from pipesim.order_search import LaneOrder, OrderProblem, evaluate, order_problem, schedule_of
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.simulate import predict_timeline
+
+__all__ = ["CostedOrders", "Score", "list_lanes", "shortest_list"]
+
+#: Least gap before the next F or I that a W may start in, as a share of the seconds of W.
+_PATIENCE = (0.0, 0.3, 0.5, 0.75, 1.0)
+#: Number of orders that are simulated, if the compiled evaluator does not count all costs.
+_FINALISTS = 3
+
+
+class Score(NamedTuple):
+    """Longest span of a device, first start to last end, and makespan (s)."""
+
+    span: float
+    makespan: float
+
+    def is_no_worse(self, other: Score) -> bool:
+        """Return whether neither span nor makespan is longer than another."""
+        return self.span <= other.span and self.makespan <= other.makespan
+
+
+@dataclass(frozen=True)
+class CostedOrders:
+    """Orders of F, I and W of one placement, and their times under costs.
+
+    Times are those of a simulation without skips, replicas or optimizer steps.
+
+    Attributes
+    ----------
+    placement
+        Which device holds which stage; one path.
+    problem
+        Seconds of F, I, W and messages, without STEPs.
+    simulated_costs
+        Costs that the compiled evaluator does not count in full: those with launches, or with
+        links that several messages may share. None: it counts all.
+    """
+
+    placement: Placement
+    problem: OrderProblem
+    simulated_costs: Costs | None
+
+    @classmethod
+    def of(cls, placement: Placement, n_microbatches: int, costs: Costs) -> CostedOrders:
+        """Return the orders of a placement."""
+        costs = replace(costs, skip_bytes=None)
+        problem = order_problem(placement, n_microbatches, costs, split_backward=True)
+        network = costs.network
+        is_exact = not (np.any(costs.launch) or network.links or network.nodes)
+        no_tail = np.zeros(placement.n_devices)
+        return cls(placement, problem._replace(tail=no_tail), None if is_exact else costs)
+
+    def of_equal_length(self) -> CostedOrders:
+        """Return the same orders with F, I and W of one second, and messages of no time."""
+        problem, none = self.problem, np.zeros_like(self.problem.latency)
+        seconds = np.ones_like(problem.seconds)
+        problem = problem._replace(seconds=seconds, latency=none, hold=none)
+        return CostedOrders(self.placement, problem, None)
+
+    def of_microbatches(self, n_microbatches: int) -> CostedOrders:
+        """Return the orders of another number of micro-batches."""
+        count = np.full_like(self.problem.count, n_microbatches)
+        return replace(self, problem=self.problem._replace(count=count))
+
+    def quick_score(self, order: LaneOrder) -> Score:
+        """Return the score of an order without launches, and with links of their own."""
+        times = evaluate(self.problem, order)
+        return Score(times.span, times.makespan)
+
+    def score(self, order: LaneOrder) -> Score:
+        """Return the score of an order; it is simulated where launches or links need it."""
+        if self.simulated_costs is None:
+            return self.quick_score(order)
+        graph = lower(self.schedule(order, "candidate"), step="none")
+        timeline = predict_timeline(graph, self.simulated_costs)
+        first, last = np.full(graph.n_devices, np.inf), np.zeros(graph.n_devices)
+        compute = graph.is_op(SCHEDULED)
+        np.minimum.at(first, graph.device[compute], timeline.start[compute])
+        np.maximum.at(last, graph.device[compute], timeline.end[compute])
+        return Score(float((last - first).max()), timeline.makespan)
+
+    def schedule(self, order: LaneOrder, name: str) -> Schedule:
+        """Return an order as a schedule."""
+        return schedule_of(self.problem, order, self.placement, name)
+
+
+def list_lanes(
+    problem: Problem, ranks: Ranks, in_flight: ArrayLike, patience: float = 0.0
+) -> LaneOrder:
+    """Return the list scheduler's order of a placement with one path.
+
+    Parameters
+    ----------
+    problem
+        Actions to order; its own ``in_flight`` is not read.
+    ranks
+        Ranks of the actions, which start the micro-batches of a stage in order.
+    in_flight
+        Most micro-batches between F and I; one number a stage.
+    patience
+        As for `pipesim.order_by`.
+    """
+    limited = problem._replace(in_flight=np.asarray(in_flight, float))
+    actions, ptr = list_orders(limited, ranks, patience)
+    phase, stage = np.divmod(problem.lane[actions], problem.n_stages)
+    return LaneOrder(stage * problem.n_phases + phase, ptr)
+
+
+def shortest_list(
+    times: CostedOrders,
+    problem: Problem,
+    in_flight: ArrayLike,
+    own_ranks: Callable[[Problem], Ranks],
+    first: LaneOrder,
+) -> LaneOrder:
+    """Return the list scheduler's order with the least makespan, or ``first`` if none has less.
+
+    Priorities, numbers of micro-batches in flight and patience of W vary.
+
+    Parameters
+    ----------
+    times
+        Times by which orders are compared.
+    problem
+        Actions to order, with seconds and limits.
+    in_flight
+        Most micro-batches between F and I, one number a stage. More of them are tried too.
+    own_ranks
+        The schedule's own priority.
+    first
+        An order that keeps the limits.
+    """
+    places = [np.asarray(in_flight, float) + more for more in (0, 1, np.inf)]
+    priorities = [own_ranks, PRIORITIES["forward_first"], PRIORITIES["backward_first"]]
+    variants = itertools.product([make(problem) for make in priorities], places, _PATIENCE)
+    orders = {first.lanes.tobytes(): first}
+    for ranks, most, patience in variants:
+        order = list_lanes(problem, ranks, most, patience)
+        orders.setdefault(order.lanes.tobytes(), order)
+    ranked = sorted(orders.values(), key=lambda order: times.quick_score(order).makespan)
+    finalists = ranked[:1] if times.simulated_costs is None else [first, *ranked[:_FINALISTS]]
+    return min(finalists, key=lambda order: times.score(order).makespan)
