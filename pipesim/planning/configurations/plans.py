@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.explanation import Explanation, explanation
-from pipesim.planning.configurations.plan import Plan
+from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan_tables import front_ranks, ranked_table, ruled_out_table
 from pipesim.planning.configurations.plan_texts import plans_html, plans_line, plans_text
 from pipesim.planning.configurations.problem import PlanProblem
