@@ -17,8 +17,8 @@ from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
-from pipesim.costs.layer_split import balanced_split
 from pipesim.costs.megatron_layout import read_layout, write_layout
+from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.costs.workload import Workload
 from pipesim.graph.graph import TaskGraph

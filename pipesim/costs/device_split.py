@@ -1,6 +1,6 @@
 """Splits of layers that balance devices, each of which may hold several stages.
 
-`pipesim.costs.layer_split.balanced_split` is exact for devices with one stage each. For others,
+`pipesim.costs.partition.balanced_split` is exact for devices with one stage each. For others,
 this is an iterated local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over
 the borders between stages. A local search moves borders as long as that improves the split. It
 starts from several splits, and then from perturbations of the best one.

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import accumulate, pairwise
-from math import inf, lcm
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -17,11 +13,9 @@ from numpy.typing import NDArray
 from pipesim.costs.megatron_layout import layout_mistake, layout_stages
 from pipesim.errors import (
     ArgumentError,
-    CostsError,
     UnknownNameError,
     check_count,
     check_name,
-    number,
     suggestion,
 )
 from pipesim.scheduling.memory_checks import check_stages
@@ -29,7 +23,6 @@ from pipesim.scheduling.memory_checks import check_stages
 __all__ = [
     "LayerPartition",
     "Split",
-    "balanced_split",
     "check_partition",
     "checked_counts",
     "checked_split",
@@ -160,119 +153,3 @@ def _sizes_text(sizes: Sequence[int]) -> str:
     if len(sizes) <= 16:
         return f"[{', '.join(map(str, sizes))}]"
     return f"[{', '.join(map(str, sizes[:8]))}, ..., {', '.join(map(str, sizes[-4:]))}]"
-
-
-def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage is as fast as possible.
-
-    Among such splits, the result is the one whose stages are most even (least sum of squares).
-    Among those, it has the fewest layers on the first stages, which hold the most activations in
-    1F1B. It is exact despite the rounding of sums: weights are whole multiples of a common unit.
-
-    Parameters
-    ----------
-    seconds
-        Seconds of each layer; or any other weight >= 0, such as bytes.
-    n_stages
-        Number of stages; each gets at least one layer.
-
-    Returns
-    -------
-    tuple of int
-        Layers of each stage; they sum to ``len(seconds)``.
-
-    Raises
-    ------
-    ArgumentError
-        If there are more stages than layers, or ``seconds`` is no sequence.
-    CostsError
-        For a weight that is negative, NaN or infinite.
-
-    Notes
-    -----
-    The least bound of the slowest stage is found by bisection: a bound is feasible if filling
-    stages up to it, in order, needs at most ``n_stages``. The most even split within the bound is
-    found by dynamic programming over (stages left, first layer).
-
-    Examples
-    --------
-    >>> balanced_split([1, 1, 1, 1, 1, 1, 3], 3)
-    (3, 3, 1)
-    """
-    try:
-        values = list(seconds)
-    except TypeError:
-        raise ArgumentError(
-            f"seconds must be a sequence of one weight a layer, such as [1, 1, 3], got {seconds!r}"
-        ) from None
-    weights = _whole_weights(values)
-    n_layers = len(weights)
-    if check_count("n_stages", n_stages) > n_layers:
-        raise ArgumentError(
-            f"{n_layers} layers cannot be split into {n_stages} stages; each needs at least one "
-            f"layer, so n_stages may be 1..{n_layers}"
-        )
-    ends = [0, *accumulate(weights)]
-    bound = _least_bound(ends, max(weights), n_stages)
-    borders = [0]
-    for choice in reversed(_most_even_choices(ends, bound, n_stages)):
-        borders.append(choice[borders[-1]])
-    return tuple(b - a for a, b in pairwise(borders))
-
-
-def _most_even_choices(ends: list[int], bound: int, n_stages: int) -> list[list[int]]:
-    """Return the border after the first stage, for 1 to ``n_stages`` stages from each layer on.
-
-    ``ends`` are the sums of weights up to each layer. No stage exceeds ``bound``, and the sum of
-    squares of the stages is the least.
-    """
-    n_layers = len(ends) - 1
-    # best[i]: least sum of squares of layers i.. in the stages counted so far.
-    best: list[float] = [inf] * n_layers + [0]
-    choices: list[list[int]] = []
-    for _ in range(n_stages):
-        options = [_best_stage(ends, bound, first, best) for first in range(n_layers)]
-        best = [total for total, _ in options] + [inf]
-        choices.append([end for _, end in options])
-    return choices
-
-
-def _best_stage(ends: list[int], bound: int, first: int, best: list[float]) -> tuple[float, int]:
-    """Return the least sum of squares from layer ``first`` on, and the end of its first stage.
-
-    ``best`` has the least sums of the layers after that stage. Among equal sums, the stage is the
-    shortest. Without any possible stage, the sum is infinite and the end 0.
-    """
-    least, choice = inf, 0
-    last = bisect.bisect_right(ends, ends[first] + bound) - 1
-    for end in range(first + 1, last + 1):
-        if best[end] == inf:  # no float holds the sum of inf and a large integer
-            continue
-        total = (ends[end] - ends[first]) ** 2 + best[end]
-        if total < least:
-            least, choice = total, end
-    return least, choice
-
-
-def _whole_weights(seconds: Sequence[object]) -> list[int]:
-    """Return weights as whole multiples of one unit; every float is a whole number over 2**n."""
-    values = []
-    for layer, weight in enumerate(seconds):
-        result = number(weight)
-        if result is None or not 0 <= result < inf:
-            raise CostsError(f"seconds of layer {layer} must be finite and >= 0, got {weight!r}")
-        values.append(Fraction(result))
-    unit = lcm(*(value.denominator for value in values))
-    return [int(value * unit) for value in values]
-
-
-def _least_bound(ends: list[int], largest: int, n_stages: int) -> int:
-    """Return the least bound on the sum of a stage for which ``n_stages`` suffice."""
-    low, high = largest, ends[-1]
-    while low < high:
-        middle = (low + high) // 2
-        first, used = 0, 0
-        while first < len(ends) - 1:
-            first, used = bisect.bisect_right(ends, ends[first] + middle) - 1, used + 1
-        low, high = (low, middle) if used <= n_stages else (middle + 1, high)
-    return low

@@ -21,10 +21,10 @@ from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
-    balanced_split,
     check_partition,
     checked_split,
 )
+from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.errors import ArgumentTypeError, CostsError, check_count, check_text, check_type
 from pipesim.models.layer_tables import (
     COLUMNS,
@@ -259,7 +259,7 @@ class Layers:
         if placed is not None:
             return placed
         if check_partition(partition, split, "split") and partition != "even":
-            split = balanced_split(self.seconds.tolist(), check_count("split", split))
+            split = balanced_split(self.seconds, check_count("split", split))
         return checked_split(split, len(self), "split")
 
     def _stage_costs(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.device_split import Floats, Ints, SplitProblem
-from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.placement import Placement
@@ -127,7 +127,7 @@ def first_borders(problem: SplitProblem) -> Ints:
     seconds = np.diff(problem.sums[0])
     if not problem.least[0]:
         seconds = np.concatenate([problem.ends[0, :1], seconds, problem.ends[0, 1:]])
-    sizes = np.array(balanced_split(seconds.tolist(), problem.n_stages))
+    sizes = np.array(balanced_split(seconds, problem.n_stages))
     sizes[[0, -1]] -= problem.least[0] == 0
     return np.concatenate([[0], sizes.cumsum()])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
-    balanced_split,
     check_partition,
     checked_split,
 )
+from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.errors import ArgumentError, CostsWarning, check_count
 from pipesim.utils.caller_warnings import warn_caller
 
@@ -18,8 +18,6 @@ __all__ = ["stage_sizes"]
 _Seconds = tuple[float, float, float]
 #: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.
 _UNEVEN = 1.05
-#: Most layers of a model for which the balanced split is found only for that warning.
-_FEW_LAYERS = 1000
 
 
 def stage_sizes(
@@ -40,7 +38,7 @@ def stage_sizes(
     if is_number and partition == "balanced":
         return _balanced_sizes(layers_per_stage, n_layers, seconds)
     sizes = checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
-    if is_number and partition is None and n_layers <= _FEW_LAYERS:
+    if is_number and partition is None:
         balanced = _balanced_sizes(layers_per_stage, n_layers, seconds)
         slowest, least = _slowest(sizes, seconds), _slowest(balanced, seconds)
         if slowest > _UNEVEN * least:

@@ -1,0 +1,1 @@
+"""Divide layers into stages such that the slowest stage is as fast as possible."""

@@ -1,0 +1,132 @@
+"""`balanced_split` of many layers, and of weights that floats do not add up exactly."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import kernels
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.costs.partition import near_even
+from pipesim.errors import CostsWarning
+
+Score = tuple[Fraction, Fraction, tuple[int, ...]]
+
+
+def dynamic_program(seconds: list[float], n_stages: int) -> tuple[int, ...]:
+    """Return the balanced split by two O(n^2 k) dynamic programs over exact sums."""
+    n = len(seconds)
+    sums = [Fraction(0), *itertools.accumulate(map(Fraction, seconds))]
+    bound: list[Fraction | None] = [*[None] * n, Fraction(0)]
+    for _ in range(n_stages):
+        bound = [
+            min((max(sums[j] - sums[i], rest) for j, rest in after(bound, i)), default=None)
+            for i in range(n + 1)
+        ]
+    largest = bound[0]
+    assert largest is not None
+    best: list[tuple[Fraction, tuple[int, ...]] | None] = [*[None] * n, (Fraction(0), ())]
+    for _ in range(n_stages):
+        best = [
+            min(
+                (
+                    ((sums[j] - sums[i]) ** 2 + rest[0], (j - i, *rest[1]))
+                    for j, rest in after(best, i)
+                    if sums[j] - sums[i] <= largest
+                ),
+                default=None,
+            )
+            for i in range(n + 1)
+        ]
+    assert best[0] is not None
+    return best[0][1]
+
+
+def after(values, i):  # type: ignore[no-untyped-def]
+    """Return the borders after ``i`` that have a value, with it."""
+    return [(j, x) for j, x in enumerate(values) if j > i and x is not None]
+
+
+#: Few values, so that many splits are equally even; and numbers of very different sizes.
+weights = st.one_of(
+    *(
+        st.lists(st.sampled_from(values), min_size=1, max_size=14)
+        for values in (
+            [0.0, 1.0, 2.0, 7.0],
+            [0.1, 0.2, 0.3, 0.7],
+            [0.0, 5e-324, 1e-310, 1 / 3, 1.0, 1e16, 1e308],
+            [1.0, 1 + 2**-52, 1 - 2**-53, 2.0**70],
+        )
+    ),
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=14),
+)
+
+
+@given(weights, st.data())
+def test_against_dynamic_program(seconds: list[float], data: st.DataObject) -> None:
+    """The least slowest stage, the least squares, the fewest layers first; exact despite sizes."""
+    n_stages = data.draw(st.integers(1, len(seconds)))
+    assert ps.balanced_split(seconds, n_stages) == dynamic_program(seconds, n_stages)
+
+
+@pytest.mark.slow
+def test_compiled_as_python() -> None:
+    """Compiled loops give the same splits, in one limb, in two and in many."""
+    random = np.random.default_rng(0)
+    for case in range(60):
+        n = int(random.integers(1, 40))
+        values = random.choice([0.1, 0.25, 3.0, 0.0, 1e-20, 4e15], n) * random.integers(0, 3, n)
+        seconds = [values, random.random(n), random.lognormal(0, 3, n)][case % 3]
+        n_stages = int(random.integers(1, n + 1))
+        with kernels.as_python():
+            expected = ps.balanced_split(seconds, n_stages)
+        with kernels.compiled():
+            assert ps.balanced_split(seconds, n_stages) == expected
+        assert ps.balanced_split(seconds.tolist(), n_stages) == expected
+
+
+@pytest.mark.slow
+def test_many_layers() -> None:
+    """A fill of stages up to the slowest one needs all stages, if that is any faster."""
+    random = np.random.default_rng(1)
+    n, n_stages = 200_000, 256
+    for seconds in (random.random(n), np.append(random.random(n - 1), 5e4), np.full(n, 0.1)):
+        sizes = ps.balanced_split(seconds, n_stages)
+        assert sum(sizes) == n
+        assert min(sizes) >= 1
+        stages = np.add.reduceat(seconds, np.cumsum([0, *sizes[:-1]]))
+        assert stages_filled(seconds, stages.max() * (1 - 1e-9)) > n_stages
+        others = np.sort(stages)[:-1]
+        assert others.max() - others.min() <= 2.5 * np.sort(seconds)[-2]
+
+
+def stages_filled(seconds: np.ndarray[tuple[int], np.dtype[np.float64]], bound: float) -> float:
+    """Return the number of stages if each is filled up to a bound, in order."""
+    if seconds.max() > bound:
+        return np.inf
+    sums, first, used = np.concatenate([[0.0], seconds.cumsum()]), 0, 0
+    while first < len(seconds):
+        first, used = int(np.searchsorted(sums, sums[first] + bound, "right")) - 1, used + 1
+    return used
+
+
+def test_too_many_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If too many borders are possible, the slowest stage is still the least; a warning says so."""
+    monkeypatch.setattr(near_even, "_MOST_BORDERS", 8)
+    random = np.random.default_rng(2)
+    seconds = np.append(random.choice([1.0, 40.0], 120), 900.0)
+    with pytest.warns(CostsWarning, match="others may be less even than possible"):
+        sizes = ps.balanced_split(seconds, 8)
+    assert (sum(sizes), sizes[-1]) == (121, 1)
+    assert min(sizes) > 1 or sizes.count(1) == 1
+
+
+def test_heavy_layer_leaves_the_others_even() -> None:
+    """One layer is as slow as all others; these are divided evenly over the other stages."""
+    assert ps.balanced_split([1.0] * 30 + [30.0], 4) == (10, 10, 10, 1)
+    assert ps.balanced_split([1.0] * 15 + [40.0] + [1.0] * 15, 4) == (7, 8, 1, 15)
