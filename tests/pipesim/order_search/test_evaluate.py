@@ -27,7 +27,7 @@ from pipesim.order_search import (
 @st.composite
 def relabelled_orders(draw: st.DrawFn):
     """Draw an order that can run, its problem, its costs, and the schedule that it stands for."""
-    schedule = draw(custom_schedules(max_microbatches=5))
+    schedule = draw(custom_schedules(max_microbatches=5)).with_updates(1, "one")
     ops = set(schedule.op.tolist())
     if {Op.B, Op.W} <= ops:
         schedule = ps.order_by(schedule.placement, schedule.n_microbatches)
@@ -60,7 +60,7 @@ def relabelled_orders(draw: st.DrawFn):
 
 
 @given(relabelled_orders())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_times_and_bytes_are_those_of_simulate(case):
     """Each start, end and peak equals that of `simulate`, and so does the makespan (rules 1-4)."""
     schedule, problem, costs = case
@@ -81,7 +81,7 @@ def test_times_and_bytes_are_those_of_simulate(case):
 
 
 @given(relabelled_orders(), st.floats(0.5, 1.5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_limit_is_that_of_simulate(case, share):
     """`keeps_limit` says what `Timeline.fits` says, also when the peak is exactly the limit."""
     schedule, problem, costs = case
