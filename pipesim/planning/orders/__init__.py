@@ -1,0 +1,1 @@
+"""Orders of tasks: search, and proof of how good they are."""

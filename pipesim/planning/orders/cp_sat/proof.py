@@ -1,0 +1,256 @@
+"""`prove`: certify an order of tasks, or find a better one, with CP-SAT."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from pipesim.errors import ArgumentError, EngineWarning
+from pipesim.order_search import LaneOrder, OrderProblem, Times, evaluate, keeps_limit
+from pipesim.order_search.lane_order import occurrences
+from pipesim.planning.orders.cp_sat.model import OrderModel, order_model
+from pipesim.planning.orders.cp_sat.precedence import lane_reach, topological_lanes
+from pipesim.planning.orders.cp_sat.solve import Effort, Outcome, solve
+from pipesim.planning.orders.cp_sat.ticks import (
+    COARSE_TICKS,
+    FINE_TICKS,
+    TOLERANCE,
+    TickProblem,
+    tick_problem,
+)
+from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.csr import Ints
+
+__all__ = ["MOST_TASKS", "Objective", "Proof", "available", "prove"]
+
+Objective = Literal["makespan", "span"]
+
+#: Most tasks of a problem that is given to CP-SAT as a whole.
+MOST_TASKS = 6000
+
+
+class Proof(NamedTuple):
+    """Result of `prove`.
+
+    Attributes
+    ----------
+    order
+        A better order, or None.
+    lower_bound
+        Seconds that no order of the problem stays below.
+    proved
+        Whether the better order, or the one that was passed if there is none, is optimal: the
+        bound meets its objective within a relative error of 1e-9.
+    interrupted
+        Whether Ctrl-C ended the search.
+    """
+
+    order: LaneOrder | None
+    lower_bound: float
+    proved: bool
+    interrupted: bool = False
+
+
+def available() -> bool:
+    """Return whether ortools is installed; if not, warn once."""
+    if importlib.util.find_spec("ortools") is None:
+        _warn_of_missing_ortools()
+        return False
+    return True
+
+
+@cache
+def _warn_of_missing_ortools() -> None:
+    """Warn, once a process."""
+    warn_caller(
+        "ortools is not installed: orders are searched for, but none is proved optimal, and lower "
+        "bounds stay as far from them as quick bounds are; install pipesim[optimal]",
+        EngineWarning,
+    )
+
+
+def prove(
+    problem: OrderProblem,
+    order: LaneOrder,
+    lower_bound: float = 0.0,
+    *,
+    objective: Objective = "makespan",
+    seconds: float | None = None,
+    work: float | None = None,
+    seed: int = 0,
+    n_workers: int = 2,
+    stop: Callable[[], bool] | None = None,
+) -> Proof:
+    """Raise a lower bound on an objective and look for a better order, with CP-SAT.
+
+    The bound holds for float costs too. Seconds without a common unit are rounded down to ticks
+    of 2**-42 of the makespan, and the objective of a new order is `evaluate`'s.
+
+    Nothing is searched, and the arguments are returned, in three cases: ortools is not installed,
+    the problem has over `MOST_TASKS` tasks, or ``lower_bound`` already meets the order.
+
+    Parameters
+    ----------
+    problem
+        The tasks.
+    order
+        An order that keeps the memory limits.
+    lower_bound
+        Seconds that are known to be a lower bound.
+    objective
+        "makespan" or "span", the longest time of a device from its first start to its last end.
+    seconds
+        Time limit of the search.
+    work
+        Limit in CP-SAT's deterministic time: about as many seconds of a thread. Equal arguments
+        then have equal results, if neither ``seconds`` nor ``stop`` ends the search.
+    seed, n_workers
+        Seed and threads of the search.
+    stop
+        Called some 20 times a second in this thread. The search ends when it returns true. Ctrl-C
+        ends the search too; what was reached is returned.
+
+    Raises
+    ------
+    ArgumentError
+        Without a limit, or if the order deadlocks or exceeds a memory limit.
+    """
+    if seconds is None and work is None and stop is None:
+        raise ArgumentError("prove needs a limit: seconds, work, or stop")
+    value = _value(evaluate(problem, order), objective)
+    if not np.isfinite(value) or not keeps_limit(problem, order):
+        raise ArgumentError(
+            "the order to improve must run and keep the memory limits, but "
+            + ("it deadlocks" if not np.isfinite(value) else "it exceeds one")
+        )
+    if _meets(lower_bound, value):
+        return Proof(None, lower_bound, True)
+    if not available() or problem.count.sum() > MOST_TASKS:
+        return Proof(None, lower_bound, False)
+    built = _model(problem, order, value, lower_bound, objective)
+    outcome = solve(built, Effort(seconds, work, n_workers, seed), stop)
+    bound = max(lower_bound, _certified(outcome, built.ticks, objective))
+    better = _better_order(problem, outcome, value, objective)
+    if better is not None:
+        value = _value(evaluate(problem, better), objective)
+    bound = min(bound, value)  # they may differ by rounding, where the bound is exact
+    return Proof(better, bound, _meets(bound, value), outcome.interrupted)
+
+
+def _value(times: Times, objective: Objective) -> float:
+    """Return the objective of an order (s)."""
+    return times.makespan if objective == "makespan" else times.span
+
+
+def _meets(bound: float, value: float) -> bool:
+    """Return whether a bound proves that a value is optimal."""
+    return bound >= value * (1.0 - TOLERANCE)
+
+
+def _model(
+    problem: OrderProblem,
+    order: LaneOrder,
+    value: float,
+    lower_bound: float,
+    objective: Objective,
+) -> OrderModel:
+    """Return the model of orders no worse than the given one, which is its hint."""
+    first_starts = _first_starts(problem) if objective == "span" else None
+    shifts = first_starts is not None and None in first_starts
+    ticks = tick_problem(problem, value, COARSE_TICKS if shifts else FINE_TICKS)
+    in_ticks = problem._replace(
+        seconds=ticks.seconds.astype(np.float64),
+        latency=ticks.latency.astype(np.float64),
+        hold=ticks.hold.astype(np.float64),
+        tail=ticks.tail.astype(np.float64),
+    )
+    times = evaluate(in_ticks, order)  # sums of whole numbers below 2**53: exact
+    most = int(_value(times, objective))
+    least = min(int(lower_bound / ticks.tick * (1.0 - TOLERANCE)), most)
+    if first_starts is None:
+        built = order_model(problem, ticks, least, most)
+    else:
+        starts = [None if x is None else ticks.whole(x) for x in first_starts]
+        built = order_model(problem, ticks, least, most + 1, starts)
+    _add_hint(built, order, times)
+    return built
+
+
+def _first_starts(problem: OrderProblem) -> list[float | None]:
+    """Return when each device starts its first task (s), None if that depends on the order.
+
+    A device's first task is the F of one lane if all its other tasks need that. It starts as early
+    as it can, which is the same in all orders if its data comes from such a task too.
+    """
+    reach = lane_reach(problem)
+    lane = np.arange(len(reach))
+    starts: list[float | None] = [None] * problem.n_devices
+    always_first = [
+        bool(reach[x, (problem.device == problem.device[x]) & (lane != x)].all()) for x in lane
+    ]
+    for x in topological_lanes(problem):
+        source = int(problem.needs[x, 0])
+        if not always_first[x]:
+            continue
+        if source < 0:
+            starts[problem.device[x]] = 0.0
+            continue
+        sent = starts[problem.device[source]]
+        if sent is not None and always_first[source]:
+            message = float(problem.hold[x, 0] + problem.latency[x, 0])
+            starts[problem.device[x]] = sent + float(problem.seconds[source]) + message
+    return starts
+
+
+def _add_hint(built: OrderModel, order: LaneOrder, times: Times) -> None:
+    """Hint the order and its earliest times (ticks)."""
+    numbers = occurrences(order.lanes).tolist()
+    tasks = list(zip(order.lanes.tolist(), numbers, strict=True))
+    for (lane, number), time in zip(tasks, times.start.tolist(), strict=True):
+        built.model.add_hint(built.start[lane][number], int(time))
+    built.model.add_hint(built.objective, built.most)
+    rank = {task: k for k, task in enumerate(tasks)}
+    for (a, b), literal in built.before.items():
+        built.model.add_hint(literal, rank[a] < rank[b])
+
+
+def _certified(outcome: Outcome, ticks: TickProblem, objective: Objective) -> float:
+    """Return the bound of a search in seconds.
+
+    Of rounded times, a tick is taken off for the rounding of the float sums. Rounding both ends of
+    a span down takes another one.
+    """
+    if ticks.exact:
+        return outcome.bound * ticks.tick * (1.0 - ticks.noise)
+    return (outcome.bound - 1 - (objective == "span")) * ticks.tick
+
+
+def _better_order(
+    problem: OrderProblem, outcome: Outcome, value: float, objective: Objective
+) -> LaneOrder | None:
+    """Return the order of a solution if it is better than ``value`` in seconds."""
+    if outcome.start is None:
+        return None
+    order = order_by_start(problem, outcome.start)
+    better = _value(evaluate(problem, order), objective) < value
+    return order if better and keeps_limit(problem, order) else None
+
+
+def order_by_start(problem: OrderProblem, start: Ints) -> LaneOrder:
+    """Return the order of tasks that start at ``start``, one number a task, lane after lane.
+
+    Tasks of no length may start with others. Those come after the tasks that they need.
+    """
+    n_lanes = len(problem.count)
+    lanes = np.repeat(np.arange(n_lanes), problem.count)
+    rank = np.empty(n_lanes, dtype=np.int64)
+    rank[topological_lanes(problem)] = np.arange(n_lanes)
+    longer = problem.seconds > 0.0
+    keys = (rank[lanes], occurrences(lanes), longer[lanes], start, problem.device[lanes])
+    in_order = lanes[np.lexsort(keys)]
+    ptr = np.searchsorted(problem.device[in_order], np.arange(problem.n_devices + 1))
+    return LaneOrder(in_order, ptr.astype(np.int64))
