@@ -109,14 +109,14 @@ def partition_lines() -> list[str]:
     }
     lines = [f"{'weights':<18}{'layers':>9}{'stages':>8}{'ms':>8}  slowest"]
     for name, seconds in cases.items():
-        taken = []
+        durations = []
         for _ in range(11):
             start = time.perf_counter()
             sizes = ps.balanced_split(seconds, n_stages)
-            taken.append(time.perf_counter() - start)
+            durations.append(time.perf_counter() - start)
         stages = np.add.reduceat(seconds, np.cumsum([0, *sizes[:-1]]))
         slowest = stages.max() / stages.mean()
-        median = 1e3 * np.median(taken)
+        median = 1e3 * np.median(durations)
         lines.append(f"{name:<18}{n_layers:9d}{n_stages:8d}{median:8.1f}  {slowest:.5f}")
     return lines
 
