@@ -16,11 +16,14 @@ from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.measure import measure, profile
 from pipeexec.profiling.profile import Profile
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
+from pipeexec.validation.equivalence.check_equivalent import check_equivalent
+from pipeexec.validation.equivalence.report import Equivalence
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate
 
 __all__ = [
     "EmbeddingStage",
+    "Equivalence",
     "GPipe",
     "GradientAccumulation",
     "Pipeline",
@@ -31,6 +34,7 @@ __all__ = [
     "StepResult",
     "Validation",
     "Worker",
+    "check_equivalent",
     "from_torch",
     "is_checkpointing",
     "is_recomputing",

@@ -160,6 +160,10 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
     "px.profile": lambda _: {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
+    "px.check_equivalent": lambda _: {
+        "model": nn.Linear(2, 1), "a": {}, "b": {"n_microbatches": 2},
+        "batch": (torch.ones(2, 2), torch.ones(2, 1)), "loss_fn": nn.functional.mse_loss,
+        "loss_reduction": "mean", "learning_rate": 0.1, "dtype": None, "seed": 0},
     "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
     "px.validate": lambda _: short(),
     "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
@@ -186,6 +190,6 @@ def _saved(path: Path, what: px.Profile | px.Validation) -> Path:
 
 #: Whose calls take long, and are attacked with fewer values.
 SLOW = {
-    "px.validate", "px.measure", "px.profile", "px.Pipeline", "px.Validation.save",
-    "px.Profile.save", "px.Validation.figure",
+    "px.check_equivalent", "px.validate", "px.measure", "px.profile", "px.Pipeline",
+    "px.Validation.save", "px.Profile.save", "px.Validation.figure",
 }  # fmt: skip

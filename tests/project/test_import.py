@@ -22,10 +22,10 @@ read_layout register replay schedule schedules simulate simulate_many sweep trac
 v_shaped verify waves write_layout
 """
 PUBLIC_EXEC = """
-EmbeddingStage GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding Slice
-StepResult Validation Worker from_torch is_checkpointing is_recomputing join load_run measure
-profile scaled_learning_rate slices sync_report to_torch torch_schedule_order validate watch_sync
-workers
+EmbeddingStage Equivalence GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding
+Slice StepResult Validation Worker check_equivalent from_torch is_checkpointing is_recomputing
+join load_run measure profile scaled_learning_rate slices sync_report to_torch
+torch_schedule_order validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

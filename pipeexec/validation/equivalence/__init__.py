@@ -1,0 +1,6 @@
+"""Run two configurations of one model, small, and compare losses, gradients and weights."""
+
+from pipeexec.validation.equivalence.check_equivalent import check_equivalent
+from pipeexec.validation.equivalence.report import BrokenLayer, Equivalence
+
+__all__ = ["BrokenLayer", "Equivalence", "check_equivalent"]
