@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipesim.ops import Op
 from pipesim.order_search import OrderProblem
-from pipesim.planning.orders.cp_sat.precedence import LaneArc
+from pipesim.planning.orders.cp_sat.precedence import LaneArc, topological_lanes
 from pipesim.planning.orders.cp_sat.ticks import TickProblem
 
 __all__ = ["MemoryArcs", "checked_lanes", "memory_arcs"]
@@ -40,19 +41,25 @@ def checked_lanes(problem: OrderProblem, ticks: TickProblem, device: int) -> lis
 
 
 def memory_arcs(problem: OrderProblem, ticks: TickProblem) -> MemoryArcs:
-    """Return the precedence that limits enforce between the operations of one stage.
+    """Return the precedence that limits enforce between the lanes of one path on a device.
 
-    The other stages of its device hold nothing, at best. An order within the limits must exist.
+    The other paths of the device hold nothing, at best. An order within the limits must exist.
     """
     arcs: list[LaneArc] = []
     exact = [True] * problem.n_devices
     for device in range(problem.n_devices):
         checked = checked_lanes(problem, ticks, device)
-        n_stages = len({(problem.path[x], problem.stage[x]) for x in checked})
-        exact[device] = n_stages <= 1
+        if not checked:
+            continue
+        limit = int(ticks.limit[device])
+        if len({(problem.path[x], problem.stage[x]) for x in checked}) > 1:
+            exact[device] = False
+            for path in np.unique(problem.path[checked]):
+                arcs += _chain_arcs(problem, ticks, device, int(path))
+            continue
         for lane in checked:
             own = stage_lanes(problem, lane)
-            room = int(ticks.limit[device] - ticks.peak[lane])
+            room = limit - int(ticks.peak[lane])
             stage_arcs, complete = _stage_arcs(ticks, own, own.index(lane), room)
             arcs += stage_arcs
             exact[device] &= complete
@@ -132,3 +139,37 @@ def _suffice(
             if sum(x * s for x, s in zip(k, size, strict=True)) > room:
                 return False
     return True
+
+
+def _chain_arcs(problem: OrderProblem, ticks: TickProblem, device: int, path: int) -> list[LaneArc]:
+    """Return arcs between the lanes of several stages, as a micro-batch runs them.
+
+    Before number i of a step starts, i micro-batches have passed it. Those that have not passed a
+    later step hold at least ``lowest`` each, so that the limit bounds their number. Weight
+    gradients have run as early as they can, unless the later step is their W.
+    """
+    same = (problem.device == device) & (problem.path == path)
+    steps = [x for x in topological_lanes(problem) if same[x] and problem.op[x] != Op.W]
+    weight = {x: _weight_lane(problem, x) for x in steps}
+    released = {x: 0 if w < 0 else -int(ticks.held[w]) for x, w in weight.items()}
+    low = np.cumsum([int(ticks.held[x]) - released[x] for x in steps]).tolist()
+    arcs = []
+    for k, step in enumerate(steps):
+        before = low[k - 1] if k else 0
+        room = int(ticks.limit[device] - ticks.peak[step]) - before
+        for j in range(k, len(steps)):
+            later = steps[j]
+            lowest = min(low[k:j], default=0)
+            if lowest > 0:
+                arcs.append(LaneArc(later, step, room // lowest + 1, 0))
+            with_weight = [x + released[later] for x in low[j:]]
+            lowest = min([*low[k:j], *with_weight])
+            if weight[later] >= 0 and lowest > 0:
+                arcs.append(LaneArc(weight[later], step, room // lowest + 1, 0))
+    return arcs
+
+
+def _weight_lane(problem: OrderProblem, lane: int) -> int:
+    """Return the W that follows an I; -1 for other operations."""
+    following = stage_lanes(problem, lane)[-1]
+    return following if problem.op[lane] == Op.I and problem.op[following] == Op.W else -1

@@ -102,6 +102,9 @@ def _set_parameters(solver: cp_model.CpSolver, effort: Effort) -> None:
     parameters = solver.parameters
     parameters.num_workers = effort.n_workers
     parameters.random_seed = effort.seed
+    # Probing takes up to minutes before the search, and linear relaxations see little of orders.
+    parameters.cp_model_probing_level = 0
+    parameters.linearization_level = 0
     parameters.catch_sigint_signal = False  # Python's handler raises KeyboardInterrupt
     if effort.seconds is not None:
         parameters.max_time_in_seconds = effort.seconds
