@@ -16,7 +16,16 @@ from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Problem", "action_columns", "make_problem"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "WEIGHT",
+    "Problem",
+    "action_columns",
+    "make_problem",
+    "with_equal_lengths",
+    "with_microbatches",
+]
 
 Floats = NDArray[np.float64]
 #: Bytes of memory that ordering takes for each action, measured.
@@ -111,8 +120,7 @@ def make_problem(
     _check_sums(n_microbatches, [*seconds, *delays], f_bytes.sum() * n_paths)
     home = np.array(placement.paths).T.ravel()
     path = np.arange(len(home)) % n_paths
-    count = np.bincount(placement.path_of(n_microbatches), minlength=n_paths)
-    lane_count = np.tile(count[path], len(phases))
+    count, lane_ptr, lane = _actions(n_microbatches, n_paths, len(home) * len(phases))
     return Problem(
         n_stages=n_stages,
         n_paths=n_paths,
@@ -124,8 +132,8 @@ def make_problem(
         copies=np.lexsort((path, home)),
         first=np.cumsum(count) - count,
         n_of_path=count,
-        lane_ptr=np.append(0, np.cumsum(lane_count)),
-        lane=np.repeat(np.arange(len(lane_count)), lane_count),
+        lane_ptr=lane_ptr,
+        lane=lane,
         seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
         delay=np.concatenate([*delays, np.zeros(len(home) * (len(phases) - 2))]),
         f_bytes=f_bytes,
@@ -133,6 +141,38 @@ def make_problem(
         limits=np.array(checked_limits(memory_limit, placement, f_bytes), float),
         in_flight=np.array(checked_in_flight(in_flight, n_stages), float),
     )
+
+
+def with_equal_lengths(problem: Problem) -> Problem:
+    """Return the same problem with a second for F, I and W, a byte from F to W, and no messages."""
+    one = np.ones(problem.n_stages)
+    return problem._replace(
+        seconds=np.ones_like(problem.seconds),
+        delay=np.zeros_like(problem.delay),
+        f_bytes=one,
+        w_bytes=one,
+    )
+
+
+def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
+    """Return the same problem for another number of micro-batches."""
+    count, lane_ptr, lane = _actions(n_microbatches, problem.n_paths, len(problem.seconds))
+    return problem._replace(
+        n_microbatches=n_microbatches,
+        first=np.cumsum(count) - count,
+        n_of_path=count,
+        lane_ptr=lane_ptr,
+        lane=lane,
+    )
+
+
+def _actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints, Ints, Ints]:
+    """Return ``n_of_path``, ``lane_ptr`` and ``lane`` of a problem."""
+    path = np.arange(n_microbatches) * n_paths // n_microbatches  # as `Placement.path_of`
+    count = np.bincount(path, minlength=n_paths)
+    lane_count = count[np.arange(n_lanes) % n_paths]
+    lane_ptr = np.append(0, np.cumsum(lane_count))
+    return count, lane_ptr, np.repeat(np.arange(n_lanes), lane_count)
 
 
 def action_columns(problem: Problem) -> tuple[Ints, Ints, Ints]:

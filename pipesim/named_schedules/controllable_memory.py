@@ -18,7 +18,6 @@ The paper calls the gradient of the input B; here it is I, as in torch.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +30,11 @@ from pipesim.list_scheduling.problem import (
     Problem,
     action_columns,
     make_problem,
+    with_equal_lengths,
 )
 from pipesim.list_scheduling.queues import Ranks
-from pipesim.named_schedules.costed_orders import CostedOrders, list_lanes, shortest_list
+from pipesim.named_schedules.costed_orders import costed_orders, list_lanes
+from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
@@ -95,16 +96,13 @@ def _block_schedule(
     # Micro-batches of the repeated block that are between F and I.
     in_flight = [-(-(end - start) // _INTERVAL) for start, end in zip(*block, strict=True)]
 
-    def problem_of(order_costs: Costs) -> Problem:
-        counted = replace(order_costs, activation_bytes=1.0, weight_grad_bytes=1.0)
-        return make_problem(placement, n_microbatches, counted, True, 2 * most, None)
-
-    problem = problem_of(checked_costs(costs))
-    times = CostedOrders.of(placement, n_microbatches, checked_costs(costs))
-    equal = problem_of(checked_costs(None))
-    order = list_lanes(equal, _block_ranks(block, equal), in_flight)
+    counted = replace(checked_costs(costs), activation_bytes=1.0, weight_grad_bytes=1.0)
+    problem = make_problem(placement, n_microbatches, counted, True, 2 * most, None)
+    times = costed_orders(placement, n_microbatches, counted)
+    ranks = _block_ranks(block, problem)
+    order = list_lanes(with_equal_lengths(problem), ranks, in_flight)
     if costs is not None:
-        order = shortest_list(times, problem, in_flight, partial(_block_ranks, block), order)
+        order = shortest_order(times, problem, [ranks], in_flight, order)
     return times.schedule(order, name)
 
 

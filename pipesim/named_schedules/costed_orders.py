@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.priorities import PRIORITIES
 from pipesim.list_scheduling.problem import Problem
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.list_scheduling.scheduler import list_orders
@@ -22,12 +19,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 
-__all__ = ["CostedOrders", "Score", "list_lanes", "shortest_list"]
-
-#: Least gap before the next F or I that a W may start in, as a share of the seconds of W.
-_PATIENCE = (0.0, 0.3, 0.5, 0.75, 1.0)
-#: Number of orders that are simulated, if the compiled evaluator does not count all costs.
-_FINALISTS = 3
+__all__ = ["CostedOrders", "Score", "costed_orders", "list_lanes"]
 
 
 class Score(NamedTuple):
@@ -62,24 +54,14 @@ class CostedOrders:
     problem: OrderProblem
     simulated_costs: Costs | None
 
-    @classmethod
-    def of(cls, placement: Placement, n_microbatches: int, costs: Costs) -> CostedOrders:
-        """Return the orders of a placement."""
-        costs = replace(costs, skip_bytes=None)
-        problem = order_problem(placement, n_microbatches, costs, split_backward=True)
-        network = costs.network
-        is_exact = not (np.any(costs.launch) or network.links or network.nodes)
-        no_tail = np.zeros(placement.n_devices)
-        return cls(placement, problem._replace(tail=no_tail), None if is_exact else costs)
-
-    def of_equal_length(self) -> CostedOrders:
+    def with_equal_lengths(self) -> CostedOrders:
         """Return the same orders with F, I and W of one second, and messages of no time."""
         problem, none = self.problem, np.zeros_like(self.problem.latency)
         seconds = np.ones_like(problem.seconds)
         problem = problem._replace(seconds=seconds, latency=none, hold=none)
         return CostedOrders(self.placement, problem, None)
 
-    def of_microbatches(self, n_microbatches: int) -> CostedOrders:
+    def with_microbatches(self, n_microbatches: int) -> CostedOrders:
         """Return the orders of another number of micro-batches."""
         count = np.full_like(self.problem.count, n_microbatches)
         return replace(self, problem=self.problem._replace(count=count))
@@ -106,6 +88,16 @@ class CostedOrders:
         return schedule_of(self.problem, order, self.placement, name)
 
 
+def costed_orders(placement: Placement, n_microbatches: int, costs: Costs) -> CostedOrders:
+    """Return the orders of a placement with one path, under costs."""
+    costs = replace(costs, skip_bytes=None)
+    problem = order_problem(placement, n_microbatches, costs, split_backward=True)
+    network = costs.network
+    is_exact = not (np.any(costs.launch) or network.links or network.nodes)
+    no_tail = np.zeros(placement.n_devices)
+    return CostedOrders(placement, problem._replace(tail=no_tail), None if is_exact else costs)
+
+
 def list_lanes(
     problem: Problem, ranks: Ranks, in_flight: ArrayLike, patience: float = 0.0
 ) -> LaneOrder:
@@ -126,39 +118,3 @@ def list_lanes(
     actions, ptr = list_orders(limited, ranks, patience)
     phase, stage = np.divmod(problem.lane[actions], problem.n_stages)
     return LaneOrder(stage * problem.n_phases + phase, ptr)
-
-
-def shortest_list(
-    times: CostedOrders,
-    problem: Problem,
-    in_flight: ArrayLike,
-    own_ranks: Callable[[Problem], Ranks],
-    first: LaneOrder,
-) -> LaneOrder:
-    """Return the list scheduler's order with the least makespan, or ``first`` if none has less.
-
-    Priorities, numbers of micro-batches in flight and patience of W vary.
-
-    Parameters
-    ----------
-    times
-        Times by which orders are compared.
-    problem
-        Actions to order, with seconds and limits.
-    in_flight
-        Most micro-batches between F and I, one number a stage. More of them are tried too.
-    own_ranks
-        The schedule's own priority.
-    first
-        An order that keeps the limits.
-    """
-    places = [np.asarray(in_flight, float) + more for more in (0, 1, np.inf)]
-    priorities = [own_ranks, PRIORITIES["forward_first"], PRIORITIES["backward_first"]]
-    variants = itertools.product([make(problem) for make in priorities], places, _PATIENCE)
-    orders = {first.lanes.tobytes(): first}
-    for ranks, most, patience in variants:
-        order = list_lanes(problem, ranks, most, patience)
-        orders.setdefault(order.lanes.tobytes(), order)
-    ranked = sorted(orders.values(), key=lambda order: times.quick_score(order).makespan)
-    finalists = ranked[:1] if times.simulated_costs is None else [first, *ranked[:_FINALISTS]]
-    return min(finalists, key=lambda order: times.score(order).makespan)

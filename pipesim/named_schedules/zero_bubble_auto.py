@@ -19,13 +19,9 @@ from dataclasses import replace
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.argument_checks import (
-    check_weight_bytes,
-    checked_costs,
-    checked_limits,
-)
-from pipesim.list_scheduling.problem import make_problem
-from pipesim.named_schedules.costed_orders import CostedOrders
+from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
+from pipesim.list_scheduling.problem import make_problem, with_equal_lengths
+from pipesim.named_schedules.costed_orders import costed_orders
 from pipesim.named_schedules.zero_bubble_variants import best_variant
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
@@ -46,17 +42,16 @@ def _automatic_schedule(
     counted = _with_bytes(checked_costs(costs), p)
     held = counted.per_stage("activation_bytes", p)
     with np.errstate(over="ignore", invalid="ignore"):  # `make_problem` refuses infinite sums
-        user_limit = factor * p * held if memory_limit is None else memory_limit
-        limits = checked_limits(user_limit, linear(p), held)
-        make_problem(linear(p), m, counted, True, limits, None)
-    times = CostedOrders.of(linear(p), m, counted)
+        limits = factor * p * held if memory_limit is None else memory_limit
+        problem = make_problem(linear(p), m, counted, True, limits, None)
+    times = costed_orders(linear(p), m, counted)
     # The order for F, I and W of equal length, which costs must not make worse.
-    equal = _with_bytes(checked_costs(None), p)
-    places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0).tolist()
-    order = best_variant(equal, places, m, times.of_equal_length())
+    places = np.divide(problem.limits, held, out=np.full(p, math.inf), where=held > 0)
+    equal = with_equal_lengths(problem)._replace(limits=places)
+    order = best_variant(equal, times.with_equal_lengths())
     assert order is not None  # as there is no longest score
     if costs is not None:
-        order = best_variant(counted, limits, m, times, times.score(order)) or order
+        order = best_variant(problem, times, times.score(order)) or order
     return times.schedule(order, name)
 
 

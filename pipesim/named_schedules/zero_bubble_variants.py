@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.priorities import action_ranks
-from pipesim.list_scheduling.problem import make_problem
+from pipesim.list_scheduling.priorities import PRIORITIES
+from pipesim.list_scheduling.problem import Problem, with_microbatches
 from pipesim.named_schedules.costed_orders import CostedOrders, Score, list_lanes
-from pipesim.ops import Op
 from pipesim.order_search import LaneOrder
 
 __all__ = ["best_variant"]
@@ -32,30 +29,24 @@ _Variant = tuple[tuple[float, ...], float]
 
 
 def best_variant(
-    costs: Costs,
-    limits: list[float],
-    n_microbatches: int,
-    times: CostedOrders,
-    longest: Score | None = None,
+    problem: Problem, times: CostedOrders, longest: Score | None = None
 ) -> LaneOrder | None:
     """Return the order with the shortest span; None if all are worse than ``longest``.
 
     Parameters
     ----------
-    costs
-        Costs by which the list scheduler orders actions.
-    limits
-        Bytes of activations that devices may hold, one a device.
-    n_microbatches
-        Number of micro-batches of the schedule.
+    problem
+        Actions to order, with seconds, bytes and limits.
     times
         Times by which variants are compared; of the same costs.
     longest
         Span and makespan of which the order may exceed neither.
     """
-    variants = _Variants(costs, limits, times)
-    ranked = variants.ranked(min(n_microbatches, _COMPARED * len(limits)), longest)
-    make_order = variants.orders(n_microbatches)
+    m = problem.n_microbatches
+    compared = min(m, _COMPARED * problem.n_devices)
+    fewer = with_microbatches(problem, compared)
+    ranked = _ranked(fewer, times.with_microbatches(compared), longest)
+    make_order = _order_maker(problem)
     if longest is None:
         return make_order(ranked[0])
     orders = [make_order(variant) for variant in ranked[:_FINALISTS]]
@@ -64,65 +55,54 @@ def best_variant(
     return min(fitting, key=lambda row: row[0])[1] if fitting else None
 
 
-@dataclass(frozen=True)
-class _Variants:
-    """The variants of one schedule; attributes as for `best_variant`."""
+def _ranked(problem: Problem, times: CostedOrders, longest: Score | None) -> list[_Variant]:
+    """Return variants with different orders, the best first; the first one among equals."""
+    make_order = _order_maker(problem)
+    goal = _least_span(problem) * (1 + _ROUNDING)
+    scores: dict[bytes, tuple[Score, int, _Variant]] = {}
+    for number, variant in enumerate(_variants(problem)):
+        order = make_order(variant)
+        if (key := order.lanes.tobytes()) in scores:
+            continue
+        score = times.quick_score(order)
+        scores[key] = score, number, variant
+        if score.span <= goal and (longest is None or score.is_no_worse(longest)):
+            break
+    return [variant for _, _, variant in sorted(scores.values(), key=lambda row: row[:2])]
 
-    costs: Costs
-    limits: list[float]
-    times: CostedOrders
 
-    def ranked(self, m: int, longest: Score | None) -> list[_Variant]:
-        """Return variants with different orders, the best first; the first one among equals."""
-        make_order, times = self.orders(m), self.times.of_microbatches(m)
-        goal = self._least_span(m) * (1 + _ROUNDING)
-        scores: dict[bytes, tuple[Score, int, _Variant]] = {}
-        for number, variant in enumerate(self._all(m)):
-            order = make_order(variant)
-            if (key := order.lanes.tobytes()) in scores:
-                continue
-            score = times.quick_score(order)
-            scores[key] = score, number, variant
-            if score.span <= goal and (longest is None or score.is_no_worse(longest)):
-                break
-        return [variant for _, _, variant in sorted(scores.values(), key=lambda row: row[:2])]
+def _order_maker(problem: Problem) -> Callable[[_Variant], LaneOrder]:
+    """Return the function that makes the order of a variant."""
+    ranks = PRIORITIES["forward_first"](problem)
+    return lambda variant: list_lanes(problem, ranks, *variant)
 
-    def orders(self, m: int) -> Callable[[_Variant], LaneOrder]:
-        """Return the function that makes the order of a variant."""
-        problem = make_problem(self.times.placement, m, self.costs, True, self.limits, None)
-        ranks = action_ranks("forward_first", problem, (Op.F, Op.I, Op.W))
-        return lambda variant: list_lanes(problem, ranks, *variant)
 
-    def _all(self, m: int) -> Iterator[_Variant]:
-        """Yield the values to try."""
-        p = len(self.limits)
-        forward, backward = (
-            self.costs.per_stage(name, p).mean() for name in ("forward", "input_grad")
-        )
-        after = np.arange(p)[::-1]
-        slopes = list(_SLOPES)
-        if forward > 0:  # as many as the device can run until its first I is ready
-            slopes.insert(0, (forward + backward) / forward)
-        tried = set()
-        for slope, patience in itertools.product(slopes, _PATIENCE):
-            places = tuple(np.minimum(1 + np.floor(slope * after + _ROUNDING), m).tolist())
-            if (places, patience) not in tried:
-                tried.add((places, patience))
-                yield places, patience
+def _variants(problem: Problem) -> Iterator[_Variant]:
+    """Yield the values to try."""
+    forward, backward, _ = problem.seconds.reshape(3, -1).mean(axis=1).tolist()
+    after = np.arange(problem.n_devices)[::-1]
+    slopes = list(_SLOPES)
+    if forward > 0:  # as many as the device can run until its first I is ready
+        slopes.insert(0, (forward + backward) / forward)
+    tried = set()
+    for slope, patience in itertools.product(slopes, _PATIENCE):
+        most = np.minimum(1 + np.floor(slope * after + _ROUNDING), problem.n_microbatches)
+        places = tuple(most.tolist())
+        if (places, patience) not in tried:
+            tried.add((places, patience))
+            yield places, patience
 
-    def _least_span(self, m: int) -> float:
-        """Return a lower bound on the longest span: work, and the wait for the first I (s).
 
-        The wait begins when the device's memory is full.
-        """
-        p = len(self.limits)
-        forward, backward, weight, held = (
-            self.costs.per_stage(name, p)
-            for name in ("forward", "input_grad", "weight_grad", "activation_bytes")
-        )
-        places = np.full(p, m)
-        holds = held > 0
-        places[holds] = np.minimum(m, np.array(self.limits)[holds] / held[holds] + _ROUNDING)
-        first = np.cumsum((forward + backward)[::-1])[::-1] - backward
-        wait = np.maximum(0, first - places * forward)
-        return float((m * (forward + backward + weight) + wait).max())
+def _least_span(problem: Problem) -> float:
+    """Return a lower bound on the longest span: work, and the wait for the first I (s).
+
+    The wait begins when the device's memory is full.
+    """
+    m, held = problem.n_microbatches, problem.f_bytes
+    forward, backward, weight = problem.seconds.reshape(3, -1)
+    places = np.full(problem.n_devices, m)
+    holds = held > 0
+    places[holds] = np.minimum(m, problem.limits[holds] / held[holds] + _ROUNDING)
+    first = np.cumsum((forward + backward)[::-1])[::-1] - backward
+    wait = np.maximum(0, first - places * forward)
+    return float((m * (forward + backward + weight) + wait).max())

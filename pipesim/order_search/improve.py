@@ -50,6 +50,9 @@ class LocalSearch:
         Seed of the random numbers.
     objective
         ``"makespan"``, or ``"span"``: the longest time of a device from first start to last end.
+    temperature
+        Temperature at which rounds begin, in mean seconds of a task. A low one suits few moves
+        from a good order. By default two high ones in turn.
 
     Raises
     ------
@@ -58,10 +61,17 @@ class LocalSearch:
     """
 
     def __init__(
-        self, problem: OrderProblem, order: LaneOrder, *, seed: int, objective: Objective
+        self,
+        problem: OrderProblem,
+        order: LaneOrder,
+        *,
+        seed: int,
+        objective: Objective,
+        temperature: float | None = None,
     ) -> None:
         self.problem, self.order = problem, order
         self.moves = 0
+        self._hot = _HOT if temperature is None else (temperature,)
         self._span = check_name("objective", objective, OBJECTIVES) == "span"
         self._lanes = lanes_of(problem, order.ptr)
         self._state = new_state(problem, order, check_count("seed", seed, 0))
@@ -107,8 +117,9 @@ class LocalSearch:
     def _begin_round(self) -> None:
         """Set the temperatures of the round."""
         mean = float(self.problem.seconds.mean()) or 1.0
-        hot = _HOT[self._round % len(_HOT)]
-        self._state.values[[FIRST_TEMPERATURE, LAST_TEMPERATURE]] = hot * mean, _COLD * mean
+        hot = self._hot[self._round % len(self._hot)]
+        limits = hot * mean, min(_COLD, hot) * mean
+        self._state.values[[FIRST_TEMPERATURE, LAST_TEMPERATURE]] = limits
 
     def _restart(self) -> None:
         """Begin a round with the best order."""
@@ -135,6 +146,7 @@ def improve(
     objective: Objective = "makespan",
     deadline: float | None = None,
     target: float = -math.inf,
+    temperature: float | None = None,
 ) -> LaneOrder:
     """Return a better order, found by simulated annealing; never a worse one.
 
@@ -155,6 +167,8 @@ def improve(
         Value of `time.perf_counter` at which to stop; None for none.
     target
         Value of the objective at which to stop, such as a lower bound.
+    temperature
+        As for `LocalSearch`.
 
     Raises
     ------
@@ -162,7 +176,7 @@ def improve(
         For arguments out of range, and for an order that does not keep the limits or deadlocks.
     """
     most = check_count("evaluations", evaluations, 0)
-    search = LocalSearch(problem, order, seed=seed, objective=objective)
+    search = LocalSearch(problem, order, seed=seed, objective=objective, temperature=temperature)
     while search.moves < most and search.value > target:
         if deadline is not None and time.perf_counter() >= deadline:
             break

@@ -7,6 +7,7 @@ makes and `Costs.of` prices. So they are the numbers that `pipesim.simulate` tak
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -122,7 +123,7 @@ def order_problem(
     check_type("costs", costs, Costs)
     m = check_count("n_microbatches", n_microbatches, placement.n_paths)
     ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
-    graph = lower(_one_microbatch_a_path(placement, ops))
+    graph = _graph(placement, ops)
     n_paths, n_stages, n_ops = placement.n_paths, placement.n_stages, len(ops)
     path, stage, phase = (x.ravel() for x in np.indices((n_paths, n_stages, n_ops)))
     op = np.array(ops, dtype=np.int64)[phase]
@@ -151,8 +152,9 @@ def order_problem(
     )
 
 
-def _one_microbatch_a_path(placement: Placement, ops: tuple[Op, ...]) -> Schedule:
-    """Return a schedule of one micro-batch a path: all F down the stages, then all others up."""
+@lru_cache(maxsize=16)  # a search over configurations asks for the same placements
+def _graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph:
+    """Return a graph of one micro-batch a path: all F down the stages, then all others up."""
     actions: list[list[tuple[Op, int, int]]] = [[] for _ in range(placement.n_devices)]
     n_stages = placement.n_stages
     for stage in range(n_stages):
@@ -162,7 +164,7 @@ def _one_microbatch_a_path(placement: Placement, ops: tuple[Op, ...]) -> Schedul
         for path, devices in enumerate(placement.paths):
             actions[devices[stage]] += [(op, stage, path) for op in ops[1:]]
     columns = (tuple(map(list, zip(*rows, strict=True))) for rows in actions)
-    return Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns)
+    return lower(Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns))
 
 
 def _kind_numbers(graph: TaskGraph) -> Ints:
@@ -227,7 +229,9 @@ def _limits(graph: TaskGraph, costs: Costs, memory_limit: object) -> Floats:
 
     for _ in range(64):  # the division rounds: go to the last number that fits
         more, less = np.nextafter(most, math.inf), np.nextafter(most, -math.inf)
-        most = np.where(finite & fits(more), more, np.where(fits(most), most, less))
+        last, most = most, np.where(finite & fits(more), more, np.where(fits(most), most, less))
+        if np.array_equal(last, most):
+            break
     return most
 
 
