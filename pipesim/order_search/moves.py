@@ -45,26 +45,26 @@ def move_later(lanes: Lanes, state: State, position: int, distance: int, is_undo
     lane = lanes.lane[task]
     device = lanes.device[lane]
     last = min(position + distance, lanes.ptr[device + 1] - 1)
-    here = position
-    while here < last:
-        other = state.task[here + 1]
+    place = position
+    while place < last:
+        other = state.task[place + 1]
         passed = lanes.lane[other]
         if passed != lane:
             own, source = lanes.own[passed], lanes.source[passed]
             if not is_undo and (
                 (own != 0 and other + own == task)
                 or (source != 0 and other + source == task)
-                or not _fits(lanes, device, state.held[here], passed, lane)
+                or not _fits(lanes, device, state.held[place], passed, lane)
             ):
                 break
-            state.task[here], state.position[other] = other, here
-            state.held[here + 1] = state.held[here] + lanes.net[passed]
+            state.task[place], state.position[other] = other, place
+            state.held[place + 1] = state.held[place] + lanes.net[passed]
         else:
-            state.task[here], state.position[task] = task, here
+            state.task[place], state.position[task] = task, place
             task = other
-        here += 1
-    state.task[here], state.position[task] = task, here
-    return here - position
+        place += 1
+    state.task[place], state.position[task] = task, place
+    return place - position
 
 
 def move_earlier(lanes: Lanes, state: State, position: int, distance: int, is_undo: bool) -> int:
@@ -78,22 +78,22 @@ def move_earlier(lanes: Lanes, state: State, position: int, distance: int, is_un
     device = lanes.device[lane]
     own, source = lanes.own[lane], lanes.source[lane]
     last = max(position - distance, lanes.ptr[device])
-    here = position
-    while here > last:
-        other = state.task[here - 1]
+    place = position
+    while place > last:
+        other = state.task[place - 1]
         passed = lanes.lane[other]
         if passed != lane:
             if not is_undo and (
                 (own != 0 and task + own == other)
                 or (source != 0 and task + source == other)
-                or not _fits(lanes, device, state.held[here - 1], lane, passed)
+                or not _fits(lanes, device, state.held[place - 1], lane, passed)
             ):
                 break
-            state.task[here], state.position[other] = other, here
-            state.held[here] = state.held[here - 1] + lanes.net[lane]
+            state.task[place], state.position[other] = other, place
+            state.held[place] = state.held[place - 1] + lanes.net[lane]
         else:
-            state.task[here], state.position[task] = task, here
+            state.task[place], state.position[task] = task, place
             task = other
-        here -= 1
-    state.task[here], state.position[task] = task, here
-    return position - here
+        place -= 1
+    state.task[place], state.position[task] = task, place
+    return position - place

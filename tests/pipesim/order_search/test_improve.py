@@ -87,9 +87,9 @@ def test_optimum_of_tiny_cases(placement, m, split, limit, objective):
     }
     costs = ps.Costs(**values, activation_bytes=1, weight_grad_bytes=1, network=UNEVEN.network)
     problem = order_problem(placement, m, costs, split_backward=split, memory_limit=limit)
-    found = improve(problem, sequential(problem), evaluations=1500, seed=0, objective=objective)
-    assert keeps_limit(problem, found)
-    assert getattr(evaluate(problem, found), objective) == best_of_all(problem, objective)
+    order = improve(problem, sequential(problem), evaluations=1500, seed=0, objective=objective)
+    assert keeps_limit(problem, order)
+    assert getattr(evaluate(problem, order), objective) == best_of_all(problem, objective)
 
 
 @pytest.mark.parametrize(
