@@ -37,6 +37,8 @@ from pipesim.network.network import Network
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
+from pipesim.planning.orders.optimize import optimize
+from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
@@ -69,6 +71,7 @@ __all__ = [
     "Noise",
     "Normal",
     "Op",
+    "OptimizedSchedule",
     "Overlapped",
     "Placement",
     "Routes",
@@ -94,6 +97,7 @@ __all__ = [
     "lower",
     "lower_bound",
     "machines",
+    "optimize",
     "order_by",
     "read_layout",
     "register",

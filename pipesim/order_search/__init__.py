@@ -1,13 +1,15 @@
 """Search for orders: a compiled evaluator of one placement's orders, and a local search."""
 
 from pipesim.order_search.evaluate import Times, evaluate, keeps_limit, peak_bytes
-from pipesim.order_search.improve import LocalSearch, improve
+from pipesim.order_search.improve import OBJECTIVES, LocalSearch, Objective, improve
 from pipesim.order_search.lane_order import LaneOrder, lane_order, schedule_of
 from pipesim.order_search.problem import OrderProblem, order_problem
 
 __all__ = [
+    "OBJECTIVES",
     "LaneOrder",
     "LocalSearch",
+    "Objective",
     "OrderProblem",
     "Times",
     "evaluate",

@@ -95,20 +95,26 @@ class LocalSearch:
                 self._restart()
             last = min(self._length, self._move + end - self.moves)
             if (self.moves + last - self._move) * self._n_tasks > _PLAIN_TASKS:
-                begin.compile()
-                anneal.compile()
+                self.compile()
             anneal(self._lanes, self._state, self._span, self._move, last, self._length, target)
             self.moves += last - self._move
             self._move = last
             self._keep_best()
 
-    def advance_for(self, seconds: float, most: int, target: float = -math.inf) -> None:
-        """Make as many moves as take some seconds, at most ``most`` of them."""
+    def advance_for(self, seconds: float, most: int, target: float = -math.inf) -> int:
+        """Make as many moves as take some seconds, at most ``most`` of them; return how many."""
         n_moves = min(most, max(1, int(self._rate * seconds)))
         began = time.perf_counter()
         self.advance(n_moves, target)
         rate = n_moves / max(time.perf_counter() - began, 1e-6)
         self._rate = min(rate, 4 * self._rate)
+        return n_moves
+
+    @staticmethod
+    def compile() -> None:
+        """Compile the kernels now, which takes some seconds if they are not cached."""
+        begin.compile()
+        anneal.compile()
 
     @property
     def _n_tasks(self) -> int:

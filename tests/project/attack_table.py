@@ -273,6 +273,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.lower_bound": lambda _: {
         "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.machines": lambda _: {},
+    "ps.optimize": lambda _: {
+        "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
     "ps.read_layout": lambda _: {"text": "Et*2|tL"},
     "ps.register": lambda _: {"name": "attacked"},

@@ -1,0 +1,162 @@
+"""Orders from which `optimize` starts: named schedules and list schedules that keep the limit."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import PipeError
+from pipesim.list_scheduling.order_by import list_schedule
+from pipesim.ops import Op
+from pipesim.order_search import (
+    LaneOrder,
+    Objective,
+    OrderProblem,
+    evaluate,
+    keeps_limit,
+    lane_order,
+)
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import options_of_schedules, schedule_info
+from pipesim.scheduling.schedule import Schedule
+
+__all__ = ["Candidate", "first_orders", "sequential_order"]
+
+#: Values that list schedules are tried with. Micro-batches in flight are counted for each stage
+#: after a stage; infinity for no limit but that of memory.
+_PRIORITIES = ("backward_first", "forward_first", "critical_path")
+_IN_FLIGHT = (math.inf, 1.0, 2.0, 0.5)
+_PATIENCE = (0.0, 0.75)
+#: Most tasks of a problem for which list schedules are tried.
+_MOST_TASKS = 20_000
+
+
+class Candidate(NamedTuple):
+    """An order, the value of its objective (s), and its name."""
+
+    order: LaneOrder
+    value: float
+    name: str
+
+
+def first_orders(
+    problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective
+) -> Iterator[Candidate]:
+    """Yield the named schedules and list schedules that keep the limit, and a sequential order."""
+    n_tasks = int(problem.count.sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedules = _named(problem, placement, costs)
+        for schedule in schedules:
+            yield from _checked(problem, schedule, objective)
+        if n_tasks <= _MOST_TASKS:
+            for schedule in _listed(problem, placement, costs):
+                yield from _checked(problem, schedule, objective)
+    order = sequential_order(problem)
+    if keeps_limit(problem, order):
+        value = getattr(evaluate(problem, order), objective)
+        yield Candidate(order, value, "one micro-batch after the other")
+
+
+def sequential_order(problem: OrderProblem) -> LaneOrder:
+    """Return the order that runs one micro-batch of a path after the other.
+
+    No order holds fewer bytes at most.
+    """
+    rows = []
+    for device in range(problem.n_devices):
+        lanes = np.flatnonzero(problem.device == device)
+        is_forward = problem.op[lanes] == Op.F
+        stage = np.where(is_forward, problem.stage[lanes], -problem.stage[lanes])
+        path = problem.path[lanes]
+        keys = (problem.op[lanes], stage, ~is_forward)
+        repeats = problem.count[lanes]
+        lane = np.repeat(np.arange(len(lanes)), repeats)
+        number = np.concatenate([np.arange(n) for n in repeats])
+        rank = np.empty(len(lanes), dtype=np.int64)
+        rank[np.lexsort(keys)] = np.arange(len(lanes))
+        order = np.lexsort((rank[lane], path[lane], number))
+        rows.append(lanes[lane[order]])
+    ptr = np.cumsum([0, *map(len, rows)])
+    return LaneOrder(np.concatenate(rows).astype(np.int64), ptr.astype(np.int64))
+
+
+def _checked(
+    problem: OrderProblem, schedule: Schedule, objective: Objective
+) -> Iterator[Candidate]:
+    """Yield the order of a schedule if it has the problem's tasks and keeps the limit."""
+    try:
+        order = lane_order(problem, schedule)
+    except PipeError:
+        return
+    if keeps_limit(problem, order):
+        value = getattr(evaluate(problem, order), objective)
+        if math.isfinite(value):
+            yield Candidate(order, value, schedule.name)
+
+
+def _activation_limits(problem: OrderProblem) -> list[float]:
+    """Return the bytes of activations that each device may hold beside the largest workspace."""
+    workspace = np.zeros(problem.n_devices)
+    np.maximum.at(workspace, problem.device, problem.workspace)
+    limits: list[float] = np.maximum(problem.limit - workspace, 0.0).tolist()
+    return limits
+
+
+def _named(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule]:
+    """Yield the named schedules of a placement, with and without costs."""
+    m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
+    p, n_chunks = placement.n_devices, placement.n_chunks
+    small = placement.n_paths * max(1, math.ceil(2 * p / placement.n_paths))
+    for name, names in options_of_schedules().items():
+        sizes = {"n_chunks": n_chunks, "n_waves": max(1, n_chunks // 2)}
+        options: dict[str, Any] = {key: sizes[key] for key in sizes if key in names}
+        trial = _built(name, p, min(small, m), options)
+        if trial is None or trial.placement != placement:
+            continue
+        plain = _built(name, p, m, options)
+        if plain is not None:
+            yield plain
+        if "costs" not in names:
+            continue
+        options["costs"] = costs
+        if "memory_limit" in names and np.isfinite(problem.limit).all():
+            options["memory_limit"] = _activation_limits(problem)
+        timed = _built(name, p, m, options)
+        if timed is not None:
+            yield timed
+
+
+def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | None:
+    """Return a named schedule; None if it does not take these counts or costs."""
+    try:
+        return schedule_info(name).make(p, m, **options)
+    except PipeError:
+        return None
+
+
+def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule]:
+    """Yield list schedules under the limit, by priority, micro-batches in flight and patience."""
+    m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
+    split = bool((problem.op == Op.W).any())
+    after = placement.n_stages - np.arange(placement.n_stages)
+    limits = _activation_limits(problem) if np.isfinite(problem.limit).any() else None
+    for priority in _PRIORITIES:
+        for share in _IN_FLIGHT:
+            in_flight = None
+            if math.isfinite(share):
+                in_flight = np.ceil(share * after).astype(int).tolist()
+            for patience in _PATIENCE if split else _PATIENCE[:1]:
+                try:
+                    yield list_schedule(
+                        placement, m, costs, priority=priority, memory_limit=limits,
+                        in_flight=in_flight, split_backward=split, patience=patience,
+                        name="list schedule",
+                    )  # fmt: skip
+                except PipeError:
+                    continue

@@ -1,0 +1,234 @@
+"""The search of `optimize`: first orders, local search, proof, within a limit of effort."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipesim.analysis.lower_bounds.lower_bound import lower_bound
+from pipesim.costs.costs import Costs
+from pipesim.ops import Op
+from pipesim.order_search import (
+    LaneOrder,
+    LocalSearch,
+    Objective,
+    OrderProblem,
+    evaluate,
+    order_problem,
+)
+from pipesim.order_search.lane_order import n_microbatches
+from pipesim.planning.orders.cp_sat import prove
+from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
+from pipesim.planning.orders.first_orders import Candidate, first_orders
+from pipesim.planning.orders.periods import fewer_microbatches, unrolled
+from pipesim.scheduling.placement import Placement
+
+__all__ = ["Effort", "Search", "meets"]
+
+#: Share of the effort for the local search before CP-SAT, and for a period of many micro-batches.
+_LOCAL_SHARE, _PERIOD_SHARE = 0.35, 0.4
+#: Seconds of a call of the local search, after which progress is shown.
+_CALL_SECONDS = 0.05
+#: Moves of such a call if moves are counted, and those that count as much as CP-SAT's second.
+_CALL_MOVES, _MOVES_A_SECOND = 2000, 50_000
+#: Most orders that are kept beside the best one.
+_MOST_KEPT = 24
+#: Relative error of sums of seconds.
+_ROUNDING = 1e-9
+
+
+def meets(value: float, bound: float) -> bool:
+    """Return whether a value is as good as a lower bound, up to rounding."""
+    return value <= bound * (1.0 + _ROUNDING)
+
+
+@dataclass
+class Effort:
+    """Limit of a search: seconds, or evaluations in their place."""
+
+    seconds: float
+    evaluations: int | None
+    seed: int
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def share(self) -> float:
+        """Share of the seconds that have passed."""
+        return (time.perf_counter() - self.began) / self.seconds
+
+
+@dataclass
+class Search:
+    """A search for the best order of a placement; `best` is the best one at any moment.
+
+    Attributes
+    ----------
+    placement, costs, limit, objective, effort
+        As in `pipesim.optimize`; ``limit`` has the bytes of each device, or is None.
+    report
+        Called after each step of the search.
+    problem
+        The lanes of all micro-batches.
+    best, first
+        The best order, and the one from which the search started; None before there is one.
+    kept
+        The best orders of the steps, the latest last.
+    lower_bound, evaluations
+        As in `OptimizedSchedule`.
+    """
+
+    placement: Placement
+    costs: Costs
+    limit: list[float] | None
+    objective: Objective
+    effort: Effort
+    report: Callable[[Search], None]
+    problem: OrderProblem
+    best: Candidate | None = None
+    first: Candidate | None = None
+    kept: list[Candidate] = field(default_factory=list)
+    lower_bound: float = 0.0
+    evaluations: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the best order meets the bound."""
+        return self.best is not None and meets(self.best.value, self.lower_bound)
+
+    def run(self) -> None:
+        """Search until the best order is proved, or the effort is spent."""
+        self.first = self._first(self.problem)
+        self._note(self.first)
+        self.lower_bound = self._bound(self.problem)
+        self.report(self)
+        if self.is_done:
+            return
+        if self._is_large:
+            self._repeat_period()
+        is_proof_possible = int(self.problem.count.sum()) <= MOST_TASKS
+        self._improve(_LOCAL_SHARE if is_proof_possible else 1.0)
+        if is_proof_possible and not self.is_done:
+            self._prove()
+            self._improve(1.0)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether there are so many micro-batches that a period of them is searched first."""
+        m = n_microbatches(self.problem)
+        return int(self.problem.count.sum()) > MOST_TASKS and m > 2 * self._few(m)
+
+    def _few(self, m: int) -> int:
+        return fewer_microbatches(m, self.placement.n_stages, self.placement.n_paths)
+
+    def _note(self, candidate: Candidate) -> None:
+        """Keep an order if it is better than the best one."""
+        if self.best is None or candidate.value < self.best.value:
+            self.best = candidate
+            self.kept = [*self.kept, candidate][-_MOST_KEPT:]
+
+    def _first(self, problem: OrderProblem) -> Candidate:
+        """Return the best first order; all of them are tried, however short the time is."""
+        best: Candidate | None = None
+        for candidate in first_orders(problem, self.placement, self.costs, self.objective):
+            if best is None or candidate.value < best.value:
+                best = candidate
+                if problem is self.problem:
+                    self._note(best)
+        assert best is not None  # the sequential order keeps every limit that `optimize` accepts
+        return best
+
+    def _bound(self, problem: OrderProblem) -> float:
+        """Return the lower bound of a problem (s)."""
+        has_bytes = bool((problem.allocated > 0).any())
+        return lower_bound(
+            self.placement,
+            n_microbatches(problem),
+            self.costs,
+            self.limit if has_bytes else None,
+            split_backward=bool((problem.op == Op.W).any()),
+            objective=self.objective,
+        )
+
+    def _improve(self, share: float) -> None:
+        """Improve the best order by local search, until a share of the effort is spent."""
+        assert self.best is not None
+        if self.effort.evaluations is None:  # compilation does not count as search
+            began = time.perf_counter()
+            LocalSearch.compile()
+            self.effort.began += time.perf_counter() - began
+        search = LocalSearch(
+            self.problem, self.best.order, seed=self.effort.seed, objective=self.objective
+        )
+        target = self.lower_bound * (1.0 + _ROUNDING)
+        total = self.effort.evaluations
+        while search.value > target:
+            if total is not None:
+                left = int(total * share) - self.evaluations
+                if left <= 0:
+                    return
+                search.advance(min(_CALL_MOVES, left), target)
+                self.evaluations += min(_CALL_MOVES, left)
+            else:
+                if self.effort.share >= share:
+                    return
+                self.evaluations += search.advance_for(_CALL_SECONDS, 2**31, target)
+            self._note(Candidate(search.order, search.value, "local search"))
+            self.report(self)
+
+    def _prove(self) -> None:
+        """Prove the best order with CP-SAT, or find a better one and raise the bound."""
+        assert self.best is not None
+        total = self.effort.evaluations
+
+        def stop() -> bool:
+            self.report(self)
+            return total is None and self.effort.share >= 1.0
+
+        proof = prove(
+            self.problem,
+            self.best.order,
+            self.lower_bound,
+            objective=self.objective,
+            seconds=self.effort.seconds * max(0.0, 1 - self.effort.share)
+            if total is None
+            else None,
+            work=None if total is None else max(0.01, total / _MOVES_A_SECOND),
+            seed=self.effort.seed,
+            stop=stop,
+        )
+        self.lower_bound = max(self.lower_bound, proof.lower_bound)
+        if proof.order is not None:
+            self._note(self._candidate(proof.order, "CP-SAT"))
+        if proof.interrupted:
+            raise KeyboardInterrupt
+        self.report(self)
+
+    def _candidate(self, order: LaneOrder, name: str) -> Candidate:
+        value = getattr(evaluate(self.problem, order), self.objective)
+        return Candidate(order, value, name)
+
+    def _repeat_period(self) -> None:
+        """Search with fewer micro-batches, and repeat a period of the order."""
+        small = order_problem(
+            self.placement,
+            self._few(n_microbatches(self.problem)),
+            self.costs,
+            split_backward=bool((self.problem.op == Op.W).any()),
+            memory_limit=self.limit,
+        )
+        share = self.effort.share + _PERIOD_SHARE * max(0.0, 1 - self.effort.share)
+        part = Search(
+            self.placement, self.costs, self.limit, self.objective, self.effort,
+            lambda _: self.report(self), small,
+        )  # fmt: skip
+        part.first = part._first(small)
+        part._note(part.first)
+        part.lower_bound = part._bound(small)
+        part._improve(_PERIOD_SHARE if self.effort.evaluations is not None else share)
+        self.evaluations += part.evaluations
+        assert part.best is not None
+        for candidate in (part.first, part.best):
+            order = unrolled(small, candidate.order, self.problem, self.objective)
+            if order is not None:
+                self._note(self._candidate(order, "period"))

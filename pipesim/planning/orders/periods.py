@@ -1,0 +1,102 @@
+"""Orders of many micro-batches: a period of an order of fewer ones, repeated.
+
+In the middle of a good order, devices repeat themselves: within some tasks, a device runs each of
+its lanes equally often. These tasks are a period. It can be repeated any number of times: the
+device holds as many bytes behind it as before it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipesim.order_search import LaneOrder, Objective, OrderProblem, evaluate
+from pipesim.utils.csr import Ints
+
+__all__ = ["LONGEST_PERIOD", "fewer_microbatches", "unrolled"]
+
+#: Micro-batches of a path in the longest period; shorter ones divide it.
+LONGEST_PERIOD = 12
+_PERIODS = (1, 2, 3, 4, 6, 12)
+#: Moments at which periods may begin, for each length.
+_MOST_STARTS = 40
+
+
+def fewer_microbatches(n_microbatches: int, n_stages: int, n_paths: int) -> int:
+    """Return a number of micro-batches with room for warm-up, cool-down and a period between.
+
+    The rest of the micro-batches is a multiple of each period.
+    """
+    step = LONGEST_PERIOD * n_paths
+    least = 3 * n_stages
+    return least + (n_microbatches - least) % step
+
+
+def unrolled(
+    small: OrderProblem, order: LaneOrder, problem: OrderProblem, objective: Objective
+) -> LaneOrder | None:
+    """Return the best order of a problem that repeats a period of an order of a smaller one.
+
+    Parameters
+    ----------
+    small, order
+        The lanes with fewer micro-batches, and an order of them.
+    problem
+        The same lanes with more micro-batches: by a multiple of `LONGEST_PERIOD` on each path.
+    objective
+        ``"makespan"`` or ``"span"``.
+
+    Returns
+    -------
+    LaneOrder or None
+        None if the devices have no period in common.
+    """
+    more = int((problem.count - small.count)[0])
+    start = evaluate(small, order).start
+    least, best = np.inf, None
+    for period in _PERIODS:
+        begins = [_begins(small, order, device, period) for device in range(small.n_devices)]
+        if not all(map(len, begins)):
+            continue
+        moments = np.unique(np.concatenate([start[x] for x in begins]))
+        chosen = np.linspace(0, len(moments) - 1, min(len(moments), _MOST_STARTS)).astype(int)
+        for moment in moments[chosen].tolist():
+            first = [_first_after(start, x, moment) for x in begins]
+            longer = _repeated(small, order, first, period, more // period)
+            value = getattr(evaluate(problem, longer), objective)
+            if value < least:
+                least, best = value, longer
+    return best
+
+
+def _begins(problem: OrderProblem, order: LaneOrder, device: int, period: int) -> Ints:
+    """Return the positions from which a device runs each of its lanes ``period`` times."""
+    first, last = order.ptr[device], order.ptr[device + 1]
+    own = np.flatnonzero(problem.device == device)
+    length = period * len(own)
+    counts = np.zeros((last - first + 1, len(own)), dtype=np.int64)
+    np.cumsum(order.lanes[first:last, None] == own, axis=0, out=counts[1:])
+    if length > last - first:
+        return np.empty(0, dtype=np.int64)
+    is_even = (counts[length:] - counts[:-length] == period).all(axis=1)
+    begins: Ints = first + np.flatnonzero(is_even)
+    return begins
+
+
+def _first_after(start: Ints, begins: Ints, moment: float) -> int:
+    """Return the first of the positions whose task starts at a moment or later, or the last."""
+    return int(begins[min(int(np.searchsorted(start[begins], moment)), len(begins) - 1)])
+
+
+def _repeated(
+    problem: OrderProblem, order: LaneOrder, first: list[int], period: int, n_times: int
+) -> LaneOrder:
+    """Return an order in which each device repeats its period so many times more."""
+    rows = []
+    n_lanes = np.bincount(problem.device, minlength=problem.n_devices)
+    for device, begin in enumerate(first):
+        row = order.lanes[order.ptr[device] : order.ptr[device + 1]]
+        begin -= int(order.ptr[device])
+        end = begin + period * int(n_lanes[device])
+        rows.append(np.concatenate([row[:end], np.tile(row[begin:end], n_times), row[end:]]))
+    ptr = np.cumsum([0, *map(len, rows)])
+    return LaneOrder(np.concatenate(rows), ptr.astype(np.int64))

@@ -1,0 +1,201 @@
+"""`optimize`: never worse than a named schedule, within limits, the same each time, executable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import numpy as np
+import pytest
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
+from pipesim.planning.orders.periods import fewer_microbatches
+
+PLACEMENTS = [
+    ps.linear(3), ps.looped(2, 2), ps.v_shaped(2), ps.waves(2, 2), ps.bidirectional(2),
+]  # fmt: skip
+
+
+def uneven(placement, split, seed=0, **more):
+    """Return costs with random whole seconds for each stage, and a unit of activations."""
+    rng = np.random.default_rng(seed)
+    names = ("input_grad", "weight_grad") if split else ("backward",)
+    seconds = {k: tuple(map(float, rng.integers(5, 15, placement.n_stages))) for k in names}
+    forward = tuple(map(float, rng.integers(5, 15, placement.n_stages)))
+    held = {"activation_bytes": 1.0, "weight_grad_bytes": 1.0}
+    return ps.Costs(forward=forward, **seconds, **(held | more))
+
+
+def named(placement, m, costs, limit, split):
+    """Yield the named schedules of a placement that keep the limit, with their makespans."""
+    for name in ps.schedules().index:
+        for options in ({}, {"costs": costs}, {"n_chunks": 2}, {"n_waves": 2}):
+            try:
+                schedule = ps.schedule(name, placement.n_devices, m, **options)
+            except PipeError:
+                continue
+            is_split = ps.Op.W in schedule.op
+            if schedule.placement != placement or is_split != split:
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                timeline = ps.simulate(ps.lower(schedule), costs, memory_limit=limit)
+            if timeline.fits and schedule.overlapped is None and schedule.n_batches == 1:
+                yield timeline.makespan
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("split", [False, True])
+def test_orders_beat_named_schedules_and_run(placement, split):
+    """Both engines take the makespan that the result says, the limit is kept, the bound holds."""
+    costs = uneven(placement, split, network=ps.Network(latency=1), optimizer_step=2)
+    limit = 2.0 * placement.n_stages
+    schedule = ps.optimize(placement, 6, costs, limit, evaluations=300, progress=False)
+    ps.verify(schedule)
+    for engine in ("compiled", "simpy"):
+        timeline = ps.simulate(ps.lower(schedule), costs, engine=engine, memory_limit=limit)
+        assert timeline.makespan == schedule.makespan == schedule.value
+        assert timeline.fits
+    assert schedule.lower_bound <= schedule.makespan <= schedule.first_value
+    assert all(schedule.makespan <= other for other in named(placement, 6, costs, limit, split))
+    assert schedule.gap == pytest.approx(schedule.makespan / schedule.lower_bound - 1)
+
+
+def test_start_that_meets_the_bound_is_returned_at_once():
+    """With equal stages 1F1B is optimal: no move is tried."""
+    schedule = ps.optimize(ps.linear(4), 8, ps.Costs(forward=1, backward=2), progress=False)
+    assert (schedule.makespan, schedule.lower_bound, schedule.gap) == (33.0, 33.0, 0.0)
+    assert schedule.proved
+    assert schedule.evaluations == 0
+
+
+def test_same_seed_and_evaluations_same_order():
+    placement = ps.linear(4)
+    costs = uneven(placement, True, seed=3)
+    orders = [
+        ps.optimize(placement, 8, costs, 4, evaluations=500, seed=seed, progress=False)
+        for seed in (1, 1)
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0].lower_bound == orders[1].lower_bound
+
+
+def test_span_is_what_a_timeline_says():
+    """The span is at most that of the order with the least makespan."""
+    placement = ps.linear(3)
+    costs = uneven(placement, True, seed=1)
+    options = {"evaluations": 500, "progress": False}
+    schedule = ps.optimize(placement, 6, costs, 3, objective="span", **options)
+    timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
+    tasks = [timeline.graph.device == d for d in range(3)]
+    spans = [timeline.end[x].max() - timeline.start[x].min() for x in tasks]
+    assert schedule.span == max(spans)
+    assert schedule.value == schedule.span
+    assert (
+        schedule.lower_bound <= schedule.span <= ps.optimize(placement, 6, costs, 3, **options).span
+    )
+
+
+def test_result_is_a_schedule(tmp_path):
+    """Names, files and further steps work as for any schedule."""
+    placement = ps.linear(3)
+    costs = uneven(placement, False)
+    schedule = ps.optimize(placement, 4, costs, evaluations=50, progress=False, name="mine")
+    assert schedule.name == "mine"
+    other = schedule.with_name("other")
+    assert isinstance(other, ps.OptimizedSchedule)
+    assert other.makespan == schedule.makespan
+    schedule.save(tmp_path / "order.csv")
+    assert ps.Schedule.load(tmp_path / "order.csv") == schedule
+    assert "makespan" in repr(schedule)
+
+
+def test_many_microbatches_repeat_a_period():
+    """With 400 micro-batches the gap is under a percent after few moves."""
+    placement = ps.linear(4)
+    costs = uneven(placement, True, seed=2)
+    schedule = ps.optimize(placement, 700, costs, 4, evaluations=3000, progress=False)
+    assert schedule.gap < 0.01
+    assert ps.simulate(ps.lower(schedule), costs, memory_limit=4.0).fits
+    few = fewer_microbatches(700, 4, 1)
+    assert 12 <= few < 24
+    assert (700 - few) % 12 == 0
+
+
+def test_shared_links_and_launches_are_ranked_by_simulation():
+    """Where the search neglects something, the makespan is still that of `simulate`."""
+    placement = ps.linear(3)
+    costs = uneven(placement, True, launch=0.5)
+    schedule = ps.optimize(placement, 5, costs, 3, evaluations=300, progress=False)
+    timeline = ps.simulate(ps.lower(schedule), costs)
+    assert schedule.makespan == timeline.makespan >= schedule.lower_bound
+
+
+def test_noise_ranks_by_a_percentile():
+    placement = ps.linear(3)
+    costs = uneven(placement, True)
+    noise = ps.Noise(task=ps.LogNormal(0.2), seed=0)
+    options = {"evaluations": 400, "progress": False}
+    schedule = ps.optimize(placement, 5, costs, 3, noise=noise, percentile=95, **options)
+    many = ps.simulate_many(ps.lower(schedule), costs, noise, 64, n_jobs=1, progress=False)
+    assert schedule.noisy_makespan == np.percentile(many.makespan, 95)
+    assert ps.optimize(placement, 5, costs, 3, **options).noisy_makespan is None
+
+
+def test_limit_below_one_microbatch_names_device_and_bytes():
+    costs = ps.Costs(forward=1, backward=2, activation_bytes=3, parameter_bytes=5)
+    with pytest.raises(ArgumentError, match=r"device 0 is 12.0 B.*needs 13.0 B"):
+        ps.optimize(ps.linear(2), 4, costs, [12, 20])
+    assert ps.optimize(ps.linear(2), 4, costs, 13, progress=False).makespan > 0
+
+
+def test_limit_without_activation_bytes_warns():
+    with pytest.warns(CostsWarning, match="activation_bytes"):
+        ps.optimize(ps.linear(2), 4, ps.Costs(forward=1, backward=2), 1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seconds": 0}, "seconds"),
+        ({"seconds": float("nan")}, "seconds"),
+        ({"evaluations": 0}, "evaluations"),
+        ({"seed": -1}, "seed"),
+        ({"percentile": 101}, "percentile"),
+        ({"noise": 3}, "noise"),
+        ({"memory_limit": [1, 2, 3]}, "memory_limit"),
+        ({"split_backward": 1}, "split_backward"),
+        ({"progress": "yes"}, "progress"),
+        ({"noise": ps.Noise(seed=0), "objective": "span"}, "objective"),
+    ],
+)
+def test_bad_arguments(wrong, message):
+    costs = ps.Costs(forward=1, backward=2)
+    with pytest.raises(ArgumentError, match=message):
+        ps.optimize(ps.linear(2), 4, costs, **wrong)
+    with pytest.raises(UnknownNameError, match="objective"):
+        ps.optimize(ps.linear(2), 4, costs, objective="length")
+
+
+@pytest.mark.slow
+def test_interrupt_returns_the_best_order_so_far():
+    """Ctrl-C ends a search of ten minutes with an order."""
+    script = textwrap.dedent(
+        """
+        import os, signal, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        import pipesim as ps
+        costs = ps.Costs(forward=(3, 5, 4, 7), input_grad=(5, 3, 4, 2), weight_grad=(2, 4, 3, 6),
+                         activation_bytes=1, weight_grad_bytes=1)
+        threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        order = ps.optimize(ps.v_shaped(2), 40, costs, 5, seconds=600)
+        print("returned", order.makespan >= order.lower_bound > 0, order.seconds < 100)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "returned True True\n", done.stderr
