@@ -9,6 +9,8 @@ times are those of `pipesim.simulate` for all replicas, to the last bit, under t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.network.network import Network
-from pipesim.ops import SENDS
+from pipesim.ops import COMPUTE, SENDS
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
@@ -28,7 +30,7 @@ from pipesim.simulation.engines.plan import Plan, make_plan
 from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
 from pipesim.utils.csr import Ints
 
-__all__ = ["OneOfReplicas", "lower_replica"]
+__all__ = ["OneOfReplicas", "ReplicaTimes", "lower_replica"]
 
 Floats = NDArray[np.float64]
 
@@ -42,6 +44,14 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     assert first is not None, f"replicas of {schedule.name!r} differ"
     n_devices = schedule.n_devices
     return replace(first.graph, n_devices=n_devices, host=first.graph.host[:n_devices])
+
+
+class ReplicaTimes(NamedTuple):
+    """Start and end of each task of a replica (s), and seconds that all its devices compute."""
+
+    start: Floats
+    end: Floats
+    busy: float
 
 
 @dataclass(eq=False)
@@ -72,8 +82,15 @@ class OneOfReplicas:
         """Tasks of the replica; its ``options.n_equal`` is the number of replicas."""
         return self.routes.graph
 
-    def run(self, costs: Costs) -> tuple[Floats, Floats] | None:
-        """Return start and end of each task (s), or None if nothing proves the replicas equal.
+    @cached_property
+    def _compute_counts(self) -> Floats:
+        """Number of tasks of each kind that computes, 0 for others."""
+        kinds = self.graph.kinds
+        counts = np.bincount(self.graph.kind, minlength=len(kinds))
+        return np.asarray(counts * kinds.is_op(COMPUTE), dtype=np.float64)
+
+    def run(self, costs: Costs) -> ReplicaTimes | None:
+        """Return the times of the tasks, or None if nothing proves the replicas equal.
 
         ``costs`` must have the network and the all-reduce of ``routes``.
         """
@@ -85,7 +102,8 @@ class OneOfReplicas:
             return None
         plan = plan._replace(latency=table.latency, duration=table.duration)
         times = run_in_one_pass(plan)
-        return run_event_loop(self.graph, plan) if times is None else times
+        start, end = run_event_loop(self.graph, plan) if times is None else times
+        return ReplicaTimes(start, end, float(self._compute_counts @ table.duration))
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
         """Return the engine's columns, whose links depend on which tasks take any time."""

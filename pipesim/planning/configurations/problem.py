@@ -6,17 +6,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, CostsWarning
+from pipesim.errors import ArgumentError, CostsWarning, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
+from pipesim.ops import Op
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.scheduling.placement import Layout, Placement, replica_devices
@@ -24,10 +27,7 @@ from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["PlanProblem", "placement_of"]
-
-#: Fewest micro-batches, in units of the devices, with which every schedule can be built.
-_ROUNDS = 2
+__all__ = ["OrderFacts", "PlanProblem", "order_facts", "placement_of"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,23 @@ class PlanProblem:
             )
         return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
 
+    def parts(self, choice: PlanChoice, gpu: GPU) -> tuple[float, float, float]:
+        """Return the seconds of F and B of a layer, of the embedding, and of the head, on a GPU."""
+        network = self.cluster.network(choice.tensor_parallel)
+        return stage_seconds(self._shard(choice), gpu, None, network).parts
+
+    def _shard(self, choice: PlanChoice) -> Shard:
+        """Return the share of one GPU of a transformer."""
+        return check_type("model", self.model, Transformer).shard(
+            microbatch_size=choice.microbatch_size,
+            tensor_parallel=choice.tensor_parallel,
+            sequence_parallel=choice.sequence_parallel,
+            recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
+            flash_attention=self.flash_attention,
+            scatter_gather=self.scatter_gather,
+            fused_loss=self.fused_loss,
+        )
+
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
         """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.
 
@@ -159,9 +176,21 @@ class PlanProblem:
         return [float(limit) for limit in limits]
 
 
-@lru_cache(maxsize=4096)
+class OrderFacts(NamedTuple):
+    """Placement of a schedule, and whether any backward is split into I and W."""
+
+    placement: Placement
+    splits_backward: bool
+
+
 def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
-    """Return the placement of a schedule, from the order of few micro-batches.
+    """Return the placement of a schedule; errors are those of `order_facts`."""
+    return order_facts(name, n_devices, n_chunks).placement
+
+
+@lru_cache(maxsize=4096)
+def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
+    """Return placement and operations of a schedule, from the order of few micro-batches.
 
     Raises
     ------
@@ -170,17 +199,15 @@ def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
     """
     info = schedule_info(name)
     options = {"n_chunks": n_chunks} if "n_chunks" in info.options else {}
-    n = next(
-        (k for k in range(1, 2 * _ROUNDS * n_devices + 1) if info.allows(n_devices, k, **options)),
-        _ROUNDS * n_devices,
-    )
+    counts = range(n_devices, 2 * n_devices + 1)
+    n = next((k for k in counts if info.allows(n_devices, k, **options)), n_devices)
     built = named_schedule(name, n_devices, n, **options)
     if built.placement.n_paths > 1 or built.n_batches > 1:
         raise ArgumentError(
             f"schedules has {name!r}, whose micro-batches take several paths or belong to several "
             "mini-batches; a plan has one of each"
         )
-    return built.placement
+    return OrderFacts(built.placement, _has_input_grads(built))
 
 
 @lru_cache(maxsize=4096)
@@ -214,3 +241,8 @@ def _joined(costs: Sequence[Costs], which: Sequence[int]) -> Costs:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
         return replace(costs[0], **values, workload=work)
+
+
+def _has_input_grads(schedule: Schedule) -> bool:
+    """Return whether a schedule splits any backward."""
+    return bool((schedule.op == Op.I).any())

@@ -1,0 +1,131 @@
+"""Certified lower bounds on step and memory of a configuration, in any order of its tasks.
+
+A device that holds stages S of a pipeline, for m micro-batches:
+
+- cannot start before the first micro-batch has gone forward through the stages before min S;
+- computes F and B (or I and W) of S for all micro-batches one after another;
+- if backwards are not split, ends with a B of a stage in S, and the stages before that one still
+  have to go backward;
+- ends its last backward before the gradients of that stage are reduced, its optimizer steps, and
+  its parameters are gathered.
+
+The longest sum of these over devices is a bound on the step. Memory is at least parameters,
+gradients and optimizer, with the activations and the workspace of one micro-batch of one stage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.network.network import all_reduce_seconds
+from pipesim.scheduling.placement import Layout, Placement, replica_devices
+
+__all__ = ["Bounds", "DeviceWork", "device_work", "least_end", "least_memory"]
+
+Floats = NDArray[np.float64]
+#: Share by which bounds are lowered, since sums of seconds are rounded.
+_ROUNDING = 1e-9
+
+
+class Bounds(NamedTuple):
+    """Lower bounds on the seconds of a step, and on the bytes of each device of a pipeline.
+
+    Bytes include the allocator's reserve.
+    """
+
+    step: float
+    memory: Floats
+
+
+class DeviceWork(NamedTuple):
+    """Seconds of each device of a pipeline; shape ``(n_devices,)``.
+
+    Attributes
+    ----------
+    busy
+        Work for one micro-batch.
+    head
+        Seconds before the device can start.
+    tail
+        Seconds after its last backward until all micro-batches are done.
+    """
+
+    busy: Floats
+    head: Floats
+    tail: Floats
+
+    def least_step(self, n_microbatches: int, end: Floats) -> float:
+        """Return the bound on a step; ``end`` is the result of `least_end`."""
+        total = n_microbatches * self.busy + self.head + np.maximum(self.tail, end)
+        return float(total.max()) * (1 - _ROUNDING)
+
+
+def device_work(costs: Costs, placement: Placement, *, splits_backward: bool) -> DeviceWork:
+    """Return the work of each device; ``splits_backward`` if any backward is I and W."""
+    n, device = placement.n_stages, np.array(placement.paths[0])
+    forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
+    if splits_backward:
+        backward = _least_backward(costs, n)
+    work: Floats = forward + backward
+    first = np.full(placement.n_devices, n)
+    np.minimum.at(first, device, np.arange(n))
+    busy = np.bincount(device, work, placement.n_devices)
+    head, tail = (np.concatenate([[0.0], x.cumsum()])[first] for x in (forward, backward))
+    if splits_backward:  # a W may come last, which nothing waits for
+        tail = np.zeros(placement.n_devices)
+    return DeviceWork(np.asarray(busy, np.float64), head, tail)
+
+
+def _least_backward(costs: Costs, n_stages: int) -> Floats:
+    """Return the least seconds of a backward of each stage: of B, or of I and W."""
+    whole = costs.per_stage("backward", n_stages)
+    if costs.input_grad is None or costs.weight_grad is None:
+        return whole
+    parts = costs.per_stage("input_grad", n_stages) + costs.per_stage("weight_grad", n_stages)
+    return np.minimum(whole, parts)
+
+
+def least_end(
+    costs: Costs, placement: Placement, n_replicas: int, shares: int, layout: Layout
+) -> Floats:
+    """Return the least seconds from the last backward of each device to the end of the step.
+
+    ``shares`` is the number of replicas that share the optimizer.
+    """
+    n, device = placement.n_stages, np.array(placement.paths[0])
+    seconds = costs.per_stage("optimizer_step", n) / shares
+    if n_replicas > 1:
+        devices = replica_devices(n_replicas, placement.n_devices, layout)
+        algorithm = "ring" if shares > 1 else costs.all_reduce
+        formulas = [
+            all_reduce_seconds(costs.network, np.sort(column), algorithm) for column in devices.T
+        ]
+        gradients = costs.per_stage("gradient_bytes", n)
+        parameters = costs.per_stage("parameter_bytes", n)
+        for stage, own in enumerate(device.tolist()):
+            reduce = formulas[own](float(gradients[stage]))
+            if shares > 1:
+                reduce = (reduce + formulas[own](float(parameters[stage]))) / 2
+            seconds[stage] += reduce
+    least = np.full(placement.n_devices, np.inf)
+    np.minimum.at(least, device, seconds)
+    return least
+
+
+def least_memory(costs: Costs, placement: Placement, shares: int) -> Floats:
+    """Return the least bytes of each device, the allocator's reserve included."""
+    n, device = placement.n_stages, np.array(placement.paths[0])
+    held = costs.per_stage("parameter_bytes", n) + costs.per_stage("gradient_bytes", n)
+    held = held + costs.per_stage("optimizer_bytes", n) / shares
+    workspace = np.maximum(
+        costs.per_stage("forward_workspace_bytes", n),
+        costs.per_stage("backward_workspace_bytes", n),
+    )
+    used = np.zeros(placement.n_devices)
+    np.maximum.at(used, device, costs.per_stage("activation_bytes", n) + workspace)
+    least: Floats = np.bincount(device, held, placement.n_devices) + used
+    return least * (1 + costs.memory_reserve) * (1 - _ROUNDING)

@@ -1,0 +1,220 @@
+"""`Evaluator`: bounds, memory and exact step of configurations, with what they share in caches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.layer_split import balanced_split
+from pipesim.models.layers import Layers
+from pipesim.planning.configurations.bounds import (
+    Bounds,
+    DeviceWork,
+    device_work,
+    least_end,
+    least_memory,
+)
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.problem import PlanProblem, order_facts, placement_of
+from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
+from pipesim.simulation.one_of_replicas import OneOfReplicas, lower_replica
+from pipesim.simulation.simulate import predict_timeline
+from pipesim.timeline.memory import peak_memory_of_order
+from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.utils.units import format_bytes
+
+__all__ = ["Evaluator"]
+
+Floats = NDArray[np.float64]
+T = TypeVar("T")
+#: Graphs that an evaluator keeps at most.
+_MOST_GRAPHS = 512
+
+
+@dataclass(eq=False)
+class Evaluator:
+    """Evaluate configurations of one problem.
+
+    Configurations share graphs (by schedule and counts), links and engine columns (by sizes of
+    parallelism), and costs (by micro-batch, recompute and split).
+
+    Attributes
+    ----------
+    problem
+        Model, cluster and batch.
+    """
+
+    problem: PlanProblem
+    _cache: dict[Hashable, object] = field(default_factory=dict)
+    _graphs: dict[Hashable, object] = field(default_factory=dict)
+
+    def with_split(self, choice: PlanChoice) -> PlanChoice | None:
+        """Return a configuration with its balanced split; None if there are too few layers."""
+        gpus = self.problem.gpus_of_devices(choice)
+        key = ("split", self._layer_key(choice), choice.schedule, choice.pipeline_parallel,
+               choice.n_chunks, gpus)  # fmt: skip
+        sizes = self._get(key, lambda: self._split(choice, gpus))
+        return None if sizes is None else replace(choice, layers_per_stage=sizes)
+
+    def costs(self, choice: PlanChoice) -> Costs:
+        """Return the costs of a configuration."""
+        return self._get(self._costs_key(choice), lambda: self.problem.costs(choice))
+
+    def bounds(self, choice: PlanChoice) -> Bounds:
+        """Return lower bounds on step and memory; see `pipesim.planning.configurations.bounds`."""
+        costs, key, p = self.costs(choice), self._costs_key(choice), choice.pipeline_parallel
+        place = (choice.schedule, p, choice.n_chunks)
+        placement, splits = order_facts(*place)
+        work: DeviceWork = self._get(
+            ("work", key, place), lambda: device_work(costs, placement, splits_backward=splits)
+        )
+        dp, shares = choice.data_parallel, choice.data_parallel if choice.shard_optimizer else 1
+        end: Floats = self._get(
+            ("end", key, place, dp, shares),
+            lambda: least_end(costs, placement, dp, shares, self.problem.layout),
+        )
+        memory: Floats = self._get(
+            ("memory", key, place, shares), lambda: least_memory(costs, placement, shares)
+        )
+        return Bounds(work.least_step(choice.n_microbatches, end), memory)
+
+    def evaluate(self, choice: PlanChoice, bounds: Bounds | None = None) -> Evaluation:
+        """Return memory and exact step of a configuration, or by how much it does not fit."""
+        bounds = self.bounds(choice) if bounds is None else bounds
+        costs, limits = self.costs(choice), self.problem.device_limits(choice)
+        unfit = self.unfit(choice, bounds)
+        if unfit is not None:
+            return unfit
+        replica = self._replica(choice, costs)
+        if replica is None:
+            return self._whole(choice, costs, bounds)
+        peak = peak_memory_of_order(replica.graph, costs)
+        needed = peak + costs.memory_reserve * peak
+        if (needed > np.array(limits)).any():
+            return _too_full(choice, bounds, needed, limits, "")
+        times = replica.run(costs)
+        if times is None:
+            return self._whole(choice, costs, bounds)
+        step = float(times.end.max())
+        idle = 1 - times.busy / (choice.pipeline_parallel * step) if step else 1.0
+        return Evaluation(
+            choice, step, bounds.step, float(needed.max()), max(0.0, idle), "simulated"
+        )
+
+    def unfit(self, choice: PlanChoice, bounds: Bounds) -> Evaluation | None:
+        """Return why a configuration cannot fit in any order; None if it may fit."""
+        limits = self.problem.device_limits(choice)
+        if (bounds.memory <= np.array(limits)).all():
+            return None
+        return _too_full(choice, bounds, bounds.memory, limits, " in any order")
+
+    def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
+        """Return the evaluation of a configuration by the tasks of all replicas."""
+        schedule = self.problem.schedule(choice, costs)
+        limits = self.problem.limits(choice)
+        timeline = predict_timeline(
+            self.problem.graph(choice, schedule), costs, memory_limit=limits
+        )
+        needed = reserved_memory(timeline)
+        if (needed > np.array(limits)).any():
+            return _too_full(choice, bounds, needed, limits, "")
+        return Evaluation(
+            choice, timeline.makespan, bounds.step, float(needed.max()), timeline.bubble_fraction,
+            "simulated",
+        )  # fmt: skip
+
+    def _replica(self, choice: PlanChoice, costs: Costs) -> OneOfReplicas | None:
+        """Return the replica that stands for all; None if replicas differ."""
+        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
+        replicated = choice.data_parallel > 1
+        key: tuple[Hashable, ...] = (*place, replicated, replicated and choice.shard_optimizer)
+        if self.problem.takes_costs(choice.schedule):
+            key = (*key, self._costs_key(choice))
+
+        def build() -> OneOfReplicas | None:
+            graph = _kept(self._graphs, key, lambda: lower_replica(
+                self.problem.schedule(choice, costs),
+                replicated=replicated, shard_optimizer=choice.shard_optimizer,
+            ))  # fmt: skip
+            return OneOfReplicas.make(
+                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce
+            )
+
+        sizes = (choice.tensor_parallel, choice.data_parallel)
+        return _kept(self._graphs, ("replica", key, sizes), build)
+
+    def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the layers of each stage."""
+        n_layers, model = self.problem.n_layers, self.problem.model
+        placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        if isinstance(model, Layers):
+            if placement.n_stages > n_layers:
+                return None
+            seconds = [sum(x) for x in zip(*_layer_seconds(model), strict=True)]
+            return tuple(balanced_split(seconds, placement.n_stages))
+        parts = [self._parts(choice, gpu) for gpu in gpus]
+        return uniform_split(placement.paths[0], parts, n_layers)
+
+    def _parts(self, choice: PlanChoice, gpu: int) -> DeviceSeconds:
+        """Return the seconds of a layer, of the embedding and of the head on one GPU."""
+        return self._get(
+            ("parts", self._layer_key(choice), gpu),
+            lambda: DeviceSeconds(*self.problem.parts(choice, self.problem.cluster.gpus[gpu])),
+        )
+
+    def _layer_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
+        """Return the values that the costs of layers depend on."""
+        return (choice.tensor_parallel, choice.microbatch_size, choice.recompute,
+                choice.sequence_parallel)  # fmt: skip
+
+    def _costs_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
+        """Return the values that costs depend on."""
+        key = ("costs", self._layer_key(choice), choice.layers_per_stage)
+        if not self.problem.cluster.is_mixed:
+            return key
+        place = (choice.schedule, choice.n_chunks)
+        return (*key, place, self.problem.gpus_of_devices(choice))
+
+    def _get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return a value of the cache, made at its first use."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]  # type: ignore[return-value]  # of this key
+
+
+def _kept(cache: dict[Hashable, object], key: Hashable, make: Callable[[], T]) -> T:
+    """Return a value of a cache of limited size, made at its first use."""
+    if key not in cache:
+        while len(cache) >= _MOST_GRAPHS:
+            del cache[next(iter(cache))]
+        cache[key] = make()
+    return cache[key]  # type: ignore[return-value]  # of this key
+
+
+def _layer_seconds(model: Layers) -> list[tuple[float, ...]]:
+    """Return the seconds of the operations of each measured layer."""
+    names = ("forward", "backward") if "backward" in model.columns else (
+        "forward", "input_grad", "weight_grad"
+    )  # fmt: skip
+    return [tuple(model.columns[name]) for name in names]
+
+
+def _too_full(
+    choice: PlanChoice, bounds: Bounds, needed: Floats, limits: list[float], where: str
+) -> Evaluation:
+    """Return the evaluation of a configuration that does not fit."""
+    device = int((needed - np.array(limits)).argmax())
+    reason = (
+        f"device {device} needs {format_bytes(float(needed[device]))} of "
+        f"{format_bytes(limits[device])}{where}, "
+        f"{format_bytes(float(needed[device]) - limits[device])} too much"
+    )
+    return Evaluation(
+        choice, math.nan, bounds.step, float(needed.max()), math.nan, "does not fit", reason
+    )

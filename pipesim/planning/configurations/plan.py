@@ -1,0 +1,310 @@
+"""`plan`: the best configurations of a training run on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipesim.errors import (
+    ArgumentError,
+    check_count,
+    check_flag,
+    check_function,
+    check_name,
+    check_type,
+    number,
+)
+from pipesim.models.layers import Layers
+from pipesim.models.transformer import Transformer
+from pipesim.planning.cluster import Cluster
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.plans import Plans
+from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.search import Search, Workers
+from pipesim.planning.configurations.search_space import SearchSpace, invalid
+from pipesim.scheduling.placement import LAYOUTS, Layout
+from pipesim.simulation.noise import Noise
+from pipesim.simulation.scenarios import simulate_many
+from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
+from pipesim.utils.units import format_bytes
+
+__all__ = ["plan"]
+
+#: One value, or several.
+Listed = Any
+#: Scenarios of noise for each of the best.
+_SCENARIOS = 200
+#: Configurations that an error names as the nearest to fit.
+_NEAREST = 3
+
+
+def plan(
+    model: Transformer | Layers,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    tensor_parallel: Listed = None,
+    pipeline_parallel: Listed = None,
+    data_parallel: Listed = None,
+    microbatch_size: Listed = None,
+    schedules: Listed = None,
+    n_chunks: Listed = None,
+    recompute: Listed = None,
+    shard_optimizer: Listed = None,
+    sequence_parallel: Listed = None,
+    flash_attention: bool = True,
+    scatter_gather: bool = False,
+    fused_loss: bool = False,
+    layout: Layout = "stage_major",
+    memory_limit: float | str | None = None,
+    memory_reserve: float = 0.0,
+    where: Callable[[PlanChoice], bool] | Iterable[Callable[[PlanChoice], bool]] | None = None,
+    noise: Noise | None = None,
+    percentile: float = 90,
+    n_best: int = 20,
+    n_jobs: int = 1,
+    backend: str | None = None,
+    progress: bool | None = None,
+) -> Plans:
+    """Return the configurations with the shortest steps that fit in memory, best first.
+
+    Each parameter may be fixed, listed, or None for all sensible values. All GPUs are used:
+    ``tensor_parallel * pipeline_parallel * data_parallel`` is their number. Bounds rule out
+    configurations that can be neither among the ``n_best`` nor on the front of time and memory; the
+    others are simulated, exactly as `pipesim.simulate` simulates all replicas.
+
+    Parameters
+    ----------
+    model
+        A `Transformer`; or measured `Layers`, whose micro-batch has ``microbatch_size`` sequences
+        (1 by default).
+    cluster
+        GPUs, nodes, network and memory.
+    global_batch
+        Sequences of a step, of all replicas.
+    tensor_parallel
+        GPUs that share each layer. By default those that divide heads and fit in a node.
+    pipeline_parallel
+        Devices of the pipeline. With 1, micro-batches are accumulation steps.
+    data_parallel
+        Replicas; they must divide the batch.
+    microbatch_size
+        Sequences of a micro-batch; by default divisors of the batch of a replica up to 16.
+    schedules
+        Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape.
+    n_chunks
+        Stages of each device, for schedules with chunks.
+    recompute
+        ``"none"``, ``"selective"`` or ``"full"``.
+    shard_optimizer
+        Whether replicas share the optimizer (ZeRO-1, the distributed optimizer of Megatron-LM).
+    sequence_parallel
+        Whether tensors that tensor parallelism leaves whole are split along the sequence.
+    flash_attention, scatter_gather, fused_loss
+        As in `Transformer.costs`.
+    layout
+        Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
+    memory_limit
+        Most bytes of each device, such as ``"76GB"``, as in `pipesim.simulate`. By default the
+        usable memory of its GPU.
+    memory_reserve
+        Share of the bytes of tensors that the allocator holds besides, as in `Costs`.
+    where
+        Function, or functions, of a `PlanChoice` that return whether to keep it.
+    noise, percentile
+        Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps.
+    n_best
+        Number of the best configurations to find for certain.
+    n_jobs, backend
+        Processes, and backend of joblib, as in `sweep`; by default this process alone.
+    progress
+        Whether to show a progress bar; by default on a terminal.
+
+    Returns
+    -------
+    Plans
+        All configurations: simulated ones by rank, and why the others were ruled out. After Ctrl-C
+        ``complete`` is False, and configurations that were left are missing.
+
+    Raises
+    ------
+    ArgumentError
+        For arguments of another type or out of range, and if no configuration is possible, naming
+        those that are the nearest to fit and what they lack.
+    """
+    began = time.perf_counter()
+    problem = _problem(model, cluster, global_batch, memory_limit, memory_reserve, layout,
+                       flash_attention, scatter_gather, fused_loss)  # fmt: skip
+    space = SearchSpace.checked(
+        tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
+        data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,
+        n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    filters = _filters(where)
+    share = _percentile(percentile)
+    check_count("n_best", n_best)
+    if noise is not None:
+        check_type(
+            "noise", noise, Noise, "give such as pipesim.Noise(task=pipesim.LogNormal(0.02))"
+        )
+    workers = _workers(n_jobs, backend)
+    if progress is not None:
+        check_flag("progress", progress)
+    search = Search(Evaluator(problem), n_best)
+    _fill(search, space, problem, filters)
+    _run(search, workers, progress)
+    ranked = _ranked(search.evaluations)
+    if not ranked and search.complete:
+        raise ArgumentError(_infeasible(problem, search.evaluations))
+    if noise is not None:
+        ranked = _by_percentile(problem, ranked, n_best, noise, share)
+    others = [x for x in search.evaluations if x.status != "simulated"]
+    return Plans(
+        problem, (*ranked, *others), time.perf_counter() - began, search.complete,
+        share if noise is not None else None, _notes(problem),
+    )  # fmt: skip
+
+
+def _problem(
+    model: Any, cluster: Any, global_batch: Any, memory_limit: Any, memory_reserve: Any,
+    layout: Any, *flags: bool,
+) -> PlanProblem:  # fmt: skip
+    """Return the problem of checked arguments."""
+    if not isinstance(model, (Transformer, Layers)):
+        raise ArgumentError(
+            f"model must be a pipesim.Transformer or pipesim.Layers, got {model!r:.60}; give such "
+            'as pipesim.Transformer.preset("llama3_70b")'
+        )
+    check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
+    check_count("global_batch", global_batch)
+    names = ("flash_attention", "scatter_gather", "fused_loss")
+    options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
+    limit = memory_limit_bytes(memory_limit)
+    reserve = number(memory_reserve)
+    if reserve is None or not 0 <= reserve < float("inf"):
+        raise ArgumentError(
+            f"memory_reserve must be a finite share >= 0, got {memory_reserve!r:.60}"
+        )
+    return PlanProblem(
+        model, cluster, global_batch,
+        None if limit is None else float(checked_memory_limit(limit, 1)[0]),
+        layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
+        memory_reserve=reserve, **options,
+    )  # fmt: skip
+
+
+def _filters(where: Any) -> list[Callable[[PlanChoice], bool]]:
+    """Return the functions that configurations must pass."""
+    functions = [] if where is None else [where] if callable(where) else where
+    if not isinstance(functions, Iterable) or isinstance(functions, (str, bytes)):
+        check_function("where", functions, "where(choice)")
+    functions = list(functions)
+    for function in functions:
+        check_function("where", function, "where(choice)")
+    return functions
+
+
+def _percentile(value: object) -> float:
+    """Return a percentile above 0 and at most 100."""
+    share = number(value)
+    if share is None or not 0 < share <= 100:
+        raise ArgumentError(f"percentile must be above 0 and at most 100, got {value!r:.60}")
+    return share
+
+
+def _workers(n_jobs: object, backend: object) -> Workers:
+    """Return the checked number of processes and backend."""
+    if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
+        raise ArgumentError(
+            f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r:.60}"
+        )
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(f"backend must be the name of a backend of joblib, got {backend!r:.60}")
+    return Workers(n_jobs, backend)
+
+
+def _fill(
+    search: Search,
+    space: SearchSpace,
+    problem: PlanProblem,
+    filters: Sequence[Callable[[PlanChoice], bool]],
+) -> None:
+    """Add the configurations of a space to a search."""
+    choices, ruled_out = space.choices(problem)
+    search.evaluations += ruled_out
+    split = []
+    for choice in choices:
+        with_split = search.evaluator.with_split(choice)
+        if with_split is None:
+            reason = f"{problem.n_layers} layers are too few for {choice.n_stages} stages"
+            search.evaluations.append(invalid(choice, reason))
+        elif all(keeps(with_split) for keeps in filters):
+            split.append(with_split)
+    if choices and not split and filters:
+        raise ArgumentError(f"where keeps none of {len(choices)} configurations; relax it")
+    search.add(split)
+
+
+def _run(search: Search, workers: Workers, progress: bool | None) -> None:
+    """Run a search with a progress bar."""
+    from tqdm.auto import tqdm
+
+    hidden = None if progress is None else not progress
+    with tqdm(total=len(search.left), disable=hidden, unit="configuration") as bar:
+
+        def report(done: int) -> None:
+            bar.update(done)
+
+        search.run(workers, report)
+
+
+def _ranked(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the simulated configurations by step, then by memory."""
+    rows = [x for x in evaluations if x.status == "simulated"]
+    return sorted(rows, key=lambda x: (x.step, x.memory, str(x.choice)))
+
+
+def _by_percentile(
+    problem: PlanProblem, ranked: list[Evaluation], n_best: int, noise: Noise, percentile: float
+) -> list[Evaluation]:
+    """Return configurations with the best ones ranked by a percentile of noisy steps."""
+    best = []
+    for row in ranked[:n_best]:
+        costs = problem.costs(row.choice)
+        graph = problem.graph(row.choice, problem.schedule(row.choice, costs))
+        many = simulate_many(graph, costs, noise, _SCENARIOS, n_jobs=1, progress=False)
+        best.append(row._replace(noisy_step=float(np.percentile(many.makespan, percentile))))
+    best.sort(key=lambda x: x.noisy_step)
+    return best + ranked[n_best:]
+
+
+def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
+    """Return why no configuration is possible, and which are the nearest."""
+    unfit = [x for x in evaluations if x.status == "does not fit"]
+    if not unfit:
+        reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
+        return "no configuration is possible: " + "; ".join(reasons or ["no values to choose from"])
+    unfit.sort(key=lambda x: x.memory)
+    nearest = "; ".join(f"{x.choice}: {x.reason}" for x in unfit[:_NEAREST])
+    limit = min(problem.device_limits(unfit[0].choice))
+    return (
+        f"none of {len(unfit)} configurations fits in {format_bytes(limit)} a device. The nearest: "
+        f"{nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
+        'recompute="full", or shard_optimizer=True'
+    )
+
+
+def _notes(problem: PlanProblem) -> tuple[str, ...]:
+    """Return assumptions to show beside the results."""
+    if not problem.cluster.is_mixed:
+        return ()
+    return (
+        "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
+        "replica.",
+        "Messages and collectives have the slowest rates of all nodes, everywhere.",
+    )
