@@ -683,6 +683,8 @@ def _checked(name: str, value: object) -> PerStage:
         return _checked_number(name, value, "")
     if not value:
         raise CostsError(f"{name} is empty; give one value, or one a stage")
+    if isinstance(value, tuple) and all(type(v) is float and 0 <= v < math.inf for v in value):
+        return value
     return tuple(_checked_number(name, v, f" of stage {s}") for s, v in enumerate(value))
 
 

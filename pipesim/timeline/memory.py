@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeldBytes",
+    "OrderBytes",
     "costs_of",
     "held_bytes",
     "in_order_of_time",
+    "order_bytes",
     "over_time",
     "peak_memory",
-    "peak_memory_of_order",
 ]
 
 Floats = NDArray[np.float64]
@@ -68,19 +69,56 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
         return finite_bytes(static(graph, costs) + peak)
 
 
-def peak_memory_of_order(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
-    """Return `peak_memory` of a complete timeline; it follows from the order of tasks alone.
+class _Columns(NamedTuple):
+    """Inputs of the kernel: columns of the graph, bytes of its kinds, and times."""
 
-    The graph must have no gradients that wait for their reduction, as `pipesim.lower` makes it with
-    ``grad_sync="last"``: these are released at times, not in an order.
+    kind: Ints
+    microbatch: Ints
+    device: Ints
+    replica: Ints
+    stage: Ints
+    allocated: Floats
+    kept: Floats
+    released: Floats
+    workspace: Floats
+    dropped: NDArray[np.bool_]
+    start: Floats
+    end: Floats
+
+
+class OrderBytes(NamedTuple):
+    """Bytes of the kinds of a graph: those that tasks change, and those that are always held."""
+
+    columns: _Columns
+    is_counted: NDArray[np.bool_]
+    static: Floats
+
+    def peak(self, kind: Ints) -> Floats:
+        """Return `peak_memory` if the tasks of each device run in the order of their kinds.
+
+        ``kind`` has the kinds of tasks, those of each device in order; others may be among them.
+        """
+        peak, none, times = np.zeros(len(self.static)), np.empty(0), np.zeros(len(kind))
+        columns = self.columns._replace(kind=kind, start=times, end=times)
+        with np.errstate(over="ignore", invalid="ignore"):
+            _balances(columns, self.is_counted, none, peak, np.empty(0, np.int64), none, none)
+            return finite_bytes(self.static + peak)
+
+
+def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
+    """Return the bytes of a graph's kinds, from which `OrderBytes.peak` finds those of any order.
+
+    The graph must have neither recomputes nor gradients that wait for their reduction:
+    `pipesim.lower` makes it with ``grad_sync="last"``.
     """
-    peak, none = np.zeros(graph.n_devices), np.empty(0)
-    times = np.zeros(len(graph))
-    columns = _graph_columns(graph, costs, times, times)
+    kinds, zero = graph.kinds, np.zeros(1)
+    columns = _Columns(
+        graph.kind, graph.microbatch, kinds.device, kinds.replica, kinds.stage,
+        *kind_bytes(graph, costs), workspaces(graph, costs), np.empty((0, 0, 0), dtype=bool),
+        zero, zero,
+    )  # fmt: skip
     is_counted = (columns.allocated != 0) | (columns.released != 0) | (columns.workspace != 0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
-        return finite_bytes(static(graph, costs) + peak)
+    return OrderBytes(columns, is_counted, static(graph, costs))
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
@@ -190,43 +228,20 @@ def in_order_of_time(
     return task[order], is_end[order]
 
 
-class _Columns(NamedTuple):
-    """Inputs of the kernel: columns of the graph, bytes of its kinds, and times."""
-
-    kind: Ints
-    microbatch: Ints
-    device: Ints
-    replica: Ints
-    stage: Ints
-    allocated: Floats
-    kept: Floats
-    released: Floats
-    workspace: Floats
-    dropped: NDArray[np.bool_]
-    start: Floats
-    end: Floats
-
-
 def _columns(timeline: Timeline) -> _Columns:
     """Return the inputs of the kernel."""
-    costs = costs_of(timeline)
-    return _graph_columns(timeline.graph, costs, timeline.start, timeline.end)
-
-
-def _graph_columns(graph: TaskGraph, costs: Costs, start: Floats, end: Floats) -> _Columns:
-    """Return the inputs of the kernel for tasks with these times."""
-    kinds = graph.kinds
+    graph, kinds = timeline.graph, timeline.graph.kinds
     return _Columns(
         graph.kind,
         graph.microbatch,
         kinds.device,
         kinds.replica,
         kinds.stage,
-        *kind_bytes(graph, costs),
-        workspaces(graph, costs),
+        *kind_bytes(graph, costs_of(timeline)),
+        workspaces(graph, costs_of(timeline)),
         dropped_activations(graph),
-        start,
-        end,
+        timeline.start,
+        timeline.end,
     )
 
 

@@ -15,18 +15,29 @@ gradients and optimizer, with the activations and the workspace of one micro-bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.network.network import all_reduce_seconds
+from pipesim.network.network import Network, all_reduce_seconds
 from pipesim.scheduling.placement import Layout, Placement, replica_devices
 
-__all__ = ["Bounds", "DeviceWork", "device_work", "least_end", "least_memory"]
+__all__ = [
+    "Bounds",
+    "DeviceWork",
+    "Reductions",
+    "device_work",
+    "least_end",
+    "least_memory",
+    "reductions",
+]
 
 Floats = NDArray[np.float64]
+#: For each device of a pipeline, seconds of an all-reduce over its replicas as a function of bytes.
+Reductions = list[Callable[[float], float]]
 #: Share by which bounds are lowered, since sums of seconds are rounded.
 _ROUNDING = 1e-9
 
@@ -89,27 +100,33 @@ def _least_backward(costs: Costs, n_stages: int) -> Floats:
     return np.minimum(whole, parts)
 
 
+def reductions(
+    network: Network, n_replicas: int, n_devices: int, layout: Layout, algorithm: str
+) -> Reductions:
+    """Return, for each device of a pipeline, the seconds of an all-reduce over its replicas."""
+    if n_replicas == 1:
+        return []
+    devices = replica_devices(n_replicas, n_devices, layout)
+    return [all_reduce_seconds(network, np.sort(column), algorithm) for column in devices.T]
+
+
 def least_end(
-    costs: Costs, placement: Placement, n_replicas: int, shares: int, layout: Layout
+    costs: Costs, placement: Placement, n_replicas: int, shares: int, formulas: Reductions
 ) -> Floats:
     """Return the least seconds from the last backward of each device to the end of the step.
 
-    ``shares`` is the number of replicas that share the optimizer.
+    ``shares`` is the number of replicas that share the optimizer, ``formulas`` the result of
+    `reductions`.
     """
     n, device = placement.n_stages, np.array(placement.paths[0])
     seconds = costs.per_stage("optimizer_step", n) / shares
     if n_replicas > 1:
-        devices = replica_devices(n_replicas, placement.n_devices, layout)
-        algorithm = "ring" if shares > 1 else costs.all_reduce
-        formulas = [
-            all_reduce_seconds(costs.network, np.sort(column), algorithm) for column in devices.T
-        ]
-        gradients = costs.per_stage("gradient_bytes", n)
-        parameters = costs.per_stage("parameter_bytes", n)
+        gradients = costs.per_stage("gradient_bytes", n).tolist()
+        parameters = costs.per_stage("parameter_bytes", n).tolist()
         for stage, own in enumerate(device.tolist()):
-            reduce = formulas[own](float(gradients[stage]))
+            reduce = formulas[own](gradients[stage])
             if shares > 1:
-                reduce = (reduce + formulas[own](float(parameters[stage]))) / 2
+                reduce = (reduce + formulas[own](parameters[stage])) / 2
             seconds[stage] += reduce
     least = np.full(placement.n_devices, np.inf)
     np.minimum.at(least, device, seconds)

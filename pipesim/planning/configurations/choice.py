@@ -39,6 +39,8 @@ class PlanChoice:
         Whether tensors that tensor parallelism leaves whole are split along the sequence.
     layers_per_stage
         Layers of each stage.
+    ordered_for_costs
+        Whether the schedule orders its tasks for the costs, if it can, and not for equal ones.
     """
 
     tensor_parallel: int
@@ -52,6 +54,7 @@ class PlanChoice:
     shard_optimizer: bool
     sequence_parallel: bool
     layers_per_stage: tuple[int, ...]
+    ordered_for_costs: bool = False
 
     @property
     def n_gpus(self) -> int:
@@ -66,7 +69,9 @@ class PlanChoice:
     def __str__(self) -> str:
         parts = [
             f"tp{self.tensor_parallel} pp{self.pipeline_parallel} dp{self.data_parallel}",
-            self.schedule + (f" x{self.n_chunks}" if self.n_chunks > 1 else ""),
+            self.schedule
+            + (f" x{self.n_chunks}" if self.n_chunks > 1 else "")
+            + " for costs" * self.ordered_for_costs,
             f"{self.n_microbatches} micro-batches of {self.microbatch_size}",
         ]
         if self.recompute != "none":

@@ -11,25 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.partition.balanced_split import balanced_split
+from pipesim.graph.graph import TaskGraph
 from pipesim.models.layers import Layers
+from pipesim.ops import Op
 from pipesim.planning.configurations.bounds import (
     Bounds,
     DeviceWork,
+    Reductions,
     device_work,
     least_end,
     least_memory,
+    reductions,
 )
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.problem import PlanProblem, order_facts, placement_of
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
 from pipesim.simulation.one_of_replicas import OneOfReplicas, lower_replica
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory import peak_memory_of_order
+from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.utils.csr import Ints
 from pipesim.utils.units import format_bytes
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "too_full"]
 
 Floats = NDArray[np.float64]
 T = TypeVar("T")
@@ -70,41 +75,54 @@ class Evaluator:
         """Return lower bounds on step and memory; see `pipesim.planning.configurations.bounds`."""
         costs, key, p = self.costs(choice), self._costs_key(choice), choice.pipeline_parallel
         place = (choice.schedule, p, choice.n_chunks)
-        placement, splits = order_facts(*place)
+        facts = order_facts(*place)
+        placement = facts.placement
         work: DeviceWork = self._get(
-            ("work", key, place), lambda: device_work(costs, placement, splits_backward=splits)
+            ("work", key, place),
+            lambda: device_work(costs, placement, splits_backward=facts.splits_backward),
         )
         dp, shares = choice.data_parallel, choice.data_parallel if choice.shard_optimizer else 1
         end: Floats = self._get(
             ("end", key, place, dp, shares),
-            lambda: least_end(costs, placement, dp, shares, self.problem.layout),
+            lambda: least_end(costs, placement, dp, shares, self._reductions(choice, costs)),
         )
         memory: Floats = self._get(
             ("memory", key, place, shares), lambda: least_memory(costs, placement, shares)
         )
         return Bounds(work.least_step(choice.n_microbatches, end), memory)
 
-    def evaluate(self, choice: PlanChoice, bounds: Bounds | None = None) -> Evaluation:
-        """Return memory and exact step of a configuration, or by how much it does not fit."""
-        bounds = self.bounds(choice) if bounds is None else bounds
+    def memory(self, choice: PlanChoice) -> Floats | None:
+        """Return the bytes of each device, the allocator's reserve included.
+
+        They follow from the order of the schedule alone, without a simulation. None if the order of
+        few micro-batches lacks an operation of that of all.
+        """
+        if choice.ordered_for_costs:
+            return None
+        order = self._order(choice)
+        if order is None:
+            return None
+        peak = self._bytes(choice).peak(order)
+        return peak + self.problem.memory_reserve * peak
+
+    def evaluate(self, choice: PlanChoice, bounds: Bounds, memory: Floats | None) -> Evaluation:
+        """Return the exact step of a configuration, or by how much it does not fit.
+
+        ``memory`` is the result of `memory`.
+        """
         costs, limits = self.costs(choice), self.problem.device_limits(choice)
-        unfit = self.unfit(choice, bounds)
-        if unfit is not None:
-            return unfit
-        replica = self._replica(choice, costs)
-        if replica is None:
+        replica = None if memory is None else self._replica(choice, costs)
+        if replica is None or memory is None:
             return self._whole(choice, costs, bounds)
-        peak = peak_memory_of_order(replica.graph, costs)
-        needed = peak + costs.memory_reserve * peak
-        if (needed > np.array(limits)).any():
-            return _too_full(choice, bounds, needed, limits, "")
+        if (memory > np.array(limits)).any():
+            return too_full(choice, bounds, memory, limits)
         times = replica.run(costs)
         if times is None:
             return self._whole(choice, costs, bounds)
         step = float(times.end.max())
         idle = 1 - times.busy / (choice.pipeline_parallel * step) if step else 1.0
         return Evaluation(
-            choice, step, bounds.step, float(needed.max()), max(0.0, idle), "simulated"
+            choice, step, bounds.step, float(memory.max()), max(0.0, idle), "simulated"
         )
 
     def unfit(self, choice: PlanChoice, bounds: Bounds) -> Evaluation | None:
@@ -112,7 +130,43 @@ class Evaluator:
         limits = self.problem.device_limits(choice)
         if (bounds.memory <= np.array(limits)).all():
             return None
-        return _too_full(choice, bounds, bounds.memory, limits, " in any order")
+        return too_full(choice, bounds, bounds.memory, limits, " in any order")
+
+    def _order(self, choice: PlanChoice) -> Ints | None:
+        """Return the kinds of the tasks of a schedule in `_small_graph`, those of each device."""
+        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
+
+        def build() -> Ints | None:
+            schedule = self.problem.schedule(choice, self.costs(choice))
+            kinds, n = self._small_graph(choice, shards=False).kinds, schedule.n_stages
+            number = np.full(len(Op) * n, -1)
+            number[kinds.op * n + kinds.stage] = np.arange(len(kinds))
+            own: Ints = number[schedule.op.astype(np.int64) * n + schedule.stage]
+            return None if (own < 0).any() else own
+
+        return _kept(self._graphs, ("order", place), build)
+
+    def _bytes(self, choice: PlanChoice) -> OrderBytes:
+        """Return the bytes of the kinds of tasks of a configuration."""
+        shares = choice.data_parallel if choice.shard_optimizer else 1
+        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+
+        def build() -> OrderBytes:
+            graph = self._small_graph(choice, shards=shares > 1)
+            options = replace(graph.options, n_equal=shares)
+            return order_bytes(replace(graph, options=options), self.costs(choice))
+
+        return self._get(("bytes", self._costs_key(choice), place, shares), build)
+
+    def _small_graph(self, choice: PlanChoice, *, shards: bool) -> TaskGraph:
+        """Return the graph of few micro-batches of the schedule of a choice."""
+        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        return self._get(
+            ("small", place, shards),
+            lambda: lower_replica(
+                order_facts(*place).schedule, replicated=shards, shard_optimizer=shards
+            ),
+        )
 
     def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration by the tasks of all replicas."""
@@ -123,7 +177,7 @@ class Evaluator:
         )
         needed = reserved_memory(timeline)
         if (needed > np.array(limits)).any():
-            return _too_full(choice, bounds, needed, limits, "")
+            return too_full(choice, bounds, needed, limits)
         return Evaluation(
             choice, timeline.makespan, bounds.step, float(needed.max()), timeline.bubble_fraction,
             "simulated",
@@ -134,7 +188,7 @@ class Evaluator:
         place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
         replicated = choice.data_parallel > 1
         key: tuple[Hashable, ...] = (*place, replicated, replicated and choice.shard_optimizer)
-        if self.problem.takes_costs(choice.schedule):
+        if choice.ordered_for_costs:
             key = (*key, self._costs_key(choice))
 
         def build() -> OneOfReplicas | None:
@@ -148,6 +202,15 @@ class Evaluator:
 
         sizes = (choice.tensor_parallel, choice.data_parallel)
         return _kept(self._graphs, ("replica", key, sizes), build)
+
+    def _reductions(self, choice: PlanChoice, costs: Costs) -> Reductions:
+        """Return, for each device, the seconds of an all-reduce as a function of bytes."""
+        dp, p = choice.data_parallel, choice.pipeline_parallel
+        algorithm = "ring" if choice.shard_optimizer and dp > 1 else costs.all_reduce
+        return self._get(
+            ("reductions", choice.tensor_parallel, p, dp, algorithm),
+            lambda: reductions(costs.network, dp, p, self.problem.layout, algorithm),
+        )
 
     def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the layers of each stage."""
@@ -205,8 +268,8 @@ def _layer_seconds(model: Layers) -> list[tuple[float, ...]]:
     return [tuple(model.columns[name]) for name in names]
 
 
-def _too_full(
-    choice: PlanChoice, bounds: Bounds, needed: Floats, limits: list[float], where: str
+def too_full(
+    choice: PlanChoice, bounds: Bounds, needed: Floats, limits: list[float], where: str = ""
 ) -> Evaluation:
     """Return the evaluation of a configuration that does not fit."""
     device = int((needed - np.array(limits)).argmax())

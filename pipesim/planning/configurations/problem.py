@@ -130,7 +130,7 @@ class PlanProblem:
     def schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
         """Return the schedule of a choice, ordered for its costs if the schedule takes costs."""
         options = self.options(choice)
-        if self.takes_costs(choice.schedule):
+        if choice.ordered_for_costs:
             options["costs"] = costs
         return named_schedule(
             choice.schedule, choice.pipeline_parallel, choice.n_microbatches, **options
@@ -177,10 +177,11 @@ class PlanProblem:
 
 
 class OrderFacts(NamedTuple):
-    """Placement of a schedule, and whether any backward is split into I and W."""
+    """Placement of a schedule, whether it splits backwards, and the order of few micro-batches."""
 
     placement: Placement
     splits_backward: bool
+    schedule: Schedule
 
 
 def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
@@ -207,7 +208,7 @@ def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
             f"schedules has {name!r}, whose micro-batches take several paths or belong to several "
             "mini-batches; a plan has one of each"
         )
-    return OrderFacts(built.placement, _has_input_grads(built))
+    return OrderFacts(built.placement, _has_input_grads(built), built)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ import numpy as np
 from pipesim.errors import PipeError
 from pipesim.planning.configurations.bounds import Bounds
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.evaluator import Evaluator, too_full
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import invalid
 from pipesim.sweeps.worker_pool import LostCall, run_calls
@@ -135,7 +135,7 @@ class Search:
         """Return the evaluation of a configuration, or that it cannot win."""
         if self._cannot_win(bounds):
             return _cannot_win(choice, bounds)
-        return evaluate(self.evaluator, choice, bounds)
+        return evaluate(self.evaluator, choice, bounds, self._cannot_win)
 
     def _cannot_win(self, bounds: Bounds) -> bool:
         """Return whether bounds rule out a place among the best and one on the front."""
@@ -159,10 +159,26 @@ class Search:
             self._front.append((step, memory))
 
 
-def evaluate(evaluator: Evaluator, choice: PlanChoice, bounds: Bounds | None) -> Evaluation:
-    """Return the evaluation of a configuration; an error of the project makes it invalid."""
+def evaluate(
+    evaluator: Evaluator,
+    choice: PlanChoice,
+    bounds: Bounds,
+    cannot_win: Callable[[Bounds], bool] = lambda _: False,
+) -> Evaluation:
+    """Return the evaluation of a configuration; an error of the project makes it invalid.
+
+    Memory comes first, since it needs no simulation.
+    """
     try:
-        return evaluator.evaluate(choice, bounds)
+        memory = evaluator.memory(choice)
+        if memory is not None:
+            limits = evaluator.problem.device_limits(choice)
+            if (memory > np.array(limits)).any():
+                return too_full(choice, bounds, memory, limits)
+            bounds = Bounds(bounds.step, memory)
+            if cannot_win(bounds):
+                return _cannot_win(choice, bounds)
+        return evaluator.evaluate(choice, bounds, memory)
     except PipeError as error:
         return _failed(choice, bounds, str(error))
 
@@ -170,13 +186,12 @@ def evaluate(evaluator: Evaluator, choice: PlanChoice, bounds: Bounds | None) ->
 def evaluate_all(problem: PlanProblem, choices: Sequence[PlanChoice]) -> list[Evaluation]:
     """Return the evaluations of configurations, in a worker."""
     evaluator = Evaluator(problem)
-    return [evaluate(evaluator, choice, None) for choice in choices]
+    return [evaluate(evaluator, choice, evaluator.bounds(choice)) for choice in choices]
 
 
-def _failed(choice: PlanChoice, bounds: Bounds | None, reason: str) -> Evaluation:
+def _failed(choice: PlanChoice, bounds: Bounds, reason: str) -> Evaluation:
     """Return the evaluation of a configuration that could not be simulated."""
-    evaluation = invalid(choice, reason)
-    return evaluation if bounds is None else evaluation._replace(bound=bounds.step)
+    return invalid(choice, reason)._replace(bound=bounds.step)
 
 
 def _cannot_win(choice: PlanChoice, bounds: Bounds) -> Evaluation:
