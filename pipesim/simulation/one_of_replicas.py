@@ -147,10 +147,10 @@ def _links_of_all(routes: KindRoutes, sends: Ints) -> Ints:
     """Return the links that SENDs of all replicas hold; shape ``(n_replicas, n, most)``."""
     devices = _devices(routes)
     source, target = message_ends(routes.graph, sends)
-    found = routes.network.resolve(
+    routed = routes.network.resolve(
         devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
     )
-    return found.links.reshape(len(devices), len(sends), found.links.shape[1])
+    return routed.links.reshape(len(devices), len(sends), routed.links.shape[1])
 
 
 def _messages_are_equal(routes: KindRoutes) -> bool:
@@ -163,10 +163,10 @@ def _messages_are_equal(routes: KindRoutes) -> bool:
     ends = graph.homes[0, [0, -1]]
     if ends[0] != ends[1]:
         source, target = np.append(source, ends), np.append(target, ends[::-1])
-    found = routes.network.resolve(
+    routed = routes.network.resolve(
         devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
     )
-    for values in (found.latency, found.bandwidth):
+    for values in (routed.latency, routed.bandwidth):
         rows = values.reshape(len(devices), -1)
         if (rows != rows[0]).any():
             return False

@@ -52,6 +52,21 @@ def gpu() -> ps.GPU:
     return ps.GPU(flops=1e12, bandwidth=1e12)
 
 
+def cluster() -> ps.Cluster:
+    return ps.Cluster(
+        n_gpus=2,
+        gpu=ps.GPU(flops=1e12, bandwidth=1e12, memory=1e9),
+        network=ps.Network(nodes=ps.Nodes(2)),
+    )
+
+
+def planned(_: Path) -> Good:
+    """Start joblib's processes as `swept` does."""
+    swept(_)
+    return {"model": model(), "cluster": cluster(), "global_batch": 4, "schedules": "1f1b",
+            "progress": False}  # fmt: skip
+
+
 @cache
 def model() -> ps.Transformer:
     return ps.Transformer(
@@ -120,6 +135,13 @@ TWO = np.array([0, 1])
 #: By name, what makes the arguments; it gets a folder.
 GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Action.parse": lambda _: {"text": "0F0"},
+    "ps.Cluster": lambda _: {"machine": "dgx_h100", "n_gpus": 8},
+    "ps.Cluster.from_dict": lambda _: {"values": {"machine": "dgx_h100", "n_gpus": 8}},
+    "ps.Cluster.gpu_numbers": lambda _: {"self": cluster()},
+    "ps.Cluster.network": lambda _: {"self": cluster()},
+    "ps.Cluster.to_dict": lambda _: {"self": cluster()},
+    "ps.Cluster.usable_bytes": lambda _: {"self": cluster(), "gpu": cluster().gpu},
+    "ps.plan": planned,
     "ps.Comparison": lambda _: {"predicted": timeline(), "measured": timeline()},
     "ps.Comparison.error_parts": lambda _: {"self": ps.Comparison(timeline(), timeline())},
     "ps.Comparison.plot": lambda _: {"self": ps.Comparison(timeline(), timeline())},

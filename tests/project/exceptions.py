@@ -71,6 +71,17 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
     ("ps.Costs", "exchange_bytes"): (("()",), "no stage, as kept costs have it"),
+    ("ps.plan", "n_jobs"): (("-1",), "one a core, as in ps.sweep"),
+    **{
+        ("ps.plan", name): (("array",), "an array of numbers lists values as a list does")
+        for name in (
+            "tensor_parallel",
+            "pipeline_parallel",
+            "data_parallel",
+            "microbatch_size",
+            "n_chunks",
+        )
+    },
     ("ps.Keys", "frequencies"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Keys.from_counts", "counts"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),

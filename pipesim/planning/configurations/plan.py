@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from pipesim.errors import (
     check_count,
     check_flag,
     check_function,
+    check_list,
     check_name,
     check_type,
     number,
@@ -34,8 +35,8 @@ from pipesim.utils.units import format_bytes
 
 __all__ = ["plan"]
 
-#: One value, or several.
-Listed = Any
+#: Most sequences of a step.
+_MOST_SEQUENCES = 10**9
 #: Scenarios of noise for each of the best.
 _SCENARIOS = 200
 #: Configurations that an error names as the nearest to fit.
@@ -47,22 +48,22 @@ def plan(
     cluster: Cluster,
     *,
     global_batch: int,
-    tensor_parallel: Listed = None,
-    pipeline_parallel: Listed = None,
-    data_parallel: Listed = None,
-    microbatch_size: Listed = None,
-    schedules: Listed = None,
-    n_chunks: Listed = None,
-    recompute: Listed = None,
-    shard_optimizer: Listed = None,
-    sequence_parallel: Listed = None,
+    tensor_parallel: int | Sequence[int] | None = None,
+    pipeline_parallel: int | Sequence[int] | None = None,
+    data_parallel: int | Sequence[int] | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
+    schedules: str | Sequence[str] | None = None,
+    n_chunks: int | Sequence[int] | None = None,
+    recompute: str | Sequence[str] | None = None,
+    shard_optimizer: bool | Sequence[bool] | None = None,
+    sequence_parallel: bool | Sequence[bool] | None = None,
     flash_attention: bool = True,
     scatter_gather: bool = False,
     fused_loss: bool = False,
     layout: Layout = "stage_major",
     memory_limit: float | str | None = None,
     memory_reserve: float = 0.0,
-    where: Callable[[PlanChoice], bool] | Iterable[Callable[[PlanChoice], bool]] | None = None,
+    where: Callable[[PlanChoice], bool] | Sequence[Callable[[PlanChoice], bool]] | None = None,
     noise: Noise | None = None,
     percentile: float = 90,
     n_best: int = 20,
@@ -181,7 +182,8 @@ def _problem(
             'as pipesim.Transformer.preset("llama3_70b")'
         )
     check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
-    check_count("global_batch", global_batch)
+    if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
+        raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
     names = ("flash_attention", "scatter_gather", "fused_loss")
     options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
     limit = memory_limit_bytes(memory_limit)
@@ -201,12 +203,26 @@ def _problem(
 def _filters(where: Any) -> list[Callable[[PlanChoice], bool]]:
     """Return the functions that configurations must pass."""
     functions = [] if where is None else [where] if callable(where) else where
-    if not isinstance(functions, Iterable) or isinstance(functions, (str, bytes)):
-        check_function("where", functions, "where(choice)")
-    functions = list(functions)
-    for function in functions:
+    for function in check_list("where", functions, "a function, or a list of functions"):
         check_function("where", function, "where(choice)")
-    return functions
+    return list(functions)
+
+
+def _keeps(filters: Sequence[Callable[[PlanChoice], bool]], choice: PlanChoice) -> bool:
+    """Return whether all functions keep a configuration.
+
+    Raises
+    ------
+    ArgumentError
+        If a function raises.
+    """
+    try:
+        return all(keeps(choice) for keeps in filters)
+    except Exception as error:
+        raise ArgumentError(
+            f"where raised {type(error).__name__} for {choice}: {error}; it must return True or "
+            "False"
+        ) from error
 
 
 def _percentile(value: object) -> float:
@@ -243,7 +259,7 @@ def _fill(
         if with_split is None:
             reason = f"{problem.n_layers} layers are too few for {choice.n_stages} stages"
             search.evaluations.append(invalid(choice, reason))
-        elif all(keeps(with_split) for keeps in filters):
+        elif _keeps(filters, with_split):
             split.append(with_split)
     if choices and not split and filters:
         raise ArgumentError(f"where keeps none of {len(choices)} configurations; relax it")
@@ -288,13 +304,18 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     unfit = [x for x in evaluations if x.status == "does not fit"]
     if not unfit:
         reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
-        return "no configuration is possible: " + "; ".join(reasons or ["no values to choose from"])
+        text = "; ".join(reasons) or (
+            "data_parallel is none of the numbers of replicas that the GPUs make"
+        )
+        return f"no configuration is possible: {text}"
     unfit.sort(key=lambda x: x.memory)
     nearest = "; ".join(f"{x.choice}: {x.reason}" for x in unfit[:_NEAREST])
-    limit = min(problem.device_limits(unfit[0].choice))
+    limit = format_bytes(min(problem.device_limits(unfit[0].choice)))
+    name = "the memory of a GPU" if problem.memory_limit is None else "memory_limit"
+    reserve = f" with memory_reserve={problem.memory_reserve:g}" if problem.memory_reserve else ""
     return (
-        f"none of {len(unfit)} configurations fits in {format_bytes(limit)} a device. The nearest: "
-        f"{nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
+        f"none of {len(unfit)} configurations fits in {name}, {limit} a device{reserve}. The "
+        f"nearest: {nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
         'recompute="full", or shard_optimizer=True'
     )
 

@@ -21,6 +21,8 @@ __all__ = ["Search", "Workers"]
 
 #: Configurations of one call of a worker, and calls of a round for each worker.
 _BATCH, _CALLS = 50, 2
+#: Most processes for which rounds are cut.
+_MOST_WORKERS = 4096
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Search:
 
     def _rounds(self, workers: Workers) -> Iterator[int]:
         """Evaluate in rounds of calls to workers; yield how many more are done."""
-        n_calls = _CALLS * (workers.n_jobs if workers.n_jobs > 0 else _cores())
+        n_jobs = min(workers.n_jobs, _MOST_WORKERS)
+        n_calls = _CALLS * (n_jobs if n_jobs > 0 else _cores())
         while self.left:
             batches, n_done = self._next_batches(n_calls)
             yield n_done
@@ -104,7 +107,9 @@ class Search:
                 str(k): (self.evaluator.problem, [choice for choice, _ in batch])
                 for k, batch in enumerate(batches)
             }
-            running = run_calls(evaluate_all, calls, n_jobs=workers.n_jobs, backend=workers.backend)
+            running = run_calls(
+                evaluate_all, calls, n_jobs=min(n_jobs, max(2, len(calls))), backend=workers.backend
+            )
             with closing(running) as finished:
                 for key, result in finished:
                     rows = batches[int(key)]
@@ -128,8 +133,7 @@ class Search:
                 taken.append((choice, bounds))
         self.left = self.left[place:]
         taken.sort(key=lambda row: _shape(row[0]))  # those of one worker share graphs
-        size = max(1, -(-len(taken) // n))
-        return [taken[k : k + size] for k in range(0, len(taken), size)], n_done
+        return [taken[k : k + _BATCH] for k in range(0, len(taken), _BATCH)], n_done
 
     def _result(self, choice: PlanChoice, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration, or that it cannot win."""

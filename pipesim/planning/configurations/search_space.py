@@ -116,9 +116,8 @@ class _Listing:
         """List the configurations with these sizes."""
         n_gpus, batch = self.problem.cluster.n_gpus, self.problem.global_batch
         if n_gpus % (tp * pp):
-            self._rule_out(
-                f"{n_gpus} GPUs do not divide by {tp} x {pp} (tensor x pipeline)", tp, pp
-            )
+            reason = f"{n_gpus} GPUs do not divide by tensor_parallel={tp} x pipeline_parallel={pp}"
+            self._rule_out(reason, tp, pp)
             return
         dp = n_gpus // (tp * pp)
         if self.space.data_parallel is not None and dp not in self.space.data_parallel:
@@ -151,7 +150,11 @@ class _Listing:
         n_layers = self.problem.n_layers
         if base.n_stages > max(n_layers, 1) + 1:
             self.invalid.append(
-                invalid(base, f"{n_layers} layers are too few for {base.n_stages} stages")
+                invalid(
+                    base,
+                    f"{n_layers} layers are too few for {base.n_stages} stages, of which each "
+                    f"device has n_chunks={base.n_chunks}",
+                )
             )
             return
         if not info.allows(base.pipeline_parallel, base.n_microbatches, **options):
@@ -242,6 +245,11 @@ class _Listing:
             if chunks is not None:
                 if self.space.n_chunks is None or chunks in self.space.n_chunks:
                     yield name, chunks
+                else:
+                    allowed = ", ".join(map(str, self.space.n_chunks))
+                    reason = f"{name} has n_chunks={chunks} stages a device; allowed are {allowed}"
+                    base = PlanChoice(0, pp, 0, 0, 0, name, chunks, "", False, False, ())
+                    self.invalid.append(invalid(base, reason))
                 continue
             for count in self.space.n_chunks or self._chunks(pp):
                 yield name, count

@@ -1,0 +1,255 @@
+"""`pipesim.plan`: exact steps, pruning that loses nothing, filters, errors, mixed clusters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.errors import ArgumentError
+from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.search import evaluate, on_front
+from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
+
+MODEL = ps.Transformer(
+    hidden_size=1024, n_layers=12, n_heads=16, sequence_length=512, vocabulary_size=8192
+)
+TIED = ps.Transformer(
+    hidden_size=1024, n_layers=12, n_heads=16, sequence_length=512, vocabulary_size=8192,
+    tied_embeddings=True,
+)  # fmt: skip
+#: Two nodes of four GPUs that share NICs: messages of replicas compete.
+SHARED = ps.Cluster(
+    n_gpus=8, gpu="a100_80gb",
+    network=ps.Network(nodes=ps.Nodes(4, 1e-6, 1e11, 5e-6, 1e9, n_nics=2)),
+)  # fmt: skip
+DGX = ps.Cluster("dgx_h100", n_gpus=16)
+MIXED = ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)])
+#: Arguments of plans that are quick to search.
+QUICK: dict[str, Any] = {"recompute": "none", "progress": False}
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "v_half", "zb_1p")
+
+
+def choices(cluster: ps.Cluster, model: ps.Transformer, batch: int) -> list[PlanChoice]:
+    """Return all configurations of a problem, with their splits."""
+    problem = PlanProblem(model, cluster, batch)
+    space = SearchSpace.checked(schedules=SCHEDULES, n_chunks=None)
+    evaluator = Evaluator(problem)
+    listed = [evaluator.with_split(choice) for choice in space.choices(problem)[0]]
+    return [choice for choice in listed if choice is not None]
+
+
+CHOICES = {
+    (name, layout): (PlanProblem(model, cluster, 16, layout=layout), choices(cluster, model, 16))
+    for name, cluster, model in (
+        ("shared", SHARED, MODEL), ("dgx", DGX, TIED), ("mixed", MIXED, MODEL),
+    )
+    for layout in ("stage_major", "replica_major")
+}  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(["shared", "dgx", "mixed"]),
+    st.sampled_from(["stage_major", "replica_major"]),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+def test_steps_are_those_of_simulate(name: str, layout: Any, index: int, ordered: bool) -> None:
+    """Step and memory are those of a simulation of all replicas, to the last bit."""
+    problem, listed = CHOICES[name, layout]
+    choice = listed[index % len(listed)]
+    if ordered and problem.takes_costs(choice.schedule):
+        choice = PlanChoice(**{**vars(choice), "ordered_for_costs": True})
+    evaluator = Evaluator(problem)
+    bounds = evaluator.bounds(choice)
+    result = evaluate(evaluator, choice, bounds)
+    assert result.status == "simulated", result.reason
+    costs = problem.costs(choice)
+    graph = problem.graph(choice, problem.schedule(choice, costs))
+    timeline = ps.simulate(graph, costs, memory_limit=problem.limits(choice))
+    assert result.step == timeline.makespan
+    assert result.memory == timeline.peak_memory.max()
+    assert result.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-9)
+    assert timeline.fits
+    assert bounds.step <= timeline.makespan
+    assert (bounds.memory <= timeline.peak_memory.max()).all()
+
+
+@pytest.mark.parametrize("memory", [80e9, 0.6e9])
+def test_pruning_loses_neither_the_best_nor_the_front(memory: float) -> None:
+    """The best and the front are those of an evaluation of all configurations."""
+    cluster = ps.Cluster("dgx_h100", n_gpus=8, memory=memory)
+    options: dict[str, Any] = {
+        "schedules": ["1f1b", "interleaved_1f1b"], "n_chunks": [1, 2], "tensor_parallel": [1, 2],
+        "shard_optimizer": True,
+    }  # fmt: skip
+    plans = ps.plan(MODEL, cluster, global_batch=8, n_best=3, progress=False, **options)
+    every = ps.plan(MODEL, cluster, global_batch=8, n_best=10**6, progress=False, **options)
+    assert plans.counts["cannot win"] > 0
+    assert every.counts.get("cannot win", 0) == 0
+    assert [x.step for x in plans.ranked[:3]] == [x.step for x in every.ranked[:3]]
+    fronts = [[(x.step, x.memory) for x in on_front(x.ranked)] for x in (plans, every)]
+    assert fronts[0] == fronts[1]
+    assert plans.best.timeline.makespan == plans.best.step
+
+
+def test_processes_find_the_same() -> None:
+    """Threads and processes rank as this process does."""
+    options: dict[str, Any] = {
+        "global_batch": 8,
+        "schedules": "1f1b",
+        "progress": False,
+        "recompute": "none",
+    }
+    alone = ps.plan(MODEL, ps.Cluster("dgx_h100", 8), **options)
+    shared = ps.plan(MODEL, ps.Cluster("dgx_h100", 8), n_jobs=2, backend="threading", **options)
+    assert [x.step for x in alone.ranked[:20]] == [x.step for x in shared.ranked[:20]]
+
+
+def test_fixed_listed_and_filtered() -> None:
+    """Each parameter may be fixed or listed; functions see the whole configuration."""
+    plans = ps.plan(
+        MODEL, DGX, global_batch=16, tensor_parallel=2, pipeline_parallel=[2, 4],
+        schedules=["1f1b", "zb_h1"], recompute="none", shard_optimizer=True,
+        where=[lambda x: x.microbatch_size < 4, lambda x: max(x.layers_per_stage) <= 7],
+        progress=False,
+    )  # fmt: skip
+    ranked = [x.choice for x in plans.ranked]
+    assert {x.tensor_parallel for x in ranked} == {2}
+    assert {x.pipeline_parallel for x in ranked} <= {2, 4}
+    assert {x.schedule for x in ranked} <= {"1f1b", "zb_h1"}
+    assert all(x.shard_optimizer and x.microbatch_size < 4 for x in ranked)
+    assert all(x.n_gpus == 16 and sum(x.layers_per_stage) == 12 for x in ranked)
+
+
+def test_accumulation_steps_are_among_the_choices() -> None:
+    """Without a pipeline, micro-batches are accumulation steps."""
+    plans = ps.plan(MODEL, DGX, global_batch=64, pipeline_parallel=1, progress=False)
+    assert any(x.choice.n_microbatches > 1 for x in plans.ranked)
+
+
+def test_measured_layers() -> None:
+    """Measured layers have no tensor parallelism; their micro-batch is that of the measurement."""
+    layers = ps.Layers(
+        {"forward": [1e-3] * 8, "backward": [2e-3] * 7 + [4e-3], "output_bytes": [1e6] * 8,
+         "activation_bytes": [1e8] * 8, "parameter_bytes": [1e8] * 8}
+    )  # fmt: skip
+    plans = ps.plan(layers, DGX, global_batch=32, microbatch_size=2, progress=False)
+    best = plans.best
+    assert best.choice.tensor_parallel == 1
+    assert best.choice.microbatch_size == 2
+    assert best.step == best.timeline.makespan
+
+
+def test_noise_ranks_by_percentile() -> None:
+    """With noise the best are ranked by a percentile of noisy steps."""
+    noise = ps.Noise(task=ps.LogNormal(0.3), seed=1)
+    plans = ps.plan(
+        MODEL, ps.Cluster("dgx_h100", 8), global_batch=8, schedules="1f1b", n_best=3, noise=noise,
+        percentile=95, progress=False,
+    )  # fmt: skip
+    noisy = [x.noisy_step for x in plans.ranked[:3]]
+    assert noisy == sorted(noisy)
+    assert all(x.noisy_step > x.step for x in plans.ranked[:3])
+    assert plans.percentile == 95
+
+
+def test_interrupt_returns_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C returns the configurations that were evaluated, marked incomplete."""
+    calls = []
+    original = Evaluator.evaluate
+
+    def interrupted(self: Evaluator, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    plans = ps.plan(MODEL, DGX, global_batch=16, schedules="1f1b", progress=False)
+    assert not plans.complete
+    assert len(plans.ranked) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor_parallel": 16}, "does not divide the 8 GPUs of a node"),
+        ({"pipeline_parallel": 3}, "do not divide by"),
+        ({"pipeline_parallel": 16, "n_chunks": 2, "schedules": "interleaved_1f1b"}, "too few"),
+        ({"microbatch_size": 5}, "microbatch_size=5 does not divide"),
+        ({"schedules": "chimera", "pipeline_parallel": 2}, "several paths"),
+        ({"schedules": "interleaved_1f1b", "pipeline_parallel": 4, "microbatch_size": 1,
+          "tensor_parallel": 2, "global_batch": 18}, "interleaved_1f1b takes"),
+        ({"global_batch": 7, "data_parallel": 2, "tensor_parallel": 8, "pipeline_parallel": 1},
+         "2 replicas do not divide global_batch=7"),
+        ({"memory_limit": "1MB"}, r"none of \d+ configurations fits in memory_limit, 977 KiB"),
+        ({"where": lambda _: False}, "where keeps none"),
+        ({"where": lambda x: x.surprise}, "where raised AttributeError"),
+        ({"recompute": "some"}, "unknown recompute"),
+        ({"percentile": 0}, "percentile must be above 0"),
+        ({"n_chunks": []}, "n_chunks is empty"),
+    ],
+)  # fmt: skip
+def test_errors(options: dict[str, Any], text: str) -> None:
+    """Errors name the parameter, or the nearest configurations and what they lack."""
+    with pytest.raises(ArgumentError, match=text):
+        ps.plan(MODEL, DGX, **{"global_batch": 16, **QUICK, **options})
+
+
+def test_nearest_configurations_are_named() -> None:
+    """If nothing fits, the error names configurations and the bytes that they lack."""
+    cluster = ps.Cluster("dgx_h100", 8, memory=0.1e9)
+    with pytest.raises(ArgumentError, match=r"The nearest: tp8 .* too much.*Give more GPUs"):
+        ps.plan(MODEL, cluster, global_batch=8, schedules="1f1b", progress=False)
+
+
+def test_mixed_stages_have_layers_by_speed() -> None:
+    """The faster GPUs get more layers, and each stage the seconds of its own GPU."""
+    plans = ps.plan(
+        MODEL, MIXED, global_batch=16, tensor_parallel=8, pipeline_parallel=2, schedules="1f1b",
+        progress=False,
+    )  # fmt: skip
+    best = plans.best
+    fast, slow = best.choice.layers_per_stage
+    assert fast > slow
+    assert "slowest GPU" in plans.notes[0]
+    alone = PlanProblem(MODEL, ps.Cluster("dgx_a100", 16), 16).costs(best.choice)
+    assert best.costs.per_stage("forward", 2)[1] == alone.per_stage("forward", 2)[1]
+    assert best.costs.per_stage("forward", 2)[0] < alone.per_stage("forward", 2)[0]
+
+
+@given(
+    st.integers(1, 4), st.integers(4, 14),
+    st.floats(0.1, 3), st.floats(0, 3), st.floats(0, 5),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_uniform_split_is_optimal(
+    p: int, n_layers: int, slow: float, embedding: float, head: float
+) -> None:
+    """No distribution of the layers makes the busiest device faster (brute force)."""
+    seconds = [DeviceSeconds(slow if d % 2 else 1.0, embedding, head) for d in range(p)]
+
+    def busiest(sizes: tuple[int, ...]) -> float:
+        loads = [n * x.layer for n, x in zip(sizes, seconds, strict=True)]
+        loads[0] += embedding
+        loads[-1] += head
+        return max(loads)
+
+    def splits(left: int, devices: int) -> list[tuple[int, ...]]:
+        if devices == 1:
+            return [(left,)]
+        return [(k, *rest) for k in range(left + 1) for rest in splits(left - k, devices - 1)]
+
+    sizes = uniform_split(list(range(p)), seconds, n_layers)
+    assert sizes is not None
+    allowed = [x for x in splits(n_layers, p) if all(n > 0 for n in x[1:-1])]
+    assert math.isclose(busiest(sizes), min(map(busiest, allowed)))
