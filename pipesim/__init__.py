@@ -37,13 +37,10 @@ from pipesim.network.network import Network
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
-<<<<<<< HEAD
-from pipesim.planning.orders.optimize import optimize
-from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
-=======
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.plan import plan
->>>>>>> f97911e (Plan the configuration of a training run on a cluster)
+from pipesim.planning.orders.optimize import optimize
+from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
