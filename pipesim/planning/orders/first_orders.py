@@ -25,7 +25,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Candidate", "first_orders", "sequential_order"]
+__all__ = ["Candidate", "first_orders", "named_orders", "sequential_order"]
 
 #: Values that list schedules are tried with. Micro-batches in flight are counted for each stage
 #: after a stage; infinity for no limit but that of memory.
@@ -51,9 +51,7 @@ def first_orders(
     n_tasks = int(problem.count.sum())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        schedules = _named(problem, placement, costs)
-        for schedule in schedules:
-            yield from _checked(problem, schedule, objective)
+        yield from named_orders(problem, placement, costs, objective)
         if n_tasks <= _MOST_TASKS:
             for schedule in _listed(problem, placement, costs):
                 yield from _checked(problem, schedule, objective)
@@ -61,6 +59,14 @@ def first_orders(
     if keeps_limit(problem, order):
         value = getattr(evaluate(problem, order), objective)
         yield Candidate(order, value, "one micro-batch after the other")
+
+
+def named_orders(
+    problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective = "makespan"
+) -> Iterator[Candidate]:
+    """Yield the named schedules of a placement that keep the limit, with and without costs."""
+    for schedule in _named(problem, placement, costs):
+        yield from _checked(problem, schedule, objective)
 
 
 def sequential_order(problem: OrderProblem) -> LaneOrder:
