@@ -14,6 +14,7 @@ from command_output import fail, rows, succeed
 
 import pipesim as ps
 from pipesim.errors import CostsWarning, UnknownNameError
+from pipesim.scheduling.registry import schedule_info
 
 COUNTS = {"n_devices": 4, "n_microbatches": 8}
 SMALL = {"n_layers": 8, "sequence_length": 2048}
@@ -47,6 +48,8 @@ def makespan(name: str = "1f1b", model: ps.Transformer | None = None, **options:
     model = model or ps.Transformer.preset("llama3_8b", **SMALL)
     options = {**OPTIONS, "placement": schedule.placement, **options}
     costs = model.costs(schedule.placement.n_stages, **options)
+    if "costs" in schedule_info(name).options:  # as sweeps order such schedules
+        schedule = ps.schedule(name, 4, 8, costs=costs)
     return ps.simulate(ps.lower(schedule), costs).makespan
 
 
