@@ -1,4 +1,4 @@
-"""The command ``pipesim``: simulate one schedule, compare several, sweep over settings, calibrate.
+"""The command ``pipesim``: simulate a schedule, compare several, sweep, calibrate, plan.
 
 Settings come from arguments, from a TOML file, or from both; see `pipesim.sweeps.settings`.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from pipesim.cli.arguments import Command, parse_arguments
 from pipesim.cli.calibrate import calibrate
 from pipesim.cli.commands import compare, list_schedules, simulate, sweep
+from pipesim.cli.plan import plan
 from pipesim.errors import PipeError, PipeWarning
 
 __all__ = ["main"]
@@ -25,6 +26,7 @@ COMMANDS: Mapping[str, tuple[Command, str]] = {
     "compare": (compare, "simulate several schedules; print a row for each"),
     "sweep": (sweep, "simulate every combination of values; print a row for each"),
     "calibrate": (calibrate, "fit constants of a GPU to measured steps; print them and errors"),
+    "plan": (plan, "find the best configurations of a model on a cluster; print a row for each"),
     "schedules": (list_schedules, "list the named schedules with their closed forms"),
 }
 #: What to write in a TOML file or on the command line, for advice of Python in a message.

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import re
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipesim.calibration.measured_steps import known_columns
+from pipesim.cli.argument_values import (
+    FIGURES,
+    figure_path,
+    parse_option,
+    parse_value,
+    writable_path,
+)
 from pipesim.cli.help_texts import CALIBRATE_EPILOG, EPILOG, SWEEP_EPILOG
+from pipesim.cli.plan_arguments import add_plan_arguments
 from pipesim.costs.costs import VALUE_FIELDS
-from pipesim.errors import ArgumentError, suggestion
+from pipesim.errors import suggestion
 from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.argument_parser import RaisingParser
-from pipesim.utils.files import check_path, check_target, write_errors
-from pipesim.utils.texts import parse_float, parse_int
 
 __all__ = ["Command", "argument_settings", "parse_arguments"]
 
@@ -71,7 +76,6 @@ _SWITCHES = (
     ("--recompute-first", "every recompute of a stage comes before its first backward"),
     ("--recompute-waits", "without overlap, a gradient is received before its recompute"),
 )
-_FIGURES = (".pdf", ".png", ".svg")
 
 
 class _Version(argparse.Action):
@@ -122,6 +126,8 @@ def parse_arguments(
             _add_option(command)
         elif name == "calibrate":
             _add_calibration(command)
+        elif name == "plan":
+            add_plan_arguments(command)
         else:
             _add_settings(command, sweeps=name == "sweep")
     args, unknown = parser.parse_known_args(argv)
@@ -142,15 +148,15 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
         help="pipesim schedules lists them; or a file of your own, .csv or .txt")  # fmt: skip
     add("--config", type=Path, metavar="FILE.toml", help="settings; see below")
     if sweeps:
-        add("--grid", action="append", type=_option, metavar="KEY=A,B,...", default=[],
+        add("--grid", action="append", type=parse_option, metavar="KEY=A,B,...", default=[],
             help="values of a setting; overrides the file's")  # fmt: skip
-        add("--jobs", type=_value, metavar="N", default=-1, help="processes; -1: one a core")
-        add("--out", type=_writable, metavar="FILE.jsonl", default=None,
+        add("--jobs", type=parse_value, metavar="N", default=-1, help="processes; -1: one a core")
+        add("--out", type=writable_path, metavar="FILE.jsonl", default=None,
             help="append each row when it is ready; a second run continues the file")  # fmt: skip
     else:
-        add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
+        add("--plot", type=figure_path, metavar="FILE", default=None, help=", ".join(FIGURES))
         add("--idle", action="store_true", default=False, help="show the causes of idle time")
-    add("--csv", type=_writable, metavar="FILE", default=None,
+    add("--csv", type=writable_path, metavar="FILE", default=None,
         help="write the shown table, in s and bytes")  # fmt: skip
     _add_flags(command, _FLAGS)
     for flag, text in _SWITCHES:
@@ -174,14 +180,14 @@ def _add_calibration(command: argparse.ArgumentParser) -> None:
         help="constants to fit, such as flops,bandwidth,launch")  # fmt: skip
     add(
         "--plot",
-        type=_figure,
+        type=figure_path,
         metavar="FILE",
         default=None,
-        help=f"measured over predicted, by constants without the row; {', '.join(_FIGURES)}",
+        help=f"measured over predicted, by constants without the row; {', '.join(FIGURES)}",
     )
-    add("--csv", type=_writable, metavar="FILE", default=None,
+    add("--csv", type=writable_path, metavar="FILE", default=None,
         help="write the steps with predictions and errors")  # fmt: skip
-    add("--json", type=_writable, metavar="FILE", default=None,
+    add("--json", type=writable_path, metavar="FILE", default=None,
         help="write the fitted GPU, its constants and errors")  # fmt: skip
 
 
@@ -193,70 +199,35 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     for name in VALUE_FIELDS:
         flag = "--recompute-time" if name == "recompute" else "--" + name.replace("_", "-")
         unit = "BYTES" if name.endswith("bytes") else "SECONDS"
-        costs.add_argument(flag, dest=f"settings.costs.{name}", type=_value, metavar=unit)
-    costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=_value,
+        costs.add_argument(flag, dest=f"settings.costs.{name}", type=parse_value, metavar=unit)
+    costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=parse_value,
                        metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
     costs.add_argument("--all-reduce", dest="settings.costs.all_reduce", metavar="ALGORITHM",
                        help="of gradients: ring, tree or fastest")  # fmt: skip
-    costs.add_argument("--memory-reserve", dest="settings.costs.memory_reserve", type=_value,
+    costs.add_argument("--memory-reserve", dest="settings.costs.memory_reserve", type=parse_value,
                        metavar="SHARE", help="of the allocated bytes, held besides")  # fmt: skip
     for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
         dest = f"settings.costs.network.{name}"
-        costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)
+        costs.add_argument(f"--{name}", dest=dest, type=parse_value, metavar=unit)
 
 
 def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:
     """Add an argument for each setting: flag, metavar and help."""
     for flag, metavar, text in flags:
         dest = f"settings.{flag[2:].replace('-', '_')}"
-        command.add_argument(flag, dest=dest, type=_value, metavar=metavar, help=text)
+        command.add_argument(flag, dest=dest, type=parse_value, metavar=metavar, help=text)
 
 
 def _add_option(command: argparse.ArgumentParser) -> None:
     """Add the argument for options of schedules."""
     command.add_argument(
-        "--option", dest="settings.options", action="append", type=_option, metavar="KEY=VALUE",
-        help="of the schedule itself, such as n_chunks=2")  # fmt: skip
-
-
-def _value(text: str) -> Any:
-    """Parse a number, true or false, or several of them between commas; other texts stay text.
-
-    The code that uses a value checks it. Python also reads ``1_0`` and digits of other scripts as
-    numbers; those stay text here.
-    """
-    if "," in text:
-        return [_value(part) for part in text.split(",")]
-    for parse in (parse_int, parse_float):
-        if (value := parse(text)) is not None:
-            return value
-    return {"true": True, "false": False}.get(text, text)
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """Parse ``KEY=VALUE``."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
-    return key, _value(value)
-
-
-def _writable(text: str) -> Path:
-    """Return a path, if a file can be written there. The check is before the work, not after it."""
-    try:
-        path = check_path("path", text, "write")
-        with write_errors(path):
-            tempfile.TemporaryFile(dir=check_target(path).parent).close()
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return path
-
-
-def _figure(text: str) -> Path:
-    """Return the path of a figure, if its ending is known and it can be written."""
-    if not text.lower().endswith(_FIGURES):
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_FIGURES)}")
-    return _writable(text)
+        "--option",
+        dest="settings.options",
+        action="append",
+        type=parse_option,
+        metavar="KEY=VALUE",
+        help="of the schedule itself, such as n_chunks=2",
+    )
 
 
 def argument_settings(args: argparse.Namespace) -> Settings:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pipesim.calibration.calibration import Calibration
+    from pipesim.planning.configurations.plans import Plans
 
-__all__ = ["write_accuracy", "write_figure"]
+__all__ = ["write_accuracy", "write_figure", "write_plans"]
 
 #: Width of a figure, and height of a device's row or a bar in it (inches).
 _WIDTH, _ROW = 7.16, 0.25
@@ -32,6 +33,19 @@ def write_accuracy(path: Path | None, fitted: Calibration) -> None:
 
     figure = Figure(figsize=(_SQUARE, _SQUARE), layout="constrained")
     fitted.plot(ax=figure.add_subplot())
+    save(figure, path)
+
+
+def write_plans(path: Path | None, plans: Plans) -> None:
+    """Write memory over time of the configurations of a plan; nothing without a path."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    from pipesim.plot.paper_figure import save
+
+    figure = Figure(figsize=(_WIDTH, _SQUARE), layout="constrained")
+    plans.plot(ax=figure.add_subplot())
     save(figure, path)
 
 

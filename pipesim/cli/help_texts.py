@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CALIBRATE_EPILOG", "EPILOG", "SWEEP_EPILOG"]
+__all__ = ["CALIBRATE_EPILOG", "EPILOG", "PLAN_EPILOG", "SWEEP_EPILOG"]
 
 EPILOG = """\
 A TOML file (--config) holds the same settings; arguments override it:
@@ -79,3 +79,26 @@ layers_per_stage "8,8,7". Flags are
 true, false, yes, no, 1 or 0.
 
 All columns: """
+PLAN_EPILOG = """\
+Parameters that are not given are free. The search leaves out what cannot win by its bounds.
+
+  pipesim plan llama3_70b --cluster dgx_h100 --gpus 64 --global-batch 128
+  pipesim plan llama3_70b --cluster dgx_h100 --gpus 64 --global-batch 128 \\
+      --schedules 1f1b,interleaved_1f1b --tensor-parallel 8 --megatron
+
+A TOML file (--config) holds the same settings; arguments override it:
+
+  global_batch = 128
+  memory_limit = "75GiB"
+  tensor_parallel = [4, 8]
+  schedules = ["1f1b", "zbv"]
+
+  [model]                   # or model = "llama3_70b"
+  model = "llama3_70b"      # with other sizes, or sizes alone: hidden_size, n_layers, ...
+  sequence_length = 4096
+
+  [cluster]                 # parameters of pipesim.Cluster
+  machine = "dgx_h100"      # or a list: [["dgx_h100", 32], ["dgx_a100", 32]]
+  n_gpus = 64
+  usable_memory = 0.95
+"""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError, check_list, number
 from pipesim.ops import Op
 from pipesim.plot.paper_figure import (
-    LETTER,
     SMALL,
     add_legend,
     axes_or_new,
@@ -30,6 +29,8 @@ _COLUMNS = ("step", "memory", "schedule")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _COLOURS = tuple(PALETTE[op] for op in (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD,
                                         Op.SEND_B, Op.ALL_TO_ALL, Op.STEP))  # fmt: skip
+#: Width of a bold letter relative to its size.
+BOLD_LETTER = 0.65
 #: Points of the front that are labelled, and the height of new axes (inches).
 _LABELS, _HEIGHT = 6, 3.4
 _GREY = "#5A5A5A"
@@ -156,7 +157,7 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     per_pixel = 72.0 / ax.figure.dpi
     x, y = best["x"].to_dict(), best["y"].to_dict()
     right = ax.get_xlim()[1]
-    room = (len(names[ranks[0]]) * SMALL * LETTER + 2 * SMALL) / (box.width * per_pixel)
+    room = (len(names[ranks[0]]) * SMALL * BOLD_LETTER + 2 * SMALL) / (box.width * per_pixel)
     share = min(room, 0.5)
     ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
     line = 1.5 * SMALL / (box.height * per_pixel) * ax.get_ylim()[1]

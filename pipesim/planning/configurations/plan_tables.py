@@ -80,12 +80,12 @@ def _mfu(problem: PlanProblem, row: Evaluation) -> float:
 def front_ranks(seconds: Sequence[float], memory: Sequence[float]) -> list[int]:
     """Return the configurations of which none is better in time or memory and no worse in both.
 
-    They are positions in the sequences, by ascending seconds.
+    They are positions in the sequences, by ascending seconds. NaN is on no front.
     """
     order = np.lexsort((memory, seconds))
     front, least = [], math.inf
     for row in order.tolist():
-        if memory[row] < least:
+        if memory[row] < least and not math.isnan(seconds[row]):
             front.append(row)
             least = memory[row]
     return front

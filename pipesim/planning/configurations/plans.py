@@ -142,10 +142,11 @@ class Plans:
         from pipesim.planning.configurations.plan_texts import short_name
         from pipesim.plot.plan_front import plan_front
 
-        table = self.table.assign(step=self._seconds)
+        table = self.table.assign(step=self._seconds).dropna(subset="step")
         names = {int(rank): short_name(self.ranked[rank].choice) for rank in self.front.index}
         limit = self.problem.memory_limit
-        options = {"memory_limit": limit} | options
+        least = self.problem.cluster.memory if limit is None else limit
+        options = {"memory_limit": least} | options
         return plan_front(table, list(names), names, ax=ax, title=title, **options)
 
     def explain(

@@ -79,13 +79,15 @@ def test_noise_ranks_by_noisy_steps() -> None:
     """The front and the plot then have noisy steps; the table has both."""
     rows = [evaluation(CHOICE, 1.0, 6e9), evaluation(SPLIT, 0.9, 7e9)]
     noisy = [row._replace(noisy_step=step) for row, step in zip(rows, (1.2, 1.3), strict=True)]
-    result = Plans(problem(), tuple(noisy), percentile=90)
-    assert result.table["noisy_step"].tolist() == [1.2, 1.3]
+    without_noise = evaluation(GPIPE, 1.5, 1e9)  # only the best are simulated with noise
+    result = Plans(problem(), (*noisy, without_noise), percentile=90)
+    assert result.table["noisy_step"].tolist()[:2] == [1.2, 1.3]
     assert result.front.index.tolist() == [0]
     assert "noisy step" in result.summary()
     ax = result.plot()
     line = next(line for line in ax.lines if line.get_gid() == "plan:front")
     assert line.get_xdata().tolist() == [1.2]  # type: ignore[union-attr]
+    assert not any(artist.get_gid() == "plan:gpipe" for artist in ax.collections)
 
 
 def test_plans_by_rank() -> None:
