@@ -32,6 +32,7 @@ def short_name(choice: PlanChoice) -> str:
     sizes = (choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
     name = "tp{} pp{} dp{}".format(*sizes)
     name += f", {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
+    name += ", for costs" * choice.ordered_for_costs
     name += f", b{choice.microbatch_size}" if choice.microbatch_size > 1 else ""
     return name + (f", {choice.recompute}" if choice.recompute != "none" else "")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.explanation import Explanation, explanation
+from pipesim.planning.configurations.named_choice import named_choice
 from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan_tables import front_ranks, ranked_table, ruled_out_table
 from pipesim.planning.configurations.plan_texts import plans_html, plans_line, plans_text
@@ -128,6 +129,24 @@ class Plans:
                 f"got {which!r:.60}"
             )
         return self._plans.setdefault(rank, Plan(self.problem, self.ranked[rank]))
+
+    def choice(self, **settings: Any) -> PlanChoice:
+        """Return a configuration by its settings, for `plan` and `explain`, searched or not.
+
+        Parameters
+        ----------
+        **settings
+            Fields of `PlanChoice`. By default sizes are 1, and nothing is recomputed, sharded or
+            split along the sequence; the schedule is 1F1B. Replicas and micro-batches follow from
+            the cluster and the batch. ``layers_per_stage`` may be a list, a number of even stages
+            or a layout string of Megatron; by default stages are balanced.
+
+        Raises
+        ------
+        ArgumentError
+            For settings that are unknown, or impossible for this model, cluster and batch.
+        """
+        return named_choice(self.problem, settings)
 
     def plot(self, *, ax: Axes | None = None, title: str | None = None, **options: Any) -> Axes:
         """Draw memory over time of all ranked configurations; see `pipesim.plot.plan_front`.

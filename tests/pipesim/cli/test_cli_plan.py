@@ -129,7 +129,10 @@ def test_noise_ranks_by_a_percentile(capsys: pytest.CaptureFixture[str]) -> None
         ([*PLAN, "--best", 0], "--best must be at least 1, got 0"),
         ([*PLAN, "--schedules", "1f2b"], "unknown schedule '1f2b'; did you mean '1f1b'"),
         ([*PLAN, "--tensor-parallel", 3], "tensor_parallel=3"),
-        ([*PLAN, "--memory-limit", "1MiB"], "none of 6 configurations fits in 1.00 MiB"),
+        (
+            [*PLAN, "--memory-limit", "1MiB"],
+            "none of 6 configurations fits in memory_limit, 1.00 MiB",
+        ),
         ([*PLAN, "--schedules", "zbv", "--megatron"], "Megatron-LM has no schedule 'zbv'"),
         ([*PLAN, "--explain", 99], "rank must be a whole number from 0 to"),
         ([*PLAN, "--noise", "x"], "must be"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -109,6 +110,45 @@ def test_plans_of_named_configurations() -> None:
     assert evaluated.evaluation.reason == "needs 9 GB"
     other = result.plan(replace(fits, recompute="full"))
     assert other.step == other.timeline.makespan > 0
+
+
+def test_configurations_by_their_settings() -> None:
+    """Replicas and micro-batches follow from cluster and batch; stages are balanced by default."""
+    settings = {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}
+    assert plans().choice(**settings, shard_optimizer=True, layers_per_stage=2) == CHOICE
+    balanced = plans().choice(pipeline_parallel=4)
+    assert sum(balanced.layers_per_stage) == 8
+    assert (balanced.data_parallel, balanced.n_microbatches, balanced.schedule) == (2, 8, "1f1b")
+    chunked = plans().choice(
+        pipeline_parallel=2, schedule="interleaved_1f1b", n_chunks=2, microbatch_size=2,
+        layers_per_stage="Ett|tt|tt|ttL", recompute="full",
+    )  # fmt: skip
+    assert chunked.layers_per_stage == (2, 2, 2, 2)
+    assert chunked.n_microbatches == 2
+    ordered = plans().choice(pipeline_parallel=2, schedule="v_half", ordered_for_costs=True)
+    assert ordered.ordered_for_costs
+    assert plans().plan(ordered).schedule != plans().plan(replace(ordered, ordered_for_costs=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor": 2}, "unknown setting of a configuration 'tensor'; did you mean 'tensor_p"),
+        ({"tensor_parallel": [1, 2]}, "tensor_parallel must be one value"),
+        ({"tensor_parallel": 3}, "no such configuration: "),
+        ({"pipeline_parallel": 2, "schedule": "interleaved_1f1b"}, "n_chunks is missing"),
+        ({"n_microbatches": 5}, "n_microbatches=5, but global_batch=16 on 8 replicas is 2"),
+        ({"n_microbatches": "2"}, "n_microbatches must be a whole number"),
+        ({"pipeline_parallel": 2, "layers_per_stage": [4, 3]}, "sums to 7 layers"),
+        ({"pipeline_parallel": 2, "layers_per_stage": [4, 2, 2]}, "has 3 stages; pipeline_par"),
+        ({"ordered_for_costs": True}, "1f1b takes no costs"),
+        ({"ordered_for_costs": 1}, "ordered_for_costs must be"),
+        ({"schedule": "1f2b"}, "unknown schedule '1f2b'"),
+    ],
+)
+def test_settings_of_no_configuration(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        plans().choice(**settings)
 
 
 @pytest.mark.parametrize("rank", [3, -1, True, 0.5, None, "0"])
