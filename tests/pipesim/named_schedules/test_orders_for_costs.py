@@ -21,14 +21,14 @@ CHUNKS = {"zb_1p": 1, "zb_2p": 1, "v_half": 2, "v_min": 2, "zbv": 2}
 STUDY = ps.Costs(10, input_grad=12, weight_grad=8, network=ps.Network(latency=1))
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(st.data())
-def test_any_costs_make_no_order_worse(data: st.DataObject) -> None:
-    """Uneven stages, messages, shared links and launches: neither makespan nor ZB's span grows."""
-    name = data.draw(st.sampled_from(sorted(CHUNKS)))
-    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    prices = data.draw(costs(CHUNKS[name] * p, p))
+def all_pairs(p: int) -> ps.Network:
+    """Return one link of a byte a second that all devices share."""
+    pairs = [(a, b) for a in range(p) for b in range(p) if a != b]
+    return ps.Network(links=(ps.Link(0, 1, tuple(pairs)),))
+
+
+def check_no_worse(name: str, p: int, m: int, prices: ps.Costs) -> None:
+    """Compare the order for costs with the order without, in makespan and in ZB's span."""
     with warnings.catch_warnings(), compiled():
         warnings.simplefilter("ignore", CostsWarning)
         by_costs, without = (
@@ -38,6 +38,34 @@ def test_any_costs_make_no_order_worse(data: st.DataObject) -> None:
     assert by_costs.makespan <= without.makespan
     if name.startswith("zb_"):
         assert longest_span(by_costs) <= longest_span(without)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(st.data())
+def test_any_costs_make_no_order_worse(data: st.DataObject) -> None:
+    """Uneven stages, messages, shared links and launches."""
+    name = data.draw(st.sampled_from(sorted(CHUNKS)))
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    check_no_worse(name, p, m, data.draw(costs(CHUNKS[name] * p, p)))
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "f", "i", "w", "network"),
+    [
+        ("zb_2p", 3, 2, (5, 3, 0), (5, 1, 6), (0, 9, 1), ps.Network(latency=3)),
+        ("zb_1p", 3, 8, (6, 0, 5), (7, 8, 7), (2, 1, 0), all_pairs(3)),
+        ("zbv", 2, 6, (3, 6, 1, 6), (6, 2, 0, 4), (1, 2, 1, 2), all_pairs(2)),
+        ("zbv", 3, 8, (3, 7, 5, 9, 1, 8), (6, 3, 7, 2, 4, 4), (8, 3, 1, 2, 9, 1),
+         ps.Network(bandwidth=1)),
+    ],
+)  # fmt: skip
+def test_best_variants_may_be_worse(
+    name: str, p: int, m: int, f: Any, i: Any, w: Any, network: ps.Network
+) -> None:
+    """Here all orders that are made for the costs take longer, or in links that are not shared."""
+    prices = ps.Costs(f, input_grad=i, weight_grad=w, output_bytes=3, network=network)
+    check_no_worse(name, p, m, prices)
 
 
 @pytest.mark.parametrize(
