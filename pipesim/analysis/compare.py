@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ __all__ = [
 
 #: Columns of `compare` that a table has only if a timeline has their values.
 KNOWN_RESULTS = ("memory_limit", "fits", "tokens_per_second", "mfu")
+#: Tasks of a graph up to which `compare` computes its gap.
+MOST_TASKS = 200_000
 
 
 def compare(
@@ -58,7 +61,9 @@ def compare(
         - ``fits``: whether each device stays within its limit, the allocator's reserve included,
           which ``peak_memory`` leaves out; missing if unknown;
         - ``tokens_per_second``, of all replicas;
-        - ``mfu`` (0..1), as `Timeline.mfu`.
+        - ``mfu`` (0..1), as `Timeline.mfu`;
+        - ``gap``: `Timeline.gap`, the makespan over a bound that no order goes below, minus 1;
+          missing if unknown, and for graphs of more than 200,000 tasks, whose bound takes seconds.
 
     Raises
     ------
@@ -72,6 +77,8 @@ def compare(
         If two timelines have the same number of devices and the same costs of a stage, but
         different numbers of stages: the one with more stages then is of a larger model.
     """
+    import pandas as pd
+
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(
             f"compare takes a mapping of names to timelines with at least one, got {timelines!r}"
@@ -89,7 +96,17 @@ def compare(
         for name, timeline in timelines.items()
         if timeline.costs is not None
     )
-    return table_of(timelines)
+    table = table_of(timelines)
+    gaps = [_gap(timeline) for timeline in timelines.values()]
+    if any(gap is not None for gap in gaps):
+        table["gap"] = pd.array(gaps, dtype="float64")
+    return table
+
+
+def _gap(timeline: Timeline) -> float | None:
+    """Return the gap of a timeline, or None if it is unknown or takes long to compute."""
+    gap = math.nan if len(timeline) > MOST_TASKS else timeline.gap
+    return None if math.isnan(gap) else gap
 
 
 def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:

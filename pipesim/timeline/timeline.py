@@ -312,6 +312,30 @@ class Timeline:
 
         return mfu(self, workload, peak_flops)
 
+    @cached_property
+    def lower_bound(self) -> float:
+        """A time (s) that no order of the same tasks goes below, at the same costs.
+
+        If the timeline has a `memory_limit` and fits, the bound holds for the orders that fit.
+        `pipesim.analysis.lower_bounds.graph_bound` says how it is computed. It is not raised
+        further once it meets the makespan. NaN if it is unknown: without costs, and if durations
+        are not those of the costs, as after a run or with noise.
+        """
+        from pipesim.analysis.lower_bounds.timeline_bound import timeline_bound
+
+        return timeline_bound(self)
+
+    @property
+    def gap(self) -> float:
+        """Makespan over `lower_bound`, minus 1: 0 proves that no order is faster.
+
+        An order may be optimal with a gap above 0, as the bound may be too low. NaN if the bound is
+        unknown or 0.
+        """
+        from pipesim.analysis.lower_bounds.timeline_bound import gap
+
+        return gap(self)
+
     def memory(self) -> pd.DataFrame:
         """Return bytes held over time; see `pipesim.timeline.memory.over_time`."""
         from pipesim.timeline.memory import over_time

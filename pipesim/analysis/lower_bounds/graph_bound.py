@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.lower_bounds.device_lanes import device_lanes
+from pipesim.analysis.lower_bounds.horizon import Windows, latest_excluded_horizon
 from pipesim.analysis.lower_bounds.lanes import Floats, LaneGraph, joined_arcs, lane_graph
 from pipesim.analysis.lower_bounds.longest_paths import (
     Places,
@@ -18,6 +21,7 @@ from pipesim.analysis.lower_bounds.longest_paths import (
 from pipesim.analysis.lower_bounds.memory_arcs import memory_arcs
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream, shared_streams
 from pipesim.analysis.lower_bounds.span import longest_span
+from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, device_stages
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_name
 from pipesim.graph.graph import TaskGraph
@@ -42,6 +46,7 @@ def graph_bound(
     *,
     memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
     objective: Objective = "makespan",
+    target: float = math.inf,
 ) -> float:
     """Return a time (s) that no order of the graph's compute tasks goes below.
 
@@ -51,7 +56,10 @@ def graph_bound(
     of:
 
     - the longest path;
-    - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths.
+    - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths;
+    - for the makespan, the latest horizon that `pipesim.analysis.lower_bounds.horizon` excludes. It
+      leaves out devices with more than four lanes besides W and R, or with too many states, and
+      stops after a fixed number of steps, about half a second.
 
     Times are sums of up to as many terms as there are tasks. The result is lowered by their
     rounding error: by 1e-12 of it or more, unless all times are whole numbers, whose sums are
@@ -68,6 +76,8 @@ def graph_bound(
     objective
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
         last end.
+    target
+        A makespan (s) that an order reaches: a bound that meets it is not raised further.
 
     Raises
     ------
@@ -80,15 +90,18 @@ def graph_bound(
     check_name("objective", objective, OBJECTIVES)
     tasks = checked_costs(graph, costs)
     lanes = lane_graph(graph, tasks)
-    arcs = lanes.arcs
+    limits = None
     if memory_limit is not None:
         limits = checked_memory_limit(memory_limit, graph.n_devices)
-        arcs = joined_arcs(arcs, memory_arcs(graph, lanes, costs, limits))
+    devices = device_stages(graph, lanes, costs, limits)
+    arcs = lanes.arcs
+    if limits is not None:
+        arcs = joined_arcs(arcs, memory_arcs(devices, lanes, costs.memory_reserve))
     places = ordered_places(lanes, arcs)
     if objective == "span":
         seconds = longest_span(places, _compute_devices(graph, lanes)[places.lane])
     else:
-        seconds = _makespan(places)
+        seconds = _makespan(places, lanes, devices, target)
     if not seconds <= LONGEST:
         raise CostsError(
             f"the tasks of {graph.name!r} take at least {seconds:g} s, beyond {LONGEST:g}: too "
@@ -97,12 +110,18 @@ def graph_bound(
     return float(seconds * (1.0 - _rounding(places)))
 
 
-def _makespan(places: Places) -> float:
+def _makespan(
+    places: Places, lanes: LaneGraph, devices: Sequence[DeviceStages], target: float
+) -> float:
     """Return a lower bound on the end of the last task (s)."""
     head, tail = heads_of(places), tails_of(places)
     longest = float((head + places.seconds + tail).max(initial=0.0))
     streams = shared_streams(places.lane, places.stream)
-    return max(longest, busiest_stream(streams, head, places.seconds, tail))
+    longest = max(longest, busiest_stream(streams, head, places.seconds, tail))
+    if longest >= target:
+        return longest
+    windows = Windows.of_places(places, device_lanes(lanes, places, devices), head, tail)
+    return latest_excluded_horizon(windows, longest, target, whole=_rounding(places) == 0.0)
 
 
 def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> NDArray[np.int64]:

@@ -11,7 +11,16 @@ from pipesim.errors import GraphError
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Places", "heads_of", "ordered_places", "tails_of"]
+__all__ = [
+    "Places",
+    "heads_of",
+    "heads_pass",
+    "ordered_places",
+    "raise_heads",
+    "raise_tails",
+    "tails_of",
+    "tails_pass",
+]
 
 
 class Places(NamedTuple):
@@ -21,15 +30,18 @@ class Places(NamedTuple):
     ----------
     seconds, lane, stream
         Least duration, lane and stream (or -1) of each place; shape ``(n_places,)``.
-    ptr, tail, lag
+    number
+        Number of each place of a `LaneGraph` in this order; shape ``(n_places,)``.
+    ptr, before, lag
         CSR: the arcs that lead to each place. Tails have smaller numbers than their heads.
     """
 
     seconds: Floats
     lane: Ints
     stream: Ints
+    number: Ints
     ptr: Ints
-    tail: Ints
+    before: Ints
     lag: Floats
 
 
@@ -60,8 +72,9 @@ def ordered_places(lanes: LaneGraph, arcs: Arcs) -> Places:
         seconds=lanes.seconds[lane],
         lane=lane,
         stream=lanes.stream[lane],
+        number=number,
         ptr=into.ptr.astype(np.int64),
-        tail=number[tail[into.values]],
+        before=number[tail[into.values]],
         lag=arcs.lag[into.values],
     )
 
@@ -90,31 +103,44 @@ def _topological_order(ptr: Ints, arcs: Ints, head: Ints, waits: Ints, order: In
 def heads_of(places: Places) -> Floats:
     """Return the earliest start of each place (s)."""
     head = np.zeros(len(places.seconds))
-    raise_heads(places.ptr, places.tail, places.lag, places.seconds, head)
+    raise_heads(places.ptr, places.before, places.lag, places.seconds, head)
     return head
 
 
 def tails_of(places: Places) -> Floats:
     """Return the least time from the end of each place to the end of the step (s)."""
     tail = np.zeros(len(places.seconds))
-    raise_tails(places.ptr, places.tail, places.lag, places.seconds, tail)
+    raise_tails(places.ptr, places.before, places.lag, places.seconds, tail)
     return tail
 
 
-@kernel()
-def raise_heads(ptr: Ints, tail: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
-    """Raise each ``head`` to the longest path from the heads before it."""
+# Helpers of kernels.
+
+
+def heads_pass(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
+    """Raise each head to the longest path from the heads before it."""
     for place in range(len(head)):
         latest = head[place]
         for k in range(ptr[place], ptr[place + 1]):
-            latest = max(latest, head[tail[k]] + seconds[tail[k]] + lag[k])
+            latest = max(latest, head[before[k]] + seconds[before[k]] + lag[k])
         head[place] = latest
 
 
-@kernel()
-def raise_tails(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, tail: Floats) -> None:
-    """Raise each ``tail`` to the longest path to the tails behind it."""
+def tails_pass(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, tail: Floats) -> None:
+    """Raise each tail to the longest path to the tails behind it."""
     for place in range(len(tail) - 1, -1, -1):
         after = tail[place] + seconds[place]
         for k in range(ptr[place], ptr[place + 1]):
             tail[before[k]] = max(tail[before[k]], after + lag[k])
+
+
+@kernel(heads_pass, allocates=False)
+def raise_heads(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
+    """Call `heads_pass`."""
+    heads_pass(ptr, before, lag, seconds, head)
+
+
+@kernel(tails_pass, allocates=False)
+def raise_tails(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, tail: Floats) -> None:
+    """Call `tails_pass`."""
+    tails_pass(ptr, before, lag, seconds, tail)

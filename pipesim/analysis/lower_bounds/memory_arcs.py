@@ -23,39 +23,20 @@ others, get no arcs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from pipesim.analysis.lower_bounds.lanes import Arcs, Floats, LaneGraph, joined_arcs
-from pipesim.costs.costs import Costs
+from pipesim.analysis.lower_bounds.lanes import Arcs, LaneGraph, joined_arcs
+from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, StageLanes
 from pipesim.errors import ArgumentError
-from pipesim.graph.graph import TaskGraph
-from pipesim.ops import Op
-from pipesim.timeline.task_bytes import kind_bytes, static_parts, weight_versions, workspaces
 from pipesim.utils.units import format_bytes
 
 __all__ = ["memory_arcs"]
 
 #: Relative error of sums of bytes.
 _ROUNDING = 1e-9
-
-
-class _Stage(NamedTuple):
-    """Lanes and bytes of one stage of a device; lanes are -1 if they do not exist.
-
-    ``backward`` is the lane of B or I. ``needed`` are bytes of F, of B or I, and of W beyond what
-    the device holds before them. ``after_forward`` and ``after_backward`` are changes of the bytes
-    held, ``after_weight`` is what W releases.
-    """
-
-    forward: int
-    backward: int
-    weight: int
-    needed: tuple[float, float, float]
-    after_forward: float
-    after_backward: float
-    after_weight: float
 
 
 class _Chain(NamedTuple):
@@ -82,15 +63,8 @@ class _Chain(NamedTuple):
     freed: list[float]
 
 
-def memory_arcs(graph: TaskGraph, lanes: LaneGraph, costs: Costs, limits: Floats) -> Arcs:
-    """Return the arcs of memory limits.
-
-    Parameters
-    ----------
-    graph, lanes, costs
-        Tasks, their lanes, and the bytes of stages.
-    limits
-        Bytes that each device may hold, as `pipesim.simulate` takes them; shape ``(n_devices,)``.
+def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: float) -> Arcs:
+    """Return the arcs of the memory limits of devices; ``reserve`` is `Costs.memory_reserve`.
 
     Raises
     ------
@@ -99,112 +73,48 @@ def memory_arcs(graph: TaskGraph, lanes: LaneGraph, costs: Costs, limits: Floats
     """
     none = np.empty(0, dtype=np.int64)
     arcs = [Arcs(none, none, np.empty(0))]
-    stages, held = _stages(graph, lanes, costs), _static(graph, costs)
-    for device in range(graph.n_devices):
-        limit = float(limits[device])
-        room = limit / (1.0 + costs.memory_reserve) - held[device]
-        room += _ROUNDING * limit
-        for chain in _chains(graph, stages, device):
-            needed = held[device] + max([0.0, *chain.own])
-            _check_room(device, limit, needed * (1.0 + costs.memory_reserve), room, chain)
-            arcs.extend(_arcs_of_chain(chain, lanes, room))
+    for number, device in enumerate(devices):
+        for stages in device.chains:
+            chain = _chain(stages)
+            _check_room(number, device, max([0.0, *chain.own]), reserve)
+            arcs.extend(_arcs_of_chain(chain, lanes, device.room))
     return joined_arcs(*arcs)
 
 
-def _static(graph: TaskGraph, costs: Costs) -> Floats:
-    """Return bytes that each device holds throughout in any order; shape ``(n_devices,)``."""
-    parts = static_parts(graph, costs)
-    if graph.weight_versions == "stashed":  # their number depends on the order
-        stage_bytes = costs.per_stage("parameter_bytes", graph.n_stages)
-        spare = (weight_versions(graph) - 1) * stage_bytes
-        parameters = parts.parameters.copy()
-        np.subtract.at(parameters, graph.homes.ravel(), spare.ravel())
-        parts = parts._replace(parameters=parameters)
-    return parts.parameters + parts.gradients + parts.optimizer
-
-
-def _stages(graph: TaskGraph, lanes: LaneGraph, costs: Costs) -> dict[tuple[int, int], _Stage]:
-    """Return lanes and bytes of each replica and stage, where all lanes have as many tasks."""
-    kinds, count = graph.kinds, np.diff(lanes.first)
-    allocated, kept, released = kind_bytes(graph, costs)
-    workspace = workspaces(graph, costs)
-    kind_of: dict[tuple[int, int, int], int] = {}
-    for kind, key in enumerate(
-        zip(kinds.replica.tolist(), kinds.stage.tolist(), kinds.op.tolist(), strict=True)
-    ):
-        kind_of.setdefault(key, kind)
-    stages = {}
-    for replica, stage, op in kind_of:
-        f, r, b, i, w = (
-            kind_of.get((replica, stage, op), -1) for op in (Op.F, Op.R, Op.B, Op.I, Op.W)
-        )
-        back = b if i < 0 else i
-        own = [int(lanes.lane_of_kind[kind]) for kind in (f, back, w) if kind >= 0]
-        mixed = (b >= 0 and i >= 0) or len(set(count[own].tolist())) > 1
-        if op != Op.F or back < 0 or mixed or (i >= 0) != (w >= 0):
-            continue
-        rest = float(allocated[r]) if r >= 0 else 0.0
-        held = float(kept[f] if r >= 0 else allocated[f])
-        more = float(allocated[back])
-        stages[replica, stage] = _Stage(
-            own[0],
-            own[1],
-            own[2] if w >= 0 else -1,
-            (
-                held + float(workspace[f]),
-                rest + max(float(workspace[r]) if r >= 0 else 0.0, more + float(workspace[back])),
-                float(workspace[w]) if w >= 0 else 0.0,
-            ),
-            held,
-            rest + more - float(released[back]),
-            float(released[w]) if w >= 0 else 0.0,
-        )
-    return stages
-
-
-def _chains(graph: TaskGraph, stages: dict[tuple[int, int], _Stage], device: int) -> list[_Chain]:
-    """Return the chain of each replica on a device; none for replicas with a stage left out."""
-    chains = []
-    for replica in range(graph.n_replicas):
-        numbers = np.flatnonzero(graph.homes[replica] == device).tolist()
-        own = [stages.get((replica, stage)) for stage in numbers]
-        whole = [stage for stage in own if stage is not None]
-        if whole and len(whole) == len(own):
-            chains.append(_chain(whole))
-    return chains
-
-
-def _chain(stages: list[_Stage]) -> _Chain:
+def _chain(stages: list[StageLanes]) -> _Chain:
     """Return the chain of stages in ascending order."""
     chain = _Chain([], [], [], [], [])
     held = 0.0
     for stage in stages:
         chain.lane.append(stage.forward)
         chain.weight.append(-1)
-        chain.own.append(held + stage.needed[0])
-        held += stage.after_forward
+        chain.own.append(held + stage.input_bytes + stage.forward_workspace)
+        held += stage.input_bytes
         chain.low.append(held)
         chain.freed.append(0.0)
     for stage in reversed(stages):
         chain.lane.append(stage.backward)
         chain.weight.append(stage.weight)
-        in_backward = held + stage.needed[1]
-        held += stage.after_backward
-        in_weight = held + stage.needed[2] if stage.weight >= 0 else 0.0
-        chain.own.append(max(in_backward, in_weight))
-        held -= stage.after_weight
+        whole = held + stage.recomputed_bytes
+        recompute = whole + (stage.forward_workspace if stage.recompute >= 0 else 0.0)
+        backward = whole + stage.more_bytes + stage.backward_workspace
+        held = whole + stage.more_bytes - stage.released
+        weight = held + (stage.backward_workspace if stage.weight >= 0 else 0.0)
+        chain.own.append(max(recompute, backward, weight))
+        held -= stage.weight_released
         chain.low.append(max(0.0, held))
-        chain.freed.append(stage.after_weight)
+        chain.freed.append(stage.weight_released)
     return chain
 
 
-def _check_room(device: int, limit: float, needed: float, room: float, chain: _Chain) -> None:
-    """Raise `ArgumentError` if a device has no room for one micro-batch."""
-    if max([0.0, *chain.own]) <= room:
+def _check_room(number: int, device: DeviceStages, own: float, reserve: float) -> None:
+    """Raise `ArgumentError` if a device has no room for the ``own`` bytes of a micro-batch."""
+    if own <= device.room:
         return
+    needed = (device.static + own) * (1.0 + reserve)
     raise ArgumentError(
-        f"memory_limit of device {device} is {format_bytes(limit)} ({limit:.10g} bytes), but its "
-        f"parameters, gradients and optimizer state with one micro-batch need "
+        f"memory_limit of device {number} is {format_bytes(device.limit)} ({device.limit:.10g} "
+        "bytes), but its parameters, gradients and optimizer state with one micro-batch need "
         f"{format_bytes(needed)} there, the allocator's reserve included; give at least "
         f"{math.nextafter(needed, math.inf):.10g} bytes"
     )

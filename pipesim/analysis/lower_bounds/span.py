@@ -31,8 +31,8 @@ def longest_span(places: Places, device: Ints) -> float:
         stream = np.flatnonzero(own)
         head = np.where(own, 0.0, -np.inf)
         tail = head.copy()
-        raise_heads(places.ptr, places.tail, places.lag, places.seconds, head)
-        raise_tails(places.ptr, places.tail, places.lag, places.seconds, tail)
+        raise_heads(places.ptr, places.before, places.lag, places.seconds, head)
+        raise_tails(places.ptr, places.before, places.lag, places.seconds, tail)
         one = CSR(np.array([0, len(stream)]), stream)
         longest = max(longest, busiest_stream(one, head, places.seconds, tail))
     return longest

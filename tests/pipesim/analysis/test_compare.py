@@ -36,10 +36,10 @@ def test_table() -> None:
     assert table.index.tolist() == ["b", "a"]
     assert table.index.name == "schedule"
     assert list(table.columns) == [
-        "makespan", "relative", "bubble_fraction", "throughput", "peak_memory"
+        "makespan", "relative", "bubble_fraction", "throughput", "peak_memory", "gap"
     ]  # fmt: skip
-    assert table.loc["b"].tolist() == [15, 1, 1 / 5, 4 / 15, 32]
-    assert table.loc["a"].tolist() == [27, 27 / 15, 1 / 9, 8 / 27, 16]
+    assert table.loc["b"].tolist() == [15, 1, 1 / 5, 4 / 15, 32, 0]
+    assert table.loc["a"].tolist() == [27, 27 / 15, 1 / 9, 8 / 27, 16, 0]
 
 
 def test_table_without_costs() -> None:

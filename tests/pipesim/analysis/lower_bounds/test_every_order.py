@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
@@ -98,7 +97,7 @@ def random_costs(rng: np.random.Generator, n_stages: int, split: bool) -> ps.Cos
 CASES = {
     "linear, any order": (ps.linear(2), 2, False, False),
     "linear": (ps.linear(2), 3, False, True),
-    "linear split, any order": (ps.linear(2), 2, True, False),
+    "linear split": (ps.linear(2), 2, True, True),
     "three devices": (ps.linear(3), 3, False, True),
     "v-shaped": (ps.v_shaped(2), 2, False, True),
     "looped": (ps.looped(2, 2), 2, False, True),
@@ -120,19 +119,19 @@ def spans(timeline: ps.Timeline) -> float:
 def test_no_order_is_faster(case: str) -> None:
     """Makespan and span of every order, without a limit and with those that orders need.
 
-    With one stage a device, the bound is the optimum in most of them.
+    With one stage a device, the bound is the optimal makespan in most of them.
     """
     placement, m, split, by_number = CASES[case]
     rng = np.random.default_rng(len(case))
     graphs = every_graph(placement, m, split, by_number)
-    exact = Counter[bool]()
-    for _ in range(3):
+    ratios: dict[str, list[float]] = {"makespan": [], "span": []}
+    for _ in range(2):
         costs = random_costs(rng, placement.n_stages, split)
         timelines = [ps.simulate(graph, costs) for graph in graphs]
         needed = np.array([(1 + costs.memory_reserve) * t.peak_memory.max() for t in timelines])
         makespans = np.array([t.makespan for t in timelines])
         lengths = np.array([spans(t) for t in timelines])
-        for limit in (None, *rng.choice(np.unique(needed), 3)):
+        for limit in (None, *rng.choice(np.unique(needed), 2)):
             fit = needed <= (np.inf if limit is None else limit)
             for best, objective in (
                 (makespans[fit].min(), "makespan"),
@@ -142,6 +141,7 @@ def test_no_order_is_faster(case: str) -> None:
                     placement, m, costs, limit, split_backward=split, objective=objective
                 )
                 assert bound <= best
-                exact[bool(bound >= best * (1 - 1e-9))] += 1
+                ratios[objective].append(bound / best)
     if placement == ps.linear(placement.n_devices):
-        assert exact[True] >= 0.6 * exact.total(), exact
+        assert np.mean(ratios["makespan"]) >= 0.99
+        assert np.mean(np.array(ratios["makespan"]) > 1 - 1e-9) >= 0.6
