@@ -51,13 +51,13 @@ def shortest_order(
     own_ranks
         Priorities of the schedule itself.
     in_flight
-        Most micro-batches between F and I, one number a stage. More of them are tried too.
+        Most micro-batches between F and I, one number a stage. One more is tried too.
     first
         An order that keeps the limits.
     """
     orders = {first.lanes.tobytes(): first}
     ranks = [*own_ranks, *(PRIORITIES[name](problem) for name in _PRIORITIES)]
-    places = [np.asarray(in_flight, float) + more for more in (0, 1, np.inf)]
+    places = [np.asarray(in_flight, float) + more for more in (0, 1)]
     for variant in itertools.product(ranks, places, _PATIENCE):
         order = list_lanes(problem, *variant)
         orders.setdefault(order.lanes.tobytes(), order)
