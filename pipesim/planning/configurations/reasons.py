@@ -49,7 +49,9 @@ def _depth(choice: PlanChoice) -> str:
     """Return the sizes that decide how long the pipeline fills and drains."""
     chunks = f" of {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
     count = _count(choice.n_microbatches, "micro-batch", "micro-batches")
-    return f"{choice.schedule} on {_count(choice.pipeline_parallel, 'device')}{chunks} with {count}"
+    return (
+        f"{_schedule(choice)} on {_count(choice.pipeline_parallel, 'device')}{chunks} with {count}"
+    )
 
 
 def _split(choice: PlanChoice) -> str:
@@ -60,8 +62,8 @@ def _split(choice: PlanChoice) -> str:
 
 
 def _schedule(choice: PlanChoice) -> str:
-    """Return the schedule."""
-    return choice.schedule
+    """Return the schedule, and whether it is ordered for the costs."""
+    return choice.schedule + " for costs" * choice.ordered_for_costs
 
 
 def _borders(choice: PlanChoice) -> str:

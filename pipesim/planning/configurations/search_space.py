@@ -238,7 +238,7 @@ class _Listing:
     def _orders(self, pp: int) -> Iterator[tuple[str, int]]:
         """Yield schedules and their numbers of chunks; without stages to order, 1F1B alone."""
         names = self.space.schedules or SCHEDULES
-        if pp == 1 and self.space.schedules is None and self.space.n_chunks is None:
+        if pp == 1 and "1f1b" in names:
             names = ("1f1b",)
         for name in names:
             chunks = self.problem.chunks_of(name, pp)

@@ -136,6 +136,17 @@ def test_accumulation_steps_are_among_the_choices() -> None:
     assert any(x.choice.n_microbatches > 1 for x in plans.ranked)
 
 
+def test_a_single_device_has_nothing_to_order() -> None:
+    """Of several schedules it has 1F1B only: micro-batches one after the other."""
+    problem = PlanProblem(MODEL, SHARED, 16)
+    space = SearchSpace.checked(pipeline_parallel=[1, 2], schedules=["zb_h1", "1f1b"])
+    listed = space.choices(problem)[0]
+    assert {x.schedule for x in listed if x.pipeline_parallel == 1} == {"1f1b"}
+    assert {x.schedule for x in listed if x.pipeline_parallel == 2} == {"1f1b", "zb_h1"}
+    other = SearchSpace.checked(pipeline_parallel=1, schedules="zb_h1").choices(problem)[0]
+    assert {x.schedule for x in other} == {"zb_h1"}
+
+
 def test_measured_layers() -> None:
     """Measured layers have no tensor parallelism; their micro-batch is that of the measurement."""
     layers = ps.Layers(
