@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -169,9 +169,10 @@ def check_name(kind: str, name: object, choices: Iterable[str]) -> str:
     UnknownNameError
         With the nearest choice and all choices.
     """
-    names = sorted(choices)
-    if isinstance(name, str) and name in names:
+    choices = choices if isinstance(choices, Collection) else list(choices)
+    if isinstance(name, str) and name in choices:
         return name
+    names = sorted(choices)
     raise UnknownNameError(
         f"unknown {kind} {name!r}{suggestion(str(name), names)} (known: {', '.join(names)})"
     )
@@ -266,6 +267,8 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     ArgumentError
         For booleans, fractions, other types, and numbers below ``minimum``.
     """
+    if type(value) is int and value >= minimum:  # most values, which need no slower check
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentError(
             f"{name} must be a whole number, got {value!r} ({type(value).__name__}); "
@@ -308,6 +311,8 @@ def check_numbers(name: str, values: object) -> list[float]:
 
 def number(value: object) -> float | None:
     """Return ``value`` as a float, or None where it is no real number, a boolean, or too large."""
+    if type(value) is float:  # most values
+        return None if math.isnan(value) else value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:

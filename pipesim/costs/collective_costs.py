@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.kind_routes import CollectiveRoute, KindRoutes
+from pipesim.costs.kind_routes import CollectiveRoute, KindRoutes, StageMembers
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
@@ -77,23 +77,25 @@ class CollectiveCosts(NamedTuple):
     buckets: Buckets | None
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
 
-    def price(self, routes: KindRoutes, priced: Priced) -> Priced:
+    def price(self, routes: KindRoutes, priced: Priced, *, with_links: bool = True) -> Priced:
         """Fill the rows of collectives; return all rows, with as many columns of links as needed.
 
         Collectives whose members have the same kinds cost the same and are priced once.
         """
-        graph, kinds = routes.graph, routes.graph.kinds
-        n_buckets = _n_buckets(graph)
+        graph = routes.graph
+        n_buckets, shares = routes.n_buckets, graph.optimizer_shares.tolist()
         for route in routes.collectives:
             sends_bytes = False
-            for stage, rows in route.rows:
-                if kinds.op[rows[0]] == Op.ALL_TO_ALL:
-                    cost = self._exchange(graph, stage, rows)
+            for members in route.rows:
+                rows = members.kinds
+                if members.op == Op.ALL_TO_ALL:
+                    cost = self._exchange(graph, members.stage, rows)
                 else:
-                    cost = self._reduction(route, graph, stage, rows, n_buckets, priced.share)
+                    is_half = shares[members.stage] > 1
+                    cost = self._reduction(route, members, n_buckets, priced.share, is_half=is_half)
                 priced.duration[rows], priced.nbytes[rows] = cost
-                sends_bytes = bool(np.any(priced.nbytes[rows] > 0))
-            if sends_bytes:
+                sends_bytes = bool((priced.nbytes[rows] > 0).any())
+            if sends_bytes and with_links:
                 priced = priced._replace(
                     links=_with_links(priced.links, route.members, route.links)
                 )
@@ -105,24 +107,24 @@ class CollectiveCosts(NamedTuple):
     def _reduction(
         self,
         route: CollectiveRoute,
-        graph: TaskGraph,
-        stage: int,
-        rows: NDArray[Any],
+        members: StageMembers,
         n_buckets: NDArray[np.int64],
         backward_share: Floats,
+        *,
+        is_half: bool,
     ) -> tuple[float, float]:
-        """Return seconds and bytes of a REDUCE_GRAD or UNSHARD whose members are of kinds ``rows``.
+        """Return seconds and bytes of a REDUCE_GRAD or UNSHARD of some members.
 
         For a bucket, fill ``backward_share`` of its kinds.
         """
-        op, part = Op(graph.kinds.op[rows[0]]), int(graph.kinds.part[rows[0]])
         share, sum_of_shares = 1.0, 1.0
-        if part >= 0:
-            buckets = self._buckets(stage, int(n_buckets[stage]))
-            share, backward_share[rows] = buckets[part]
+        if members.part >= 0:
+            buckets = self._buckets(members.stage, int(n_buckets[members.stage]))
+            share, backward_share[members.kinds] = buckets[members.part]
             sum_of_shares = sum(byte_share for byte_share, _ in buckets)
-        is_half = bool(graph.optimizer_shares[stage] > 1)
-        seconds, nbytes = self._reduced_share(route, op, stage, share, is_half=is_half)
+        seconds, nbytes = self._reduced_share(
+            route, members.op, members.stage, share, is_half=is_half
+        )
         return seconds, nbytes / sum_of_shares  # shares of measured seconds may sum to more than 1
 
     def _reduced_share(
@@ -190,14 +192,6 @@ class CollectiveCosts(NamedTuple):
                 f"in {n}; give (share of bytes, share of the backward) of each"
             )
         return buckets
-
-
-def _n_buckets(graph: TaskGraph) -> NDArray[np.int64]:
-    """Return the number of gradient buckets of each stage; 0 for a stage without buckets."""
-    n_buckets = np.zeros(graph.n_stages, dtype=np.int64)
-    rows = graph.kinds.op == Op.REDUCE_GRAD
-    np.maximum.at(n_buckets, graph.kinds.stage[rows], graph.kinds.part[rows] + 1)
-    return n_buckets
 
 
 def checked_buckets(buckets: object) -> Buckets | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,24 @@ from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["CollectiveRoute", "KindRoutes", "message_ends", "message_rows"]
+__all__ = ["CollectiveRoute", "KindRoutes", "StageMembers", "message_ends", "message_rows"]
+
+
+class StageMembers(NamedTuple):
+    """Members of a collective that are of one stage.
+
+    Attributes
+    ----------
+    stage, op, part
+        Stage; operation and part of the first of them, as `pipesim.graph.tasks.Kinds` has them.
+    kinds
+        Their kinds.
+    """
+
+    stage: int
+    op: Op
+    part: int
+    kinds: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +49,7 @@ class CollectiveRoute:
     members
         Kinds of the members that are in the graph.
     rows
-        Each stage of the members, and their kinds of that stage.
+        Members by stage.
     devices
         Devices of all members, sorted; also those of equal replicas that the graph stands for.
     own_devices
@@ -43,7 +61,7 @@ class CollectiveRoute:
     """
 
     members: Ints
-    rows: tuple[tuple[int, Ints], ...]
+    rows: tuple[StageMembers, ...]
     devices: Ints
     own_devices: Ints
     n_devices: int
@@ -60,7 +78,7 @@ class CollectiveRoute:
         """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
         return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
 
-    @property
+    @cached_property
     def links(self) -> Ints:
         """Links that each of ``members`` holds; shape ``(len(members), most)``."""
         held: Ints = self.all_links[np.searchsorted(self.devices, self.own_devices)]
@@ -125,6 +143,15 @@ class KindRoutes:
         return message_rows(self.graph.kinds)
 
     @cached_property
+    def n_buckets(self) -> Ints:
+        """Number of gradient buckets of each stage; 0 for a stage without buckets."""
+        n_buckets = np.zeros(self.graph.n_stages, dtype=np.int64)
+        kinds = self.graph.kinds
+        rows = kinds.op == Op.REDUCE_GRAD
+        np.maximum.at(n_buckets, kinds.stage[rows], kinds.part[rows] + 1)
+        return n_buckets
+
+    @cached_property
     def collectives(self) -> tuple[CollectiveRoute, ...]:
         """Collectives, without repeated ones, whose members have the same kinds."""
         kinds = self.graph.kinds
@@ -147,7 +174,11 @@ class KindRoutes:
             name = "ring"
         else:
             name = self.all_reduce
-        rows = tuple((number, members[stage == number]) for number in np.unique(stage).tolist())
+        own_rows = [(number, members[stage == number]) for number in np.unique(stage).tolist()]
+        rows = tuple(
+            StageMembers(number, Op(kinds.op[x[0]]), int(kinds.part[x[0]]), x)
+            for number, x in own_rows
+        )
         return CollectiveRoute(members, rows, np.unique(devices), self.true_devices(own),
                                self.n_devices, self.network, name)  # fmt: skip
 

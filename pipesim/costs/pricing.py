@@ -49,13 +49,16 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
     return TaskCosts(cost_table(costs, routes), graph.kind, None, costs)
 
 
-def cost_table(costs: Costs, routes: KindRoutes) -> CostTable:
-    """Return the costs of each kind of a graph, whose network is that of ``routes``."""
+def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> CostTable:
+    """Return the costs of each kind of a graph, whose network is that of ``routes``.
+
+    Without ``with_links`` the links of collectives are left out.
+    """
     graph = routes.graph
     kinds, n_stages = graph.kinds, graph.n_stages
     duration, latency = _compute_seconds(costs, routes), np.zeros(len(kinds))
     nbytes = _bytes_of_messages(costs.per_stage("output_bytes", n_stages), routes)
-    if (kinds.peer_stage >= 0).any() or costs.skip_sizes is not None:
+    if graph.skips or costs.skip_bytes is not None:
         nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
     messages = routes.messages
     latency[routes.transfers] = messages.latency
@@ -68,7 +71,9 @@ def cost_table(costs: Costs, routes: KindRoutes) -> CostTable:
     share = np.ones(len(kinds))
     if routes.collectives:
         priced = Priced(duration, nbytes, links, share)
-        duration, nbytes, links, share = _collective_costs(costs, graph).price(routes, priced)
+        duration, nbytes, links, share = _collective_costs(costs, graph).price(
+            routes, priced, with_links=with_links
+        )
     if costs.tied_bytes:
         _add_tied_sums(costs, routes, duration)
     return CostTable(duration, latency, launch, nbytes, links, share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from pipesim.costs.costs import Costs, PerStage
@@ -15,6 +15,7 @@ from pipesim.models.splits.split_problem import LayerModel
 from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.tensor_parallel import Shard
+from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 
 __all__ = ["model_costs"]
@@ -77,12 +78,17 @@ def model_costs(
 def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None) -> dict[str, Any]:
     """Return the arguments of `Costs.transformer` that give model, shard and rates again."""
     settings = {
-        **asdict(shard.model),
+        **_plain(shard.model),
         **{f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"},
     }
     if gpu is None:
         return {**settings, "flops_per_second": flops_per_second}
-    return {**settings, "gpu": {k: v for k, v in asdict(gpu).items() if v is not None}}
+    return {**settings, "gpu": {k: v for k, v in _plain(gpu).items() if v is not None}}
+
+
+def _plain(record: GPU | Transformer) -> dict[str, Any]:
+    """Return the fields of a record of plain values."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def _workload(

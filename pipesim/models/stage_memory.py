@@ -29,6 +29,7 @@ Not counted: parameters of norms, statistics of norms, token ids, workspaces of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipesim.models.shard_sizes import (
@@ -110,6 +111,7 @@ def _tensors(shard: Shard) -> _Tensors:
     )
 
 
+@lru_cache(maxsize=256)
 def layer_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return the operations of a layer, in order; one that keeps its input, with full recompute."""
     x = _tensors(shard)
@@ -202,6 +204,7 @@ def _core(shard: Shard, x: _Tensors) -> Operation:
     return Operation("core", kept + core, once, gradients)
 
 
+@lru_cache(maxsize=256)
 def embedding_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return the embedding, which keeps the mask of its dropout and makes a whole gradient."""
     x, model = _tensors(shard), shard.model
@@ -214,6 +217,7 @@ def embedding_operations(shard: Shard) -> tuple[Operation, ...]:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def head_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return final norm, LM head and loss.
 
@@ -251,22 +255,26 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
     That is the most bytes that a stage holds beyond its activations, at any of its operations. An
     operation's forward has not yet got what later ones keep. Its backward has it no longer.
     """
-    layer, end = layer_operations(shard), len(sizes) - 1
-    forward, backward = [], []
-    for stage, n_layers in enumerate(sizes):
-        others = Operation("other layers", max(0, n_layers - 1) * kept_bytes(layer), 0.0, 0.0)
+    end = len(sizes) - 1
+    layer = layer_operations(shard)
+    ends = (embedding_operations(shard), head_operations(shard))
+    buffers, kept = _weight_grad_buffers(shard), kept_bytes(layer)
+
+    @cache
+    def workspaces(n_layers: int, is_first: bool, is_last: bool) -> tuple[float, float]:
+        """Return the workspace of F and of B of a stage."""
+        others = Operation("other layers", max(0, n_layers - 1) * kept, 0.0, 0.0)
         operations = (
-            *(embedding_operations(shard) if stage == 0 else ()),
+            *(ends[0] if is_first else ()),
             *((others, *layer) if n_layers else ()),
-            *(head_operations(shard) if stage == end else ()),
+            *(ends[1] if is_last else ()),
         )
-        buffers = _weight_grad_buffers(shard) if n_layers else 0.0
-        forward.append(_most(operations, "forward"))
-        backward.append(_most(operations, "backward") + buffers)
-    return {
-        "forward_workspace_bytes": tuple(forward),
-        "backward_workspace_bytes": tuple(backward),
-    }
+        backward = _most(operations, "backward") + (buffers if n_layers else 0.0)
+        return _most(operations, "forward"), backward
+
+    rows = [workspaces(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
+    forward, backward = zip(*rows, strict=True)
+    return {"forward_workspace_bytes": forward, "backward_workspace_bytes": backward}
 
 
 def _most(operations: Sequence[Operation], direction: str) -> float:

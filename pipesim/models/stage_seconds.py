@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
@@ -60,6 +60,12 @@ def stage_seconds(
             f'network=pipesim.Network.preset("dgx_h100", gpus_per_device={t})',
             CostsWarning,
         )
+    return _gpu_seconds(shard, gpu, network)
+
+
+@lru_cache(maxsize=256)
+def _gpu_seconds(shard: Shard, gpu: GPU, network: Network) -> GpuSeconds:
+    """Return the seconds of stages on a GPU; all splits of a model share those of its layers."""
     return GpuSeconds(shard, gpu, network)
 
 
@@ -176,7 +182,7 @@ class GpuSeconds:
     gpu: GPU
     network: Network
 
-    @property
+    @cached_property
     def parts(self) -> tuple[float, float, float]:
         """Seconds of F and B of a layer, of the embedding, and of head and loss."""
         layer, embedding, head = (
@@ -196,7 +202,7 @@ class GpuSeconds:
             "output_seconds": (self._message_seconds,) * len(sizes),
         }
 
-    @property
+    @cached_property
     def without_launches(self) -> GpuSeconds:
         """The same on a GPU that never waits for its host."""
         return replace(self, gpu=replace(self.gpu, launch=0.0))
@@ -214,7 +220,7 @@ class GpuSeconds:
         steps = [n * nbytes / self.gpu.bandwidth for n in self.shard.stage_parameters(sizes)]
         return tuple(steps)
 
-    @property
+    @cached_property
     def _message_seconds(self) -> float:
         """Seconds of a message besides its bytes: synchronization, and gathering its parts."""
         shard = self.shard

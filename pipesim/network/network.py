@@ -528,9 +528,17 @@ def all_reduce_seconds(
     _, members = checked_members("all-reduce", 0, devices)
     router = network._router  # of this module
     formula = all_reduce_formula(router, members, check_name("all-reduce", algorithm, ALL_REDUCE))
+    is_plain = len(members) > 1 and network.nodes is not None and not network.links  # no arrays
 
     def seconds(nbytes: float) -> float:
         """Return the seconds for this number of bytes."""
+        if 0 <= nbytes < math.inf and is_plain:
+            try:
+                plain = formula(nbytes)
+            except ZeroDivisionError:  # reported below
+                plain = math.inf
+            if plain < math.inf:
+                return plain
         if not 0 <= nbytes < math.inf:
             raise NetworkError(f"all-reduce: bytes must be finite and >= 0, got {nbytes!r}")
         return finite_seconds(

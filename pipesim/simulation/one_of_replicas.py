@@ -94,7 +94,7 @@ class OneOfReplicas:
 
         ``costs`` must have the network and the all-reduce of ``routes``.
         """
-        table = cost_table(costs, self.routes)
+        table = cost_table(costs, self.routes, with_links=False)
         if table.launch.any():
             return None
         plan = self._plan(costs, table)
@@ -126,13 +126,13 @@ class OneOfReplicas:
         width = max((x.all_links.shape[1] for x in held), default=0)
         members = np.concatenate([x.members for x in held]) if held else np.empty(0, np.int64)
         joined = np.full((len(sent), len(members), width), -1, dtype=np.int64)
-        at = 0
+        column = 0
         for route in held:
             links = route.all_links
             devices = _devices(routes)[:, self.graph.kinds.device[route.members]]
             rows = links[np.searchsorted(route.devices, devices)]
-            joined[:, at : at + len(route.members), : links.shape[1]] = rows
-            at += len(route.members)
+            joined[:, column : column + len(route.members), : links.shape[1]] = rows
+            column += len(route.members)
         return links_of_first_copy(
             HeldLinks(sends, sent, members, joined), self.graph.stream_of_kind
         )

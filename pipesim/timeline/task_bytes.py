@@ -182,11 +182,14 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     inputs = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)[:-1]])
     inputs += input_bytes(graph.n_stages, graph.skips, costs.skip_sizes)
     kept_input = np.minimum(inputs[kinds.stage], activation)
-    zero = np.zeros(len(kinds))
+    rows = {op: np.flatnonzero(kinds.op == int(op)) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)}
 
     def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return the values of each kind's operation, 0 for other operations."""
-        return np.select([kinds.op == op for op, _ in choices], [x for _, x in choices], zero)
+        chosen = np.zeros(len(kinds))
+        for op, values in choices:
+            chosen[rows[op]] = values[rows[op]]
+        return chosen
 
     more = np.maximum(0.0, weight_grad - activation)
     allocated = choose((Op.F, activation), (Op.R, activation - kept_input), (Op.I, more))

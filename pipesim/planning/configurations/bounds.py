@@ -15,7 +15,6 @@ gradients and optimizer, with the activations and the workspace of one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +35,10 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-#: For each device of a pipeline, seconds of an all-reduce over its replicas as a function of bytes.
-Reductions = list[Callable[[float], float]]
 #: Share by which bounds are lowered, since sums of seconds are rounded.
 _ROUNDING = 1e-9
+#: Bytes of a stage's gradients that no GPU holds.
+_MOST_BYTES = 1e13
 
 
 class Bounds(NamedTuple):
@@ -50,6 +49,21 @@ class Bounds(NamedTuple):
 
     step: float
     memory: Floats
+
+
+class Reductions(NamedTuple):
+    """Seconds of an all-reduce over the replicas of each device: at least a line of its bytes.
+
+    Attributes
+    ----------
+    least
+        Seconds without bytes; shape ``(n_devices,)``.
+    slope
+        Seconds a byte; shape ``(n_devices,)``.
+    """
+
+    least: Floats
+    slope: Floats
 
 
 class DeviceWork(NamedTuple):
@@ -102,32 +116,35 @@ def _least_backward(costs: Costs, n_stages: int) -> Floats:
 
 def reductions(
     network: Network, n_replicas: int, n_devices: int, layout: Layout, algorithm: str
-) -> Reductions:
-    """Return, for each device of a pipeline, the seconds of an all-reduce over its replicas."""
+) -> Reductions | None:
+    """Return bounds on all-reduces over the replicas of each device; None for one replica.
+
+    Seconds are a line of bytes for each algorithm, and the least of such lines is concave: it lies
+    above its chord from 0 to `_MOST_BYTES`.
+    """
     if n_replicas == 1:
-        return []
+        return None
     devices = replica_devices(n_replicas, n_devices, layout)
-    return [all_reduce_seconds(network, np.sort(column), algorithm) for column in devices.T]
+    formulas = [all_reduce_seconds(network, np.sort(column), algorithm) for column in devices.T]
+    least, most = (np.array([x(nbytes) for x in formulas]) for nbytes in (0.0, _MOST_BYTES))
+    return Reductions(least, (most - least) / _MOST_BYTES)
 
 
 def least_end(
-    costs: Costs, placement: Placement, n_replicas: int, shares: int, formulas: Reductions
+    costs: Costs, placement: Placement, shares: int, reduction: Reductions | None
 ) -> Floats:
     """Return the least seconds from the last backward of each device to the end of the step.
 
-    ``shares`` is the number of replicas that share the optimizer, ``formulas`` the result of
+    ``shares`` is the number of replicas that share the optimizer, ``reduction`` the result of
     `reductions`.
     """
     n, device = placement.n_stages, np.array(placement.paths[0])
     seconds = costs.per_stage("optimizer_step", n) / shares
-    if n_replicas > 1:
-        gradients = costs.per_stage("gradient_bytes", n).tolist()
-        parameters = costs.per_stage("parameter_bytes", n).tolist()
-        for stage, own in enumerate(device.tolist()):
-            reduce = formulas[own](gradients[stage])
-            if shares > 1:
-                reduce = (reduce + formulas[own](parameters[stage])) / 2
-            seconds[stage] += reduce
+    if reduction is not None:
+        nbytes = costs.per_stage("gradient_bytes", n)
+        if shares > 1:  # a reduce-scatter of gradients and an all-gather of parameters
+            nbytes = (nbytes + costs.per_stage("parameter_bytes", n)) / 2
+        seconds += reduction.least[device] + reduction.slope[device] * nbytes
     least = np.full(placement.n_devices, np.inf)
     np.minimum.at(least, device, seconds)
     return least

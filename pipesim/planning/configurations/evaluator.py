@@ -84,7 +84,7 @@ class Evaluator:
         dp, shares = choice.data_parallel, choice.data_parallel if choice.shard_optimizer else 1
         end: Floats = self._get(
             ("end", key, place, dp, shares),
-            lambda: least_end(costs, placement, dp, shares, self._reductions(choice, costs)),
+            lambda: least_end(costs, placement, shares, self._reductions(choice, costs)),
         )
         memory: Floats = self._get(
             ("memory", key, place, shares), lambda: least_memory(costs, placement, shares)
@@ -152,17 +152,21 @@ class Evaluator:
         place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
 
         def build() -> OrderBytes:
-            graph = self._small_graph(choice, shards=shares > 1)
-            options = replace(graph.options, n_equal=shares)
-            return order_bytes(replace(graph, options=options), self.costs(choice))
+            graph = self._get(("small", place, shares), lambda: self._with_shares(choice, shares))
+            return order_bytes(graph, self.costs(choice))
 
         return self._get(("bytes", self._costs_key(choice), place, shares), build)
+
+    def _with_shares(self, choice: PlanChoice, shares: int) -> TaskGraph:
+        """Return `_small_graph` of replicas that share the optimizer."""
+        graph = self._small_graph(choice, shards=shares > 1)
+        return replace(graph, options=replace(graph.options, n_equal=shares))
 
     def _small_graph(self, choice: PlanChoice, *, shards: bool) -> TaskGraph:
         """Return the graph of few micro-batches of the schedule of a choice."""
         place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
         return self._get(
-            ("small", place, shards),
+            ("few", place, shards),
             lambda: lower_replica(
                 order_facts(*place).schedule, replicated=shards, shard_optimizer=shards
             ),
@@ -203,8 +207,8 @@ class Evaluator:
         sizes = (choice.tensor_parallel, choice.data_parallel)
         return _kept(self._graphs, ("replica", key, sizes), build)
 
-    def _reductions(self, choice: PlanChoice, costs: Costs) -> Reductions:
-        """Return, for each device, the seconds of an all-reduce as a function of bytes."""
+    def _reductions(self, choice: PlanChoice, costs: Costs) -> Reductions | None:
+        """Return bounds on the reductions of each device."""
         dp, p = choice.data_parallel, choice.pipeline_parallel
         algorithm = "ring" if choice.shard_optimizer and dp > 1 else costs.all_reduce
         return self._get(

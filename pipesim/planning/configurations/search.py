@@ -121,19 +121,19 @@ class Search:
 
     def _next_batches(self, n: int) -> tuple[list[list[tuple[PlanChoice, Bounds]]], int]:
         """Take the next batches; return them, and how many configurations cannot win."""
-        taken: list[tuple[PlanChoice, Bounds]] = []
+        chosen: list[tuple[PlanChoice, Bounds]] = []
         n_done = place = 0
-        while place < len(self.left) and len(taken) < n * _BATCH:
+        while place < len(self.left) and len(chosen) < n * _BATCH:
             choice, bounds = self.left[place]
             place += 1
             if self._cannot_win(bounds):
                 self._finish(_cannot_win(choice, bounds))
                 n_done += 1
             else:
-                taken.append((choice, bounds))
+                chosen.append((choice, bounds))
         self.left = self.left[place:]
-        taken.sort(key=lambda row: _shape(row[0]))  # those of one worker share graphs
-        return [taken[k : k + _BATCH] for k in range(0, len(taken), _BATCH)], n_done
+        chosen.sort(key=lambda row: _shape(row[0]))  # those of one worker share graphs
+        return [chosen[k : k + _BATCH] for k in range(0, len(chosen), _BATCH)], n_done
 
     def _result(self, choice: PlanChoice, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration, or that it cannot win."""
