@@ -220,6 +220,9 @@ class Evaluator:
         """Return the layers of each stage."""
         n_layers, model = self.problem.n_layers, self.problem.model
         placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        if self.problem.is_even:
+            each, rest = divmod(n_layers, placement.n_stages)
+            return None if rest else (each,) * placement.n_stages
         if isinstance(model, Layers):
             if placement.n_stages > n_layers:
                 return None

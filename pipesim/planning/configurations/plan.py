@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,31 +12,35 @@ from pipesim.errors import (
     ArgumentError,
     check_count,
     check_flag,
-    check_function,
-    check_list,
     check_name,
     check_type,
-    number,
 )
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.plan_arguments import (
+    checked_filters,
+    checked_percentile,
+    checked_problem,
+    checked_workers,
+)
 from pipesim.planning.configurations.plans import Plans
 from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.refinement import refined
 from pipesim.planning.configurations.search import Search, Workers
 from pipesim.planning.configurations.search_space import SearchSpace, invalid
-from pipesim.scheduling.placement import LAYOUTS, Layout
+from pipesim.scheduling.placement import Layout
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
-from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 from pipesim.utils.units import format_bytes
 
-__all__ = ["plan"]
+__all__ = ["PlanSplit", "plan"]
 
-#: Most sequences of a step.
-_MOST_SEQUENCES = 10**9
+#: How layers are divided among stages.
+PlanSplit = Literal["refined", "balanced", "even"]
+
 #: Scenarios of noise for each of the best.
 _SCENARIOS = 200
 #: Configurations that an error names as the nearest to fit.
@@ -60,6 +64,7 @@ def plan(
     flash_attention: bool = True,
     scatter_gather: bool = False,
     fused_loss: bool = False,
+    split: PlanSplit = "refined",
     layout: Layout = "stage_major",
     memory_limit: float | str | None = None,
     memory_reserve: float = 0.0,
@@ -107,6 +112,10 @@ def plan(
         Whether tensors that tensor parallelism leaves whole are split along the sequence.
     flash_attention, scatter_gather, fused_loss
         As in `Transformer.costs`.
+    split
+        Layers of each stage: ``"balanced"``, such that the busiest device has as little work as
+        possible; ``"refined"`` (the default), balanced, and those of the best few moved as long as
+        the simulated step takes less time; or ``"even"``, as many on each stage.
     layout
         Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
     memory_limit
@@ -138,28 +147,33 @@ def plan(
         those that are the nearest to fit and what they lack.
     """
     began = time.perf_counter()
-    problem = _problem(model, cluster, global_batch, memory_limit, memory_reserve, layout,
-                       flash_attention, scatter_gather, fused_loss)  # fmt: skip
+    check_name("split", split, get_args(PlanSplit))
+    problem = checked_problem(
+        model, cluster, global_batch, memory_limit, memory_reserve, layout, split == "even",
+        flash_attention, scatter_gather, fused_loss,
+    )  # fmt: skip
     space = SearchSpace.checked(
         tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
         data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,
         n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    filters = _filters(where)
-    share = _percentile(percentile)
+    filters = checked_filters(where)
+    share = checked_percentile(percentile)
     check_count("n_best", n_best)
     if noise is not None:
         check_type(
             "noise", noise, Noise, "give such as pipesim.Noise(task=pipesim.LogNormal(0.02))"
         )
-    workers = _workers(n_jobs, backend)
+    workers = checked_workers(n_jobs, backend)
     if progress is not None:
         check_flag("progress", progress)
     search = Search(Evaluator(problem), n_best)
     _fill(search, space, problem, filters)
     _run(search, workers, progress)
     ranked = _ranked(search.evaluations)
+    if split == "refined" and search.complete:
+        ranked = _refined(search, ranked, filters)
     if not ranked and search.complete:
         raise ArgumentError(_infeasible(problem, search.evaluations))
     if noise is not None:
@@ -169,43 +183,6 @@ def plan(
         problem, (*ranked, *others), time.perf_counter() - began, search.complete,
         share if noise is not None else None, _notes(problem),
     )  # fmt: skip
-
-
-def _problem(
-    model: Any, cluster: Any, global_batch: Any, memory_limit: Any, memory_reserve: Any,
-    layout: Any, *flags: bool,
-) -> PlanProblem:  # fmt: skip
-    """Return the problem of checked arguments."""
-    if not isinstance(model, (Transformer, Layers)):
-        raise ArgumentError(
-            f"model must be a pipesim.Transformer or pipesim.Layers, got {model!r:.60}; give such "
-            'as pipesim.Transformer.preset("llama3_70b")'
-        )
-    check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
-    if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
-        raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
-    names = ("flash_attention", "scatter_gather", "fused_loss")
-    options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
-    limit = memory_limit_bytes(memory_limit)
-    reserve = number(memory_reserve)
-    if reserve is None or not 0 <= reserve < float("inf"):
-        raise ArgumentError(
-            f"memory_reserve must be a finite share >= 0, got {memory_reserve!r:.60}"
-        )
-    return PlanProblem(
-        model, cluster, global_batch,
-        None if limit is None else float(checked_memory_limit(limit, 1)[0]),
-        layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
-        memory_reserve=reserve, **options,
-    )  # fmt: skip
-
-
-def _filters(where: Any) -> list[Callable[[PlanChoice], bool]]:
-    """Return the functions that configurations must pass."""
-    functions = [] if where is None else [where] if callable(where) else where
-    for function in check_list("where", functions, "a function, or a list of functions"):
-        check_function("where", function, "where(choice)")
-    return list(functions)
 
 
 def _keeps(filters: Sequence[Callable[[PlanChoice], bool]], choice: PlanChoice) -> bool:
@@ -225,25 +202,6 @@ def _keeps(filters: Sequence[Callable[[PlanChoice], bool]], choice: PlanChoice) 
         ) from error
 
 
-def _percentile(value: object) -> float:
-    """Return a percentile above 0 and at most 100."""
-    share = number(value)
-    if share is None or not 0 < share <= 100:
-        raise ArgumentError(f"percentile must be above 0 and at most 100, got {value!r:.60}")
-    return share
-
-
-def _workers(n_jobs: object, backend: object) -> Workers:
-    """Return the checked number of processes and backend."""
-    if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
-        raise ArgumentError(
-            f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r:.60}"
-        )
-    if backend is not None and not isinstance(backend, str):
-        raise ArgumentError(f"backend must be the name of a backend of joblib, got {backend!r:.60}")
-    return Workers(n_jobs, backend)
-
-
 def _fill(
     search: Search,
     space: SearchSpace,
@@ -257,7 +215,8 @@ def _fill(
     for choice in choices:
         with_split = search.evaluator.with_split(choice)
         if with_split is None:
-            reason = f"{problem.n_layers} layers are too few for {choice.n_stages} stages"
+            reason = f"{problem.n_layers} layers cannot be split into {choice.n_stages} stages"
+            reason += " evenly" * problem.is_even
             search.evaluations.append(invalid(choice, reason))
         elif _keeps(filters, with_split):
             split.append(with_split)
@@ -283,6 +242,18 @@ def _ranked(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Return the simulated configurations by step, then by memory."""
     rows = [x for x in evaluations if x.status == "simulated"]
     return sorted(rows, key=lambda x: (x.step, x.memory, str(x.choice)))
+
+
+def _refined(
+    search: Search, ranked: list[Evaluation], filters: Sequence[Callable[[PlanChoice], bool]]
+) -> list[Evaluation]:
+    """Return the ranked configurations with refined ones among them."""
+    try:
+        better = refined(search.evaluator, ranked, lambda choice: _keeps(filters, choice))
+    except KeyboardInterrupt:
+        search.complete = False
+        return ranked
+    return _ranked([*ranked, *better])
 
 
 def _by_percentile(

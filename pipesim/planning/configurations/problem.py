@@ -50,6 +50,8 @@ class PlanProblem:
         Order of the devices of replicas, as in `pipesim.lower`.
     memory_reserve
         Share of the bytes of tensors that the allocator holds besides, as in `pipesim.Costs`.
+    is_even
+        Whether each stage has as many layers; otherwise devices are balanced.
     """
 
     model: Transformer | Layers
@@ -61,11 +63,17 @@ class PlanProblem:
     fused_loss: bool = False
     layout: Layout = "stage_major"
     memory_reserve: float = 0.0
+    is_even: bool = False
 
     @property
     def n_layers(self) -> int:
         """Number of layers."""
         return self.model.n_layers if isinstance(self.model, Transformer) else len(self.model)
+
+    @property
+    def least_at_ends(self) -> int:
+        """Fewest layers of the first and of the last of several stages."""
+        return 0 if isinstance(self.model, Transformer) else 1
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of the stages of a choice, each of the GPU of its device."""
