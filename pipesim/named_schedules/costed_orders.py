@@ -14,7 +14,14 @@ from pipesim.list_scheduling.queues import Ranks
 from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.lowering.lower import lower
 from pipesim.ops import SCHEDULED
-from pipesim.order_search import LaneOrder, OrderProblem, evaluate, order_problem, schedule_of
+from pipesim.order_search import (
+    LaneOrder,
+    OrderProblem,
+    counts_all_costs,
+    evaluate,
+    order_problem,
+    schedule_of,
+)
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
@@ -47,7 +54,7 @@ class CostedOrders:
         Seconds of F, I, W and messages, without STEPs.
     simulated_costs
         Costs that the compiled evaluator does not count in full: those with launches, or with
-        links that several messages may share. None: it counts all.
+        links that several channels share. None: it counts all.
     """
 
     placement: Placement
@@ -92,8 +99,7 @@ def costed_orders(placement: Placement, n_microbatches: int, costs: Costs) -> Co
     """Return the orders of a placement with one path, under costs."""
     costs = replace(costs, skip_bytes=None)
     problem = order_problem(placement, n_microbatches, costs, split_backward=True)
-    network = costs.network
-    is_exact = not (np.any(costs.launch) or network.links or network.nodes)
+    is_exact = counts_all_costs(placement, costs, split_backward=True)
     no_tail = np.zeros(placement.n_devices)
     return CostedOrders(placement, problem._replace(tail=no_tail), None if is_exact else costs)
 

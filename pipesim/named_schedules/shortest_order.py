@@ -21,7 +21,7 @@ __all__ = ["shortest_order"]
 _PRIORITIES = ("forward_first", "backward_first")
 #: Least gap before the next F or I that a W may start in, as a share of the seconds of W.
 _PATIENCE = (0.0, 0.3, 0.5, 0.75, 1.0)
-#: Number of listed orders that are simulated, if the compiled evaluator does not count all costs.
+#: Most listed orders that are simulated, if the compiled evaluator does not count all costs.
 _FINALISTS = 3
 #: Moves of the local search for each task, and at most: moves times tasks, about 40 ms.
 _MOVES, _MOST_WORK = 3, 8_000_000
@@ -72,8 +72,9 @@ def shortest_order(
     )
     if times.simulated_costs is None:
         return improved
-    finalists = [first, improved, *ranked[:_FINALISTS]]
-    return min(finalists, key=lambda order: times.score(order).makespan)
+    longest = times.score(first).makespan
+    finalists = [improved, *ranked[:_FINALISTS]]
+    return next((x for x in finalists if times.score(x).makespan <= longest), first)
 
 
 def _with_limits(problem: OrderProblem, listed: Problem) -> OrderProblem:

@@ -49,10 +49,8 @@ def best_variant(
     make_order = _order_maker(problem)
     if longest is None:
         return make_order(ranked[0])
-    orders = [make_order(variant) for variant in ranked[:_FINALISTS]]
-    scored = [(times.score(order), order) for order in orders]
-    fitting = [row for row in scored if row[0].is_no_worse(longest)]
-    return min(fitting, key=lambda row: row[0])[1] if fitting else None
+    orders = sorted(map(make_order, ranked[:_FINALISTS]), key=times.quick_score)
+    return next((x for x in orders if times.score(x).is_no_worse(longest)), None)
 
 
 def _ranked(problem: Problem, times: CostedOrders, longest: Score | None) -> list[_Variant]:

@@ -3,7 +3,7 @@
 from pipesim.order_search.evaluate import Times, evaluate, keeps_limit, peak_bytes
 from pipesim.order_search.improve import OBJECTIVES, LocalSearch, Objective, improve
 from pipesim.order_search.lane_order import LaneOrder, lane_order, schedule_of
-from pipesim.order_search.problem import OrderProblem, order_problem
+from pipesim.order_search.problem import OrderProblem, counts_all_costs, order_problem
 
 __all__ = [
     "OBJECTIVES",
@@ -12,6 +12,7 @@ __all__ = [
     "Objective",
     "OrderProblem",
     "Times",
+    "counts_all_costs",
     "evaluate",
     "improve",
     "keeps_limit",

@@ -21,11 +21,12 @@ from pipesim.lowering.lower import lower
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.engines.plan import shared_links
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.task_bytes import kind_bytes, static, workspaces
 from pipesim.utils.csr import Ints, bincount
 
-__all__ = ["OrderProblem", "is_split", "order_problem"]
+__all__ = ["OrderProblem", "counts_all_costs", "is_split", "order_problem"]
 
 Floats = NDArray[np.float64]
 
@@ -150,6 +151,18 @@ def order_problem(
         limit=_limits(graph, costs, memory_limit),
         tail=_tail(graph, tasks.table.duration),
     )
+
+
+def counts_all_costs(
+    placement: Placement, costs: Costs, *, split_backward: bool | None = None
+) -> bool:
+    """Return whether times of an `OrderProblem` are those of a simulation without STEPs.
+
+    They are not if launches take time, or if messages of several channels share a link.
+    """
+    ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
+    graph = _graph(placement, ops)
+    return not np.any(costs.launch) and bool((shared_links(graph, costs.of(graph)) < 0).all())
 
 
 @lru_cache(maxsize=16)  # a search over configurations asks for the same placements

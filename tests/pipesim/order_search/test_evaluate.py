@@ -15,6 +15,7 @@ from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import SCHEDULED, Op
 from pipesim.order_search import (
     LaneOrder,
+    counts_all_costs,
     evaluate,
     keeps_limit,
     lane_order,
@@ -140,3 +141,18 @@ def test_bad_arguments():
         order_problem(ps.bidirectional(2), 1, costs)
     with pytest.raises(ArgumentError, match="memory_limit"):
         order_problem(ps.linear(2), 2, costs, memory_limit=-1)
+
+
+def test_launches_and_shared_links_are_not_counted() -> None:
+    """A link that two channels share, and hosts that launch, are for the simulator."""
+    pairs = ((0, 1), (1, 2))
+    own = tuple(ps.Link(1, 2, (pair,)) for pair in pairs)
+    networks = {
+        True: [ps.Network(latency=1), ps.Network(bandwidth=3), ps.Network(links=own)],
+        False: [ps.Network(links=(ps.Link(1, 2, pairs),))],
+    }
+    for counted, choices in networks.items():
+        for network in choices:
+            costs = ps.Costs(1, 2, output_bytes=1, network=network)
+            assert counts_all_costs(ps.linear(3), costs) is counted
+    assert not counts_all_costs(ps.linear(3), ps.Costs(1, 2, launch=0.1))
