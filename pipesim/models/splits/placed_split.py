@@ -112,7 +112,10 @@ def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tu
     if limits is not None:
         raise ArgumentError(_NO_ORDER)
     problem = split_problem(model, placement)
-    return layer_counts(balanced_borders(problem, [first_borders(problem)]))
+    first = first_borders(problem)
+    if placement.n_paths == 1 and placement.n_stages == placement.n_devices:
+        return layer_counts(first)  # devices are stages, and this split is exact
+    return layer_counts(balanced_borders(problem, [first]))
 
 
 def _check_stages(model: LayerModel, n_stages: int, name: str) -> None:
