@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,16 +21,20 @@ from pipesim.order_search.evaluate import keeps_limit
 from pipesim.order_search.lane_order import LaneOrder
 from pipesim.order_search.problem import OrderProblem
 from pipesim.order_search.state import lanes_of, new_state, order_of_state
+from pipesim.utils.csr import Ints
 
 __all__ = ["OBJECTIVES", "LocalSearch", "Objective", "improve"]
 
 Objective = Literal["makespan", "span"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 #: Temperatures at which rounds begin, in turn, and at which they end, in mean seconds of a task.
-_HOT, _COLD = (1.0, 0.3), 0.02
-#: Moves of the first round and of the longest ones, for each task; a round has twice as many moves
-#: as the one before.
-_FIRST_MOVES, _MOST_MOVES = 100, 2000
+_HOT, _COLD = (1.0, 0.3, 3.0), 0.02
+#: Least moves for each task in a round that begins so hot; shorter rounds begin cooler.
+_COOLER = ((30.0, 3.0), (8.0, 0.3), (0.0, 0.05))
+#: Moves of the first rounds for each task, as a share of the budget, and the growth of rounds.
+_FIRST_MOVES, _FIRST_SHARE, _GROWTH = 100, 0.05, 1.5
+#: Most orders from which rounds start.
+_MOST_ORDERS = 8
 #: Seconds of a call of the kernel, after which the deadline is checked.
 _CALL_SECONDS = 0.05
 #: Moves times tasks that run as Python, at about a microsecond each, before kernels are compiled.
@@ -37,10 +42,14 @@ _PLAIN_TASKS = 200_000
 
 
 class LocalSearch:
-    """Simulated annealing in rounds, each from the best order so far.
+    """Simulated annealing in rounds.
 
-    The orders depend on the seed and on the number of moves alone, and not on the parts in which
-    they are made.
+    The first rounds start from the given orders, one each. A later round starts from the result of
+    an earlier one: every second round from the best, the others from the next best ones. Rounds
+    get longer, and begin at temperatures that alternate.
+
+    The answer depends on the arguments and on the number of moves alone, and not on the parts in
+    which they are made.
 
     Parameters
     ----------
@@ -52,7 +61,11 @@ class LocalSearch:
         ``"makespan"``, or ``"span"``: the longest time of a device from first start to last end.
     temperature
         Temperature at which rounds begin, in mean seconds of a task. A low one suits few moves
-        from a good order. By default two high ones in turn.
+        from a good order. By default several in turn.
+    others
+        More orders that keep the limits, the most promising first.
+    budget
+        Number of moves that will be made, about; the length of rounds follows from it. None: many.
 
     Raises
     ------
@@ -68,33 +81,40 @@ class LocalSearch:
         seed: int,
         objective: Objective,
         temperature: float | None = None,
+        others: Sequence[LaneOrder] = (),
+        budget: int | None = None,
     ) -> None:
         self.problem, self.order = problem, order
         self.moves = 0
-        self._hot = _HOT if temperature is None else (temperature,)
+        self._temperature = temperature
         self._span = check_name("objective", objective, OBJECTIVES) == "span"
         self._lanes = lanes_of(problem, order.ptr)
         self._state = new_state(problem, order, check_count("seed", seed, 0))
-        self._round, self._move, self._length = 0, 0, _FIRST_MOVES * len(order.lanes)
+        n_tasks = len(order.lanes)
+        most = math.inf if budget is None else _FIRST_SHARE * budget
+        self._first_length = max(1, int(min(_FIRST_MOVES * n_tasks, max(most, n_tasks))))
+        n_others = _MOST_ORDERS - 1
+        if budget is not None:
+            n_others = min(n_others, int(0.5 * budget / self._first_length))
+        self._others = [new_state(problem, x, 0).task for x in others[:n_others]]
+        self._results: list[tuple[float, int, Ints]] = []
+        self._round, self._move, self._length = 0, 0, self._first_length
         self._rate = 1000.0
         if not keeps_limit(problem, order):
             raise ArgumentError("the order holds more bytes than a device may; give one that fits")
         if not begin(self._lanes, self._state, self._span):
             raise ArgumentError("tasks of the order wait for each other; give one that runs")
         self.value = float(self._state.values[BEST])
-        self._begin_round()
+        self._set_temperatures()
 
     def advance(self, n_moves: int, target: float = -math.inf) -> None:
         """Make moves, fewer if the objective reaches the target."""
         end = self.moves + n_moves
         while self.moves < end and self.value > target:
             if self._move == self._length:
-                self._round += 1
-                self._move, self._length = 0, min(2 * self._length, _MOST_MOVES * self._n_tasks)
-                self._state.task[:] = self._state.best
-                self._restart()
+                self._next_round()
             last = min(self._length, self._move + end - self.moves)
-            if (self.moves + last - self._move) * self._n_tasks > _PLAIN_TASKS:
+            if (self.moves + last - self._move) * len(self.order.lanes) > _PLAIN_TASKS:
                 self.compile()
             anneal(self._lanes, self._state, self._span, self._move, last, self._length, target)
             self.moves += last - self._move
@@ -110,29 +130,47 @@ class LocalSearch:
         self._rate = min(rate, 4 * self._rate)
         return n_moves
 
+    @property
+    def rate(self) -> float:
+        """Moves a second of the last `advance_for`."""
+        return self._rate
+
     @staticmethod
     def compile() -> None:
         """Compile the kernels now, which takes some seconds if they are not cached."""
         begin.compile()
         anneal.compile()
 
-    @property
-    def _n_tasks(self) -> int:
-        return len(self.order.lanes)
-
-    def _begin_round(self) -> None:
+    def _set_temperatures(self) -> None:
         """Set the temperatures of the round."""
         mean = float(self.problem.seconds.mean()) or 1.0
-        hot = self._hot[self._round % len(self._hot)]
+        moves_a_task = self._length / len(self.order.lanes)
+        hottest = next(hot for least, hot in _COOLER if moves_a_task >= least)
+        hot = min(hottest, _HOT[self._round % len(_HOT)])
+        if self._temperature is not None:
+            hot = self._temperature
         limits = hot * mean, min(_COLD, hot) * mean
         self._state.values[[FIRST_TEMPERATURE, LAST_TEMPERATURE]] = limits
 
-    def _restart(self) -> None:
-        """Begin a round with the best order."""
+    def _next_round(self) -> None:
+        """Keep the result of a round, and begin the next one."""
         state = self._state
-        state.position[state.task] = np.arange(self._n_tasks)
+        result = float(state.values[BEST]), self._round, state.best.copy()
+        self._results = sorted([*self._results, result], key=lambda x: x[:2])[:_MOST_ORDERS]
+        self._round += 1
+        self._move = 0
+        later = self._round - len(self._others)
+        if later <= 0:
+            state.task[:] = self._others[self._round - 1]
+        else:
+            rank = (later & -later).bit_length() - 1  # 0 1 0 2 0 1 0 3 ...
+            state.task[:] = self._results[rank % len(self._results)][2]
+            cycle = later // _MOST_ORDERS
+            self._length = int(self._first_length * _GROWTH**cycle)
+        state.position[state.task] = np.arange(len(state.task))
         begin(self._lanes, state, self._span)
-        self._begin_round()
+        self._keep_best()
+        self._set_temperatures()
 
     def _keep_best(self) -> None:
         """Note a better order; sums of bytes are checked anew, since searching rounds them."""
@@ -182,7 +220,14 @@ def improve(
         For arguments out of range, and for an order that does not keep the limits or deadlocks.
     """
     most = check_count("evaluations", evaluations, 0)
-    search = LocalSearch(problem, order, seed=seed, objective=objective, temperature=temperature)
+    search = LocalSearch(
+        problem,
+        order,
+        seed=seed,
+        objective=objective,
+        temperature=temperature,
+        budget=most if temperature is None else None,
+    )
     while search.moves < most and search.value > target:
         if deadline is not None and time.perf_counter() >= deadline:
             break

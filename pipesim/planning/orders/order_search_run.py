@@ -26,8 +26,13 @@ from pipesim.scheduling.placement import Placement
 
 __all__ = ["Effort", "Search", "meets"]
 
-#: Share of the effort for the local search before CP-SAT, and for a period of many micro-batches.
-_LOCAL_SHARE, _PERIOD_SHARE = 0.35, 0.4
+#: Share of the effort after which the local search gives way to CP-SAT, after which CP-SAT gives
+#: way to the local search, and share for a period of many micro-batches.
+_LOCAL_SHARE, _PROOF_SHARE, _PERIOD_SHARE = 0.4, 0.8, 0.4
+#: Seconds in which the moves a second are measured.
+_RATE_SECONDS = 0.1
+#: Most first orders that are kept.
+_MOST_FIRST = 16
 #: Seconds of a call of the local search, after which progress is shown.
 _CALL_SECONDS = 0.05
 #: Moves of such a call if moves are counted, and those that count as much as CP-SAT's second.
@@ -72,6 +77,8 @@ class Search:
         The lanes of all micro-batches.
     best, first
         The best order, and the one from which the search started; None before there is one.
+    firsts
+        Different first orders, the best one first.
     kept
         The best orders of the steps, the latest last.
     lower_bound, evaluations
@@ -87,6 +94,7 @@ class Search:
     problem: OrderProblem
     best: Candidate | None = None
     first: Candidate | None = None
+    firsts: list[Candidate] = field(default_factory=list)
     kept: list[Candidate] = field(default_factory=list)
     lower_bound: float = 0.0
     evaluations: int = 0
@@ -98,9 +106,8 @@ class Search:
 
     def run(self) -> None:
         """Search until the best order is proved, or the effort is spent."""
-        self.first = self._first(self.problem)
-        self._note(self.first)
         self.lower_bound = self._bound(self.problem)
+        self.first = self._first(self.problem)
         self.report(self)
         if self.is_done:
             return
@@ -110,7 +117,8 @@ class Search:
         self._improve(_LOCAL_SHARE if is_proof_possible else 1.0)
         if is_proof_possible and not self.is_done:
             self._prove()
-            self._improve(1.0)
+            if not self.is_done:
+                self._improve(1.0)
 
     @property
     def _is_large(self) -> bool:
@@ -128,15 +136,16 @@ class Search:
             self.kept = [*self.kept, candidate][-_MOST_KEPT:]
 
     def _first(self, problem: OrderProblem) -> Candidate:
-        """Return the best first order; all of them are tried, however short the time is."""
-        best: Candidate | None = None
+        """Return the best first order; all are tried, unless one meets the bound."""
+        different: dict[bytes, Candidate] = {}
         for candidate in first_orders(problem, self.placement, self.costs, self.objective):
-            if best is None or candidate.value < best.value:
-                best = candidate
-                if problem is self.problem:
-                    self._note(best)
-        assert best is not None  # the sequential order keeps every limit that `optimize` accepts
-        return best
+            different.setdefault(candidate.order.lanes.tobytes(), candidate)
+            if problem is self.problem:
+                self._note(candidate)
+                if self.is_done:
+                    return candidate
+        self.firsts = sorted(different.values(), key=lambda x: x.value)[:_MOST_FIRST]
+        return self.firsts[0]  # the sequential order keeps every limit that `optimize` accepts
 
     def _bound(self, problem: OrderProblem) -> float:
         """Return the lower bound of a problem (s)."""
@@ -152,14 +161,7 @@ class Search:
 
     def _improve(self, share: float) -> None:
         """Improve the best order by local search, until a share of the effort is spent."""
-        assert self.best is not None
-        if self.effort.evaluations is None:  # compilation does not count as search
-            began = time.perf_counter()
-            LocalSearch.compile()
-            self.effort.began += time.perf_counter() - began
-        search = LocalSearch(
-            self.problem, self.best.order, seed=self.effort.seed, objective=self.objective
-        )
+        search = self._local_search(share)
         target = self.lower_bound * (1.0 + _ROUNDING)
         total = self.effort.evaluations
         while search.value > target:
@@ -176,6 +178,37 @@ class Search:
             self._note(Candidate(search.order, search.value, "local search"))
             self.report(self)
 
+    def _local_search(self, share: float) -> LocalSearch:
+        """Return a local search from the best order and the first ones, for a share of the effort.
+
+        Its number of moves follows from a short trial if the effort is counted in seconds.
+        """
+        assert self.best is not None
+        best, effort = self.best, self.effort
+        others = [x.order for x in self.firsts if x is not best]
+        if effort.evaluations is not None:
+            budget = max(1, int(effort.evaluations * share) - self.evaluations)
+        else:
+            began = time.perf_counter()
+            LocalSearch.compile()
+            effort.began += time.perf_counter() - began  # compilation does not count as search
+            trial = LocalSearch(
+                self.problem, best.order, seed=effort.seed, objective=self.objective
+            )
+            began = time.perf_counter()
+            while time.perf_counter() < began + _RATE_SECONDS:
+                trial.advance_for(_RATE_SECONDS / 4, 2**31)
+            left = effort.seconds * max(0.0, share - effort.share)
+            budget = max(1, int(trial.rate * left))
+        return LocalSearch(
+            self.problem,
+            best.order,
+            seed=effort.seed + (self.evaluations > 0),
+            objective=self.objective,
+            others=others,
+            budget=budget,
+        )
+
     def _prove(self) -> None:
         """Prove the best order with CP-SAT, or find a better one and raise the bound."""
         assert self.best is not None
@@ -183,16 +216,14 @@ class Search:
 
         def stop() -> bool:
             self.report(self)
-            return total is None and self.effort.share >= 1.0
+            return total is None and self.effort.share >= _PROOF_SHARE
 
         proof = prove(
             self.problem,
             self.best.order,
             self.lower_bound,
             objective=self.objective,
-            seconds=self.effort.seconds * max(0.0, 1 - self.effort.share)
-            if total is None
-            else None,
+            seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
             work=None if total is None else max(0.01, total / _MOVES_A_SECOND),
             seed=self.effort.seed,
             stop=stop,
@@ -203,6 +234,10 @@ class Search:
         if proof.interrupted:
             raise KeyboardInterrupt
         self.report(self)
+
+    def _seconds_until(self, share: float) -> float:
+        """Return the seconds until a share of the effort is spent, at least a tenth of one."""
+        return max(0.1, self.effort.seconds * (share - self.effort.share))
 
     def _candidate(self, order: LaneOrder, name: str) -> Candidate:
         value = getattr(evaluate(self.problem, order), self.objective)
@@ -222,9 +257,8 @@ class Search:
             self.placement, self.costs, self.limit, self.objective, self.effort,
             lambda _: self.report(self), small,
         )  # fmt: skip
-        part.first = part._first(small)
-        part._note(part.first)
         part.lower_bound = part._bound(small)
+        part.first = part._first(small)
         part._improve(_PERIOD_SHARE if self.effort.evaluations is not None else share)
         self.evaluations += part.evaluations
         assert part.best is not None

@@ -190,7 +190,8 @@ def test_interrupt_returns_the_best_order_so_far():
         import pipesim as ps
         costs = ps.Costs(forward=(3, 5, 4, 7), input_grad=(5, 3, 4, 2), weight_grad=(2, 4, 3, 6),
                          activation_bytes=1, weight_grad_bytes=1)
-        threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        ps.optimize(ps.v_shaped(2), 40, costs, 5, evaluations=1000)  # loads the loops
+        threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
         order = ps.optimize(ps.v_shaped(2), 40, costs, 5, seconds=600)
         print("returned", order.makespan >= order.lower_bound > 0, order.seconds < 100)
         """
