@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[str, str]] = {
     "data_parallel": ("N", "replicas of the pipeline"),
     "microbatch_size": ("N", "sequences of a micro-batch"),
     "schedules": ("NAME", "schedules to try; pipesim schedules lists them"),
-    "n_chunks": ("N", "stages of each device, for schedules that take a number of chunks"),
+    "n_chunks": ("N", "stages of each device"),
     "recompute": ("MODE", "recompute of layers: none, selective, full"),
     "shard_optimizer": ("BOOL", "true, false or true,false: a distributed optimizer, as in ZeRO-1"),
     "sequence_parallel": ("BOOL", "likewise: split the sequence where tensor parallelism does not"),
@@ -82,7 +82,13 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
         add(_flag(key), dest=f"plan.{key}", action=action, help=text)
     add("--jobs", dest="plan.n_jobs", type=parse_value, metavar="N", default=1,
         help="processes; -1: one a core; by default 1")  # fmt: skip
-    add("--best", type=parse_value, metavar="N", default=10, help="configurations to print")
+    add(
+        "--best",
+        type=parse_value,
+        metavar="N",
+        default=10,
+        help="configurations to find for certain, and to print",
+    )
     add("--explain", type=parse_value, metavar="RANK", default=None,
         help="print why the best takes less time than the one of this rank")  # fmt: skip
     add("--plot", type=figure_path, metavar="FILE", default=None,

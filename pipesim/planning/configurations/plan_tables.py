@@ -70,11 +70,12 @@ def _tokens(problem: PlanProblem) -> float:
 
 def _mfu(problem: PlanProblem, row: Evaluation) -> float:
     """Return the model FLOPs utilization (0..1), as `Timeline.mfu`; NaN if it is unknown."""
-    model, cluster = problem.model, problem.cluster
-    if not isinstance(model, Transformer) or cluster.is_mixed or cluster.gpu.peak is None:
+    model, gpus = problem.model, problem.cluster.gpus
+    peaks = [gpus[kind].peak or math.nan for kind in problem.gpus_of_devices(row.choice)]
+    if not isinstance(model, Transformer):
         return math.nan
     flops = model.step_flops(problem.global_batch)
-    return flops / (row.step * row.choice.n_gpus * cluster.gpu.peak)
+    return flops / (row.step * row.choice.n_gpus * (math.fsum(peaks) / len(peaks)))
 
 
 def front_ranks(seconds: Sequence[float], memory: Sequence[float]) -> list[int]:

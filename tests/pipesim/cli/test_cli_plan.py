@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from command_output import fail, rows, succeed
 from PIL import Image
 
 import pipesim as ps
+from pipesim.cli import main
 from pipesim.planning.configurations.plans import Plans
 
 #: A search of a few configurations.
@@ -52,11 +54,23 @@ def test_other_programs_and_explanations(capsys: pytest.CaptureFixture[str]) -> 
     _, table, reason, flags, settings = out.split("\n\n", 4)
     assert "1f1b" in table
     assert reason.startswith("A: tp2 pp2 dp1, 1f1b")
-    assert "Recompute: " in reason
+    assert " less than B with " in reason
+    assert "none, against full recompute" in reason
     assert shlex.split(flags)[4:9] == [
         "--micro-batch-size", "1", "--global-batch-size", "8", "--sequence-parallel"
     ]  # fmt: skip
     assert tomllib.loads(settings)["parallelism"]["pipeline_parallel_degree"] == 2
+
+
+def test_progress_is_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to stderr, so that the output can be read by other programs."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*map(str, PLAN)]) == 0
+    out, err = capsys.readouterr()
+    assert "configuration/s" in err
+    assert " configurations: " in out.splitlines()[0]
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +110,15 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert out.splitlines()[1:] == same_plans().summary(2).splitlines()[1:]
     other = succeed(capsys, *config, "--size", "n_layers=6", "--best", 2)
     assert other.splitlines()[3] != out.splitlines()[3]
+
+
+def test_files_beside_the_file_of_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('model = "gpt2_xl"\n[cluster]\nmachine = "dgx_h100"\ngpu = "fit.json"\n')
+    message = fail(capsys, "plan", "--config", path, "--gpus", 1, "--global-batch", 1)
+    assert str(tmp_path / "fit.json") in message
 
 
 def test_names_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,15 @@ def test_figures_are_those_of_the_simulated_step() -> None:
     assert plan.costs is timeline.costs
 
 
+def test_utilization_of_different_gpus() -> None:
+    """It is a share of the mean peak of the devices' GPUs."""
+    mixed = replace(problem(), cluster=ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)]))
+    choice = replace(CHOICE, pipeline_parallel=4, layers_per_stage=(2, 2, 2, 2))
+    timeline = Plan(mixed, evaluation(choice, NAN, NAN)).timeline
+    row = Plans(mixed, (evaluation(choice, timeline.makespan, 1.0),)).table.iloc[0]
+    assert row["mfu"] == pytest.approx(timeline.mfu())
+
+
 def test_ruled_out_has_the_others_with_their_reasons() -> None:
     table = plans().ruled_out
     assert table["status"].tolist() == ["cannot win", "does not fit", "invalid"]
@@ -215,6 +224,9 @@ def test_the_plot_is_labelled() -> None:
     assert texts == ["limit 7.45 GiB", "tp2 pp2 dp2", "tp1 pp4 dp2"]
     assert ax.get_title(loc="left") == "small"
     assert plans().plot().texts[0].get_text() == "limit 74.5 GiB"
+    half = ps.Cluster("dgx_h100", n_gpus=8, usable_memory=0.5)
+    free = replace(plans(), problem=replace(problem(), cluster=half, memory_limit=None))
+    assert free.plot().texts[0].get_text() == "limit 37.3 GiB"
 
 
 def test_layers_have_no_tokens() -> None:
