@@ -118,6 +118,7 @@ def make_problem(
     seconds = [costs.per_stage(name, n_stages) for name in phases]
     delays = _delays(placement, costs)
     _check_sums(n_microbatches, [*seconds, *delays], f_bytes.sum() * n_paths)
+    in_flight_of_stages = checked_in_flight(in_flight, n_stages)  # may be too large for a float
     home = np.array(placement.paths).T.ravel()
     path = np.arange(len(home)) % n_paths
     count, lane_ptr, lane = _actions(n_microbatches, n_paths, len(home) * len(phases))
@@ -139,7 +140,7 @@ def make_problem(
         f_bytes=f_bytes,
         w_bytes=w_bytes,
         limits=np.array(checked_limits(memory_limit, placement, f_bytes), float),
-        in_flight=np.array(checked_in_flight(in_flight, n_stages), float),
+        in_flight=np.array([min(x, n_microbatches + 1) for x in in_flight_of_stages], float),
     )
 
 
