@@ -135,13 +135,13 @@ def test_optimum_is_that_of_brute_force(placement, m, split, limit, hold, whole)
     problem = small_problem(placement, m, split=split, limit=limit, hold=hold, whole=whole)
     orders = all_orders(problem)
     times = [evaluate(problem, order) for order in orders]
-    proof = prove(problem, orders[0], work=5.0)
+    proof = prove(problem, orders[0], seconds=30.0)
     best = min(x.makespan for x in times)
     assert best * (1.0 - 1e-9) <= proof.lower_bound <= best
     assert proof.proved
     assert evaluate(problem, proof.order or orders[0]).makespan == pytest.approx(best, rel=1e-9)
     assert keeps_limit(problem, proof.order or orders[0])
-    proof = prove(problem, orders[0], work=5.0, objective="span")
+    proof = prove(problem, orders[0], seconds=30.0, objective="span")
     best = min(x.span for x in times)
     assert proof.lower_bound <= best
     if placement != "bidirectional":  # there, times are rounded coarsely
@@ -156,7 +156,7 @@ def test_bound_is_never_above_a_named_schedule():
     schedules = [ps.schedule(name, 3, 5) for name in ("zb_h1", "zb_h2", "zb_1p")]
     orders = [lane_order(problem, x) for x in schedules]
     makespans = [evaluate(problem, order).makespan for order in orders]
-    proof = prove(problem, orders[0], work=10.0)
+    proof = prove(problem, orders[0], seconds=30.0)
     assert proof.order is not None
     assert proof.lower_bound <= evaluate(problem, proof.order).makespan <= min(makespans)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
@@ -104,7 +105,7 @@ def prove(
     objective
         "makespan" or "span", the longest time of a device from its first start to its last end.
     seconds
-        Time limit of the search.
+        Time limit, for the model and the search.
     work
         Limit in CP-SAT's deterministic time: about as many seconds of a thread. Equal arguments
         then have equal results, if neither ``seconds`` nor ``stop`` ends the search.
@@ -131,8 +132,15 @@ def prove(
         return Proof(None, lower_bound, True)
     if not available() or problem.count.sum() > MOST_TASKS:
         return Proof(None, lower_bound, False)
-    built = _model(problem, order, value, lower_bound, objective)
-    outcome = solve(built, Effort(seconds, work, n_workers, seed), stop)
+    began = time.perf_counter()
+    try:
+        built = _model(problem, order, value, lower_bound, objective)
+    except KeyboardInterrupt:
+        return Proof(None, lower_bound, False, interrupted=True)
+    left = None if seconds is None else seconds - (time.perf_counter() - began)
+    if left is not None and left <= 0.0:
+        return Proof(None, lower_bound, False)
+    outcome = solve(built, Effort(left, work, n_workers, seed), stop)
     bound = max(lower_bound, _certified(outcome, built.ticks, objective))
     better = _better_order(problem, outcome, value, objective)
     if better is not None:
@@ -210,8 +218,8 @@ def _add_hint(built: OrderModel, order: LaneOrder, times: Times) -> None:
     """Hint the order and its earliest times (ticks)."""
     numbers = occurrences(order.lanes).tolist()
     tasks = list(zip(order.lanes.tolist(), numbers, strict=True))
-    for (lane, number), time in zip(tasks, times.start.tolist(), strict=True):
-        built.model.add_hint(built.start[lane][number], int(time))
+    for (lane, number), start in zip(tasks, times.start.tolist(), strict=True):
+        built.model.add_hint(built.start[lane][number], int(start))
     built.model.add_hint(built.objective, built.most)
     rank = {task: k for k, task in enumerate(tasks)}
     for (a, b), literal in built.before.items():
