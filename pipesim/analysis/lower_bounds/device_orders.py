@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.analysis.lower_bounds.lanes import Floats
 from pipesim.utils.csr import Ints
@@ -75,6 +76,13 @@ class StateSpace(NamedTuple):
         Times of states (s).
     start, end
         Earliest start and latest end of each place (s), over all orders.
+    least, most
+        Number of tasks of lane 1 before each task of lane 0: orders with others are left out;
+        shape ``(n_devices, most tasks of a lane + 1)``.
+    fewest, greatest
+        The same numbers in the orders that are left.
+    is_counted
+        Whether the states of a device are few enough; shape ``(n_devices,)``.
     """
 
     low: Ints
@@ -84,17 +92,37 @@ class StateSpace(NamedTuple):
     latest: Floats
     start: Floats
     end: Floats
+    least: Ints
+    most: Ints
+    fewest: Ints
+    greatest: Ints
+    is_counted: NDArray[np.bool_]
 
 
 def new_states(lanes: DeviceLanes, n_states: int) -> StateSpace:
     """Return room for up to ``n_states`` states."""
     most = int(lanes.n_tasks.max(initial=0)) + 1
     low, high = np.zeros((2, N_LANES, most), dtype=np.int64)
-    times, windows = np.empty((2, n_states)), np.empty((2, len(lanes.place)))
-    return StateSpace(low, high, np.ones(N_LANES, np.int64), *times, *windows)
+    earliest, latest = np.empty((2, n_states))
+    start, end = np.empty((2, len(lanes.place)))
+    least, greatest, fewest = np.zeros((3, len(lanes.room), most), dtype=np.int64)
+    return StateSpace(
+        low=low,
+        high=high,
+        width=np.ones(N_LANES, np.int64),
+        earliest=earliest,
+        latest=latest,
+        start=start,
+        end=end,
+        least=least,
+        most=np.full_like(least, most),
+        fewest=fewest,
+        greatest=greatest,
+        is_counted=np.zeros(len(lanes.room), dtype=bool),
+    )
 
 
-# Helpers of the kernel `pipesim.analysis.lower_bounds.horizon.within`.
+# Helpers of the kernel `pipesim.analysis.lower_bounds.windows._windows_are_left`.
 
 
 def set_ranges(
@@ -200,6 +228,8 @@ def fill_earliest(
                         done = count_of(lane, a, b, c, d)
                         if done >= count[device, lane]:
                             continue
+                        if lane == 0 and not space.least[device, a] <= b <= space.most[device, a]:
+                            continue
                         before = count_of(lanes.before[device, lane], a, b, c, d)
                         if not can_run(lanes, device, lane, done, before, held):
                             continue
@@ -233,6 +263,8 @@ def fill_latest(
         n_tasks += count[device, lane]
         for k in range(first, first + count[device, lane]):
             space.start[k], space.end[k] = np.inf, -np.inf
+    for a in range(count[device, 0]):
+        space.fewest[device, a], space.greatest[device, a] = count[device, 1], 0
     for a in range(count[device, 0], -1, -1):
         for b in range(space.high[1, a], space.low[1, a] - 1, -1):
             for c in range(space.high[2, a], space.low[2, a] - 1, -1):
@@ -249,6 +281,8 @@ def fill_latest(
                     for lane in range(N_LANES):
                         done = count_of(lane, a, b, c, d)
                         if done >= count[device, lane]:
+                            continue
+                        if lane == 0 and not space.least[device, a] <= b <= space.most[device, a]:
                             continue
                         before = count_of(lanes.before[device, lane], a, b, c, d)
                         if not can_run(lanes, device, lane, done, before, held):
@@ -270,4 +304,7 @@ def fill_latest(
                             last = max(last, end - lanes.seconds[device, lane])
                             space.start[k] = min(space.start[k], start)
                             space.end[k] = max(space.end[k], end)
+                            if lane == 0:
+                                space.fewest[device, a] = min(space.fewest[device, a], b)
+                                space.greatest[device, a] = max(space.greatest[device, a], b)
                     latest[own] = last

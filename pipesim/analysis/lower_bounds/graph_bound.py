@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.lower_bounds.device_lanes import device_lanes
-from pipesim.analysis.lower_bounds.horizon import Windows, latest_excluded_horizon
+from pipesim.analysis.lower_bounds.horizon import latest_excluded_horizon
 from pipesim.analysis.lower_bounds.lanes import Floats, LaneGraph, joined_arcs, lane_graph
 from pipesim.analysis.lower_bounds.longest_paths import (
     Places,
@@ -22,6 +22,7 @@ from pipesim.analysis.lower_bounds.memory_arcs import memory_arcs
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream, shared_streams
 from pipesim.analysis.lower_bounds.span import longest_span
 from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, device_stages
+from pipesim.analysis.lower_bounds.windows import Windows
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_name
 from pipesim.graph.graph import TaskGraph
@@ -47,6 +48,7 @@ def graph_bound(
     memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
     objective: Objective = "makespan",
     target: float = math.inf,
+    search: bool = False,
 ) -> float:
     """Return a time (s) that no order of the graph's compute tasks goes below.
 
@@ -78,6 +80,8 @@ def graph_bound(
         last end.
     target
         A makespan (s) that an order reaches: a bound that meets it is not raised further.
+    search
+        Whether to branch on the orders of devices, which takes up to about a second longer.
 
     Raises
     ------
@@ -101,7 +105,7 @@ def graph_bound(
     if objective == "span":
         seconds = longest_span(places, _compute_devices(graph, lanes)[places.lane])
     else:
-        seconds = _makespan(places, lanes, devices, target)
+        seconds = _makespan(places, lanes, devices, target, search)
     if not seconds <= LONGEST:
         raise CostsError(
             f"the tasks of {graph.name!r} take at least {seconds:g} s, beyond {LONGEST:g}: too "
@@ -111,7 +115,7 @@ def graph_bound(
 
 
 def _makespan(
-    places: Places, lanes: LaneGraph, devices: Sequence[DeviceStages], target: float
+    places: Places, lanes: LaneGraph, devices: Sequence[DeviceStages], target: float, search: bool
 ) -> float:
     """Return a lower bound on the end of the last task (s)."""
     head, tail = heads_of(places), tails_of(places)
@@ -121,7 +125,8 @@ def _makespan(
     if longest >= target:
         return longest
     windows = Windows.of_places(places, device_lanes(lanes, places, devices), head, tail)
-    return latest_excluded_horizon(windows, longest, target, whole=_rounding(places) == 0.0)
+    whole = _rounding(places) == 0.0
+    return latest_excluded_horizon(windows, longest, target, whole=whole, search=search)
 
 
 def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> NDArray[np.int64]:

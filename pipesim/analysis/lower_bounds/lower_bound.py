@@ -32,6 +32,7 @@ def lower_bound(
     *,
     split_backward: bool | None = None,
     objective: Objective = "makespan",
+    search: bool = True,
 ) -> float:
     """Return a time (s) that no order of a placement's actions goes below.
 
@@ -58,6 +59,10 @@ def lower_bound(
     objective
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
         last end.
+    search
+        Whether to raise the bound on the makespan by branching on the orders of devices, for up to
+        about a second. The number of steps is fixed, so that the bound does not depend on the
+        machine.
 
     Raises
     ------
@@ -86,6 +91,7 @@ def lower_bound(
     check_type("placement", placement, Placement)
     check_type("costs", costs, Costs)
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
+    check_flag("search", search)
     if split_backward is not None:
         check_flag("split_backward", split_backward)
     has_parts = costs.input_grad is not None and costs.weight_grad is not None
@@ -107,7 +113,7 @@ def lower_bound(
             "memory_limit out"
         )
     graph = lower(_any_order(placement, n_microbatches, bool(is_split)))
-    return graph_bound(graph, costs, memory_limit=memory_limit, objective=objective)
+    return graph_bound(graph, costs, memory_limit=memory_limit, objective=objective, search=search)
 
 
 def _of_both_kinds(costs: Costs, n_stages: int) -> Costs:

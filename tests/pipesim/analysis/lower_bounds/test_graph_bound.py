@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from strategies import cases, skipping_cases
 
 import pipesim as ps
 from pipesim.analysis.lower_bounds.graph_bound import graph_bound
+from pipesim.errors import ArgumentError, CostsError
 
 
 def check(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
@@ -20,12 +22,14 @@ def check(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
         assert graph_bound(graph, costs) <= bound <= timeline.makespan
 
 
+@settings(max_examples=50)
 @given(cases())
 def test_no_makespan_is_below(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Every schedule and option of `lower`, with any costs and network."""
     check(case)
 
 
+@settings(max_examples=25)
 @given(skipping_cases())
 def test_no_makespan_is_below_with_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Skip connections likewise."""
@@ -62,3 +66,57 @@ def test_limits_of_each_device_count_parameters_and_reserve() -> None:
     assert ps.lower_bound(ps.linear(2), 5, costs, [one, 1e9]) == 5 * 6
     assert ps.lower_bound(ps.linear(2), 5, costs, [one + 5.9, 1e9]) == 5 * 6
     assert ps.lower_bound(ps.linear(2), 5, costs, [one + 6, 1e9]) == 6 * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "m", "cap", "latency", "optimum"),
+    [
+        (([18, 5, 17, 14], [14, 27, 19, 30]), 11, 3, 0, 680),
+        (([5, 14, 8], [22, 19, 24]), 12, 2, 1, 623),
+        (([5, 9, 12, 12, 6], [19, 16, 19, 6, 15], [6, 9, 14, 6, 11]), 8, 2, 3, 632),
+        (([17, 19, 5], [17, 14, 12], [12, 14, 9]), 28, 2, 3, 1616),
+    ],
+)
+def test_uneven_stages_under_a_limit(
+    seconds: tuple[list[float], ...], m: int, cap: float, latency: float, optimum: float
+) -> None:
+    """The optimum, as CP-SAT proved it, for F and B, or F, I and W of each stage."""
+    forward, *backward = seconds
+    names = ("backward",) if len(backward) == 1 else ("input_grad", "weight_grad")
+    costs = ps.Costs(
+        forward,
+        **dict(zip(names, backward, strict=True)),
+        activation_bytes=1,
+        weight_grad_bytes=1,
+        network=ps.Network(latency=latency),
+    )
+    placement = ps.linear(len(forward))
+    assert ps.lower_bound(placement, m, costs, cap) == optimum
+    assert 0.9 * optimum < ps.lower_bound(placement, m, costs, cap, search=False) <= optimum
+
+
+def test_either_kind_of_backward() -> None:
+    """With costs of both, the bound holds for orders with B and for those with I and W."""
+    costs = ps.Costs(forward=3, backward=4, input_grad=3, weight_grad=3)
+    either = ps.lower_bound(ps.linear(3), 6, costs)
+    for split in (False, True):
+        assert either <= ps.lower_bound(ps.linear(3), 6, costs, split_backward=split)
+    least = ps.Costs(forward=3, input_grad=3, weight_grad=1)
+    assert either == ps.lower_bound(ps.linear(3), 6, least)
+
+
+def test_bad_input() -> None:
+    """Messages name the argument, the device and what it needs at least."""
+    costs = ps.Costs(1, 2, activation_bytes=4, parameter_bytes=3, memory_reserve=0.5)
+    place = ps.linear(2)
+    with pytest.raises(ArgumentError, match=r"device 1 is 14.0 B .* need 15.0 B .* at least 15"):
+        ps.lower_bound(place, 2, costs, [15.1, 14])
+    assert ps.lower_bound(place, 2, costs, 15) == 12
+    with pytest.raises(CostsError, match="memory_limit is given, but the costs have no bytes"):
+        ps.lower_bound(place, 2, ps.Costs(1, 2), 8)
+    with pytest.raises(CostsError, match="split_backward=True needs the seconds of I and W"):
+        ps.lower_bound(place, 2, costs, split_backward=True)
+    with pytest.raises(ArgumentError, match="unknown objective 'time'"):
+        ps.lower_bound(place, 2, costs, objective="time")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="n_microbatches"):
+        ps.lower_bound(ps.bidirectional(2), 1, costs)
