@@ -13,6 +13,9 @@ machine that slows down slows all. The time of a step is that of ``pipeline.step
 "ratio" is the time of the order over that of a schedule in the same round: its median over rounds,
 and an interval that holds the median with 95 % confidence. Below 1 the order is faster.
 
+With ``--sleep 0.003`` layers sleep in place of computing, which other work on the machine hardly
+delays: a control of whether the executor runs the order as predicted.
+
 ``python benchmarks/optimal_order_run.py`` writes results/benchmarks/optimal_order_run.txt. It needs
 two cores that nothing else uses, for some five minutes. ``--first 2 --steps 5 --seconds 2 --out -``
 shows that it works.
@@ -26,7 +29,7 @@ import os
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import _machine as machine
@@ -58,8 +61,37 @@ class Candidate(NamedTuple):
     predicted: float
 
 
-def make_stages(width: int) -> list[nn.Module]:
-    """Return the four stages."""
+class _Sleep(torch.autograd.Function):
+    """Add a number, and sleep: the backward twice as long as the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shift: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        sleep(seconds)
+        return x + shift
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sleep(2 * ctx.seconds)
+        return gradient, gradient.sum(), None
+
+
+class Sleeping(nn.Module):
+    """A stage that sleeps so many seconds in a forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.shift, self.seconds = nn.Parameter(torch.zeros(())), seconds
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Sleep, and return the input plus the parameter."""
+        return _Sleep.apply(x, self.shift, self.seconds)
+
+
+def make_stages(width: int, seconds: float) -> list[nn.Module]:
+    """Return the four stages; layers sleep if ``seconds`` is not 0."""
+    if seconds:
+        return [Sleeping(seconds * n) for n in LAYERS]
     torch.manual_seed(0)
     return [
         nn.Sequential(*(x for _ in range(n) for x in (nn.Linear(width, width), nn.Tanh())))
@@ -183,11 +215,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each search")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--samples", type=int, default=64, help="of a micro-batch")
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds of a layer's forward")
     out = machine.ROOT / "results" / "benchmarks" / "optimal_order_run.txt"
     parser.add_argument("--out", default=str(out), help="file, or - for none")
     options = parser.parse_args()
     warnings.simplefilter("ignore", PipeWarning)
-    stages = make_stages(options.width)
+    stages = make_stages(options.width, options.sleep)
     batch = torch.randn(N_MICROBATCHES * options.samples, options.width)
     costs = measured_costs(stages, batch)
     whole = costs.per_stage("forward", 4) + costs.per_stage("backward", 4)
@@ -218,7 +251,9 @@ def main() -> None:
         f"load average of the machine afterwards: {os.getloadavg()[0]:.1f}",
         "",
         f"stages of {', '.join(map(str, LAYERS))} layers, {N_MICROBATCHES} micro-batches of "
-        f"{options.samples} samples, width {options.width}; profiled ms a micro-batch:",
+        f"{options.samples} samples, "
+        + (f"layers that sleep {options.sleep:g} s" if options.sleep else f"width {options.width}")
+        + "; profiled ms a micro-batch:",
         *profile,
         "",
         f"the order is within {gap:.2%} of the lower bound of its placement",
