@@ -44,6 +44,7 @@ _SETTINGS: Mapping[str, tuple[str, str]] = {
     "memory_limit": ("BYTES", "bytes that a device may hold, such as 75e9 or 75GiB; by default the "
                      "memory of its GPU"),
     "memory_reserve": ("SHARE", "of the allocated bytes, held besides by the allocator"),
+    "split": ("MODE", "layers of stages: refined (the best few moved further), balanced or even"),
     "layout": ("ORDER", "stage_major or replica_major: whose devices are numbered in a row"),
     "noise": ("SHARE", "standard deviation of the seconds of each task, relative to their mean"),
     "percentile": ("N", "of noisy steps, by which the best are ranked; 90 by default"),
