@@ -318,28 +318,29 @@ def _run(
     memory: HeldBytes,
 ) -> None:
     """Fill the order: at the time of each event, its device looks for an action."""
-    n_copies = len(problem.home)
+    n_copies, wake = len(problem.home), progress.wake
+    future, unknown = queues.future, queues.unknown
     for path in range(problem.n_paths):
         for number in range(problem.n_of_path[path]):
             _arrive(problem, ranks, progress, queues, path, number, 0.0)
     while True:
         device = 0
         for other in range(1, problem.n_devices):
-            if progress.wake[other] < progress.wake[device]:
+            if wake[other] < wake[device]:
                 device = other
-        now = progress.wake[device]
+        now = wake[device]
         if now == math.inf:
             return
         following = math.inf
         for phase in range(problem.n_phases):
             for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
                 lane = phase * n_copies + problem.copies[k]
-                make_ready(queues, ranks, lane, now)
-                if queues.future[lane] < queues.unknown[lane]:
-                    arrival = queues.arrival[queues.action[queues.future[lane]]]
-                    following = min(following, arrival)
+                if future[lane] < unknown[lane]:
+                    make_ready(queues, ranks, lane, now)
+                if future[lane] < unknown[lane]:
+                    following = min(following, queues.arrival[queues.action[future[lane]]])
         action = _choose(problem, ranks, patience, progress, queues, memory, device, now)
         if action == _NONE:
-            progress.wake[device] = following
+            wake[device] = following
         else:
             _start(problem, ranks, progress, queues, memory, action, now)
