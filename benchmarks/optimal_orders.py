@@ -158,7 +158,8 @@ def report(table: pd.DataFrame, settings: str) -> list[str]:
             f"over the best order: mean {over.mean():.3f} %, most {over.max():.3f} %, "
             f"more than 0.5 % in {int((over > 0.5).sum())}",
             f"bound over the best order: mean {bound.mean():.2f} %, least {bound.min():.2f} %",
-            f"gain over the best named schedule: median {gain.median():.2f} %, most {gain.max():.2f} %",
+            f"gain over the best named schedule: median {gain.median():.2f} %, most "
+            f"{gain.max():.2f} %",
         ]
     return lines
 

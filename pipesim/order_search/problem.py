@@ -82,10 +82,22 @@ class OrderProblem(NamedTuple):
 
 
 def is_split(costs: Costs, split_backward: bool | None) -> bool:
-    """Return whether the backward is I and W; by default if the costs have both."""
+    """Return whether the backward is I and W; by default if the costs have both.
+
+    Raises
+    ------
+    CostsError
+        If it shall be split, and the costs lack seconds of I or W.
+    """
+    has_both = costs.input_grad is not None and costs.weight_grad is not None
     if split_backward is None:
-        return costs.input_grad is not None and costs.weight_grad is not None
-    return check_flag("split_backward", split_backward)
+        return has_both
+    if check_flag("split_backward", split_backward) and not has_both:
+        raise CostsError(
+            "split_backward=True needs the seconds of I and W; give the costs input_grad and "
+            "weight_grad, or leave split_backward out"
+        )
+    return split_backward
 
 
 def order_problem(
