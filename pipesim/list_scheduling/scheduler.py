@@ -7,31 +7,27 @@ engines compute when actions run. Its loop is compiled, but runs as Python for a
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.list_scheduling.memory_admission import (
     HeldBytes,
-    could_have_room,
     count_backward,
     count_forward,
-    has_room,
-    is_safe,
     new_held_bytes,
 )
-from pipesim.list_scheduling.problem import BACKWARD, WEIGHT, Problem
+from pipesim.list_scheduling.problem import WEIGHT, Problem
 from pipesim.list_scheduling.queues import (
     Queues,
     Ranks,
     add,
-    goes_before,
     make_ready,
     new_queues,
-    ranks_below,
     start_ready,
 )
+from pipesim.list_scheduling.selection import HELPERS, NONE, Progress, choose
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import available, kernel
 
@@ -39,33 +35,6 @@ __all__ = ["list_orders"]
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-_NONE = -1
-
-
-class _Progress(NamedTuple):
-    """Progress of devices and copies.
-
-    Attributes
-    ----------
-    free, wake
-        Time at which each device is free, and at which it next looks for an action (s).
-    n_in_flight
-        Micro-batches between F and their backward, of each copy.
-    started, next_in_order
-        Whether each F has started, and the first micro-batch of each copy whose F has not.
-    end
-        End of the filled part of each device's order, in ``order``.
-    order
-        Actions, those of device 0 first.
-    """
-
-    free: Floats
-    wake: Floats
-    n_in_flight: Ints
-    started: NDArray[np.bool_]
-    next_in_order: Ints
-    end: Ints
-    order: Ints
 
 
 def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[Ints, Ints]:
@@ -80,7 +49,7 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
 
     No limit can make devices wait for each other forever: the oldest micro-batch that has not
     passed the whole pipeline always finds room, and a place in flight is reserved for it
-    (`_in_flight_allows`).
+    (`pipesim.list_scheduling.selection`).
 
     Returns
     -------
@@ -90,7 +59,7 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
     n_copies, n_actions = len(problem.home), len(problem.lane)
     n_of_device = np.bincount(problem.home[problem.lane % n_copies], minlength=problem.n_devices)
     ptr = np.append(0, np.cumsum(n_of_device))
-    progress = _Progress(
+    progress = Progress(
         free=np.zeros(problem.n_devices),
         wake=np.full(problem.n_devices, math.inf),
         n_in_flight=np.zeros(n_copies, int),
@@ -118,136 +87,8 @@ def _with_lists(table: T) -> T:
     return cast(T, type(table)(*fields))
 
 
-def _first_ready(problem: Problem, ranks: Ranks, queues: Queues, device: int, phase: int) -> int:
-    """Return the first of a device's ready actions of a phase, or `_NONE`."""
-    first = _NONE
-    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
-        lane = phase * len(problem.home) + problem.copies[k]
-        if queues.ready[lane] < queues.future[lane]:
-            action = queues.action[queues.ready[lane]]
-            if first == _NONE or goes_before(ranks, action, first):
-                first = action
-    return first
-
-
-def _in_flight_allows(problem: Problem, progress: _Progress, copy: int, microbatch: int) -> bool:
-    """Reserve the last place in flight for the micro-batch that is next in order."""
-    places = problem.in_flight[copy // problem.n_paths] - progress.n_in_flight[copy]
-    return bool(places >= 2 or microbatch == progress.next_in_order[copy])
-
-
-def _allows(problem: Problem, progress: _Progress, memory: HeldBytes, action: int) -> bool:
-    """Return whether an F may start, for which there is room now."""
-    copy = problem.lane[action]  # as lanes of F come first
-    microbatch = action - problem.lane_ptr[copy]
-    if not _in_flight_allows(problem, progress, copy, microbatch):
-        return False
-    stage, path = copy // problem.n_paths, copy % problem.n_paths
-    return is_safe(problem, memory, problem.home[copy], path, microbatch, problem.f_bytes[stage])
-
-
-def _first_allowed(
-    problem: Problem, progress: _Progress, queues: Queues, memory: HeldBytes, copy: int
-) -> int:
-    """Return the F of lowest rank that may start, or `_NONE`; there is room for each of them."""
-    ready, future = queues.ready[copy], queues.future[copy]
-    first = queues.action[ready]
-    if _allows(problem, progress, memory, first):
-        return int(first)
-    oldest = first
-    if first - problem.lane_ptr[copy] != progress.next_in_order[copy]:
-        for k in range(ready + 1, future):
-            oldest = min(oldest, queues.action[k])
-    if oldest == first or not _allows(problem, progress, memory, oldest):
-        return _NONE  # no other F is allowed either
-    for k in range(ready + 1, future):
-        if _allows(problem, progress, memory, queues.action[k]):
-            return int(queues.action[k])
-    return _NONE
-
-
-def _weight_may_start(
-    problem: Problem,
-    ranks: Ranks,
-    patience: float,
-    progress: _Progress,
-    queues: Queues,
-    memory: HeldBytes,
-    device: int,
-    weight: int,
-    now: float,
-) -> bool:
-    """Return whether W would not delay the next F or backward too much."""
-    soonest, forward = math.inf, _NONE
-    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
-        copy = problem.copies[k]
-        lane = BACKWARD * len(problem.home) + copy
-        if queues.future[lane] < queues.unknown[lane]:
-            soonest = min(soonest, queues.arrival[queues.action[queues.future[lane]]])
-        if queues.future[copy] < queues.unknown[copy]:
-            action = queues.action[queues.future[copy]]
-            if forward == _NONE or queues.arrival[action] < queues.arrival[forward] or (
-                queues.arrival[action] == queues.arrival[forward]
-                and goes_before(ranks, action, forward)
-            ):  # fmt: skip
-                forward = action
-    if forward != _NONE:
-        copy = problem.lane[forward]
-        stage = copy // problem.n_paths
-        if (
-            has_room(memory, device, problem.f_bytes[stage])
-            and progress.n_in_flight[copy] < problem.in_flight[stage]
-        ):
-            soonest = min(soonest, queues.arrival[forward])
-    return bool(soonest - now >= patience * problem.seconds[problem.lane[weight]])
-
-
-def _choose(
-    problem: Problem,
-    ranks: Ranks,
-    patience: float,
-    progress: _Progress,
-    queues: Queues,
-    memory: HeldBytes,
-    device: int,
-    now: float,
-) -> int:
-    """Return the action that a device starts now; `_NONE`: wait for the next event."""
-    best = _first_ready(problem, ranks, queues, device, BACKWARD)
-    blocked = _NONE  # the first F that waits for the room of a W
-    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
-        copy = problem.copies[k]
-        stage = copy // problem.n_paths
-        if (
-            queues.ready[copy] == queues.future[copy]
-            or progress.n_in_flight[copy] >= problem.in_flight[stage]
-        ):
-            continue
-        if has_room(memory, device, problem.f_bytes[stage]):
-            action = _first_allowed(problem, progress, queues, memory, copy)
-            if action != _NONE and (best == _NONE or ranks_below(ranks, action, best)):
-                best = action
-        elif could_have_room(memory, device, problem.f_bytes[stage]):
-            action = queues.action[queues.ready[copy]]
-            if blocked == _NONE or goes_before(ranks, action, blocked):
-                blocked = action
-    weight = _NONE
-    if problem.n_phases > WEIGHT:
-        weight = _first_ready(problem, ranks, queues, device, WEIGHT)
-    if weight == _NONE:
-        return best
-    if blocked != _NONE and (best == _NONE or ranks_below(ranks, blocked, best)):
-        return weight
-    if best != _NONE:
-        return weight if ranks_below(ranks, weight, best) else best
-    may_start = _weight_may_start(
-        problem, ranks, patience, progress, queues, memory, device, weight, now
-    )
-    return weight if may_start else _NONE
-
-
 def _arrive(
-    problem: Problem, ranks: Ranks, progress: _Progress, queues: Queues, lane: int, number: int,
+    problem: Problem, ranks: Ranks, progress: Progress, queues: Queues, lane: int, number: int,
     time: float,
 ) -> None:  # fmt: skip
     """Add the action of a lane's micro-batch, which will be ready at ``time`` (s)."""
@@ -257,7 +98,7 @@ def _arrive(
 
 
 def _start_forward(
-    problem: Problem, progress: _Progress, memory: HeldBytes, copy: int, number: int
+    problem: Problem, progress: Progress, memory: HeldBytes, copy: int, number: int
 ) -> None:
     """Count a micro-batch that begins on a copy."""
     stage, path = copy // problem.n_paths, copy % problem.n_paths
@@ -273,7 +114,7 @@ def _start_forward(
 
 
 def _start(
-    problem: Problem, ranks: Ranks, progress: _Progress, queues: Queues, memory: HeldBytes,
+    problem: Problem, ranks: Ranks, progress: Progress, queues: Queues, memory: HeldBytes,
     action: int, now: float,
 ) -> None:  # fmt: skip
     """Run an action, and add the actions that it makes ready."""
@@ -305,15 +146,14 @@ def _start(
 
 
 @kernel(
-    ranks_below, goes_before, add, make_ready, start_ready, has_room, could_have_room, is_safe,
-    count_forward, count_backward, _first_ready, _in_flight_allows, _allows, _first_allowed,
-    _weight_may_start, _choose, _arrive, _start_forward, _start, allocates=False,
+    *HELPERS, choose, add, make_ready, start_ready, count_forward, count_backward, _arrive,
+    _start_forward, _start, allocates=False,
 )  # fmt: skip
 def _run(
     problem: Problem,
     ranks: Ranks,
     patience: float,
-    progress: _Progress,
+    progress: Progress,
     queues: Queues,
     memory: HeldBytes,
 ) -> None:
@@ -339,8 +179,8 @@ def _run(
                     make_ready(queues, ranks, lane, now)
                 if future[lane] < unknown[lane]:
                     following = min(following, queues.arrival[queues.action[future[lane]]])
-        action = _choose(problem, ranks, patience, progress, queues, memory, device, now)
-        if action == _NONE:
+        action = choose(problem, ranks, patience, progress, queues, memory, device, now)
+        if action == NONE:
             wake[device] = following
         else:
             _start(problem, ranks, progress, queues, memory, action, now)
