@@ -47,7 +47,9 @@ def _further(args: argparse.Namespace, plans: Plans) -> list[str]:
     if args.megatron:
         texts.append(plans.to_megatron())
     if args.torchtitan:
-        texts.append(plans.to_torchtitan().rstrip())
+        texts.append(plans.to_torchtitan(args.order).rstrip())
+    elif args.order:
+        plans.best.schedule.save(args.order)
     return texts
 
 

@@ -98,6 +98,8 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
         help="write all configurations, in s and bytes")  # fmt: skip
     add("--megatron", action="store_true", default=False,
         help="print the flags of Megatron-LM for the best")  # fmt: skip
+    add("--order", type=writable_path, metavar="FILE.csv", default=None,
+        help="write the order of the best as torch's CSV; --torchtitan names it")  # fmt: skip
     add("--torchtitan", action="store_true", default=False,
         help="print the settings of torchtitan for the best")  # fmt: skip
 

@@ -19,7 +19,7 @@ _TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": (),
-        "--json": _FILE}  # fmt: skip
+        "--json": _FILE, "--order": _FILE}  # fmt: skip
 #: Texts that a command which trains for a second is spared as names of files: to it they are names
 #: such as "x", and the other commands are given all of them.
 _REPETITIONS = ("nan", "1e999", "1_0")

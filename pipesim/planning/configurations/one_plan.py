@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.megatron import megatron_flags
@@ -15,6 +17,7 @@ from pipesim.planning.configurations.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.files import check_path
 from pipesim.utils.units import format_bytes, format_time
 
 __all__ = ["Plan"]
@@ -82,7 +85,7 @@ class Plan:
         """
         return megatron_flags(self.choice, self.problem.global_batch)
 
-    def to_torchtitan(self) -> str:
+    def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
         """Return the settings of torchtitan 0.2.2 for this configuration, as TOML.
 
         Tables are ``training``, ``parallelism`` and ``activation_checkpoint``; add those of the
@@ -90,13 +93,30 @@ class Plan:
         differences between the plan and torchtitan, such as FSDP in place of a distributed
         optimizer.
 
+        Parameters
+        ----------
+        schedule_csv
+            File to write the order to, as torch's CSV, which the settings then name. It needs no
+            schedule of torch, but stages in loops or in a V. None for a schedule of torch.
+
         Raises
         ------
         ArgumentError
-            For a configuration that torchtitan cannot run, naming those that it can.
+            For a configuration that torchtitan cannot run, naming those that it can; for an order
+            that is made for costs, without a file; for a file that cannot be written.
         """
-        problem = self.problem
-        return torchtitan_toml(self.choice, problem.model, problem.global_batch)
+        problem, path = self.problem, ""
+        if schedule_csv is not None:
+            path = str(check_path("schedule_csv", schedule_csv, "write"))
+            if not path.endswith(".csv") or self.choice.pipeline_parallel == 1:
+                raise ArgumentError(
+                    "schedule_csv must end in .csv, and be of a pipeline of at least 2 devices, got"
+                    f" {path!r} and pipeline_parallel={self.choice.pipeline_parallel}"
+                )
+        text = torchtitan_toml(self.choice, problem.model, problem.global_batch, path)
+        if path:
+            self.schedule.save(path)
+        return text
 
     def __repr__(self) -> str:
         step, memory = self.evaluation.step, self.evaluation.memory

@@ -200,9 +200,9 @@ class Plans:
         """Return the flags of Megatron-LM for the best configuration; see `Plan.to_megatron`."""
         return self.best.to_megatron()
 
-    def to_torchtitan(self) -> str:
+    def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
         """Return torchtitan's settings of the best configuration; see `Plan.to_torchtitan`."""
-        return self.best.to_torchtitan()
+        return self.best.to_torchtitan(schedule_csv)
 
     def to_csv(self, path: Path | str) -> None:
         """Write `table` and then `ruled_out` to one CSV file, whole or not at all.

@@ -8,6 +8,7 @@ Schedules are those of ``torch.distributed.pipelining`` in PyTorch 2.13.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from pipesim.errors import ArgumentError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.problem import placement_of
+from pipesim.scheduling.placement import looped, v_shaped
 
 __all__ = ["TORCH_NAMES", "torchtitan_toml"]
 
@@ -53,9 +56,12 @@ _SCHEDULES: Mapping[str, _TorchSchedule] = {
 TORCH_NAMES = {name: schedule.name for name, schedule in _SCHEDULES.items()}
 
 
-def torchtitan_toml(choice: PlanChoice, model: Transformer | Layers, global_batch: int) -> str:
+def torchtitan_toml(
+    choice: PlanChoice, model: Transformer | Layers, global_batch: int, schedule_csv: str = ""
+) -> str:
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
     _check(choice)
+    name = _placement_name(choice) if schedule_csv else _schedule_name(choice)
     p = choice.pipeline_parallel
     local = choice.microbatch_size * (choice.n_microbatches if p > 1 else 1)
     training: dict[str, object] = {"local_batch_size": local, "global_batch_size": global_batch}
@@ -70,7 +76,8 @@ def torchtitan_toml(choice: PlanChoice, model: Transformer | Layers, global_batc
     if choice.shard_optimizer:
         parallelism["fsdp_reshard_after_forward"] = "never"
     if p > 1:
-        parallelism["pipeline_parallel_schedule"] = TORCH_NAMES[choice.schedule]
+        parallelism["pipeline_parallel_schedule"] = name
+        parallelism |= {"pipeline_parallel_schedule_csv": schedule_csv} if schedule_csv else {}
         parallelism["pipeline_parallel_microbatch_size"] = choice.microbatch_size
         parallelism |= _split_settings(choice.layers_per_stage)
     tables: dict[str, Mapping[str, object]] = {
@@ -120,28 +127,54 @@ def _value(value: object) -> str:
         if value and isinstance(value[0], list):
             return "[\n" + "".join(f"    {_value(part)},\n" for part in value) + "]"
         return f"[{', '.join(map(_value, value))}]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
-def _check(choice: PlanChoice) -> None:
-    """Raise `ArgumentError` for a configuration that torchtitan cannot run."""
-    p, t = choice.pipeline_parallel, choice.tensor_parallel
-    torch = _SCHEDULES.get(choice.schedule)
+def _placement_name(choice: PlanChoice) -> str:
+    """Return the schedule of torch that places stages as a configuration does.
+
+    torchtitan takes the placement from its name, and the order from a file.
+    """
+    p, v = choice.pipeline_parallel, choice.n_chunks
+    placement = placement_of(choice.schedule, p, v)
+    if v > 1 and placement == v_shaped(p):
+        return "ZBVZeroBubble"
+    if placement != looped(p, v):
+        raise ArgumentError(
+            f"torchtitan places stages in loops or in a V; {choice.schedule} of {v} chunks does not"
+        )
+    return "PipelineScheduleMulti" if v > 1 else "PipelineScheduleSingle"
+
+
+def _schedule_name(choice: PlanChoice) -> str:
+    """Return the schedule of torch with the order of a configuration; raise if it has none."""
+    p, torch = choice.pipeline_parallel, _SCHEDULES.get(choice.schedule)
+    advice = "give the order as a file, schedule_csv=..."
     if torch is None:
         raise ArgumentError(
             f"torchtitan has no schedule {choice.schedule!r}; it runs {', '.join(_SCHEDULES)}. "
-            "Plan with one of these, or give torchtitan the order as a file: "
-            "plan.schedule.save(path), and pipeline_parallel_schedule_csv"
+            f"Plan with one of these, or {advice}"
         )
-    if p == 1 and choice.schedule != "1f1b":
+    if choice.ordered_for_costs:
         raise ArgumentError(
-            "torchtitan without a pipeline runs micro-batches one after the other, as 1f1b on one "
-            f"device; got schedule={choice.schedule!r}"
+            f"torchtitan knows {choice.schedule} for equal stages only, and this order is made for "
+            f"its costs; {advice}"
         )
     if p > 1 and not torch.runs(choice):
         raise ArgumentError(
             f"torch's {torch.name} needs {torch.needs}; got pipeline_parallel={p}, n_chunks="
             f"{choice.n_chunks} and n_microbatches={choice.n_microbatches}"
+        )
+    return torch.name
+
+
+def _check(choice: PlanChoice) -> None:
+    """Raise `ArgumentError` for a configuration that torchtitan cannot run."""
+    p, t = choice.pipeline_parallel, choice.tensor_parallel
+    if p == 1 and choice.schedule != "1f1b":
+        raise ArgumentError(
+            "torchtitan without a pipeline runs micro-batches one after the other, as 1f1b on one "
+            f"device; got schedule={choice.schedule!r}"
         )
     if t > 1 and not choice.sequence_parallel:
         raise ArgumentError(

@@ -62,6 +62,20 @@ def test_other_programs_and_explanations(capsys: pytest.CaptureFixture[str]) -> 
     assert tomllib.loads(settings)["parallelism"]["pipeline_parallel_degree"] == 2
 
 
+def test_the_order_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings of torchtitan name it; without them, the file alone is written."""
+    path = tmp_path / "order.csv"
+    one = ["--schedules", "zb_h1", "--tensor-parallel", 2, "--sequence-parallel", "true"]
+    arguments = [*PLAN, *one, "--order", path]
+    succeed(capsys, *arguments)
+    order = ps.Schedule.load(path)
+    assert (order.n_devices, order.n_microbatches) == (2, 8)
+    path.unlink()
+    out = succeed(capsys, *arguments, "--torchtitan")
+    assert f'pipeline_parallel_schedule_csv = "{path}"' in out
+    assert ps.Schedule.load(path) == order
+
+
 def test_progress_is_shown_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

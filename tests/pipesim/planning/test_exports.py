@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
+from pipesim.planning.configurations import torchtitan
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.one_plan import Plan
 
@@ -149,9 +151,54 @@ def test_torchtitan_differences_are_comments() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        (replace(CHOICE, schedule="zb_h1"), "PipelineScheduleSingle"),
+        (CHUNKED, "PipelineScheduleMulti"),
+        (
+            replace(CHUNKED, schedule="v_half", ordered_for_costs=True),
+            "ZBVZeroBubble",
+        ),
+    ],
+)
+def test_torchtitan_takes_any_order_as_a_file(
+    choice: PlanChoice, name: str, tmp_path: Path
+) -> None:
+    """The name of torch's schedule says where stages are, the file in which order they run."""
+    plan, path = plan_of(choice), tmp_path / 'the "order".csv'
+    tables = tomllib.loads(plan.to_torchtitan(path))
+    assert tables["parallelism"]["pipeline_parallel_schedule"] == name
+    assert tables["parallelism"]["pipeline_parallel_schedule_csv"] == str(path)
+    assert ps.Schedule.load(path).orders == plan.schedule.orders
+
+
+def test_files_of_orders_that_torchtitan_cannot_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written for them. A schedule of a user may place stages otherwise, as in waves."""
+    monkeypatch.setattr(torchtitan, "placement_of", lambda *_: ps.waves(2, 2))
+    waves = replace(CHUNKED, n_chunks=4, layers_per_stage=(1,) * 8)
+    for choice, path, message in (
+        (CHOICE, "order.txt", "must end in .csv"),
+        (ALONE, "order.csv", "at least 2 devices"),
+        (waves, "order.csv", "in loops or in a V; interleaved_1f1b of 4 chunks"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            plan_of(choice).to_torchtitan(tmp_path / path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (replace(CHOICE, schedule="zb_h1"), "no schedule 'zb_h1'; it runs gpipe, 1f1b, .*csv"),
+        (
+            replace(CHUNKED, schedule="zbv", ordered_for_costs=True),
+            "knows zbv for equal stages only, .* schedule_csv",
+        ),
+        (
+            replace(CHOICE, schedule="zb_h1"),
+            "no schedule 'zb_h1'; it runs gpipe, .*schedule_csv",
+        ),
         (replace(ALONE, schedule="gpipe"), "one after the other, as 1f1b on one device"),
         (replace(DEEP, n_microbatches=2, data_parallel=8), "at least as many micro-batches as st"),
         (
