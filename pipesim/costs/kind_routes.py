@@ -20,7 +20,14 @@ from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["CollectiveRoute", "KindRoutes", "StageMembers", "message_ends", "message_rows"]
+__all__ = [
+    "CollectiveRoute",
+    "GroupRoute",
+    "KindRoutes",
+    "StageMembers",
+    "message_ends",
+    "message_rows",
+]
 
 
 class StageMembers(NamedTuple):
@@ -41,29 +48,20 @@ class StageMembers(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class CollectiveRoute:
-    """Members of a collective, and the network between them.
+class GroupRoute:
+    """Network between the members of a collective, which collectives of other stages may share.
 
     Attributes
     ----------
-    members
-        Kinds of the members that are in the graph.
-    rows
-        Members by stage.
     devices
         Devices of all members, sorted; also those of equal replicas that the graph stands for.
-    own_devices
-        Device of each of ``members``.
     n_devices
         Number of devices of the network.
     network, algorithm
         Links, and the algorithm; ``"all_to_all"`` for exchanges.
     """
 
-    members: Ints
-    rows: tuple[StageMembers, ...]
     devices: Ints
-    own_devices: Ints
     n_devices: int
     network: Network
     algorithm: str
@@ -74,15 +72,46 @@ class CollectiveRoute:
         return all_reduce_seconds(self.network, self.devices, self.algorithm)
 
     @cached_property
-    def all_links(self) -> Ints:
+    def links(self) -> Ints:
         """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
         return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
+
+    def links_of(self, devices: Ints) -> Ints:
+        """Return the links that some of ``devices`` hold, in any shape, with one more axis."""
+        held: Ints = self.links[np.searchsorted(self.devices, devices)]
+        return held
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveRoute:
+    """Members of a collective, and the network between them.
+
+    Attributes
+    ----------
+    members
+        Kinds of the members that are in the graph.
+    rows
+        Members by stage.
+    own_devices
+        Device of each of ``members``.
+    group
+        Network between all members.
+    """
+
+    members: Ints
+    rows: tuple[StageMembers, ...]
+    own_devices: Ints
+    group: GroupRoute
+
+    @property
+    def seconds(self) -> Callable[[float], float]:
+        """Seconds of an all-reduce between the members as a function of bytes."""
+        return self.group.seconds
 
     @cached_property
     def links(self) -> Ints:
         """Links that each of ``members`` holds; shape ``(len(members), most)``."""
-        held: Ints = self.all_links[np.searchsorted(self.devices, self.own_devices)]
-        return held
+        return self.group.links_of(self.own_devices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,31 +185,36 @@ class KindRoutes:
         """Collectives, without repeated ones, whose members have the same kinds."""
         kinds = self.graph.kinds
         done, routes = ~kinds.is_op(COLLECTIVES), []
+        groups: dict[tuple[bytes, str], GroupRoute] = {}
         for row in range(len(self.graph.collectives)):
             members = self.graph.kind[self.graph.collectives[row]]
             if not done[members].all():
-                routes.append(self._collective(members))
+                routes.append(self._collective(members, groups))
                 done[members] = True
         return tuple(routes)
 
-    def _collective(self, members: Ints) -> CollectiveRoute:
-        """Return the route of one collective."""
+    def _collective(
+        self, members: Ints, groups: dict[tuple[bytes, str], GroupRoute]
+    ) -> CollectiveRoute:
+        """Return the route of one collective; ``groups`` are those of others."""
         kinds = self.graph.kinds
         stage, own = kinds.stage[members], kinds.device[members]
-        devices = own if self.replicas is None else self.replicas[:, own].ravel()
         if (kinds.op[members] == Op.ALL_TO_ALL).any():
             name = "all_to_all"
         elif (self.graph.optimizer_shares[stage] > 1).any():
             name = "ring"
         else:
             name = self.all_reduce
+        key = (np.sort(own).tobytes(), name)
+        if key not in groups:
+            devices = np.unique(own if self.replicas is None else self.replicas[:, own])
+            groups[key] = GroupRoute(devices, self.n_devices, self.network, name)
         own_rows = [(number, members[stage == number]) for number in np.unique(stage).tolist()]
         rows = tuple(
             StageMembers(number, Op(kinds.op[x[0]]), int(kinds.part[x[0]]), x)
             for number, x in own_rows
         )
-        return CollectiveRoute(members, rows, np.unique(devices), self.true_devices(own),
-                               self.n_devices, self.network, name)  # fmt: skip
+        return CollectiveRoute(members, rows, self.true_devices(own), groups[key])
 
 
 def message_ends(graph: TaskGraph, transfers: Ints) -> tuple[Ints, Ints]:

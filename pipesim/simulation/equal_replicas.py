@@ -198,7 +198,7 @@ def _messages_are_copies(sent: Ints, held: Ints) -> bool:
     if ((flat >= 0) != used).any() or not are_copies(flat[:, used]):
         return False
     n_links = 1 + max(int(sent.max(initial=0)), int(held.max(initial=0)))
-    for links in held:
+    for links in {row.tobytes(): row for row in held}.values():  # many members hold the same
         holds = np.zeros(n_links + 1, dtype=bool)
         holds[links] = True
         holds[-1] = False  # -1 is no link

@@ -123,15 +123,14 @@ class OneOfReplicas:
         sends = np.flatnonzero(lasts & self.graph.kinds.is_op(SENDS))
         sent = _links_of_all(routes, sends)
         held = [x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]]
-        width = max((x.all_links.shape[1] for x in held), default=0)
+        width = max((x.group.links.shape[1] for x in held), default=0)
         members = np.concatenate([x.members for x in held]) if held else np.empty(0, np.int64)
         joined = np.full((len(sent), len(members), width), -1, dtype=np.int64)
         column = 0
         for route in held:
-            links = route.all_links
             devices = _devices(routes)[:, self.graph.kinds.device[route.members]]
-            rows = links[np.searchsorted(route.devices, devices)]
-            joined[:, column : column + len(route.members), : links.shape[1]] = rows
+            links = route.group.links_of(devices)
+            joined[:, column : column + len(route.members), : links.shape[2]] = links
             column += len(route.members)
         return links_of_first_copy(
             HeldLinks(sends, sent, members, joined), self.graph.stream_of_kind

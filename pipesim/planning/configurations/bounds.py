@@ -9,7 +9,9 @@ A device that holds stages S of a pipeline, for m micro-batches:
 - ends its last backward before the gradients of that stage are reduced, its optimizer steps, and
   its parameters are gathered.
 
-The longest sum of these over devices is a bound on the step. Memory is at least parameters,
+The longest sum of these over devices is a bound on the step. So is the longest path of a stage: the
+first micro-batch reaches it, it computes F and B (or I) of all, and the last one goes back to stage
+0, whose gradients are then reduced. Memory is at least parameters,
 gradients and optimizer, with the activations and the workspace of one micro-batch of one stage.
 """
 
@@ -67,7 +69,7 @@ class Reductions(NamedTuple):
 
 
 class DeviceWork(NamedTuple):
-    """Seconds of each device of a pipeline; shape ``(n_devices,)``.
+    """Seconds of each device of a pipeline, shape ``(n_devices,)``, and of each stage.
 
     Attributes
     ----------
@@ -77,23 +79,37 @@ class DeviceWork(NamedTuple):
         Seconds before the device can start.
     tail
         Seconds after its last backward until all micro-batches are done.
+    stage_busy
+        F and B, or I, of each stage for one micro-batch; shape ``(n_stages,)``.
+    stage_ends
+        Seconds before a stage can start, and from its last B (or I) to the last backward of stage
+        0, its W included; shape ``(n_stages,)``.
     """
 
     busy: Floats
     head: Floats
     tail: Floats
+    stage_busy: Floats
+    stage_ends: Floats
 
-    def least_step(self, n_microbatches: int, end: Floats) -> float:
-        """Return the bound on a step; ``end`` is the result of `least_end`."""
+    def least_step(self, n_microbatches: int, end: Floats, first: int) -> float:
+        """Return the bound on a step.
+
+        ``end`` is the result of `least_end`, ``first`` the device of stage 0.
+        """
         total = n_microbatches * self.busy + self.head + np.maximum(self.tail, end)
-        return float(total.max()) * (1 - _ROUNDING)
+        path = n_microbatches * self.stage_busy + self.stage_ends
+        return float(max(total.max(), path.max() + end[first])) * (1 - _ROUNDING)
 
 
 def device_work(costs: Costs, placement: Placement, *, splits_backward: bool) -> DeviceWork:
     """Return the work of each device; ``splits_backward`` if any backward is I and W."""
     n, device = placement.n_stages, np.array(placement.paths[0])
     forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
+    chain = backward  # what the stages before wait for
     if splits_backward:
+        chain = np.zeros(n) if costs.input_grad is None else costs.per_stage("input_grad", n)
+        chain = np.minimum(backward, chain)
         backward = _least_backward(costs, n)
     work: Floats = forward + backward
     first = np.full(placement.n_devices, n)
@@ -102,7 +118,8 @@ def device_work(costs: Costs, placement: Placement, *, splits_backward: bool) ->
     head, tail = (np.concatenate([[0.0], x.cumsum()])[first] for x in (forward, backward))
     if splits_backward:  # a W may come last, which nothing waits for
         tail = np.zeros(placement.n_devices)
-    return DeviceWork(np.asarray(busy, np.float64), head, tail)
+    ends = forward.cumsum() - forward + chain.cumsum() - chain + (backward[0] - chain[0])
+    return DeviceWork(np.asarray(busy, np.float64), head, tail, forward + chain, ends)
 
 
 def _least_backward(costs: Costs, n_stages: int) -> Floats:

@@ -89,7 +89,7 @@ class Evaluator:
         memory: Floats = self._get(
             ("memory", key, place, shares), lambda: least_memory(costs, placement, shares)
         )
-        return Bounds(work.least_step(choice.n_microbatches, end), memory)
+        return Bounds(work.least_step(choice.n_microbatches, end, placement.paths[0][0]), memory)
 
     def memory(self, choice: PlanChoice) -> Floats | None:
         """Return the bytes of each device, the allocator's reserve included.
@@ -221,8 +221,8 @@ class Evaluator:
         n_layers, model = self.problem.n_layers, self.problem.model
         placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
         if self.problem.is_even:
-            each, rest = divmod(n_layers, placement.n_stages)
-            return None if rest else (each,) * placement.n_stages
+            n_each, rest = divmod(n_layers, placement.n_stages)
+            return None if rest else (n_each,) * placement.n_stages
         if isinstance(model, Layers):
             if placement.n_stages > n_layers:
                 return None
