@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.lower_bounds.device_lanes import device_lanes
+from pipesim.analysis.lower_bounds.device_orders import DeviceLanes
 from pipesim.analysis.lower_bounds.horizon import latest_excluded_horizon
 from pipesim.analysis.lower_bounds.lanes import Floats, LaneGraph, joined_arcs, lane_graph
 from pipesim.analysis.lower_bounds.longest_paths import (
@@ -20,8 +21,8 @@ from pipesim.analysis.lower_bounds.longest_paths import (
 )
 from pipesim.analysis.lower_bounds.memory_arcs import memory_arcs
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream, shared_streams
-from pipesim.analysis.lower_bounds.span import longest_span
-from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, device_stages
+from pipesim.analysis.lower_bounds.spans import longest_span, spans_of_devices
+from pipesim.analysis.lower_bounds.stage_lanes import device_stages
 from pipesim.analysis.lower_bounds.windows import Windows
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_name
@@ -30,6 +31,7 @@ from pipesim.graph.tasks import StreamKind
 from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST
+from pipesim.utils.csr import Ints
 
 __all__ = ["OBJECTIVES", "Objective", "graph_bound"]
 
@@ -59,9 +61,12 @@ def graph_bound(
 
     - the longest path;
     - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths;
-    - for the makespan, the latest horizon that `pipesim.analysis.lower_bounds.horizon` excludes. It
-      leaves out devices with more than four lanes besides W and R, or with too many states, and
-      stops after a fixed number of steps, about half a second.
+    - the latest horizon that `pipesim.analysis.lower_bounds.horizon` excludes. It leaves out
+      devices with more than four lanes besides W and R, or with too many states, and stops after a
+      fixed number of steps, about half a second.
+
+    A bound on the span is the largest over devices, and lower for placements with several paths:
+    horizons are not tried there.
 
     Times are sums of up to as many terms as there are tasks. The result is lowered by their
     rounding error: by 1e-12 of it or more, unless all times are whole numbers, whose sums are
@@ -103,9 +108,10 @@ def graph_bound(
         arcs = joined_arcs(arcs, memory_arcs(devices, lanes, costs.memory_reserve))
     places = ordered_places(lanes, arcs)
     if objective == "span":
-        seconds = longest_span(places, _compute_devices(graph, lanes)[places.lane])
+        device = _compute_devices(graph, lanes)[places.lane]
+        seconds = _span(places, device_lanes(lanes, places, devices), device, search)
     else:
-        seconds = _makespan(places, lanes, devices, target, search)
+        seconds = _makespan(places, device_lanes(lanes, places, devices), target, search)
     if not seconds <= LONGEST:
         raise CostsError(
             f"the tasks of {graph.name!r} take at least {seconds:g} s, beyond {LONGEST:g}: too "
@@ -114,22 +120,32 @@ def graph_bound(
     return float(seconds * (1.0 - _rounding(places)))
 
 
-def _makespan(
-    places: Places, lanes: LaneGraph, devices: Sequence[DeviceStages], target: float, search: bool
-) -> float:
+def _makespan(places: Places, lanes: DeviceLanes, target: float, search: bool) -> float:
     """Return a lower bound on the end of the last task (s)."""
     head, tail = heads_of(places), tails_of(places)
     longest = float((head + places.seconds + tail).max(initial=0.0))
     streams = shared_streams(places.lane, places.stream)
     longest = max(longest, busiest_stream(streams, head, places.seconds, tail))
-    if longest >= target:
-        return longest
-    windows = Windows.of_places(places, device_lanes(lanes, places, devices), head, tail)
+    windows = Windows.of_places(places, lanes, head, tail)
     whole = _rounding(places) == 0.0
     return latest_excluded_horizon(windows, longest, target, whole=whole, search=search)
 
 
-def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> NDArray[np.int64]:
+def _span(places: Places, lanes: DeviceLanes, device: Ints, search: bool) -> float:
+    """Return a lower bound on the longest span of a device (s)."""
+    longest = longest_span(places, device)
+    spans = spans_of_devices(places, device)
+    if not len(spans.first):
+        return longest
+    # Tasks of other devices than the first may end later than a horizon after time zero.
+    total = float(places.seconds.sum() + places.lag.clip(0.0).sum())
+    tail = np.full(len(device), -total)
+    windows = Windows.of_places(places, lanes, heads_of(places), tail, spans)
+    whole = _rounding(places) == 0.0
+    return latest_excluded_horizon(windows, longest, math.inf, whole=whole, search=search)
+
+
+def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> Ints:
     """Return the device on whose compute stream each lane is, or -1."""
     device = np.full(len(lanes.seconds), -1)
     computes = graph.kinds.stream == StreamKind.COMPUTE

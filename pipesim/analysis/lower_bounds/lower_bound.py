@@ -60,9 +60,8 @@ def lower_bound(
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
         last end.
     search
-        Whether to raise the bound on the makespan by branching on the orders of devices, for up to
-        about a second. The number of steps is fixed, so that the bound does not depend on the
-        machine.
+        Whether to raise the bound by branching on the orders of devices, for up to about a second.
+        The number of steps is fixed, so that the bound does not depend on the machine.
 
     Raises
     ------

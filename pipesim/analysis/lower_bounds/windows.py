@@ -25,6 +25,7 @@ from pipesim.analysis.lower_bounds.device_orders import (
 )
 from pipesim.analysis.lower_bounds.lanes import Floats
 from pipesim.analysis.lower_bounds.longest_paths import Places, heads_pass, tails_pass
+from pipesim.analysis.lower_bounds.spans import NO_SPANS, Spans, limit_spans
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
@@ -53,6 +54,9 @@ class Windows:
         Visits that are left, in an array of one number.
     space
         Room for the states of a device, and the orders of devices that are left.
+    spans
+        Devices whose time from the first start to the last end is limited by the horizon; none if
+        the horizon limits the makespan.
     """
 
     places: Places
@@ -61,14 +65,22 @@ class Windows:
     tail: Floats
     visits: Ints
     space: StateSpace
+    spans: Spans = NO_SPANS
 
     @classmethod
-    def of_places(cls, places: Places, lanes: DeviceLanes, head: Floats, tail: Floats) -> Windows:
+    def of_places(
+        cls,
+        places: Places,
+        lanes: DeviceLanes,
+        head: Floats,
+        tail: Floats,
+        spans: Spans = NO_SPANS,
+    ) -> Windows:
         """Return windows with all their visits left."""
         products = np.prod(lanes.n_tasks + 1.0, axis=1)
         n_states = int(min(products.max(initial=1.0), MOST_STATES))
         visits = np.array([MOST_VISITS], dtype=np.int64)
-        return cls(places, lanes, head, tail, visits, new_states(lanes, n_states))
+        return cls(places, lanes, head, tail, visits, new_states(lanes, n_states), spans)
 
     def allow(self, horizon: float) -> bool:
         """Return whether windows are left for all tasks, as far as the visits can tell."""
@@ -80,7 +92,7 @@ class Windows:
             _windows_are_left.compile()
         due = np.empty_like(head)
         return _windows_are_left(
-            self.places, self.lanes, self.space, head, tail, due, self.visits, horizon
+            self.places, self.lanes, self.space, self.spans, head, tail, due, self.visits, horizon
         )
 
     @staticmethod
@@ -90,13 +102,14 @@ class Windows:
 
 
 @kernel(
-    heads_pass, tails_pass, set_ranges, state_index, can_run, count_of, held_bytes,
+    heads_pass, tails_pass, limit_spans, set_ranges, state_index, can_run, count_of, held_bytes,
     fill_earliest, fill_latest, allocates=False,
 )  # fmt: skip
 def _windows_are_left(
     places: Places,
     lanes: DeviceLanes,
     space: StateSpace,
+    spans: Spans,
     head: Floats,
     tail: Floats,
     due: Floats,
@@ -112,6 +125,7 @@ def _windows_are_left(
         visits[0] -= len(head)
         heads_pass(places.ptr, places.before, places.lag, places.seconds, head)
         tails_pass(places.ptr, places.before, places.lag, places.seconds, tail)
+        limit_spans(places, spans, head, tail, horizon)
         for place in range(len(head)):
             due[place] = horizon - tail[place]
             if head[place] + places.seconds[place] > due[place] + slack:
