@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.ops import SCHEDULED
 from pipesim.order_search import (
     LaneOrder,
+    LocalSearch,
     evaluate,
     improve,
     keeps_limit,
@@ -20,7 +22,8 @@ from pipesim.order_search import (
     order_problem,
     schedule_of,
 )
-from pipesim.order_search.annealing import anneal, begin
+from pipesim.order_search.annealing import CURRENT, anneal, begin
+from pipesim.order_search.state import order_of_state
 
 UNEVEN = ps.Costs(
     forward=(3, 5, 4),
@@ -138,6 +141,20 @@ def test_answer_depends_on_seed_and_evaluations_alone():
     assert np.array_equal(plain.lanes, compiled.lanes)
     other = improve(problem, first, evaluations=3000, seed=6)
     assert not np.array_equal(plain.lanes, other.lanes)
+
+
+def test_each_step_keeps_the_limit():
+    """All orders that the search passes through fit, and are valid, not only the best one."""
+    costs = replace(UNEVEN, forward_workspace_bytes=0.5)
+    problem = order_problem(ps.linear(3), 6, costs, memory_limit=2.25)
+    search = LocalSearch(problem, sequential(problem), seed=0, objective="makespan")
+    for _ in range(50):
+        search.advance(5)
+        state = search._state
+        order = order_of_state(problem, state.task, search.order.ptr)
+        assert keeps_limit(problem, order)
+        assert np.array_equal(state.task[state.position], np.arange(len(state.task)))
+        assert evaluate(problem, order).makespan == state.values[CURRENT]
 
 
 def test_stops_at_the_target_and_never_gets_worse():

@@ -12,7 +12,9 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
-from pipesim.planning.orders.periods import fewer_microbatches
+from pipesim.order_search import evaluate, keeps_limit, lane_order, order_problem
+from pipesim.planning.orders.first_orders import named_orders
+from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 
 PLACEMENTS = [
     ps.linear(3), ps.looped(2, 2), ps.v_shaped(2), ps.waves(2, 2), ps.bidirectional(2),
@@ -125,6 +127,26 @@ def test_many_microbatches_repeat_a_period():
     assert (700 - few) % 12 == 0
 
 
+def test_period_of_1f1b_is_1f1b():
+    """Repeating a period of 1F1B takes as long as 1F1B of so many micro-batches, in its memory."""
+    placement, few = ps.linear(3), fewer_microbatches(100, 3, 1)
+    costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+    small, problem = (order_problem(placement, m, costs, memory_limit=3) for m in (few, 100))
+    order = lane_order(small, ps.schedule("1f1b", 3, few))
+    longer = unrolled(small, order, problem, "makespan")
+    assert evaluate(problem, longer).makespan == 3 * (100 + 3 - 1)
+    assert keeps_limit(problem, longer)
+
+
+def test_named_schedules_are_first_orders():
+    """All that keep the limit are tried: GPipe only if it holds all micro-batches."""
+    costs = uneven(ps.linear(3), False)
+    for limit, names in ((3, {"1f1b"}), (9, {"1f1b", "gpipe"})):
+        problem = order_problem(ps.linear(3), 6, costs, memory_limit=limit)
+        orders = named_orders(problem, ps.linear(3), costs)
+        assert names == {x.name for x in orders} & {"1f1b", "gpipe", "zb_h1"}
+
+
 def test_shared_links_and_launches_are_ranked_by_simulation():
     """Where the search neglects something, the makespan is still that of `simulate`."""
     placement = ps.linear(3)
@@ -188,12 +210,13 @@ def test_interrupt_returns_the_best_order_so_far():
         import os, signal, threading
         signal.signal(signal.SIGINT, signal.default_int_handler)
         import pipesim as ps
-        costs = ps.Costs(forward=(3, 5, 4, 7), input_grad=(5, 3, 4, 2), weight_grad=(2, 4, 3, 6),
-                         activation_bytes=1, weight_grad_bytes=1)
-        ps.optimize(ps.v_shaped(2), 40, costs, 5, evaluations=1000)  # loads the loops
-        threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        order = ps.optimize(ps.v_shaped(2), 40, costs, 5, seconds=600)
-        print("returned", order.makespan >= order.lower_bound > 0, order.seconds < 100)
+        costs = ps.Costs(
+            forward=(13, 5, 14, 7, 9, 6, 12, 8), input_grad=(5, 13, 4, 12, 7, 11, 8, 6),
+            weight_grad=(12, 4, 3, 6, 9, 5, 7, 8), activation_bytes=1, weight_grad_bytes=1)
+        ps.optimize(ps.v_shaped(4), 20, costs, 6, evaluations=1000)  # loads the loops
+        threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        order = ps.optimize(ps.v_shaped(4), 20, costs, 6, seconds=600)
+        print("returned", order.makespan > order.lower_bound > 0, 2 < order.seconds < 100)
         """
     )
     done = subprocess.run(
