@@ -95,6 +95,24 @@ def test_uneven_stages_under_a_limit(
     assert 0.9 * optimum < ps.lower_bound(placement, m, costs, cap, search=False) <= optimum
 
 
+def test_recompute_of_some_micro_batches() -> None:
+    """The micro-batch without R may be the first that is propagated back, as here."""
+    schedule = ps.schedule("gpipe", 3, 3, backward_order="reverse")
+    graph, costs = ps.lower(schedule, recompute="except_last"), ps.Costs(1, 2, recompute=50)
+    makespan = ps.simulate(graph, costs).makespan
+    assert graph_bound(graph, costs) == makespan == 115
+
+
+def test_a_limit_counts_where_orders_are_not_counted() -> None:
+    """Six lanes on each device are too many to count orders; arcs of the limit still hold."""
+    costs = ps.Costs(1, 2, activation_bytes=1)
+    place = ps.looped(2, 3)
+    order = ps.order_by(place, 4, costs, memory_limit=3, split_backward=False)
+    bound = ps.lower_bound(place, 4, costs, 3)
+    assert ps.lower_bound(place, 4, costs) < bound
+    assert bound <= ps.simulate(ps.lower(order), costs).makespan
+
+
 def test_either_kind_of_backward() -> None:
     """With costs of both, the bound holds for orders with B and for those with I and W."""
     costs = ps.Costs(forward=3, backward=4, input_grad=3, weight_grad=3)
