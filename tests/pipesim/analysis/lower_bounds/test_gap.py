@@ -38,6 +38,7 @@ def test_a_limit_that_is_not_kept_does_not_count() -> None:
     """The bound is then that of all orders."""
     timeline = replace(run("gpipe"), limits=4.0)
     assert timeline.fits is False
+    assert timeline.lower_bound == timeline.makespan
     assert timeline.gap == 0
 
 
@@ -68,11 +69,11 @@ def test_unknown() -> None:
 
 def test_column_of_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing where it is unknown, and for graphs whose bound takes long."""
-    known, unknown = run("naive"), replace(run("1f1b"), costs=None)
-    table = ps.compare({"a": known, "b": unknown})
-    assert table.loc["a", "gap"] == known.gap
+    slow, measured = run("naive"), replace(run("1f1b"), costs=None)
+    table = ps.compare({"a": slow, "b": measured})
+    assert table.loc["a", "gap"] == slow.gap
     assert math.isnan(table.loc["b", "gap"])
-    assert "gap" not in ps.compare({"b": unknown})
+    assert "gap" not in ps.compare({"b": measured})
     module = importlib.import_module("pipesim.analysis.compare")
-    monkeypatch.setattr(module, "MOST_TASKS", len(known) - 1)
-    assert "gap" not in ps.compare({"a": known})
+    monkeypatch.setattr(module, "MOST_TASKS", len(slow) - 1)
+    assert "gap" not in ps.compare({"a": slow})
