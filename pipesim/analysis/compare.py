@@ -26,6 +26,7 @@ __all__ = [
     "summary",
     "table_of",
     "warn_of_other_models",
+    "with_gaps",
 ]
 
 #: Columns of `compare` that a table has only if a timeline has their values.
@@ -77,8 +78,6 @@ def compare(
         If two timelines have the same number of devices and the same costs of a stage, but
         different numbers of stages: the one with more stages then is of a larger model.
     """
-    import pandas as pd
-
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(
             f"compare takes a mapping of names to timelines with at least one, got {timelines!r}"
@@ -96,7 +95,13 @@ def compare(
         for name, timeline in timelines.items()
         if timeline.costs is not None
     )
-    table = table_of(timelines)
+    return with_gaps(table_of(timelines), timelines)
+
+
+def with_gaps(table: pd.DataFrame, timelines: Mapping[str, Timeline]) -> pd.DataFrame:
+    """Return a table of `table_of` with the column ``gap``, if it is known for a timeline."""
+    import pandas as pd
+
     gaps = [_gap(timeline) for timeline in timelines.values()]
     if any(gap is not None for gap in gaps):
         table["gap"] = pd.array(gaps, dtype="float64")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipesim.analysis.compare import KNOWN_RESULTS, table_of
+from pipesim.analysis.compare import KNOWN_RESULTS, table_of, with_gaps
 from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import idle_shares
 from pipesim.cli.arguments import argument_settings
@@ -89,7 +89,7 @@ def compare(args: argparse.Namespace) -> None:
             timelines[label] = run(case)
         except PipeError as error:
             raise type(error)(f"{label}: {error}") from error
-    table = table_of(timelines)
+    table = with_gaps(table_of(timelines), timelines)
     write_figure(args.plot, list(timelines.values()), table, idle=args.idle)
     if args.csv:
         write_whole(args.csv, table.to_csv)

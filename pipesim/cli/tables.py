@@ -20,7 +20,7 @@ _YES_NO = {True: "yes", False: "no"}
 
 
 def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return memory limits, fits, tokens a second and MFU as text, where a table has them.
+    """Return limits, fits, tokens a second, MFU and gaps as text, where a table has them.
 
     ``own`` names columns of the table that are settings, and so are shown already.
     """
@@ -29,6 +29,7 @@ def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict
         "fits": ("fits", lambda column: [_YES_NO.get(x, "-") for x in column]),
         "tokens_per_second": ("tokens/s", format_numbers),
         "mfu": ("MFU", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
+        "gap": ("gap", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
     }
     return {
         head: form(table[name].astype(object).fillna(math.nan))

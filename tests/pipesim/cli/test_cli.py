@@ -154,8 +154,8 @@ def test_algorithm_of_reductions(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_compare_prints_a_row_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     out = succeed(capsys, "compare", "1f1b", "gpipe", *BASE, "--activation-bytes", 2**30)
     assert rows(out)[1:] == [
-        ["1f1b", "33.000", "1.000", "27.3%", "242.42", "4.0000"],
-        ["gpipe", "33.000", "1.000", "27.3%", "242.42", "8.0000"],
+        ["1f1b", "33.000", "1.000", "27.3%", "242.42", "4.0000", "0.0%"],
+        ["gpipe", "33.000", "1.000", "27.3%", "242.42", "8.0000", "0.0%"],
     ]
 
 

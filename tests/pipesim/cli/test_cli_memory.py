@@ -55,13 +55,13 @@ def test_tables_of_comparisons(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     config.write_text('memory_limit = "6GiB"\n[[schedule]]\nname = "1f1b"\n[[schedule]]\n'
                       'name = "gpipe"\nmemory_limit = 10737418240\n' + WORKLOAD)  # fmt: skip
     out = rows(succeed(capsys, "compare", *SIZES, "--config", config))
-    assert out[0][-5:] == ["limit", "(GiB)", "fits", "tokens/s", "MFU"]
+    assert out[0][-6:] == ["limit", "(GiB)", "fits", "tokens/s", "MFU", "gap"]
     tokens, mfu = 8 * 4096 / 33e-3, 8 * 6e9 / (33e-3 * 4 * 1e12)
     expected = [f"{tokens:.0f}", f"{mfu:.1%}"]
-    assert out[1][-4:] == ["6.000", "yes", *expected]
-    assert out[2][-4:] == ["10.000", "yes", *expected]
+    assert out[1][-5:] == ["6.000", "yes", *expected, "0.0%"]
+    assert out[2][-5:] == ["10.000", "yes", *expected, "0.0%"]
     out = rows(succeed(capsys, "compare", *SIZES, "--config", config, "--memory-limit", "5e9"))
-    assert [row[-4:-2] for row in out[1:]] == [["4.6566", "no"]] * 2
+    assert [row[-5:-3] for row in out[1:]] == [["4.6566", "no"]] * 2
     config.write_text('schedule = ["1f1b"]\n' + WORKLOAD)
     out = rows(succeed(capsys, "simulate", *SIZES, "--config", config))
     assert out[5] == ["limit", "5.0000", "GiB,", "does", "not", "fit"], "the memory of the GPU"
