@@ -35,8 +35,9 @@ _RATE_SECONDS = 0.1
 _MOST_FIRST = 16
 #: Seconds of a call of the local search, after which progress is shown.
 _CALL_SECONDS = 0.05
-#: Moves of such a call if moves are counted, and those that count as much as CP-SAT's second.
-_CALL_MOVES, _MOVES_A_SECOND = 2000, 50_000
+#: Moves of such a call if moves are counted, and those for a unit of CP-SAT's deterministic time,
+#: which takes up to 40 s with 900 tasks.
+_CALL_MOVES, _MOVES_A_UNIT = 2000, 5_000_000
 #: Most orders that are kept beside the best one.
 _MOST_KEPT = 24
 #: Relative error of sums of seconds.
@@ -224,7 +225,7 @@ class Search:
             self.lower_bound,
             objective=self.objective,
             seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
-            work=None if total is None else max(0.01, total / _MOVES_A_SECOND),
+            work=None if total is None else max(0.01, total / _MOVES_A_UNIT),
             seed=self.effort.seed,
             stop=stop,
         )
