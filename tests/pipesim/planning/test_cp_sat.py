@@ -19,9 +19,10 @@ from pipesim.order_search import (
     order_problem,
     peak_bytes,
 )
-from pipesim.planning.orders.cp_sat import prove
+from pipesim.planning.orders.cp_sat import proof, prove
 from pipesim.planning.orders.cp_sat.precedence import lane_reach
 from pipesim.planning.orders.cp_sat.proof import _warn_of_missing_ortools
+from pipesim.planning.orders.cp_sat.solve import Effort, solve
 
 PLACEMENTS = {
     "linear": ps.linear(2),
@@ -135,18 +136,43 @@ def test_optimum_is_that_of_brute_force(placement, m, split, limit, hold, whole)
     problem = small_problem(placement, m, split=split, limit=limit, hold=hold, whole=whole)
     orders = all_orders(problem)
     times = [evaluate(problem, order) for order in orders]
-    proof = prove(problem, orders[0], seconds=30.0)
+    result = prove(problem, orders[0], seconds=30.0)
     best = min(x.makespan for x in times)
-    assert best * (1.0 - 1e-9) <= proof.lower_bound <= best
-    assert proof.proved
-    assert evaluate(problem, proof.order or orders[0]).makespan == pytest.approx(best, rel=1e-9)
-    assert keeps_limit(problem, proof.order or orders[0])
-    proof = prove(problem, orders[0], seconds=30.0, objective="span")
+    assert best * (1.0 - 1e-9) <= result.lower_bound <= best
+    assert result.proved
+    assert evaluate(problem, result.order or orders[0]).makespan == pytest.approx(best, rel=1e-9)
+    assert keeps_limit(problem, result.order or orders[0])
+    result = prove(problem, orders[0], seconds=30.0, objective="span")
     best = min(x.span for x in times)
-    assert proof.lower_bound <= best
+    assert result.lower_bound <= best
     if placement != "bidirectional":  # there, times are rounded coarsely
-        assert proof.proved
-        assert evaluate(problem, proof.order or orders[0]).span == pytest.approx(best, rel=1e-9)
+        assert result.proved
+        assert evaluate(problem, result.order or orders[0]).span == pytest.approx(best, rel=1e-9)
+
+
+def test_room_for_one_microbatch_runs_them_in_turn():
+    """A round trip of 10 + 1 + 10 + 20 + 1 + 20 seconds for each of three micro-batches."""
+    network = ps.Network(latency=1.0)
+    costs = ps.Costs(forward=10.0, backward=20.0, activation_bytes=1.0, network=network)
+    problem = order_problem(ps.linear(2), 3, costs)._replace(limit=np.ones(2))
+    order = LaneOrder(np.array([0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]), np.array([0, 6, 12]))
+    assert prove(problem, order, seconds=30.0) == (None, 186.0, True, False)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("placement", ["linear", "bidirectional"])
+def test_bound_of_coarse_ticks_holds(placement, objective, monkeypatch):
+    """Seconds that are rounded to 64 ticks of the objective: the search's own bound holds."""
+    monkeypatch.setattr(proof, "FINE_TICKS", 64)
+    monkeypatch.setattr(proof, "COARSE_TICKS", 64)
+    for m in (2, 3) if placement == "linear" else (2,):
+        problem = small_problem(placement, m, split=False, limit=np.inf, hold=0.0, whole=False)
+        orders = all_orders(problem)
+        values = [getattr(evaluate(problem, order), objective) for order in orders]
+        model = proof._model(problem, orders[0], values[0], 0.0, objective)
+        outcome = solve(model, Effort(30.0, None, 2, 0))
+        bound = proof._certified(outcome, model.ticks, objective)
+        assert 0.6 * min(values) < bound <= min(values)
 
 
 def test_bound_is_never_above_a_named_schedule():
@@ -156,9 +182,9 @@ def test_bound_is_never_above_a_named_schedule():
     schedules = [ps.schedule(name, 3, 5) for name in ("zb_h1", "zb_h2", "zb_1p")]
     orders = [lane_order(problem, x) for x in schedules]
     makespans = [evaluate(problem, order).makespan for order in orders]
-    proof = prove(problem, orders[0], seconds=30.0)
-    assert proof.order is not None
-    assert proof.lower_bound <= evaluate(problem, proof.order).makespan <= min(makespans)
+    result = prove(problem, orders[0], seconds=30.0)
+    assert result.order is not None
+    assert result.lower_bound <= evaluate(problem, result.order).makespan <= min(makespans)
 
 
 def test_known_optimum_needs_no_search(monkeypatch):
@@ -196,8 +222,8 @@ def test_stop_ends_the_search():
     """It is asked while CP-SAT runs."""
     problem, order = hard_problem()
     calls = iter([False, False])
-    proof = prove(problem, order, stop=lambda: next(calls, True))
-    assert not proof.proved
+    result = prove(problem, order, stop=lambda: next(calls, True))
+    assert not result.proved
     assert next(calls, None) is None
 
 
@@ -206,11 +232,11 @@ def test_ctrl_c_returns_the_best():
     problem, order = hard_problem()
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
-    proof = prove(problem, order, 1.0, seconds=30.0)
+    result = prove(problem, order, 1.0, seconds=30.0)
     timer.join()
-    assert proof.interrupted
-    assert not proof.proved
-    assert proof.lower_bound >= 1.0
+    assert result.interrupted
+    assert not result.proved
+    assert result.lower_bound >= 1.0
 
 
 def test_bad_input_is_refused():

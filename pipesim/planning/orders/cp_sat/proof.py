@@ -107,8 +107,9 @@ def prove(
     seconds
         Time limit, for the model and the search.
     work
-        Limit in CP-SAT's deterministic time: about as many seconds of a thread. Equal arguments
-        then have equal results, if neither ``seconds`` nor ``stop`` ends the search.
+        Limit in CP-SAT's deterministic time, of which one unit takes some 6 seconds of a core.
+        Equal arguments then have equal results, if neither ``seconds`` nor ``stop`` ends the
+        search. It proves less than the same time without it, as its threads take turns.
     seed, n_workers
         Seed and threads of the search.
     stop
