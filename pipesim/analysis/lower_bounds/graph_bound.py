@@ -27,7 +27,7 @@ from pipesim.analysis.lower_bounds.windows import Windows
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_name
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.tasks import StreamKind
+from pipesim.ops import LISTED
 from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST
@@ -36,7 +36,7 @@ from pipesim.utils.csr import Ints
 __all__ = ["OBJECTIVES", "Objective", "graph_bound"]
 
 #: What is bounded: the end of the last task, or the longest time of any device from its first
-#: start to its last end.
+#: start to its last end, without STEP.
 Objective = Literal["makespan", "span"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 #: Relative error of sums of times that are no whole numbers, at least.
@@ -82,7 +82,7 @@ def graph_bound(
         Bytes that a device may hold, as in `pipesim.simulate`; None for no limit.
     objective
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
-        last end.
+        last end, without STEP.
     target
         A makespan (s) that an order reaches: a bound that meets it is not raised further.
     search
@@ -108,7 +108,7 @@ def graph_bound(
         arcs = joined_arcs(arcs, memory_arcs(devices, lanes, costs.memory_reserve))
     places = ordered_places(lanes, arcs)
     if objective == "span":
-        device = _compute_devices(graph, lanes)[places.lane]
+        device = _devices_of_actions(graph, lanes)[places.lane]
         seconds = _span(places, device_lanes(lanes, places, devices), device, search)
     else:
         seconds = _makespan(places, device_lanes(lanes, places, devices), target, search)
@@ -145,11 +145,11 @@ def _span(places: Places, lanes: DeviceLanes, device: Ints, search: bool) -> flo
     return latest_excluded_horizon(windows, longest, math.inf, whole=whole, search=search)
 
 
-def _compute_devices(graph: TaskGraph, lanes: LaneGraph) -> Ints:
-    """Return the device on whose compute stream each lane is, or -1."""
+def _devices_of_actions(graph: TaskGraph, lanes: LaneGraph) -> Ints:
+    """Return the device of each lane of F, B, I, W or R; -1 for other lanes."""
     device = np.full(len(lanes.seconds), -1)
-    computes = graph.kinds.stream == StreamKind.COMPUTE
-    device[lanes.lane_of_kind[computes]] = graph.kinds.device[computes]
+    actions = graph.kinds.is_op(LISTED)
+    device[lanes.lane_of_kind[actions]] = graph.kinds.device[actions]
     return device
 
 

@@ -58,7 +58,7 @@ def lower_bound(
         lesser of both sums.
     objective
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
-        last end.
+        last end, without STEP.
     search
         Whether to raise the bound by branching on the orders of devices, for up to about a second.
         The number of steps is fixed, so that the bound does not depend on the machine.

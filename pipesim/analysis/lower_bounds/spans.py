@@ -15,7 +15,7 @@ __all__ = ["NO_SPANS", "Spans", "limit_spans", "longest_span", "spans_of_devices
 
 
 class Spans(NamedTuple):
-    """Devices whose span is limited, and the places of their compute streams.
+    """Devices whose span is limited, and the places of their actions.
 
     Time zero is the start of the first task of the first device.
 
@@ -40,8 +40,8 @@ NO_SPANS = Spans(
 def longest_span(places: Places, device: Ints) -> float:
     """Return a lower bound on the longest span of any device (s).
 
-    The span of a device is that of its compute stream. Time counts from the first start on this
-    stream, which is a head of 0 for all of its tasks; tasks elsewhere may start earlier. Likewise,
+    The span of a device is that of its F, B, I, W and R. Time counts from the first start of
+    these, which is a head of 0 for all of them; tasks elsewhere may start earlier. Likewise,
     tails count to the last end on the device.
 
     Parameters
@@ -49,7 +49,7 @@ def longest_span(places: Places, device: Ints) -> float:
     places
         Places in topological order.
     device
-        Device on whose compute stream each place is, or -1; shape ``(n_places,)``.
+        Device of each place of F, B, I, W or R, -1 for others; shape ``(n_places,)``.
     """
     longest = 0.0
     for number in range(int(device.max(initial=-1)) + 1):

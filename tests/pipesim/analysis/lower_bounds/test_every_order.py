@@ -11,7 +11,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import DeadlockError, ScheduleError
-from pipesim.ops import Action, Op
+from pipesim.ops import SCHEDULED, Action, Op
 
 
 @cache
@@ -106,8 +106,8 @@ CASES = {
 
 
 def spans(timeline: ps.Timeline) -> float:
-    """Return the longest time of a device from its first start to its last end."""
-    graph, own = timeline.graph, timeline.graph.on_compute
+    """Return the longest time of a device from its first start to its last end, without STEP."""
+    graph, own = timeline.graph, timeline.graph.is_op(SCHEDULED)
     return max(
         float(timeline.end[own & (graph.device == d)].max())
         - float(timeline.start[own & (graph.device == d)].min())
