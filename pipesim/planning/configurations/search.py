@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,8 +104,9 @@ class Search:
         while self.left:
             batches, n_done = self._next_batches(n_calls)
             yield n_done
+            known = Known(self.n_best, tuple(self._steps), tuple(self._front))
             calls = {
-                str(k): (self.evaluator.problem, [choice for choice, _ in batch])
+                str(k): (self.evaluator.problem, [choice for choice, _ in batch], known)
                 for k, batch in enumerate(batches)
             }
             running = run_calls(
@@ -187,10 +189,27 @@ def evaluate(
         return _failed(choice, bounds, str(error))
 
 
-def evaluate_all(problem: PlanProblem, choices: Sequence[PlanChoice]) -> list[Evaluation]:
+class Known(NamedTuple):
+    """Best steps and front of a search, by which workers rule configurations out.
+
+    Attributes are those of `Search`, as tuples.
+    """
+
+    n_best: int
+    steps: tuple[float, ...]
+    front: tuple[tuple[float, float], ...]
+
+
+def evaluate_all(
+    problem: PlanProblem, choices: Sequence[PlanChoice], known: Known
+) -> list[Evaluation]:
     """Return the evaluations of configurations, in a worker."""
-    evaluator = Evaluator(problem)
-    return [evaluate(evaluator, choice, evaluator.bounds(choice)) for choice in choices]
+    search = Search(Evaluator(problem), known.n_best)
+    search._steps, search._front = list(known.steps), list(known.front)
+    rows = [(choice, search.evaluator.bounds(choice)) for choice in choices]
+    for choice, bounds in sorted(rows, key=lambda row: row[1].step):
+        search._finish(search._result(choice, bounds))
+    return search.evaluations
 
 
 def _failed(choice: PlanChoice, bounds: Bounds, reason: str) -> Evaluation:

@@ -83,6 +83,21 @@ def test_steps_are_those_of_simulate(name: str, layout: Any, index: int, ordered
     assert (bounds.memory <= timeline.peak_memory.max()).all()
 
 
+@pytest.mark.parametrize("layout", ["stage_major", "replica_major"])
+def test_collectives_hold_the_links_of_all_replicas(layout: Any) -> None:
+    """Reductions of stages compete for the NICs that other replicas of both use."""
+    problem, listed = CHOICES["shared", layout]
+    evaluator = Evaluator(problem)
+    for choice in listed:
+        few = choice.recompute == "none" and not choice.sequence_parallel
+        if not few or choice.schedule != "1f1b" or choice.microbatch_size > 1:
+            continue
+        costs = problem.costs(choice)
+        graph = problem.graph(choice, problem.schedule(choice, costs))
+        step = evaluate(evaluator, choice, evaluator.bounds(choice)).step
+        assert step == ps.simulate(graph, costs).makespan
+
+
 def test_pruning_loses_neither_the_best_nor_the_front() -> None:
     """The best and the front are those of an evaluation of all configurations."""
     cluster = ps.Cluster("dgx_h100", n_gpus=8, memory=0.6e9)
