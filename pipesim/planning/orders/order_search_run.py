@@ -26,9 +26,11 @@ from pipesim.scheduling.placement import Placement
 
 __all__ = ["Effort", "Search", "meets"]
 
-#: Share of the effort after which the local search gives way to CP-SAT, after which CP-SAT gives
-#: way to the local search, and share for a period of many micro-batches.
-_LOCAL_SHARE, _PROOF_SHARE, _PERIOD_SHARE = 0.4, 0.8, 0.4
+#: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
+#: and with several, where CP-SAT rarely finds better orders.
+_LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65
+#: Share after which CP-SAT gives way to the local search, and for a period of many micro-batches.
+_PROOF_SHARE, _PERIOD_SHARE = 0.8, 0.4
 #: Seconds in which the moves a second are measured.
 _RATE_SECONDS = 0.1
 #: Most first orders that are kept.
@@ -115,7 +117,8 @@ class Search:
         if self._is_large:
             self._repeat_period()
         is_proof_possible = int(self.problem.count.sum()) <= MOST_TASKS
-        self._improve(_LOCAL_SHARE if is_proof_possible else 1.0)
+        share = _LOCAL_SHARE if self.placement.n_chunks == 1 else _LOCAL_SHARE_CHUNKS
+        self._improve(share if is_proof_possible else 1.0)
         if is_proof_possible and not self.is_done:
             self._prove()
             if not self.is_done:
