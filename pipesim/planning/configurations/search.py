@@ -104,9 +104,9 @@ class Search:
         while self.left:
             batches, n_done = self._next_batches(n_calls)
             yield n_done
-            known = Known(self.n_best, tuple(self._steps), tuple(self._front))
+            incumbents = Incumbents(self.n_best, tuple(self._steps), tuple(self._front))
             calls = {
-                str(k): (self.evaluator.problem, [choice for choice, _ in batch], known)
+                str(k): (self.evaluator.problem, [choice for choice, _ in batch], incumbents)
                 for k, batch in enumerate(batches)
             }
             running = run_calls(
@@ -189,7 +189,7 @@ def evaluate(
         return _failed(choice, bounds, str(error))
 
 
-class Known(NamedTuple):
+class Incumbents(NamedTuple):
     """Best steps and front of a search, by which workers rule configurations out.
 
     Attributes are those of `Search`, as tuples.
@@ -201,11 +201,11 @@ class Known(NamedTuple):
 
 
 def evaluate_all(
-    problem: PlanProblem, choices: Sequence[PlanChoice], known: Known
+    problem: PlanProblem, choices: Sequence[PlanChoice], incumbents: Incumbents
 ) -> list[Evaluation]:
     """Return the evaluations of configurations, in a worker."""
-    search = Search(Evaluator(problem), known.n_best)
-    search._steps, search._front = list(known.steps), list(known.front)
+    search = Search(Evaluator(problem), incumbents.n_best)
+    search._steps, search._front = list(incumbents.steps), list(incumbents.front)
     rows = [(choice, search.evaluator.bounds(choice)) for choice in choices]
     for choice, bounds in sorted(rows, key=lambda row: row[1].step):
         search._finish(search._result(choice, bounds))
