@@ -132,12 +132,12 @@ def check(order: ps.OptimizedSchedule, costs: ps.Costs, limit: float) -> None:
 
 def with_ratios(table: pd.DataFrame) -> pd.DataFrame:
     """Add the ratios to the best order known and to the larger bound."""
-    known = table[["optimize", "CP-SAT"]].min(axis=1)
+    best = table[["optimize", "CP-SAT"]].min(axis=1)
     bound = table[["bound", "its bound"]].max(axis=1)
-    table["over %"] = 100 * (table["optimize"] / known - 1)
+    table["over %"] = 100 * (table["optimize"] / best - 1)
     table["gap %"] = 100 * (table["optimize"] / bound - 1)
     table["gain %"] = 100 * (table["named"] / table["optimize"] - 1)
-    table["bound/best %"] = 100 * table["bound"] / known
+    table["bound/best %"] = 100 * table["bound"] / best
     return table
 
 
