@@ -19,10 +19,13 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.kind_routes import KindRoutes, message_ends
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.graph.compute_tasks import compute_kinds
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import LoweringOptions
+from pipesim.graph.tasks import Kinds
 from pipesim.lowering.lower import lower
 from pipesim.network.network import Network
-from pipesim.ops import COMPUTE, SENDS
+from pipesim.ops import COMPUTE, SENDS, Op
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
@@ -30,7 +33,7 @@ from pipesim.simulation.engines.plan import Plan, make_plan
 from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
 from pipesim.utils.csr import Ints
 
-__all__ = ["OneOfReplicas", "ReplicaTimes", "lower_replica"]
+__all__ = ["OneOfReplicas", "ReplicaTimes", "lower_replica", "replica_memory_graph"]
 
 Floats = NDArray[np.float64]
 
@@ -44,6 +47,19 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     assert first is not None, f"replicas of {schedule.name!r} differ"
     n_devices = schedule.n_devices
     return replace(first.graph, n_devices=n_devices, host=first.graph.host[:n_devices])
+
+
+def replica_memory_graph(schedule: Schedule) -> TaskGraph:
+    """Return the kinds of one replica that hold bytes: its compute, and gathers of parameters.
+
+    Its optimizer has `LoweringOptions.n_equal` shares. It has the tasks of the schedule alone.
+    """
+    kinds, kind = compute_kinds(schedule)
+    device = np.array(schedule.placement.paths[0])
+    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
+    gathers = Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero)
+    options = LoweringOptions(weight_versions=schedule.weight_versions)
+    return TaskGraph.of_kinds(kinds.joined(gathers), kind, schedule.microbatch, options=options)
 
 
 class ReplicaTimes(NamedTuple):

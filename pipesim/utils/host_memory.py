@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from pathlib import Path
 
 from pipesim.errors import CapacityError
@@ -12,11 +13,23 @@ __all__ = ["available_memory", "bytes_text", "check_memory", "count_text"]
 
 #: Largest number that messages show; it still is a float. Larger ones are shown as this one.
 _MOST = 10**300
+#: Seconds for which the bytes that processes share are not read again. No process fills much more
+#: than a gigabyte of memory in this time.
+_FRESH = 0.1
+#: Time of the last reading, and the bytes that processes share.
+_shared = (-_FRESH, 0)
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still allocate: machine, cgroup and ulimit."""
-    return min([_machine_bytes(), *_cgroup_bytes(), *_process_bytes()])
+    """Return the bytes that this process can still allocate: machine, cgroup and ulimit.
+
+    Those of machine and cgroup may be `_FRESH` seconds old: to read them takes 0.2 ms.
+    """
+    global _shared
+    now = time.monotonic()
+    if not 0 <= now - _shared[0] < _FRESH:
+        _shared = (now, min([_machine_bytes(), *_cgroup_bytes()]))
+    return min([_shared[1], *_process_bytes()])
 
 
 def _process_bytes() -> list[int]:

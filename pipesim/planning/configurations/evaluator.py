@@ -27,7 +27,12 @@ from pipesim.planning.configurations.bounds import (
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.problem import PlanProblem, order_facts, placement_of
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
-from pipesim.simulation.one_of_replicas import OneOfReplicas, lower_replica
+from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.one_of_replicas import (
+    OneOfReplicas,
+    lower_replica,
+    replica_memory_graph,
+)
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
@@ -137,8 +142,8 @@ class Evaluator:
         place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
 
         def build() -> Ints | None:
-            schedule = self.problem.schedule(choice, self.costs(choice))
-            kinds, n = self._small_graph(choice, shards=False).kinds, schedule.n_stages
+            schedule = self._schedule(choice, self.costs(choice))
+            kinds, n = self._small_graph(choice).kinds, schedule.n_stages
             number = np.full(len(Op) * n, -1)
             number[kinds.op * n + kinds.stage] = np.arange(len(kinds))
             own: Ints = number[schedule.op.astype(np.int64) * n + schedule.stage]
@@ -159,22 +164,28 @@ class Evaluator:
 
     def _with_shares(self, choice: PlanChoice, shares: int) -> TaskGraph:
         """Return `_small_graph` of replicas that share the optimizer."""
-        graph = self._small_graph(choice, shards=shares > 1)
+        graph = self._small_graph(choice)
         return replace(graph, options=replace(graph.options, n_equal=shares))
 
-    def _small_graph(self, choice: PlanChoice, *, shards: bool) -> TaskGraph:
-        """Return the graph of few micro-batches of the schedule of a choice."""
+    def _small_graph(self, choice: PlanChoice) -> TaskGraph:
+        """Return the graph of few micro-batches of the schedule of a choice, without messages.
+
+        A replica gathers parameters; one that shares them with no other has them all.
+        """
         place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
-        return self._get(
-            ("few", place, shards),
-            lambda: lower_replica(
-                order_facts(*place).schedule, replicated=shards, shard_optimizer=shards
-            ),
-        )
+        return self._get(("few", place), lambda: replica_memory_graph(order_facts(*place).schedule))
+
+    def _schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
+        """Return the schedule of a choice."""
+        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
+        key: tuple[Hashable, ...] = ("schedule", *place)
+        if choice.ordered_for_costs:
+            key = (*key, self._costs_key(choice))
+        return _kept(self._graphs, key, lambda: self.problem.schedule(choice, costs))
 
     def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration by the tasks of all replicas."""
-        schedule = self.problem.schedule(choice, costs)
+        schedule = self._schedule(choice, costs)
         limits = self.problem.limits(choice)
         timeline = predict_timeline(
             self.problem.graph(choice, schedule), costs, memory_limit=limits
@@ -197,7 +208,7 @@ class Evaluator:
 
         def build() -> OneOfReplicas | None:
             graph = _kept(self._graphs, key, lambda: lower_replica(
-                self.problem.schedule(choice, costs),
+                self._schedule(choice, costs),
                 replicated=replicated, shard_optimizer=choice.shard_optimizer,
             ))  # fmt: skip
             return OneOfReplicas.make(
