@@ -20,8 +20,8 @@ from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.filters import Filters, checked_filters, keeps
 from pipesim.planning.configurations.plan_arguments import (
-    checked_filters,
     checked_percentile,
     checked_problem,
     checked_workers,
@@ -124,7 +124,7 @@ def plan(
     memory_reserve
         Share of the bytes of tensors that the allocator holds besides, as in `Costs`.
     where
-        Function, or functions, of a `PlanChoice` that return whether to keep it.
+        Function, or functions, of a `PlanChoice` that return True to keep it, or False.
     noise, percentile
         Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps.
     n_best
@@ -185,28 +185,11 @@ def plan(
     )  # fmt: skip
 
 
-def _keeps(filters: Sequence[Callable[[PlanChoice], bool]], choice: PlanChoice) -> bool:
-    """Return whether all functions keep a configuration.
-
-    Raises
-    ------
-    ArgumentError
-        If a function raises.
-    """
-    try:
-        return all(keeps(choice) for keeps in filters)
-    except Exception as error:
-        raise ArgumentError(
-            f"where raised {type(error).__name__} for {choice}: {error}; it must return True or "
-            "False"
-        ) from error
-
-
 def _fill(
     search: Search,
     space: SearchSpace,
     problem: PlanProblem,
-    filters: Sequence[Callable[[PlanChoice], bool]],
+    filters: Filters,
 ) -> None:
     """Add the configurations of a space to a search."""
     choices, ruled_out = space.choices(problem)
@@ -218,7 +201,7 @@ def _fill(
             reason = f"{problem.n_layers} layers cannot be split into {choice.n_stages} stages"
             reason += " evenly" * problem.is_even
             search.evaluations.append(invalid(choice, reason))
-        elif _keeps(filters, with_split):
+        elif keeps(filters, with_split):
             split.append(with_split)
     if choices and not split and filters:
         raise ArgumentError(f"where keeps none of {len(choices)} configurations; relax it")
@@ -244,12 +227,10 @@ def _ranked(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return sorted(rows, key=lambda x: (x.step, x.memory, str(x.choice)))
 
 
-def _refined(
-    search: Search, ranked: list[Evaluation], filters: Sequence[Callable[[PlanChoice], bool]]
-) -> list[Evaluation]:
+def _refined(search: Search, ranked: list[Evaluation], filters: Filters) -> list[Evaluation]:
     """Return the ranked configurations with refined ones among them."""
     try:
-        better = refined(search.evaluator, ranked, lambda choice: _keeps(filters, choice))
+        better = refined(search.evaluator, ranked, lambda choice: keeps(filters, choice))
     except KeyboardInterrupt:
         search.complete = False
         return ranked

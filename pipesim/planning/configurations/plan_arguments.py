@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pipesim.errors import (
     ArgumentError,
     check_count,
     check_flag,
-    check_function,
-    check_list,
     check_name,
     check_type,
     number,
@@ -18,13 +15,12 @@ from pipesim.errors import (
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search import Workers
 from pipesim.scheduling.placement import LAYOUTS
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 
-__all__ = ["checked_filters", "checked_percentile", "checked_problem", "checked_workers"]
+__all__ = ["checked_percentile", "checked_problem", "checked_workers"]
 
 #: Most sequences of a step.
 _MOST_SEQUENCES = 10**9
@@ -57,14 +53,6 @@ def checked_problem(
         layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
         memory_reserve=reserve, is_even=is_even, **options,
     )  # fmt: skip
-
-
-def checked_filters(where: Any) -> list[Callable[[PlanChoice], bool]]:
-    """Return the functions that configurations must pass."""
-    functions = [] if where is None else [where] if callable(where) else where
-    for function in check_list("where", functions, "a function, or a list of functions"):
-        check_function("where", function, "where(choice)")
-    return list(functions)
 
 
 def checked_percentile(value: object) -> float:

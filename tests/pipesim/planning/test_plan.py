@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,15 @@ def test_fixed_listed_and_filtered() -> None:
     assert all(x.n_gpus == 16 and sum(x.layers_per_stage) == 12 for x in ranked)
 
 
+def test_functions_may_come_from_a_generator() -> None:
+    """A generator of functions counts as their list; numpy's booleans are booleans."""
+    functions = (lambda x, n=n: np.bool_(x.tensor_parallel != n) for n in (1, 4))
+    plans = ps.plan(
+        MODEL, DGX, global_batch=16, schedules="1f1b", microbatch_size=1, where=functions, **QUICK
+    )
+    assert {x.choice.tensor_parallel for x in plans} == {2, 8}
+
+
 def test_even_and_refined_splits() -> None:
     """Even splits have as many layers on each stage; refined ones are never slower."""
     options: dict[str, Any] = {"global_batch": 16, "tensor_parallel": 2, **QUICK}
@@ -235,6 +245,9 @@ def test_interrupt_returns_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None
         ({"memory_limit": "1MB"}, r"none of \d+ configurations fits in memory_limit, 977 KiB"),
         ({"where": lambda _: False}, "where keeps none"),
         ({"where": lambda x: x.surprise}, "where raised AttributeError"),
+        ({"where": lambda _: "no"}, "where must return True or False, got 'no' for tp"),
+        ({"where": lambda _: None}, "got None for tp.*; it may lack a return"),
+        ({"where": "tp"}, "where must be a list, got 'tp'"),
         ({"recompute": "some"}, "unknown recompute"),
         ({"percentile": 0}, "percentile must be above 0"),
         ({"n_chunks": []}, "n_chunks is empty"),
