@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.partition.even_stages import even_borders
-from pipesim.costs.partition.exact_sums import Floats, exact_sums, to_whole
+from pipesim.costs.partition.exact_sums import ExactSums, Floats, Ints, exact_sums, to_whole
 from pipesim.costs.partition.near_even import narrow_ranges
 from pipesim.costs.partition.stage_bound import least_bound, possible_borders
 from pipesim.errors import ArgumentError, CostsError, check_count, number
@@ -30,7 +30,7 @@ def balanced_split(
     ----------
     seconds
         Seconds of each layer; or any other weight >= 0, such as bytes. An array of floats is fast:
-        a million layers take some ten milliseconds.
+        a million layers take some ten milliseconds (see Notes for exceptions).
     n_stages
         Number of stages; each gets at least one layer.
 
@@ -42,7 +42,8 @@ def balanced_split(
     Raises
     ------
     ArgumentError
-        If there are more stages than layers, or ``seconds`` is no sequence.
+        If there are more stages than layers, or ``seconds`` is no list or 1-d array of a layer or
+        more.
     CostsError
         For a weight that is negative, NaN or infinite.
 
@@ -56,8 +57,10 @@ def balanced_split(
     -----
     The least bound of the slowest stage is found by bisection: a bound is feasible if filling
     stages up to it, in order, needs at most ``n_stages``. The bound leaves a range for each border.
-    The most even split is found by dynamic programming over the borders in these ranges. It takes
-    longer where they are wide, as with many layers that are heavier than the mean stage.
+    The most even split is found by dynamic programming over the borders in these ranges. Layers
+    of weight 0 take part in neither. It takes seconds where ranges are wide or many splits are
+    equally even: a million layers of which many are heavier than the mean stage, one heavy layer
+    between many others, or two alternating weights without a common unit.
 
     Examples
     --------
@@ -65,16 +68,30 @@ def balanced_split(
     (3, 3, 1)
     """
     weights = _weights(seconds)
-    sums = exact_sums(weights)
-    if not isinstance(sums, tuple):
-        value: object = seconds[sums]
-        raise CostsError(f"seconds of layer {sums} must be finite and >= 0, got {value!r}")
     n_layers = len(weights)
     if check_count("n_stages", n_stages) > n_layers:
         raise ArgumentError(
             f"{n_layers} layers cannot be split into {n_stages} stages; each needs at least one "
             f"layer, so n_stages may be 1..{n_layers}"
         )
+    # Zeros are left out, as they are many in some lists, and all borders between them are alike.
+    layers = np.flatnonzero(weights)
+    sums = exact_sums(weights if len(layers) == n_layers else weights[layers])
+    if not isinstance(sums, tuple):
+        layer = int(layers[sums])
+        value: object = list(seconds)[layer]
+        raise CostsError(f"seconds of layer {layer} must be finite and >= 0, got {value!r}")
+    if len(layers) <= n_stages:
+        borders = _borders_of_few(layers, n_layers, n_stages)
+    else:
+        # Each stage of the most even split has a layer that is not zero, and ends at its last.
+        inner = _borders(weights[layers], sums, n_stages)[1:-1]
+        borders = [0, *(layers[np.array(inner, dtype=np.int64) - 1] + 1).tolist(), n_layers]
+    return tuple(b - a for a, b in pairwise(borders))
+
+
+def _borders(weights: Floats, sums: ExactSums, n_stages: int) -> list[int]:
+    """Return the borders of layers that are more than stages."""
     largest = int(weights.argmax())
     bound = least_bound(
         sums.limbs, to_whole(sums.limbs[largest + 1]) - to_whole(sums.limbs[largest]), n_stages
@@ -82,9 +99,28 @@ def balanced_split(
     low, high = np.zeros((2, n_stages + 1), dtype=np.int64)
     possible_borders(sums.limbs, n_stages, bound, low, high)
     level = to_whole(sums.limbs[-1]) // n_stages
-    if (high - low).sum() > n_layers:
+    if (high - low).sum() > len(weights):
         level = narrow_ranges(weights, sums, bound, low, high)
-    return tuple(b - a for a, b in pairwise(even_borders(sums.limbs, bound, level, low, high)))
+    return even_borders(sums.limbs, bound, level, low, high)
+
+
+def _borders_of_few(layers: Ints, n_layers: int, n_stages: int) -> list[int]:
+    """Return the first borders such that each of a few layers is on a stage of its own.
+
+    As many stages as zeros can spare come first, of one layer each. Each further stage ends at the
+    next of the layers.
+
+    Parameters
+    ----------
+    layers
+        Layers that are not zero, at most ``n_stages``.
+    """
+    is_zero = np.ones(n_layers, dtype=np.bool_)
+    is_zero[layers] = False
+    n_spare = n_stages - len(layers)
+    n_single = int(np.flatnonzero(is_zero)[n_spare - 1]) + 1 if n_spare else 0
+    ends = [*range(1, n_single + 1), *(layers[layers >= n_single] + 1).tolist()]
+    return [0, *ends[: n_stages - 1], n_layers]
 
 
 def _weights(seconds: object) -> Floats:
@@ -93,16 +129,23 @@ def _weights(seconds: object) -> Floats:
     Raises
     ------
     ArgumentError
-        If ``seconds`` is no sequence.
+        If ``seconds`` is no list of a layer or more.
     """
-    if isinstance(seconds, np.ndarray) and seconds.ndim == 1 and seconds.dtype == np.float64:
-        return np.ascontiguousarray(seconds)
-    try:
-        values = list(seconds)  # type: ignore[call-overload]
-    except TypeError:
+    values = seconds
+    if isinstance(seconds, np.ndarray) and seconds.ndim == 1:
+        if seconds.dtype == np.float64 and len(seconds):
+            return np.ascontiguousarray(seconds)
+        values = seconds.tolist()
+    is_listed = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    if not is_listed or isinstance(values, (np.ndarray, Mapping, str, bytes)):
+        dimensions = f" of shape {seconds.shape}" if isinstance(seconds, np.ndarray) else ""
         raise ArgumentError(
-            f"seconds must be a sequence of one weight a layer, such as [1, 1, 3], got {seconds!r}"
-        ) from None
+            "seconds must be a list or a 1-d array of one weight a layer, such as [1, 1, 3], got "
+            f"{seconds!r:.60} ({type(seconds).__name__}{dimensions})"
+        )
+    values = list(values)  # type: ignore[call-overload]
+    if not values:
+        raise ArgumentError("seconds must have one weight a layer, of at least one layer, got none")
     if set(map(type, values)) <= {float}:
         return np.array(values, dtype=np.float64)
     converted = map(number, values)

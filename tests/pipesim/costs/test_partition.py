@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.costs.partition import near_even
-from pipesim.errors import CostsWarning
+from pipesim.errors import ArgumentError, CostsWarning
 
 Score = tuple[Fraction, Fraction, tuple[int, ...]]
 
@@ -130,3 +130,38 @@ def test_heavy_layer_leaves_the_others_even() -> None:
     """One layer is as slow as all others; these are divided evenly over the other stages."""
     assert ps.balanced_split([1.0] * 30 + [30.0], 4) == (10, 10, 10, 1)
     assert ps.balanced_split([1.0] * 15 + [40.0] + [1.0] * 15, 4) == (7, 8, 1, 15)
+
+
+@pytest.mark.parametrize("n_ones", [0, 3, 12, 30])
+def test_mostly_zeros(n_ones: int) -> None:
+    """Layers without weight, many more than stages: as the dynamic program, and quick."""
+    seconds = np.zeros(60)
+    seconds[np.random.default_rng(n_ones).choice(60, n_ones, replace=False)] = 1
+    for n_stages in (1, 4, 12):
+        assert ps.balanced_split(seconds, n_stages) == dynamic_program(seconds.tolist(), n_stages)
+
+
+def test_a_million_zeros_and_few_weights() -> None:
+    """Fewer weights than stages: each has its own. Else borders are those without the zeros."""
+    seconds = np.zeros(10**6)
+    places = np.random.default_rng(0).choice(10**6, 3000, replace=False)
+    seconds[places[:1000]] = 1
+    stages = np.add.reduceat(seconds, np.cumsum([0, *ps.balanced_split(seconds, 1024)[:-1]]))
+    assert sorted(stages) == [0] * 24 + [1] * 1000
+    seconds[places] = np.random.default_rng(0).random(3000)
+    split = ps.balanced_split(seconds, 1024)
+    heavy = np.flatnonzero(seconds)
+    alone = np.cumsum(ps.balanced_split(seconds[heavy], 1024))[:-1]
+    assert np.cumsum(split)[:-1].tolist() == (heavy[alone - 1] + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [{1: 2, 0: 1}, {1.0, 2.0}, (x for x in [1, 2]), np.ones((2, 2)), np.ones((0, 3)), "12", b"12",
+     3, None, [], (), np.array([]), np.array(3.0)],
+    ids=lambda seconds: f"{seconds!r:.20}".partition(" at ")[0],
+)  # fmt: skip
+def test_no_list_of_weights(seconds: object) -> None:
+    """A collection that is no list, an array of two dimensions, or no layer: the error says so."""
+    with pytest.raises(ArgumentError, match=r"^seconds must (be a list|have one weight a layer)"):
+        ps.balanced_split(seconds, 1)  # type: ignore[arg-type]

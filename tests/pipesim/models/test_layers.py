@@ -198,16 +198,16 @@ def test_balanced_split_by_hand() -> None:
     ("seconds", "n_stages", "message"),
     [
         ([1, 2], 3, r"2 layers cannot be split into 3 stages; .* n_stages may be 1\.\.2"),
-        ([], 1, "0 layers cannot be split into 1 stages"),
+        ([], 1, "seconds must have one weight a layer, of at least one layer"),
         ([1, 2], 0, "n_stages must be at least 1, got 0"),
         ([1, 2], True, "n_stages must be a whole number, got True"),
         ([1, -2], 1, "seconds of layer 1 must be finite and >= 0, got -2"),
         ([math.nan, 2], 1, "seconds of layer 0 must be finite and >= 0, got nan"),
         ([math.inf, 2], 1, "seconds of layer 0 must be finite and >= 0, got inf"),
         (["1", 2], 1, "seconds of layer 0 must be finite and >= 0, got '1'"),
-        (5, 1, r"seconds must be a sequence of one weight a layer, such as .*, got 5"),
-        (None, 1, "seconds must be a sequence of one weight a layer"),
-        (np.array(5.0), 1, "seconds must be a sequence of one weight a layer"),
+        (5, 1, r"seconds must be a list or a 1-d array of one weight a layer, such as .*, got 5"),
+        (None, 1, "seconds must be a list or a 1-d array of one weight a layer"),
+        (np.array(5.0), 1, "seconds must be a list or a 1-d array of one weight a layer"),
     ],
 )
 def test_bad_balanced_split(seconds: Any, n_stages: int, message: str) -> None:
