@@ -172,14 +172,16 @@ def begin(lanes: Lanes, state: State, span: bool) -> bool:
 @kernel(*_HELPERS, allocates=False)
 def anneal(
     lanes: Lanes, state: State, span: bool, first: int, last: int, length: int, target: float
-) -> None:
+) -> int:
     """Make the moves ``first`` to ``last`` of a round of ``length`` moves.
 
     The temperature falls from the first to the last one of the round. It stops at the target.
+    Return the number of the next move.
     """
     hot, cold = state.values[FIRST_TEMPERATURE], state.values[LAST_TEMPERATURE]
     for move in range(first, last):
         if state.values[BEST] <= target:
-            return
+            return move
         temperature = hot * (cold / hot) ** (move / length)
         _try_move(lanes, state, temperature, span)
+    return last

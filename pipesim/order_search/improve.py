@@ -116,19 +116,24 @@ class LocalSearch:
             last = min(self._length, self._move + end - self.moves)
             if (self.moves + last - self._move) * len(self.order.lanes) > _PLAIN_TASKS:
                 self.compile()
-            anneal(self._lanes, self._state, self._span, self._move, last, self._length, target)
-            self.moves += last - self._move
-            self._move = last
+            following = anneal(
+                self._lanes, self._state, self._span, self._move, last, self._length, target
+            )
+            if following == self._move:  # rounding: the best order exceeds a limit
+                following = last
+            self.moves += following - self._move
+            self._move = following
             self._keep_best()
 
     def advance_for(self, seconds: float, most: int, target: float = -math.inf) -> int:
         """Make as many moves as take some seconds, at most ``most`` of them; return how many."""
+        before = self.moves
         n_moves = min(most, max(1, int(self._rate * seconds)))
         began = time.perf_counter()
         self.advance(n_moves, target)
-        rate = n_moves / max(time.perf_counter() - began, 1e-6)
-        self._rate = min(rate, 4 * self._rate)
-        return n_moves
+        rate = (self.moves - before) / max(time.perf_counter() - began, 1e-6)
+        self._rate = max(1.0, min(rate, 4 * self._rate))
+        return self.moves - before
 
     @property
     def rate(self) -> float:

@@ -170,11 +170,15 @@ def counts_all_costs(
 ) -> bool:
     """Return whether times of an `OrderProblem` are those of a simulation without STEPs.
 
-    They are not if launches take time, or if messages of several channels share a link.
+    They are not if launches take time, if messages of several channels share a link, or if the
+    replicas of stages on several paths reduce gradients.
     """
     ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
     graph = _graph(placement, ops)
-    return not np.any(costs.launch) and bool((shared_links(graph, costs.of(graph)) < 0).all())
+    tasks = costs.of(graph)
+    reduces = np.any(tasks.table.duration[graph.kinds.op == Op.REDUCE_GRAD] > 0)
+    has_launches = np.any(costs.launch)
+    return not (has_launches or reduces or (shared_links(graph, tasks) >= 0).any())
 
 
 @lru_cache(maxsize=16)  # a search over configurations asks for the same placements

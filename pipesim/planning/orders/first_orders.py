@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,13 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Candidate", "first_orders", "named_orders", "sequential_order"]
+__all__ = [
+    "Candidate",
+    "first_orders",
+    "named_orders",
+    "sequential_candidate",
+    "sequential_order",
+]
 
 #: Values that list schedules are tried with. Micro-batches in flight are counted for each stage
 #: after a stage; infinity for no limit but that of memory.
@@ -45,28 +52,34 @@ class Candidate(NamedTuple):
 
 
 def first_orders(
-    problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective
+    problem: OrderProblem,
+    placement: Placement,
+    costs: Costs,
+    objective: Objective,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[Candidate]:
-    """Yield the named schedules and list schedules that keep the limit, and a sequential order."""
-    n_tasks = int(problem.count.sum())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield from named_orders(problem, placement, costs, objective)
-        if n_tasks <= _MOST_TASKS:
-            for schedule in _listed(problem, placement, costs):
-                yield from _checked(problem, schedule, objective)
-    order = sequential_order(problem)
-    if keeps_limit(problem, order):
-        value = getattr(evaluate(problem, order), objective)
-        yield Candidate(order, value, "one micro-batch after the other")
+    """Yield the named schedules and list schedules that keep the limit.
+
+    ``is_late`` is called before each schedule. Once it is true, at most one order is yielded.
+    """
+    schedules = _named(problem, placement, costs)
+    if problem.count.sum() <= _MOST_TASKS:
+        schedules = itertools.chain(schedules, _listed(problem, placement, costs))
+    yield from _candidates(problem, schedules, objective, is_late)
 
 
 def named_orders(
     problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective = "makespan"
 ) -> Iterator[Candidate]:
     """Yield the named schedules of a placement that keep the limit, with and without costs."""
-    for schedule in _named(problem, placement, costs):
-        yield from _checked(problem, schedule, objective)
+    yield from _candidates(problem, _named(problem, placement, costs), objective, lambda: False)
+
+
+def sequential_candidate(problem: OrderProblem, objective: Objective) -> Candidate:
+    """Return the sequential order, which keeps every limit in which one micro-batch fits."""
+    order = sequential_order(problem)
+    value = getattr(evaluate(problem, order), objective)
+    return Candidate(order, value, "one micro-batch after the other")
 
 
 def sequential_order(problem: OrderProblem) -> LaneOrder:
@@ -92,18 +105,37 @@ def sequential_order(problem: OrderProblem) -> LaneOrder:
     return LaneOrder(np.concatenate(rows).astype(np.int64), ptr.astype(np.int64))
 
 
-def _checked(
-    problem: OrderProblem, schedule: Schedule, objective: Objective
+def _candidates(
+    problem: OrderProblem,
+    schedules: Iterator[Schedule | None],
+    objective: Objective,
+    is_late: Callable[[], bool],
 ) -> Iterator[Candidate]:
-    """Yield the order of a schedule if it has the problem's tasks and keeps the limit."""
+    """Yield the orders of schedules that keep the limit; once it is late, at most one."""
+    n_orders = 0
+    while not (n_orders and is_late()):
+        with warnings.catch_warnings():  # left before each yield: the filters are the caller's
+            warnings.simplefilter("ignore")
+            try:
+                schedule = next(schedules)
+            except StopIteration:
+                return
+            candidate = None if schedule is None else _checked(problem, schedule, objective)
+        if candidate is not None:
+            n_orders += 1
+            yield candidate
+
+
+def _checked(problem: OrderProblem, schedule: Schedule, objective: Objective) -> Candidate | None:
+    """Return the order of a schedule if it has the problem's tasks and keeps the limit."""
     try:
         order = lane_order(problem, schedule)
     except PipeError:
-        return
-    if keeps_limit(problem, order):
-        value = getattr(evaluate(problem, order), objective)
-        if math.isfinite(value):
-            yield Candidate(order, value, schedule.name)
+        return None
+    value = getattr(evaluate(problem, order), objective)
+    if not math.isfinite(value) or not keeps_limit(problem, order):
+        return None
+    return Candidate(order, value, schedule.name)
 
 
 def _activation_limits(problem: OrderProblem) -> list[float]:
@@ -114,8 +146,8 @@ def _activation_limits(problem: OrderProblem) -> list[float]:
     return limits
 
 
-def _named(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule]:
-    """Yield the named schedules of a placement, with and without costs."""
+def _named(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule | None]:
+    """Yield the named schedules of a placement, with and without costs; None for those refused."""
     m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
     p, n_chunks = placement.n_devices, placement.n_chunks
     small = placement.n_paths * max(1, math.ceil(2 * p / placement.n_paths))
@@ -125,17 +157,13 @@ def _named(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterato
         trial = _built(name, p, min(small, m), options)
         if trial is None or trial.placement != placement:
             continue
-        plain = _built(name, p, m, options)
-        if plain is not None:
-            yield plain
+        yield _built(name, p, m, options)
         if "costs" not in names:
             continue
         options["costs"] = costs
         if "memory_limit" in names and np.isfinite(problem.limit).all():
             options["memory_limit"] = _activation_limits(problem)
-        timed = _built(name, p, m, options)
-        if timed is not None:
-            yield timed
+        yield _built(name, p, m, options)
 
 
 def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | None:
@@ -146,8 +174,11 @@ def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | Non
         return None
 
 
-def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule]:
-    """Yield list schedules under the limit, by priority, micro-batches in flight and patience."""
+def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule | None]:
+    """Yield list schedules under the limit, by priority, micro-batches in flight and patience.
+
+    None stands for one that the limit does not allow.
+    """
     m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
     split = bool((problem.op == Op.W).any())
     after = placement.n_stages - np.arange(placement.n_stages)
@@ -165,4 +196,4 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
                         name="list schedule",
                     )  # fmt: skip
                 except PipeError:
-                    continue
+                    yield None

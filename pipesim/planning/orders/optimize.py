@@ -25,12 +25,14 @@ from pipesim.order_search import (
     OBJECTIVES,
     Objective,
     OrderProblem,
+    counts_all_costs,
     order_problem,
     peak_bytes,
 )
+from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.first_orders import sequential_order
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
-from pipesim.planning.orders.order_search_run import Effort, Search
+from pipesim.planning.orders.order_search_run import Search
 from pipesim.planning.orders.search_bar import SearchBar
 from pipesim.planning.orders.search_result import search_result
 from pipesim.scheduling.placement import Placement
@@ -143,8 +145,12 @@ def optimize(
     )
     limit = _checked_limit(problem, costs, memory_limit, stacklevel=3)
     effort.began = time.perf_counter()
+    is_exact = counts_all_costs(placement, costs, split_backward=split_backward)
     with SearchBar(effort, progress) as bar:
-        search = Search(placement, costs, limit, objective, effort, bar.show, problem)
+        search = Search(
+            placement, costs, limit, objective, effort, bar.show, problem,
+            tries_all=noise is not None, is_exact=is_exact,
+        )  # fmt: skip
         with suppress(KeyboardInterrupt):
             search.run()
     if search.best is None:

@@ -65,6 +65,8 @@ class OptimizedSchedule(Schedule):
 
     def __repr__(self) -> str:
         proof = "optimal" if self.proved else f"at most {self.gap:.2%} above the optimum"
+        if not math.isfinite(self.gap):
+            proof = "no lower bound"
         return (
             f"<OptimizedSchedule {self.name}: {self.n_devices} devices, {self.n_stages} stages, "
             f"{self.n_microbatches} micro-batches, {self.objective} {self.value:.6g} s, {proof}>"

@@ -20,17 +20,20 @@ from pipesim.order_search import (
 from pipesim.order_search.lane_order import n_microbatches
 from pipesim.planning.orders.cp_sat import prove
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
-from pipesim.planning.orders.first_orders import Candidate, first_orders
+from pipesim.planning.orders.effort import Effort
+from pipesim.planning.orders.first_orders import Candidate, first_orders, sequential_candidate
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["Effort", "Search", "meets"]
+__all__ = ["Search", "meets"]
 
 #: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
 #: and with several, where CP-SAT rarely finds better orders.
 _LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65
 #: Share after which CP-SAT gives way to the local search, and for a period of many micro-batches.
 _PROOF_SHARE, _PERIOD_SHARE = 0.8, 0.4
+#: Share after which no more first orders are tried.
+_FIRST_SHARE = 0.5
 #: Seconds in which the moves a second are measured.
 _RATE_SECONDS = 0.1
 #: Most first orders that are kept.
@@ -52,21 +55,6 @@ def meets(value: float, bound: float) -> bool:
 
 
 @dataclass
-class Effort:
-    """Limit of a search: seconds, or evaluations in their place."""
-
-    seconds: float
-    evaluations: int | None
-    seed: int
-    began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def share(self) -> float:
-        """Share of the seconds that have passed."""
-        return (time.perf_counter() - self.began) / self.seconds
-
-
-@dataclass
 class Search:
     """A search for the best order of a placement; `best` is the best one at any moment.
 
@@ -82,10 +70,15 @@ class Search:
         The best order, and the one from which the search started; None before there is one.
     firsts
         Different first orders, the best one first.
-    kept
-        The best orders of the steps, the latest last.
+    better
+        The best orders of the steps after these, the latest last.
     lower_bound, evaluations
         As in `OptimizedSchedule`.
+    tries_all
+        Whether all first orders are tried and kept, even if one of them meets the bound.
+    is_exact
+        Whether the values of orders are those of a simulation. If not, they may be below the
+        bound, which then ends nothing.
     """
 
     placement: Placement
@@ -98,19 +91,32 @@ class Search:
     best: Candidate | None = None
     first: Candidate | None = None
     firsts: list[Candidate] = field(default_factory=list)
-    kept: list[Candidate] = field(default_factory=list)
+    better: list[Candidate] = field(default_factory=list)
     lower_bound: float = 0.0
     evaluations: int = 0
+    tries_all: bool = False
+    is_exact: bool = True
 
     @property
     def is_done(self) -> bool:
         """Whether the best order meets the bound."""
-        return self.best is not None and meets(self.best.value, self.lower_bound)
+        return self.best is not None and meets(self.best.value, self._target)
+
+    @property
+    def kept(self) -> list[Candidate]:
+        """The first orders and the best ones of the steps; the last one is `best`."""
+        return [*reversed(self.firsts), *self.better]
+
+    @property
+    def _target(self) -> float:
+        """Value that no order goes below (s)."""
+        return self.lower_bound if self.is_exact else 0.0
 
     def run(self) -> None:
         """Search until the best order is proved, or the effort is spent."""
-        self.lower_bound = self._bound(self.problem)
-        self.first = self._first(self.problem)
+        self._note(sequential_candidate(self.problem, self.objective))
+        self.lower_bound = self._bound()
+        self.first = self._first()
         self.report(self)
         if self.is_done:
             return
@@ -137,22 +143,32 @@ class Search:
         """Keep an order if it is better than the best one."""
         if self.best is None or candidate.value < self.best.value:
             self.best = candidate
-            self.kept = [*self.kept, candidate][-_MOST_KEPT:]
+            self.better = [*self.better, candidate][-_MOST_KEPT:]
 
-    def _first(self, problem: OrderProblem) -> Candidate:
-        """Return the best first order; all are tried, unless one meets the bound."""
+    def _first(self) -> Candidate:
+        """Return the best first order; all are tried, unless one meets the bound or time is up."""
+        problem, objective, effort = self.problem, self.objective, self.effort
         different: dict[bytes, Candidate] = {}
-        for candidate in first_orders(problem, self.placement, self.costs, self.objective):
-            different.setdefault(candidate.order.lanes.tobytes(), candidate)
-            if problem is self.problem:
-                self._note(candidate)
-                if self.is_done:
-                    return candidate
-        self.firsts = sorted(different.values(), key=lambda x: x.value)[:_MOST_FIRST]
-        return self.firsts[0]  # the sequential order keeps every limit that `optimize` accepts
 
-    def _bound(self, problem: OrderProblem) -> float:
-        """Return the lower bound of a problem (s)."""
+        def is_late() -> bool:
+            return effort.is_spent(_FIRST_SHARE)
+
+        orders = first_orders(problem, self.placement, self.costs, objective, is_late)
+        for candidate in orders:
+            different.setdefault(candidate.order.lanes.tobytes(), candidate)
+            self._note(candidate)
+            if self.is_done and not self.tries_all:
+                return candidate
+        last = sequential_candidate(problem, objective)
+        different.setdefault(last.order.lanes.tobytes(), last)
+        most = None if self.tries_all else _MOST_FIRST
+        self.firsts = sorted(different.values(), key=lambda x: x.value)[:most]
+        self.best, self.better = self.firsts[0], []
+        return self.best
+
+    def _bound(self) -> float:
+        """Return the lower bound of the problem (s)."""
+        problem = self.problem
         has_bytes = bool((problem.allocated > 0).any())
         return lower_bound(
             self.placement,
@@ -165,8 +181,8 @@ class Search:
 
     def _improve(self, share: float) -> None:
         """Improve the best order by local search, until a share of the effort is spent."""
-        search = self._local_search(share)
-        target = self.lower_bound * (1.0 + _ROUNDING)
+        search, before = self._local_search(share), self.evaluations
+        target = self._target * (1.0 + _ROUNDING)
         total = self.effort.evaluations
         while search.value > target:
             if total is not None:
@@ -174,11 +190,11 @@ class Search:
                 if left <= 0:
                     return
                 search.advance(min(_CALL_MOVES, left), target)
-                self.evaluations += min(_CALL_MOVES, left)
             else:
                 if self.effort.share >= share:
                     return
-                self.evaluations += search.advance_for(_CALL_SECONDS, 2**31, target)
+                search.advance_for(_CALL_SECONDS, 2**31, target)
+            self.evaluations = before + search.moves
             self._note(Candidate(search.order, search.value, "local search"))
             self.report(self)
 
@@ -225,7 +241,7 @@ class Search:
         proof = prove(
             self.problem,
             self.best.order,
-            self.lower_bound,
+            self._target,
             objective=self.objective,
             seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
             work=None if total is None else max(0.01, total / _MOVES_A_UNIT),
@@ -259,14 +275,18 @@ class Search:
         share = self.effort.share + _PERIOD_SHARE * max(0.0, 1 - self.effort.share)
         part = Search(
             self.placement, self.costs, self.limit, self.objective, self.effort,
-            lambda _: self.report(self), small,
+            lambda _: self.report(self), small, is_exact=self.is_exact,
         )  # fmt: skip
-        part.lower_bound = part._bound(small)
-        part.first = part._first(small)
+        part.lower_bound = part._bound()
+        part.first = part._first()
         part._improve(_PERIOD_SHARE if self.effort.evaluations is not None else share)
         self.evaluations += part.evaluations
         assert part.best is not None
-        for candidate in (part.first, part.best):
-            order = unrolled(small, candidate.order, self.problem, self.objective)
+        for candidate in (part.best, part.first):
+            order = unrolled(
+                small, candidate.order, self.problem, self.objective, self.effort.is_spent
+            )
             if order is not None:
                 self._note(self._candidate(order, "period"))
+            if self.effort.is_spent():
+                return

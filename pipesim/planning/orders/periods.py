@@ -7,6 +7,8 @@ device holds as many bytes behind it as before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pipesim.order_search import LaneOrder, Objective, OrderProblem, evaluate
@@ -32,7 +34,11 @@ def fewer_microbatches(n_microbatches: int, n_stages: int, n_paths: int) -> int:
 
 
 def unrolled(
-    small: OrderProblem, order: LaneOrder, problem: OrderProblem, objective: Objective
+    small: OrderProblem,
+    order: LaneOrder,
+    problem: OrderProblem,
+    objective: Objective,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> LaneOrder | None:
     """Return the best order of a problem that repeats a period of an order of a smaller one.
 
@@ -44,6 +50,8 @@ def unrolled(
         The same lanes with more micro-batches: by a multiple of `LONGEST_PERIOD` on each path.
     objective
         ``"makespan"`` or ``"span"``.
+    is_late
+        Called after each order that is tried; if it returns true, no more are tried.
 
     Returns
     -------
@@ -65,6 +73,8 @@ def unrolled(
             value = getattr(evaluate(problem, longer), objective)
             if value < least:
                 least, best = value, longer
+            if best is not None and is_late():
+                return best
     return best
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipesim.planning.orders.order_search_run import Effort, Search
+from pipesim.planning.orders.effort import Effort
+from pipesim.planning.orders.order_search_run import Search
 
 __all__ = ["SearchBar"]
 

@@ -12,8 +12,9 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
-from pipesim.order_search import evaluate, keeps_limit, lane_order, order_problem
-from pipesim.planning.orders.first_orders import named_orders
+from pipesim.order_search import LocalSearch, evaluate, keeps_limit, lane_order, order_problem
+from pipesim.planning.orders import order_search_run
+from pipesim.planning.orders.first_orders import first_orders, named_orders, sequential_order
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 
 PLACEMENTS = [
@@ -165,6 +166,77 @@ def test_noise_ranks_by_a_percentile():
     many = ps.simulate_many(ps.lower(schedule), costs, noise, 64, n_jobs=1, progress=False)
     assert schedule.noisy_makespan == np.percentile(many.makespan, 95)
     assert ps.optimize(placement, 5, costs, 3, **options).noisy_makespan is None
+
+
+def test_noise_ranks_all_first_orders():
+    """GPipe meets the bound without noise, but other named schedules suffer less from it."""
+    costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(task=ps.LogNormal(0.3), seed=0)
+    schedule = ps.optimize(ps.linear(4), 16, costs, noise=noise, percentile=90, progress=False)
+    assert schedule.proved
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
+        graph = ps.lower(ps.schedule(name, 4, 16))
+        many = ps.simulate_many(graph, costs, noise, 64, n_jobs=1, progress=False)
+        assert schedule.noisy_makespan <= np.percentile(many.makespan, 90)
+
+
+def test_bound_with_reductions_does_not_end_a_search_without():
+    """The bound counts the reduction of gradients, 45 s here, and the local search does not."""
+    costs = ps.Costs(
+        forward=(3, 5, 4, 7), input_grad=(5, 3, 4, 2), weight_grad=(2, 4, 3, 6), output_bytes=3,
+        network=ps.Network(latency=3, bandwidth=1), parameter_bytes=(5, 40, 5, 5),
+    )  # fmt: skip
+    schedule = ps.optimize(ps.bidirectional(4), 8, costs, evaluations=300, progress=False)
+    assert schedule.evaluations == 300
+    assert schedule.lower_bound < schedule.makespan
+    timeline = ps.simulate(ps.lower(schedule), costs)
+    assert timeline.makespan == schedule.makespan
+
+
+@pytest.mark.parametrize("step", ["lower_bound", "first_orders"])
+def test_interrupt_before_the_first_named_schedule(monkeypatch, step):
+    """Ctrl-C then returns one micro-batch after the other, and no gap is infinite in its text."""
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(order_search_run, step, interrupt)
+    schedule = ps.optimize(ps.linear(3), 4, ps.Costs(forward=1, backward=2), progress=False)
+    assert schedule.makespan == 4 * 9
+    assert "inf" not in repr(schedule)
+    assert ("no lower bound" in repr(schedule)) == (step == "lower_bound")
+
+
+def test_local_search_counts_the_moves_that_it_makes():
+    """It stops at the target, long before the moves that it may make."""
+    problem = order_problem(ps.linear(3), 4, uneven(ps.linear(3), False))
+    search = LocalSearch(problem, sequential_order(problem), seed=0, objective="makespan")
+    target = 0.9 * search.value
+    assert search.advance_for(10.0, 5000, target) == search.moves < 2000
+    assert search.value <= target
+
+
+def test_first_orders_leave_warnings_to_the_caller():
+    """A warning between two orders is not muted, and filters stay as they are."""
+    problem = order_problem(ps.linear(2), 3, ps.Costs(forward=1, backward=2))
+    costs = ps.Costs(forward=1, backward=2)
+    filters = list(warnings.filters)
+    orders = first_orders(problem, ps.linear(2), costs, "makespan")
+    next(orders)
+    assert warnings.filters == filters
+    with pytest.warns(UserWarning, match="here"):
+        warnings.warn("here", UserWarning, stacklevel=1)
+    assert len({x.name for x in orders}) > 1
+
+
+@pytest.mark.parametrize("n_microbatches", [6, 900])
+def test_no_more_orders_are_tried_once_time_is_up(n_microbatches):
+    """Even then a named schedule is returned, or a period of one."""
+    costs = uneven(ps.linear(4), True, seed=2)
+    schedule = ps.optimize(ps.linear(4), n_microbatches, costs, 4, seconds=1e-9, progress=False)
+    assert schedule.gap < 0.5
+    problem = order_problem(ps.linear(4), n_microbatches, costs, memory_limit=4)
+    orders = first_orders(problem, ps.linear(4), costs, "makespan", lambda: True)
+    assert len(list(orders)) == 1
 
 
 def test_limit_below_one_microbatch_names_device_and_bytes():

@@ -1,0 +1,27 @@
+"""`Effort`: how long `optimize` may search."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["Effort"]
+
+
+@dataclass
+class Effort:
+    """Limit of a search: seconds, or evaluations in their place."""
+
+    seconds: float
+    evaluations: int | None
+    seed: int
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def share(self) -> float:
+        """Share of the seconds that have passed."""
+        return (time.perf_counter() - self.began) / self.seconds
+
+    def is_spent(self, share: float = 1.0) -> bool:
+        """Return whether a share of the seconds has passed; never if evaluations are counted."""
+        return self.evaluations is None and self.share >= share
