@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
-__all__ = ["Evaluation", "PlanChoice", "Status"]
+__all__ = ["Evaluation", "PlanChoice", "Status", "layers_text"]
 
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
@@ -66,6 +68,11 @@ class PlanChoice:
         """Stages of the pipeline."""
         return self.pipeline_parallel * self.n_chunks
 
+    @property
+    def layout_matters(self) -> bool:
+        """Whether GPUs are in another order with the stages of a replica in a row."""
+        return self.pipeline_parallel > 1 and self.data_parallel > 1
+
     def __str__(self) -> str:
         parts = [
             f"tp{self.tensor_parallel} pp{self.pipeline_parallel} dp{self.data_parallel}",
@@ -78,6 +85,8 @@ class PlanChoice:
             parts.append(f"{self.recompute} recompute")
         parts += ["distributed optimizer"] * self.shard_optimizer
         parts += ["sequence parallel"] * self.sequence_parallel
+        if len(set(self.layers_per_stage)) > 1:
+            parts.append(f"{layers_text(self.layers_per_stage)} layers")
         return ", ".join(parts)
 
 
@@ -115,3 +124,9 @@ class Evaluation(NamedTuple):
     status: Status
     reason: str = ""
     noisy_step: float = float("nan")
+
+
+def layers_text(sizes: Sequence[int]) -> str:
+    """Return the layers of each stage as a sum in order of stages, such as ``"4+14x5+6"``."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return "+".join(f"{n}x{size}" if n > 1 else str(size) for size, n in runs)

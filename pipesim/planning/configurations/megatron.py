@@ -1,8 +1,8 @@
 """Flags of Megatron-LM for a configuration.
 
 Names and rules are those of Megatron-LM 0.20.0 (github.com/NVIDIA/Megatron-LM, commit d98e8a6 of
-22 August 2026): ``megatron/training/arguments.py``, ``megatron/core/transformer/
-transformer_config.py`` and ``megatron/core/pipeline_parallel/schedules.py``.
+22 August 2026): ``arguments.py`` and ``config/common_config.py`` of ``megatron/training``, and
+``transformer/transformer_config.py`` and ``pipeline_parallel/schedules.py`` of ``megatron/core``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shlex
 from pipesim.costs.megatron_layout import write_layout
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.scheduling.placement import Layout
 
 __all__ = ["megatron_flags"]
 
@@ -26,7 +27,7 @@ _RECOMPUTE: dict[str, tuple[str, ...]] = {
 }
 
 
-def megatron_flags(choice: PlanChoice, global_batch: int) -> str:
+def megatron_flags(choice: PlanChoice, global_batch: int, layout: Layout) -> str:
     """Return the flags of a configuration; see `Plan.to_megatron`."""
     _check(choice)
     t = choice.tensor_parallel
@@ -38,6 +39,9 @@ def megatron_flags(choice: PlanChoice, global_batch: int) -> str:
     flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
     flags += _RECOMPUTE[choice.recompute]
     flags += ["--use-distributed-optimizer"] * choice.shard_optimizer
+    # Megatron-LM numbers the replicas of a stage in a row unless told otherwise.
+    is_replica_major = layout == "replica_major" and choice.layout_matters
+    flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
     return shlex.join(flags)
 
 

@@ -73,17 +73,17 @@ class Plan:
     def to_megatron(self) -> str:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
 
-        They are those of Megatron-LM 0.20.0: parallel sizes, stages and their layers, batch sizes,
-        recompute and distributed optimizer. ``shlex.split`` makes them a list. Replicas follow from
-        the number of processes. Sizes of the model, kernels and the optimizer's settings are not
-        among them.
+        They are those of Megatron-LM 0.20.0: parallel sizes, order of ranks, stages and their
+        layers, batch sizes, recompute and distributed optimizer. ``shlex.split`` makes them a list.
+        Replicas follow from the number of processes. Sizes of the model, kernels and the
+        optimizer's settings are not among them.
 
         Raises
         ------
         ArgumentError
             For a configuration that Megatron-LM cannot run, naming those that it can.
         """
-        return megatron_flags(self.choice, self.problem.global_batch)
+        return megatron_flags(self.choice, self.problem.global_batch, self.problem.layout)
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
         """Return the settings of torchtitan 0.2.2 for this configuration, as TOML.
@@ -113,7 +113,9 @@ class Plan:
                     "schedule_csv must end in .csv, and be of a pipeline of at least 2 devices, got"
                     f" {path!r} and pipeline_parallel={self.choice.pipeline_parallel}"
                 )
-        text = torchtitan_toml(self.choice, problem.model, problem.global_batch, path)
+        text = torchtitan_toml(
+            self.choice, problem.model, problem.global_batch, problem.layout, path
+        )
         if path:
             self.schedule.save(path)
         return text

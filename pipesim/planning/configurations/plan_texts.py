@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipesim.errors import check_count
-from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.choice import PlanChoice, layers_text
 from pipesim.planning.configurations.plan_tables import shown_columns
 from pipesim.plot.html_parts import note_html, table_html
 from pipesim.utils.text_tables import align_columns
@@ -14,7 +16,7 @@ from pipesim.utils.units import format_time
 if TYPE_CHECKING:
     from pipesim.planning.configurations.plans import Plans
 
-__all__ = ["plans_html", "plans_line", "plans_text", "short_name"]
+__all__ = ["plans_html", "plans_line", "plans_text", "short_names"]
 
 #: Rows of a table in a notebook.
 _BEST = 5
@@ -27,7 +29,19 @@ _STATUSES = {
 }
 
 
-def short_name(choice: PlanChoice) -> str:
+def short_names(choices: Sequence[PlanChoice]) -> list[str]:
+    """Return short names of configurations; those that would be equal have more of the settings."""
+    names = list(map(_short_name, choices))
+    for detail in _DETAILS:
+        shared = {name for name, count in Counter(names).items() if count > 1}
+        names = [
+            name + detail(choice) * (name in shared)
+            for name, choice in zip(names, choices, strict=True)
+        ]
+    return names
+
+
+def _short_name(choice: PlanChoice) -> str:
     """Return parallel sizes, chunks, micro-batch and recompute of a configuration, in short."""
     sizes = (choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
     name = "tp{} pp{} dp{}".format(*sizes)
@@ -35,6 +49,15 @@ def short_name(choice: PlanChoice) -> str:
     name += ", for costs" * choice.ordered_for_costs
     name += f", b{choice.microbatch_size}" if choice.microbatch_size > 1 else ""
     return name + (f", {choice.recompute}" if choice.recompute != "none" else "")
+
+
+#: Further settings of short names, one after the other until names differ.
+_DETAILS: tuple[Callable[[PlanChoice], str], ...] = (
+    lambda choice: f", {choice.schedule}",
+    lambda choice: ", distributed optimizer" * choice.shard_optimizer,
+    lambda choice: ", sequence parallel" * choice.sequence_parallel,
+    lambda choice: f", {layers_text(choice.layers_per_stage)} layers",
+)
 
 
 def plans_line(plans: Plans) -> str:

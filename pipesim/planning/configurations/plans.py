@@ -151,18 +151,21 @@ class Plans:
     def plot(self, *, ax: Axes | None = None, title: str | None = None, **options: Any) -> Axes:
         """Draw memory over time of all ranked configurations; see `pipesim.plot.plan_front`.
 
-        The front is labelled with parallel sizes, chunks and recompute.
+        The front is labelled with parallel sizes, chunks and recompute, and with further settings
+        where these are equal.
 
         Raises
         ------
         ArgumentError
             As `pipesim.plot.plan_front`; if no configuration is ranked.
         """
-        from pipesim.planning.configurations.plan_texts import short_name
+        from pipesim.planning.configurations.plan_texts import short_names
         from pipesim.plot.plan_front import plan_front
 
         table = self.table.assign(step=self._seconds).dropna(subset="step")
-        names = {int(rank): short_name(self.ranked[rank].choice) for rank in self.front.index}
+        ranks = list(map(int, self.front.index))
+        shown = short_names([self.ranked[rank].choice for rank in ranks])
+        names = dict(zip(ranks, shown, strict=True))
         limit = self.problem.memory_limit
         least = self.problem.cluster.memory if limit is None else limit
         options = {"memory_limit": least} | options

@@ -13,6 +13,8 @@ __all__ = ["refined"]
 
 #: Configurations that are refined, and most simulations for each.
 _BEST, _SIMULATIONS = 3, 60
+#: Least gain of a step by a change, as a share of the step; below are ties.
+_LEAST_GAIN = 1e-3
 
 
 def refined(
@@ -73,11 +75,12 @@ def _shorter(
     choice: PlanChoice,
     keeps: Callable[[PlanChoice], bool],
 ) -> Evaluation:
-    """Return the evaluation of a configuration if its step takes less time, else ``best``."""
+    """Return the evaluation of a configuration if it gains enough of the step, else ``best``."""
     if not keeps(choice):
         return best
     bounds = evaluator.bounds(choice)
-    if bounds.step >= best.step:
+    most = (1 - _LEAST_GAIN) * best.step
+    if bounds.step > most:
         return best
     result = evaluate(evaluator, choice, bounds)
-    return result if result.status == "simulated" and result.step < best.step else best
+    return result if result.status == "simulated" and result.step <= most else best

@@ -1,7 +1,8 @@
 """Settings of torchtitan for a configuration, as TOML.
 
 Names and rules are those of torchtitan 0.2.2 (github.com/pytorch/torchtitan, tag v0.2.2):
-``torchtitan/config/job_config.py``, ``torchtitan/distributed/pipeline_parallel.py`` and
+``torchtitan/config/job_config.py``; ``activation_checkpoint.py``, ``parallel_dims.py`` and
+``pipeline_parallel.py`` of ``torchtitan/distributed``; and
 ``torchtitan/models/llama3/infra/parallelize.py``. Later versions are set in Python instead.
 Schedules are those of ``torch.distributed.pipelining`` in PyTorch 2.13.
 """
@@ -17,7 +18,7 @@ from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.problem import placement_of
-from pipesim.scheduling.placement import looped, v_shaped
+from pipesim.scheduling.placement import Layout, looped, v_shaped
 
 __all__ = ["TORCH_NAMES", "torchtitan_toml"]
 
@@ -57,10 +58,14 @@ TORCH_NAMES = {name: schedule.name for name, schedule in _SCHEDULES.items()}
 
 
 def torchtitan_toml(
-    choice: PlanChoice, model: Transformer | Layers, global_batch: int, schedule_csv: str = ""
+    choice: PlanChoice,
+    model: Transformer | Layers,
+    global_batch: int,
+    layout: Layout,
+    schedule_csv: str = "",
 ) -> str:
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
-    _check(choice)
+    _check(choice, layout)
     name = _placement_name(choice) if schedule_csv else _schedule_name(choice)
     p = choice.pipeline_parallel
     local = choice.microbatch_size * (choice.n_microbatches if p > 1 else 1)
@@ -83,9 +88,15 @@ def torchtitan_toml(
     tables: dict[str, Mapping[str, object]] = {
         "training": training,
         "parallelism": parallelism,
-        "activation_checkpoint": {"mode": choice.recompute},
+        "activation_checkpoint": _recompute_settings(choice.recompute),
     }
     return _comments(choice) + "\n".join(_table_text(*table) for table in tables.items())
+
+
+def _recompute_settings(recompute: str) -> dict[str, object]:
+    """Return the settings for recompute; by default ``"selective"`` is every second layer there."""
+    option = {"selective_ac_option": "op"} if recompute == "selective" else {}
+    return {"mode": recompute, **option}
 
 
 def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
@@ -111,8 +122,13 @@ def _comments(choice: PlanChoice) -> str:
     if choice.shard_optimizer:
         lines.append("FSDP shards parameters, too; it keeps them gathered during a step here.")
     if choice.recompute == "selective":
-        lines.append("Selective recompute of torchtitan keeps other tensors than Megatron-LM's,")
-        lines.append("on which the planned seconds and bytes rest.")
+        lines.append(
+            "Selective recompute keeps attention and every second matrix product here, and"
+        )
+        lines.append(
+            "recomputes the rest of each layer. The planned seconds and bytes are those of"
+        )
+        lines.append("Megatron-LM's, which recomputes the core of attention alone.")
     return "".join(f"# {line}\n" for line in lines) + ("\n" if lines else "")
 
 
@@ -168,13 +184,18 @@ def _schedule_name(choice: PlanChoice) -> str:
     return torch.name
 
 
-def _check(choice: PlanChoice) -> None:
+def _check(choice: PlanChoice, layout: Layout) -> None:
     """Raise `ArgumentError` for a configuration that torchtitan cannot run."""
     p, t = choice.pipeline_parallel, choice.tensor_parallel
     if p == 1 and choice.schedule != "1f1b":
         raise ArgumentError(
             "torchtitan without a pipeline runs micro-batches one after the other, as 1f1b on one "
             f"device; got schedule={choice.schedule!r}"
+        )
+    if layout == "replica_major" and choice.layout_matters:
+        raise ArgumentError(
+            "torchtitan numbers the replicas of a stage in a row; got layout='replica_major', "
+            "whose step differs; plan with layout='stage_major'"
         )
     if t > 1 and not choice.sequence_parallel:
         raise ArgumentError(

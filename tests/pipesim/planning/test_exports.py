@@ -78,6 +78,20 @@ def test_megatron_recompute_and_switches() -> None:
     assert "--recompute-method" not in selective
 
 
+def test_the_order_of_ranks() -> None:
+    """Megatron-LM has a flag for stages of a replica in a row; torchtitan cannot number them so."""
+    problem = replace(plans().problem, layout="replica_major")
+    in_a_row = replace(plans(), problem=problem)
+    flag = "--use-tp-pp-dp-mapping"
+    assert flag in shlex.split(in_a_row.plan(CHOICE).to_megatron())
+    assert flag not in flags(CHOICE)
+    with pytest.raises(ArgumentError, match="plan with layout='stage_major'"):
+        in_a_row.plan(CHOICE).to_torchtitan()
+    for same in (ALONE, replace(DEEP, data_parallel=1, n_microbatches=16)):
+        assert flag not in shlex.split(in_a_row.plan(same).to_megatron())
+        assert "pipeline_parallel_degree" in in_a_row.plan(same).to_torchtitan()
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -143,9 +157,12 @@ def test_torchtitan_without_a_pipeline() -> None:
 
 
 def test_torchtitan_differences_are_comments() -> None:
-    text = plan_of(replace(CHOICE, recompute="selective")).to_torchtitan()
+    """Without an option, torchtitan's selective mode recomputes every second layer whole."""
+    selective = replace(CHOICE, recompute="selective")
+    text = plan_of(selective).to_torchtitan()
     assert text.startswith("# FSDP shards parameters, too")
-    assert "# Selective recompute of torchtitan keeps other tensors" in text
+    assert "# Selective recompute keeps attention and every second" in text
+    assert settings(selective)["selective_ac_option"] == "op"
     plain = plan_of(replace(ALONE, shard_optimizer=False, recompute="full")).to_torchtitan()
     assert plain.startswith("[training]")
 

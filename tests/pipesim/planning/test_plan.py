@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,20 @@ def test_even_and_refined_splits() -> None:
     assert {x.choice.layers_per_stage for x in even.ranked} == {(3, 3, 3, 3)}
     with pytest.raises(ArgumentError, match="12 layers cannot be split into 8 stages evenly"):
         ps.plan(MODEL, DGX, pipeline_parallel=8, **options)
+
+
+def test_ties_are_no_refinements() -> None:
+    """An order for costs that gains rounding alone is not listed, and the export works."""
+    model = ps.Transformer.preset("llama3_8b")
+    plans = ps.plan(
+        model, ps.Cluster("dgx_h100", 8), global_batch=16, schedules="zbv", recompute="none",
+        pipeline_parallel=2, tensor_parallel=1, microbatch_size=1, progress=False,
+    )  # fmt: skip
+    best = plans.best
+    ordered = plans.plan(replace(best.choice, ordered_for_costs=True))
+    assert ordered.step < best.step
+    assert not any(x.choice.ordered_for_costs for x in plans.ranked)
+    assert "ZBVZeroBubble" in plans.to_torchtitan()
 
 
 def test_accumulation_steps_are_among_the_choices() -> None:

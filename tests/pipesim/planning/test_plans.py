@@ -16,6 +16,7 @@ from small_plans import CHOICE, GPIPE, SPLIT, choice_of, evaluation, plans, prob
 import pipesim as ps
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.plan_texts import short_names
 from pipesim.planning.configurations.plans import Plan, Plans
 
 NAN = float("nan")
@@ -227,6 +228,23 @@ def test_the_plot_is_labelled() -> None:
     half = ps.Cluster("dgx_h100", n_gpus=8, usable_memory=0.5)
     free = replace(plans(), problem=replace(problem(), cluster=half, memory_limit=None))
     assert free.plot().texts[0].get_text() == "limit 37.3 GiB"
+
+
+def test_names_of_configurations_differ() -> None:
+    """Uneven layers are a sum in order of stages; labels have more settings where needed."""
+    even = replace(SPLIT, layers_per_stage=(2, 2, 2, 2))
+    assert str(SPLIT).endswith("sequence parallel, 3+2x2+1 layers")
+    assert str(even).endswith("sequence parallel")
+    other = replace(SPLIT, layers_per_stage=(2, 3, 2, 1))
+    whole = replace(SPLIT, shard_optimizer=False)
+    rows = [SPLIT, other, whole, replace(SPLIT, schedule="zb_h1"), CHOICE]
+    assert short_names(rows) == [
+        "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 3+2x2+1 layers",
+        "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 2+3+2+1 layers",
+        "tp1 pp4 dp2, 1f1b",
+        "tp1 pp4 dp2, zb_h1",
+        "tp2 pp2 dp2",
+    ]
 
 
 def test_layers_have_no_tokens() -> None:
