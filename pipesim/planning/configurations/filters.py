@@ -24,8 +24,8 @@ def checked_filters(where: Any) -> Filters:
     ArgumentTypeError
         For anything but None, a function, or a list of functions.
     """
-    given = [] if where is None else [where] if callable(where) else where
-    functions = check_list("where", given, "a function, or a list of functions")
+    listed = [] if where is None else [where] if callable(where) else where
+    functions = check_list("where", listed, "a function, or a list of functions")
     for function in functions:
         check_function("where", function, "where(choice)")
     return functions

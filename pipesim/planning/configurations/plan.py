@@ -278,6 +278,8 @@ def _notes(problem: PlanProblem) -> tuple[str, ...]:
         return ()
     return (
         "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
-        "replica.",
+        "replica, the one with the longest F and B of a layer.",
+        "The memory of a stage is that of the smallest GPU that holds it in any replica. MFU is a "
+        "share of the mean peak of all GPUs.",
         "Messages and collectives have the slowest rates of all nodes, everywhere.",
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipesim.models.transformer import Transformer
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.mixed_gpus import mean_peak
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.utils.units import format_numbers, format_time
 
@@ -70,12 +71,11 @@ def _tokens(problem: PlanProblem) -> float:
 
 def _mfu(problem: PlanProblem, row: Evaluation) -> float:
     """Return the model FLOPs utilization (0..1), as `Timeline.mfu`; NaN if it is unknown."""
-    model, gpus = problem.model, problem.cluster.gpus
-    peaks = [gpus[kind].peak or math.nan for kind in problem.gpus_of_devices(row.choice)]
+    model = problem.model
     if not isinstance(model, Transformer):
         return math.nan
     flops = model.step_flops(problem.global_batch)
-    return flops / (row.step * row.choice.n_gpus * (math.fsum(peaks) / len(peaks)))
+    return flops / (row.step * row.choice.n_gpus * (mean_peak(problem.cluster) or math.nan))
 
 
 def front_ranks(seconds: Sequence[float], memory: Sequence[float]) -> list[int]:

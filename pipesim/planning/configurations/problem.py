@@ -22,6 +22,12 @@ from pipesim.models.transformer import Transformer
 from pipesim.ops import Op
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.mixed_gpus import (
+    kinds_of_devices,
+    least_bytes,
+    mean_peak,
+    slowest_kinds,
+)
 from pipesim.scheduling.placement import Layout, Placement, replica_devices
 from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
@@ -80,11 +86,11 @@ class PlanProblem:
         gpus = self.gpus_of_devices(choice)
         kinds = sorted(set(gpus))
         costs = [self._costs_on(choice, self.cluster.gpus[kind]) for kind in kinds]
-        if len(costs) == 1:
+        if not self.cluster.is_mixed:
             return costs[0]
         placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
         stages = [kinds.index(gpus[device]) for device in placement.paths[0]]
-        return _joined(costs, stages)
+        return _joined(costs, stages, mean_peak(self.cluster))
 
     def _costs_on(self, choice: PlanChoice, gpu: GPU) -> Costs:
         """Return the costs of stages that all run on one kind of GPU."""
@@ -126,14 +132,23 @@ class PlanProblem:
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
         """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.
 
-        Replicas of a device on several kinds of GPUs, and a device of several, have the slowest.
+        Replicas of a device on several kinds of GPUs, and a device of several, have the one that
+        takes the most seconds for F and B of a layer.
         """
-        p = choice.pipeline_parallel
         if not self.cluster.is_mixed:
-            return (0,) * p
-        return _slowest_gpus(
-            self.cluster, choice.tensor_parallel, p, choice.data_parallel, self.layout
-        )
+            return (0,) * choice.pipeline_parallel
+        if isinstance(self.model, Layers):
+            seconds = (0.0,) * len(self.cluster.gpus)
+        else:
+            seconds = tuple(self.parts(choice, gpu)[0] for gpu in self.cluster.gpus)
+        return slowest_kinds(self._kinds(choice), seconds)
+
+    def _kinds(self, choice: PlanChoice) -> tuple[tuple[int, ...], ...]:
+        """Return the different GPUs of each device, in all replicas."""
+        return kinds_of_devices(
+            self.cluster, choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel,
+            self.layout,
+        )  # fmt: skip
 
     def schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
         """Return the schedule of a choice, ordered for its costs if the schedule takes costs."""
@@ -169,11 +184,12 @@ class PlanProblem:
         )
 
     def device_limits(self, choice: PlanChoice) -> list[float]:
-        """Return the most bytes of each device of the pipeline."""
+        """Return the most bytes of each device of the pipeline, on its smallest GPU."""
         if self.memory_limit is not None:
             return [self.memory_limit] * choice.pipeline_parallel
-        usable = [self.cluster.usable_bytes(gpu) for gpu in self.cluster.gpus]
-        return [usable[kind] for kind in self.gpus_of_devices(choice)]
+        if not self.cluster.is_mixed:
+            return [self.cluster.memory] * choice.pipeline_parallel
+        return least_bytes(self.cluster, self._kinds(choice))
 
     def limits(self, choice: PlanChoice) -> list[float]:
         """Return the most bytes of each device of all replicas, for `pipesim.simulate`."""
@@ -219,22 +235,8 @@ def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
     return OrderFacts(built.placement, _has_input_grads(built), built)
 
 
-@lru_cache(maxsize=4096)
-def _slowest_gpus(
-    cluster: Cluster, tensor_parallel: int, p: int, dp: int, layout: Layout
-) -> tuple[int, ...]:
-    """Return `PlanProblem.gpus_of_devices` of a mixed cluster."""
-    kinds = cluster.gpu_numbers(tensor_parallel)
-    slowness = [-gpu.flops for gpu in cluster.gpus]
-    devices = replica_devices(dp, p, layout)
-    return tuple(
-        max((kind for device in column for kind in kinds[device]), key=slowness.__getitem__)
-        for column in devices.T.tolist()
-    )
-
-
-def _joined(costs: Sequence[Costs], which: Sequence[int]) -> Costs:
-    """Return costs whose stage s has the values of ``costs[which[s]]``."""
+def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) -> Costs:
+    """Return costs whose stage s has the values of ``costs[which[s]]``, and GPUs this peak."""
     values: dict[str, Any] = {}
     for column in fields(Costs):
         rows = [getattr(x, column.name) for x in costs]
@@ -244,9 +246,7 @@ def _joined(costs: Sequence[Costs], which: Sequence[int]) -> Costs:
             values[column.name] = tuple(rows[k][stage] for stage, k in enumerate(which))
     work = costs[0].work
     if work is not None:
-        peaks = [x.work.peak_flops or 0.0 for x in costs if x.work is not None]
-        mean = sum(peaks[k] for k in which) / len(which)
-        work = replace(work, peak_flops=mean, memory=None, settings=None)
+        work = replace(work, peak_flops=peak, memory=None, settings=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
         return replace(costs[0], **values, workload=work)

@@ -51,12 +51,19 @@ def test_figures_are_those_of_the_simulated_step() -> None:
 
 
 def test_utilization_of_different_gpus() -> None:
-    """It is a share of the mean peak of the devices' GPUs."""
-    mixed = replace(problem(), cluster=ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)]))
-    choice = replace(CHOICE, pipeline_parallel=4, layers_per_stage=(2, 2, 2, 2))
-    timeline = Plan(mixed, evaluation(choice, NAN, NAN)).timeline
-    row = Plans(mixed, (evaluation(choice, timeline.makespan, 1.0),)).table.iloc[0]
-    assert row["mfu"] == pytest.approx(timeline.mfu())
+    """It is a share of the peak of all GPUs, also where replicas are on different ones."""
+    cluster = ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)])
+    mixed = replace(problem(), cluster=cluster)
+    peak = sum(gpu.peak or NAN for gpu in cluster.gpus) / 2
+    for pp, sizes in ((4, (2, 2, 2, 2)), (1, (8,))):
+        choice = replace(CHOICE, pipeline_parallel=pp, data_parallel=8 // pp,
+                         n_microbatches=2 * pp, layers_per_stage=sizes)  # fmt: skip
+        timeline = Plan(mixed, evaluation(choice, NAN, NAN)).timeline
+        row = Plans(mixed, (evaluation(choice, timeline.makespan, 1.0),)).table.iloc[0]
+        assert isinstance(mixed.model, ps.Transformer)
+        flops = mixed.model.step_flops(16)
+        assert row["mfu"] == pytest.approx(flops / timeline.makespan / (16 * peak))
+        assert row["mfu"] == pytest.approx(timeline.mfu())
 
 
 def test_ruled_out_has_the_others_with_their_reasons() -> None:
