@@ -94,8 +94,8 @@ class CollectiveCosts(NamedTuple):
                     is_half = shares[members.stage] > 1
                     cost = self._reduction(route, members, n_buckets, priced.share, is_half=is_half)
                 priced.duration[rows], priced.nbytes[rows] = cost
-                sends_bytes = bool((priced.nbytes[rows] > 0).any())
-            if sends_bytes and with_links:
+                sends_bytes = with_links and bool((priced.nbytes[rows] > 0).any())
+            if sends_bytes:
                 priced = priced._replace(
                     links=_with_links(priced.links, route.members, route.links)
                 )

@@ -240,6 +240,9 @@ class Costs:
         CapacityError
             If one value a stage would not fit in memory.
         """
+        value = getattr(self, name) if name in VALUE_FIELDS else None
+        if type(value) is tuple and type(n_stages) is int and len(value) == n_stages:
+            return np.array(value)
         check_stages(check_count("n_stages", n_stages))
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name in _SUBSTITUTES:
@@ -683,8 +686,9 @@ def _checked(name: str, value: object) -> PerStage:
         return _checked_number(name, value, "")
     if not value:
         raise CostsError(f"{name} is empty; give one value, or one a stage")
-    if isinstance(value, tuple) and all(type(v) is float and 0 <= v < math.inf for v in value):
-        return value
+    are_floats = isinstance(value, tuple) and {*map(type, value)} == {float}
+    if are_floats and all(map(math.isfinite, value)) and min(value) >= 0:
+        return tuple(value)
     return tuple(_checked_number(name, v, f" of stage {s}") for s, v in enumerate(value))
 
 

@@ -6,9 +6,9 @@ Nothing in it depends on seconds and bytes, so that it serves all costs of one n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from pipesim.utils.csr import Ints
 __all__ = [
     "CollectiveRoute",
     "GroupRoute",
+    "GroupRoutes",
     "KindRoutes",
     "StageMembers",
     "message_ends",
@@ -82,6 +83,10 @@ class GroupRoute:
         return held
 
 
+#: Networks between members, by their sorted devices as bytes, and the algorithm.
+GroupRoutes: TypeAlias = dict[tuple[bytes, str], GroupRoute]
+
+
 @dataclass(frozen=True, eq=False)
 class CollectiveRoute:
     """Members of a collective, and the network between them.
@@ -127,12 +132,16 @@ class KindRoutes:
     replicas
         Devices of each of the equal replicas for which the one of the graph stands: row r has those
         of replica r, one for each device of the graph. None if the graph has all replicas.
+    groups
+        Networks between members of collectives, by their devices in the graph and by algorithm.
+        Graphs of the same network and replicas may share one mapping.
     """
 
     graph: TaskGraph
     network: Network
     all_reduce: str
     replicas: Ints | None = None
+    groups: GroupRoutes = field(default_factory=dict)
 
     @property
     def n_devices(self) -> int:
@@ -185,19 +194,16 @@ class KindRoutes:
         """Collectives, without repeated ones, whose members have the same kinds."""
         kinds = self.graph.kinds
         done, routes = ~kinds.is_op(COLLECTIVES), []
-        groups: dict[tuple[bytes, str], GroupRoute] = {}
         for row in range(len(self.graph.collectives)):
             members = self.graph.kind[self.graph.collectives[row]]
             if not done[members].all():
-                routes.append(self._collective(members, groups))
+                routes.append(self._collective(members))
                 done[members] = True
         return tuple(routes)
 
-    def _collective(
-        self, members: Ints, groups: dict[tuple[bytes, str], GroupRoute]
-    ) -> CollectiveRoute:
-        """Return the route of one collective; ``groups`` are those of others."""
-        kinds = self.graph.kinds
+    def _collective(self, members: Ints) -> CollectiveRoute:
+        """Return the route of one collective."""
+        kinds, groups = self.graph.kinds, self.groups
         stage, own = kinds.stage[members], kinds.device[members]
         if (kinds.op[members] == Op.ALL_TO_ALL).any():
             name = "all_to_all"

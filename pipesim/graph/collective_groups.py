@@ -25,10 +25,11 @@ def default_groups(
         return None
     members = np.flatnonzero(collective[kind])
     own = kind[members]
-    columns = (kinds.op[own], kinds.stage[own], kinds.part[own], microbatch[members])
-    _, numbers = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    number = kinds.op[own]
+    for column in (kinds.stage[own], kinds.part[own] + 1, microbatch[members].astype(np.int64) + 1):
+        number = number * (int(column.max(initial=0)) + 1) + column
     group = np.full(len(kind), -1, dtype=np.int64)
-    group[members] = numbers.ravel()
+    group[members] = np.unique(number, return_inverse=True)[1]
     return group
 
 

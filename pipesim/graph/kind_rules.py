@@ -23,6 +23,9 @@ __all__ = ["KindRules", "kind_rules", "peer_kinds"]
 
 #: Padding for rules that have fewer `Via` than others: an operation that no kind has.
 _NO_VIA = Via(op=-1)  # type: ignore[arg-type]
+#: Tables of the last graphs, which others of the same kinds use again, and their largest number.
+_kept: dict[tuple[object, ...], tuple[KindRules, int]] = {}
+_MOST_KEPT = 32
 
 
 class KindRules(NamedTuple):
@@ -111,6 +114,20 @@ def kind_rules(
 
     The cell of task 1F1 is 3 + 1 + 1. It needs the task in cell 9 + 1 + 1: 1RECV_F1.
     """
+    columns = (kinds.op, kinds.stage, kinds.replica, kinds.peer_stage, kinds.part)
+    shared = None if groups is None else groups.tobytes()
+    key = (width, batch_size, shared, *(column.tobytes() for column in columns))
+    if key not in _kept:
+        while len(_kept) >= _MOST_KEPT:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[key] = _tables(kinds, width, batch_size, groups)
+    return _kept[key]
+
+
+def _tables(
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
+) -> tuple[KindRules, int]:
+    """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
     cells = _cells(kinds, part, width)
     rules = _expanded_rules(kinds)

@@ -31,6 +31,8 @@ def apply_rules(
     An overlapped F needs the dependencies of its B too. ``groups`` are as
     `TaskGraph.reduction_groups`.
     """
+    if not len(kind):
+        return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import KindRoutes, message_ends
+from pipesim.costs.kind_routes import GroupRoutes, KindRoutes, message_ends
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.compute_tasks import compute_kinds
@@ -52,14 +52,16 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
 def replica_memory_graph(schedule: Schedule) -> TaskGraph:
     """Return the kinds of one replica that hold bytes: its compute, and gathers of parameters.
 
-    Its optimizer has `LoweringOptions.n_equal` shares. It has the tasks of the schedule alone.
+    Its optimizer has `LoweringOptions.n_equal` shares. The graph has no tasks, and stands for any
+    order of them in one mini-batch.
     """
-    kinds, kind = compute_kinds(schedule)
+    kinds, _ = compute_kinds(schedule)
     device = np.array(schedule.placement.paths[0])
     stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
     gathers = Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero)
     options = LoweringOptions(weight_versions=schedule.weight_versions)
-    return TaskGraph.of_kinds(kinds.joined(gathers), kind, schedule.microbatch, options=options)
+    none = np.empty(0, dtype=np.int32)
+    return TaskGraph.of_kinds(kinds.joined(gathers), none, none, options=options)
 
 
 class ReplicaTimes(NamedTuple):
@@ -85,12 +87,21 @@ class OneOfReplicas:
 
     @classmethod
     def make(
-        cls, graph: TaskGraph, n_replicas: int, layout: Layout, network: Network, all_reduce: str
+        cls,
+        graph: TaskGraph,
+        n_replicas: int,
+        layout: Layout,
+        network: Network,
+        all_reduce: str,
+        groups: GroupRoutes | None = None,
     ) -> OneOfReplicas | None:
-        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ."""
+        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
+
+        ``groups`` are those of `KindRoutes`.
+        """
         graph = replace(graph, options=replace(graph.options, n_equal=n_replicas))
         devices = replica_devices(n_replicas, graph.n_devices, layout)
-        routes = KindRoutes(graph, network, all_reduce, devices)
+        routes = KindRoutes(graph, network, all_reduce, devices, {} if groups is None else groups)
         return cls(routes) if _messages_are_equal(routes) else None
 
     @property

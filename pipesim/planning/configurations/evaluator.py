@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.kind_routes import GroupRoutes
 from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.layers import Layers
@@ -212,8 +213,9 @@ class Evaluator:
                 replicated=replicated, shard_optimizer=choice.shard_optimizer,
             ))  # fmt: skip
             return OneOfReplicas.make(
-                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce
-            )
+                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce,
+                self._get(("groups", *sizes, choice.pipeline_parallel), GroupRoutes),
+            )  # fmt: skip
 
         sizes = (choice.tensor_parallel, choice.data_parallel)
         return _kept(self._graphs, ("replica", key, sizes), build)
