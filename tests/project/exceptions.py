@@ -34,6 +34,10 @@ UNATTACKED: dict[str, str] = {
     "ps.Overlapped": "a named tuple; what takes an order checks its actions",
     "ps.Routes": _PLAIN,
     "ps.Scenarios": _PLAIN,
+    "ps.OptimizedSchedule": "optimize makes it",
+    **{f"ps.OptimizedSchedule.{name}": "that of ps.Schedule, which is attacked" for name in (
+        "from_columns", "from_orders", "grid", "load", "place", "save", "with_name",
+        "with_updates")},
     "ps.Schedule": "not checked when it is made, so that a wrong one can be looked at; verify does",
     "ps.Task": _PLAIN,
     "ps.TaskCosts": "simulate checks it",
@@ -47,6 +51,7 @@ UNATTACKED: dict[str, str] = {
     "ps.trace.slice_event": _INSIDE,
     "ps.trace.write": _INSIDE,
     "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
+    "px.Equivalence": "check_equivalent makes it",
     "px.GPipe.cpu": "is refused, whatever the arguments",
     "px.GPipe.cuda": "is refused, whatever the arguments",
     "px.GPipe.to": "arguments are torch's, and so are its errors",

@@ -9,14 +9,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.validation.equivalence.layer_isolation import broken_layers, broken_loss
-from pipeexec.validation.equivalence.real_steps import named_layers, run_step, to_dtype
+from pipeexec.validation.equivalence.real_steps import (
+    check_layers,
+    named_layers,
+    run_step,
+    to_dtype,
+)
 from pipeexec.validation.equivalence.report import BrokenLayer, Equivalence
 from pipeexec.validation.equivalence.small_runs import Configuration, small_runs
-from pipeexec.validation.equivalence.tolerances import compared, rounding_share
+from pipeexec.validation.equivalence.tolerances import compared, different_buffers, rounding_share
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -73,12 +79,14 @@ def check_equivalent(
     Returns
     -------
     Equivalence
-        ``equal``, ``table``, ``layers``, ``losses`` and ``notes``.
+        ``equal``, ``table``, ``layers``, ``losses``, ``buffers`` and ``notes``.
 
     Raises
     ------
     ArgumentError
-        If the batch does not divide into equal micro-batches, or a count is wrong.
+        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, no
+        parameter trains, stages share one, a schedule updates weights elsewhere than at the end, or
+        a type has too few digits (float16, bfloat16).
     ArgumentTypeError
         For a model or configuration of another type.
     StageError
@@ -93,7 +101,8 @@ def check_equivalent(
 
     Results are equal if they differ by at most 4096 units in the last place: of the loss, of the
     largest gradient of the model, and of a weight plus the change of its update that such a
-    gradient makes. Buffers, such as running means, are not compared.
+    gradient makes. Buffers, such as running means, are compared and
+    listed, but do not count: those of batch norm differ with the size of micro-batches.
 
     Examples
     --------
@@ -114,6 +123,7 @@ def check_equivalent(
     inputs, targets = _checked_batch(batch)
     n_samples = len(inputs[0] if isinstance(inputs, tuple) else inputs)
     runs = small_runs(a, b, n_samples, len(layers))
+    check_layers(layers, {name: run.n_stages for name, run in zip("ab", runs, strict=True)})
     if dtype is not None:
         for layer in layers.values():
             layer.to(dtype)
@@ -132,15 +142,19 @@ def check_equivalent(
     is_loss_equal = math.isclose(*losses, rel_tol=share) or losses[0] == losses[1]
     equal = bool(is_loss_equal and table["equal"].all())
     broken: list[BrokenLayer] = []
-    if not equal:
+    is_finite = all(map(math.isfinite, losses))
+    if not equal and any(map(math.isfinite, losses)):
         n_parts = [run.n_parts for run in runs]
         broken, output = broken_layers(layers, inputs, n_parts, share)
         loss = broken_loss(LossFunction(loss_fn, loss_reduction), output, targets, n_parts, share)
         broken += [loss] if loss else []
     notes = _notes(a, b)
-    if not equal and not broken:
+    if not is_finite:
+        notes += (_not_finite_note(losses),)
+    elif not equal and not broken:
         notes += (_no_layer_note(table),)
-    return Equivalence(equal, runs, losses, table, tuple(broken), notes)
+    buffers = different_buffers(steps[0], steps[1], share)
+    return Equivalence(equal, runs, losses, table, tuple(broken), buffers, notes)
 
 
 def _check_dtype(dtype: object) -> None:
@@ -169,6 +183,12 @@ def _checked_batch(batch: object) -> tuple[Batch, Any]:
     check_batch(inputs, targets)
     if inputs is None or targets is None:
         raise ArgumentError("batch must have inputs and targets, got None")
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+        if any(bool(x.isnan().any()) for x in tensors):
+            raise ArgumentError(
+                f"batch: the {name} have NaN, which makes all results NaN; give numbers"
+            )
     return inputs, targets
 
 
@@ -192,6 +212,14 @@ def _notes(a: Configuration, b: Configuration) -> tuple[str, ...]:
     if not names:
         return ()
     return (f"not run: {', '.join(names)}, which add the same numbers in another order",)
+
+
+def _not_finite_note(losses: tuple[float, float]) -> str:
+    """Return the note if a loss is NaN or infinite."""
+    return (
+        f"the losses {losses[0]:.9g} and {losses[1]:.9g} are not both finite; look at the inputs, "
+        "or at layers and losses that overflow or divide by zero"
+    )
 
 
 def _no_layer_note(table: Any) -> str:

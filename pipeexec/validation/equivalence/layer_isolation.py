@@ -9,6 +9,7 @@ A module is named if no module inside it is.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -200,8 +201,12 @@ def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     for x, y in zip(first, second, strict=True):
         if x.shape != y.shape or not x.numel():
             continue
-        largest = float(torch.maximum(x.abs().max(), y.abs().max())) or 1.0
-        worst = max(worst, float((x - y).abs().max()) / largest)
+        alike = (x == y) | (x.isnan() & y.isnan())
+        difference = torch.where(alike, 0.0, (x - y).abs())
+        if not difference.isfinite().all():  # NaN or infinity in one of them alone
+            return math.inf
+        largest = torch.where(x.isfinite(), torch.maximum(x.abs(), y.abs()), 0.0).max()
+        worst = max(worst, float(difference.max()) / (float(largest) or 1.0))
     return worst
 
 
@@ -210,16 +215,23 @@ def broken_loss(
 ) -> BrokenLayer | None:
     """Return the loss as a broken layer, if it is not that of the batch in each configuration."""
     losses = [_combined(loss_fn, output, targets, n) for n in (1, *n_parts)]
+    if not math.isfinite(losses[0]):
+        return None
     difference = max(abs(x - losses[0]) for x in losses) / max(abs(losses[0]), 1e-300)
-    if difference <= share:
+    is_finite = all(map(math.isfinite, losses))
+    if is_finite and difference <= share:
         return None
     sizes = " and ".join(map(str, n_parts))
-    reason = (
-        f"its mean over a batch is not the mean of its values of {sizes} equal micro-batches; "
-        "return (sum, count), such as the sum over tokens that are not masked and their number"
-    )
+    wrong = f"its mean over a batch is not the mean of its values of {sizes} equal micro-batches"
+    if not is_finite:
+        difference = math.inf
+        wrong = (
+            f"it is finite for the batch, but not for each of {sizes} equal micro-batches (a mean "
+            "over no value is NaN)"
+        )
+    advice = "return (sum, count), such as the sum over tokens that are not masked and their number"
     kind = getattr(loss_fn.function, "__name__", type(loss_fn.function).__name__)
-    return BrokenLayer("loss_fn", kind, reason, difference)
+    return BrokenLayer("loss_fn", kind, f"{wrong}; {advice}", difference)
 
 
 def _combined(loss_fn: LossFunction, output: Any, targets: Any, n_parts: int) -> float:

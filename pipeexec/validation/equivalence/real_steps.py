@@ -18,13 +18,23 @@ from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.validation.equivalence.small_runs import SmallRun
 from pipesim.errors import (
+    ArgumentError,
     ArgumentTypeError,
     BatchNormWarning,
     LossWarning,
+    NanLossWarning,
     OversubscriptionWarning,
 )
 
-__all__ = ["OPTIMIZERS", "Layers", "StepTensors", "named_layers", "run_step", "to_dtype"]
+__all__ = [
+    "OPTIMIZERS",
+    "Layers",
+    "StepTensors",
+    "check_layers",
+    "named_layers",
+    "run_step",
+    "to_dtype",
+]
 
 #: Layers by name, in order.
 Layers = OrderedDict[str, nn.Module]
@@ -36,15 +46,19 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 #: Warnings of steps whose causes the report names, or that concern times alone.
-_EXPECTED = (BatchNormWarning, LossWarning, OversubscriptionWarning)
+_EXPECTED = (BatchNormWarning, LossWarning, NanLossWarning, OversubscriptionWarning)
 
 
 class StepTensors(NamedTuple):
-    """Results of a step by parameter; weights after a step of each optimizer of `OPTIMIZERS`."""
+    """Results of a step by parameter; weights after a step of each optimizer of `OPTIMIZERS`.
+
+    Buffers are those of the first replica.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
     weights: dict[str, dict[str, Tensor]]
+    buffers: dict[str, Tensor]
 
 
 def named_layers(model: object) -> Layers:
@@ -68,6 +82,29 @@ def named_layers(model: object) -> Layers:
             f"{model!r:.60} ({type(model).__name__})"
         )
     return OrderedDict((str(number), module) for number, module in enumerate(modules))
+
+
+def check_layers(layers: Layers, n_stages: Mapping[str, int]) -> None:
+    """Raise `ArgumentError` if no parameter trains, or stages of a configuration share one.
+
+    ``n_stages`` has the number of stages by name of the configuration.
+    """
+    if not any(p.requires_grad for layer in layers.values() for p in layer.parameters()):
+        raise ArgumentError(
+            "model has no parameter that needs a gradient, so there is no training step to "
+            "compare; give a model with parameters, and do not freeze all of them"
+        )
+    for name, number in n_stages.items():
+        owner: dict[nn.Parameter, tuple[int, str]] = {}
+        for index, stage in enumerate(_stages(layers, number)):
+            for path, parameter in stage.named_parameters():
+                first, other = owner.setdefault(parameter, (index, path))
+                if first != index:
+                    raise ArgumentError(
+                        f"{name}: stages {first} and {index} of {number} share a parameter, "
+                        f"{other!r} and {path!r}, but stages run at the same time; give {name} one "
+                        "stage (n_stages=1), or a model with separate parameters"
+                    )
 
 
 def to_dtype(values: Any, dtype: torch.dtype | None) -> Any:
@@ -110,7 +147,8 @@ def run_step(
             for path, p in parameters.items()
             if p.requires_grad
         }
-    return StepTensors(loss, gradients, weights)
+    buffers = {path: buffer for stage in stages for path, buffer in stage.named_buffers()}
+    return StepTensors(loss, gradients, weights, buffers)
 
 
 def _stages(layers: Layers, n_stages: int) -> list[nn.Module]:

@@ -33,6 +33,9 @@ class Equivalence:
         difference; and ``equal``.
     layers
         Layers that break the equality, in the order of the model; empty if ``equal``.
+    buffers
+        Paths of buffers, such as running means, that differ after a step; those of the first
+        replica are compared. ``equal`` does not count them.
     notes
         Parts of the configurations that did not run, and what else a reader must know.
     """
@@ -42,6 +45,7 @@ class Equivalence:
     losses: tuple[float, float]
     table: pd.DataFrame
     layers: tuple[BrokenLayer, ...]
+    buffers: tuple[str, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -55,4 +59,6 @@ class Equivalence:
                 f"{self.losses[0]:.9g} and {self.losses[1]:.9g}"
             )
         lines += [f"{x.path} ({x.kind}): {x.reason}" for x in self.layers]
+        if self.buffers:
+            lines.append(f"buffers that differ after a step: {', '.join(self.buffers)}")
         return "\n".join([*lines, *self.notes])

@@ -90,7 +90,8 @@ def small_runs(
     Raises
     ------
     ArgumentError
-        If the samples do not divide into equal micro-batches, or there are more stages than layers.
+        If the samples do not divide into equal micro-batches, there are more stages than layers, or
+        a schedule updates weights elsewhere than at the end.
     ArgumentTypeError
         For another type of configuration, or two different ones.
     """
@@ -137,6 +138,7 @@ def _from_mapping(name: str, values: Mapping[str, Any], n_layers: int) -> SmallR
         counts["n_replicas"],
         cast("Recompute", check_name(f"{name}: recompute", recompute, get_args(Recompute))),
     )
+    _check_updates(name, run)
     actual = run.order().n_stages
     if actual != n_stages:
         raise ArgumentError(
@@ -144,6 +146,17 @@ def _from_mapping(name: str, values: Mapping[str, Any], n_layers: int) -> SmallR
             f"{n_stages}; give n_chunks, the stages of each device"
         )
     return run
+
+
+def _check_updates(name: str, run: SmallRun) -> None:
+    """Raise `ArgumentError` if a schedule updates weights more than once, or later."""
+    order = run.order()
+    if order.n_batches > 1 or order.weight_versions != "one":
+        raise ArgumentError(
+            f"{name}: {run.schedule} computes gradients with older weights or updates them within "
+            "a step, so it is not equal to another schedule even in theory; give one that updates "
+            "weights once, at the end, such as '1f1b'"
+        )
 
 
 def _check_stages(name: str, n_stages: int, n_layers: int) -> None:
@@ -193,4 +206,5 @@ def _small(choice: PlanChoice, size: int, n_samples: int, n_layers: int) -> Smal
         order = run.order()
     except PipeError:  # a schedule whose micro-batches must divide by its devices, for example
         return None
+    _check_updates(choice.schedule, run)
     return run if order.n_stages == run.n_stages else None

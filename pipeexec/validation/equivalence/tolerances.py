@@ -14,21 +14,53 @@ import torch
 from torch import Tensor
 
 from pipeexec.validation.equivalence.real_steps import OPTIMIZERS, StepTensors
+from pipesim.errors import ArgumentError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["compared", "rounding_share"]
+__all__ = ["compared", "different_buffers", "rounding_share"]
 
 #: Units in the last place by which results may differ.
 SHARE = 4096
+#: Largest distance of 1 and the next number of a type: that of single precision has room.
+_LARGEST_EPS = 1e-4
 #: ``eps`` of `torch.optim.Adam`.
 _ADAM_EPS = 1e-8
 
 
 def rounding_share(dtype: torch.dtype) -> float:
-    """Return the difference that rounding explains, as a share of the largest value."""
-    return SHARE * torch.finfo(dtype).eps
+    """Return the difference that rounding explains, as a share of the largest value.
+
+    Raises
+    ------
+    ArgumentError
+        If the type has so few digits that rounding would explain any difference.
+    """
+    eps = torch.finfo(dtype).eps
+    if eps > _LARGEST_EPS:
+        raise ArgumentError(
+            f"dtype: {dtype} has too few digits to tell rounding from a wrong gradient (one unit "
+            f"in the last place of 1 is {eps:.2g}); give dtype=torch.float64, the default"
+        )
+    return SHARE * eps
+
+
+def different_buffers(first: StepTensors, second: StepTensors, share: float) -> tuple[str, ...]:
+    """Return the paths of buffers that differ after a step with SGD by more than rounding."""
+    return tuple(
+        path
+        for path, value in first.buffers.items()
+        if not _is_close(value, second.buffers[path], share)
+    )
+
+
+def _is_close(value: Tensor, other: Tensor, share: float) -> bool:
+    """Return whether tensors differ by at most a share of the largest value."""
+    if value.shape != other.shape or not value.is_floating_point():
+        return torch.equal(value, other)
+    largest = float(torch.maximum(value.abs().max(), other.abs().max())) if value.numel() else 0.0
+    return torch.allclose(value, other, rtol=0.0, atol=share * largest, equal_nan=True)
 
 
 def compared(

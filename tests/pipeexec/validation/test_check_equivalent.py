@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -157,6 +158,57 @@ def test_a_mean_over_unmasked_values() -> None:
     assert px.check_equivalent(mlp(), {}, {"n_microbatches": 2}, (x, y), counted).equal
 
 
+def test_a_mean_over_no_value() -> None:
+    """A micro-batch without any value makes the loss NaN there alone: the loss is named."""
+    x, y = batch()
+    y[:4] = 0
+
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target)[target != 0] ** 2).mean()
+
+    report = px.check_equivalent(mlp(), {}, {"n_microbatches": 2}, (x, y), mean)
+    assert [layer.path for layer in report.layers] == ["loss_fn"]
+    assert "finite for the batch, but not for each of 1 and 2" in report.layers[0].reason
+    assert not report.equal
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_that_overflow() -> None:
+    """No layer is named, as none differs; the note says why nothing can be compared."""
+    report = check(mlp(), {"n_microbatches": 2}, lambda output, y: (output - y).sum() * 1e308 * 10)
+    assert not report.equal
+    assert report.layers == ()
+    assert "are not both finite; look at the inputs" in report.notes[0]
+
+
+def test_buffers() -> None:
+    """Running statistics of unlike micro-batches differ and are listed, but do not count."""
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
+    names = [f"0.{name}" for name, _ in norm.named_buffers()]
+    report = check(copy.deepcopy(model).eval(), {"n_microbatches": 2})
+    assert (report.equal, report.buffers) == (True, ())
+    report = check(model, {"n_stages": 2, "n_microbatches": 1})
+    assert (report.equal, report.buffers) == (True, ())
+    report = check(model, {"n_microbatches": 2})
+    assert set(report.buffers) == set(names)
+    assert f"buffers that differ after a step: {names[0]}" in str(report)
+
+
+def tied() -> nn.Sequential:
+    """Return layers of which the first and the last have one weight."""
+    model = mlp()
+    last = model[5]
+    assert isinstance(last, nn.Linear)
+    last.weight = model[0].weight  # type: ignore[assignment]
+    return model
+
+
+def test_tied_weights_on_one_stage() -> None:
+    """Weights may be tied on one stage."""
+    assert check(tied(), {"n_microbatches": 2}).equal
+
+
 class _Scaled(torch.autograd.Function):
     """Identity whose gradient grows with the micro-batch."""
 
@@ -232,6 +284,16 @@ def test_choices_of_a_plan() -> None:
         ),
         ({"model": 3}, "model must be an nn.Sequential"),
         ({"batch": 3}, "batch must be a pair of inputs and targets"),
+        ({"model": nn.Sequential(nn.Tanh())}, "model has no parameter that needs a gradient"),
+        ({"model": mlp().requires_grad_(False)}, "model has no parameter that needs a gradient"),
+        ({"model": mlp().bfloat16(), "dtype": None}, "torch.bfloat16 has too few digits"),
+        ({"dtype": torch.float16}, "torch.float16 has too few digits .* dtype=torch.float64"),
+        ({"model": tied(), "b": {"n_stages": 2}}, r"b: stages 0 and 1 of 2 share .*n_stages=1"),
+        (
+            {"a": {"n_stages": 2, "n_microbatches": 4, "schedule": "pipedream_2bw"}},
+            "a: pipedream_2bw computes gradients with older weights",
+        ),
+        ({"batch": (batch()[0] * math.nan, batch()[1])}, "batch: the inputs have NaN"),
         ({"learning_rate": 0}, "learning_rate must be finite and above 0"),
     ],
 )
