@@ -44,14 +44,15 @@ class Score(NamedTuple):
 class CostedOrders:
     """Orders of F, I and W of one placement, and their times under costs.
 
-    Times are those of a simulation without skips, replicas or optimizer steps.
+    Times are those of a simulation without skips or replicas. The makespan includes optimizer
+    steps, and the span does not.
 
     Attributes
     ----------
     placement
         Which device holds which stage; one path.
     problem
-        Seconds of F, I, W and messages, without STEPs.
+        Seconds of F, I, W, messages and STEPs.
     simulated_costs
         Costs that the compiled evaluator does not count in full: those with launches, or with
         links that several channels share. None: it counts all.
@@ -62,10 +63,10 @@ class CostedOrders:
     simulated_costs: Costs | None
 
     def with_equal_lengths(self) -> CostedOrders:
-        """Return the same orders with F, I and W of one second, and messages of no time."""
+        """Return the same orders with F, I and W of one second, and nothing else."""
         problem, none = self.problem, np.zeros_like(self.problem.latency)
-        seconds = np.ones_like(problem.seconds)
-        problem = problem._replace(seconds=seconds, latency=none, hold=none)
+        seconds, tail = np.ones_like(problem.seconds), np.zeros_like(problem.tail)
+        problem = problem._replace(seconds=seconds, latency=none, hold=none, tail=tail)
         return CostedOrders(self.placement, problem, None)
 
     def with_microbatches(self, n_microbatches: int) -> CostedOrders:
@@ -82,7 +83,7 @@ class CostedOrders:
         """Return the score of an order; it is simulated where launches or links need it."""
         if self.simulated_costs is None:
             return self.quick_score(order)
-        graph = lower(self.schedule(order, "candidate"), step="none")
+        graph = lower(self.schedule(order, "candidate"))
         timeline = predict_timeline(graph, self.simulated_costs)
         first, last = np.full(graph.n_devices, np.inf), np.zeros(graph.n_devices)
         compute = graph.is_op(SCHEDULED)
@@ -100,8 +101,7 @@ def costed_orders(placement: Placement, n_microbatches: int, costs: Costs) -> Co
     costs = replace(costs, skip_bytes=None)
     problem = order_problem(placement, n_microbatches, costs, split_backward=True)
     is_exact = counts_all_costs(placement, costs, split_backward=True)
-    no_tail = np.zeros(placement.n_devices)
-    return CostedOrders(placement, problem._replace(tail=no_tail), None if is_exact else costs)
+    return CostedOrders(placement, problem, None if is_exact else costs)
 
 
 def list_lanes(

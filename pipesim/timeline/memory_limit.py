@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_list, number
+from pipesim.errors import ArgumentError, ArgumentTypeError, check_list, number
 from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE
 from pipesim.timeline.memory import costs_of
@@ -26,6 +27,7 @@ __all__ = [
     "memory_limit_bytes",
     "reserved_memory",
     "static_text",
+    "too_low_limit",
 ]
 
 Floats = NDArray[np.float64]
@@ -79,6 +81,11 @@ def checked_memory_limit(value: object, n_devices: int) -> Floats:
         value = value.tolist()
     if isinstance(value, (int, float)) or number(value) is not None:
         return np.full(n_devices, _checked_bytes(value, ""))
+    if isinstance(value, str):
+        raise ArgumentTypeError(
+            f"memory_limit must be bytes >= 0, got {value!r:.60}; give a number such as 80e9, or "
+            "one a device"
+        )
     values = check_list("memory_limit", value, "bytes: one number, or one a device")
     if len(values) != n_devices:
         raise ArgumentError(
@@ -97,6 +104,24 @@ def _checked_bytes(value: object, where: str) -> float:
             "None for no limit"
         )
     return nbytes
+
+
+def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
+    """Return the error of a limit in which one micro-batch does not fit, with exact bytes.
+
+    Parameters
+    ----------
+    device
+        The device.
+    limit, needed
+        Bytes that it may hold, and that it needs at least, the allocator's reserve included.
+    """
+    least = math.ceil(needed * (1.0 - 1e-12))  # whole bytes, whatever the rounding of sums
+    return ArgumentError(
+        f"memory_limit of device {device} is {format_bytes(limit)} ({limit:.16g} bytes), but one "
+        f"micro-batch needs {format_bytes(needed)} there, with parameters, gradients, optimizer "
+        f"and reserve; give at least {least} bytes, smaller micro-batches, or more devices"
+    )
 
 
 def memory_limit_bytes(value: Any) -> Any:

@@ -50,8 +50,9 @@ def lower_bound(
         Seconds and bytes of each stage.
     memory_limit
         Bytes that a device may hold, one number or one a device, as in `pipesim.simulate`: all
-        bytes, parameters included. None for no limit. The bound then holds for orders that keep
-        the limit.
+        bytes, parameters included. The bound then holds for orders that keep the limit. By
+        default the memory of a GPU in the workload of the costs, if any, as in
+        `pipesim.optimize`; infinity for no limit.
     split_backward
         Whether the backward is I and W, or B. None: either, if the costs have ``input_grad`` and
         ``weight_grad``, else B. For either, I takes the lesser of I and B, and W the rest of the
@@ -60,8 +61,11 @@ def lower_bound(
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
         last end, without STEP.
     search
-        Whether to raise the bound by branching on the orders of devices, for up to about a second.
-        The number of steps is fixed, so that the bound does not depend on the machine.
+        Whether to raise the bound by branching on the orders of devices, for up to about a second
+        more. The number of steps is fixed, so that the bound does not depend on the machine.
+        No option limits the time of the rest, which grows with the tasks: a second for some tens
+        of thousands of them, 12 s for 512 stages with 512 micro-batches, and about a minute for
+        3 stages with a million.
 
     Raises
     ------
@@ -111,6 +115,8 @@ def lower_bound(
             "memory; give activation_bytes, parameter_bytes, optimizer_bytes, ..., or leave "
             "memory_limit out"
         )
+    if memory_limit is None and costs.work is not None:
+        memory_limit = costs.work.memory
     graph = lower(_any_order(placement, n_microbatches, bool(is_split)))
     return graph_bound(graph, costs, memory_limit=memory_limit, objective=objective, search=search)
 

@@ -30,8 +30,7 @@ import numpy as np
 
 from pipesim.analysis.lower_bounds.lanes import Arcs, LaneGraph, joined_arcs
 from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, StageLanes
-from pipesim.errors import ArgumentError
-from pipesim.utils.units import format_bytes
+from pipesim.timeline.memory_limit import too_low_limit
 
 __all__ = ["memory_arcs"]
 
@@ -112,12 +111,7 @@ def _check_room(number: int, device: DeviceStages, own: float, reserve: float) -
     if own <= device.room:
         return
     needed = (device.static + own) * (1.0 + reserve)
-    raise ArgumentError(
-        f"memory_limit of device {number} is {format_bytes(device.limit)} ({device.limit:.10g} "
-        "bytes), but its parameters, gradients and optimizer state with one micro-batch need "
-        f"{format_bytes(needed)} there, the allocator's reserve included; give at least "
-        f"{math.nextafter(needed, math.inf):.10g} bytes"
-    )
+    raise too_low_limit(number, device.limit, needed)
 
 
 def _arcs_of_chain(chain: _Chain, lanes: LaneGraph, room: float) -> list[Arcs]:

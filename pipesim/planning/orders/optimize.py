@@ -38,8 +38,7 @@ from pipesim.planning.orders.search_result import search_result
 from pipesim.scheduling.placement import Placement
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.simulate import checked_noise
-from pipesim.timeline.memory_limit import checked_memory_limit
-from pipesim.utils.units import format_bytes
+from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 
 __all__ = ["optimize"]
 
@@ -67,7 +66,8 @@ def optimize(
     optimal, raises the lower bound, or finds a better order, if ortools is installed
     (``pip install pipesim[optimal]``) and there are at most 6,000 tasks. With many micro-batches,
     fewer are ordered first, and a period of that order is repeated. The search ends as soon as an
-    order meets the lower bound. Ctrl-C ends it too, and the best order so far is returned.
+    order meets the lower bound, if the search counts all costs. Ctrl-C ends it too, and the best
+    order so far is returned: at least one micro-batch after the other.
 
     Times are those of `pipesim.simulate` for ``lower(schedule)``. Where links are shared, launches
     take time, or paths reduce gradients, the search neglects that; a simulation of the best
@@ -89,7 +89,10 @@ def optimize(
         last end, F, B, I and W. The steps of zero-bubble schedules follow each other at that
         interval if optimizers do not wait for each other.
     seconds
-        Time limit, without the compilation of loops at their first use.
+        Time limit. It is checked between first orders, between periods, during the local search
+        and CP-SAT, and before CP-SAT's model is built, which is kept to about a second. It does
+        not limit the compilation of loops at their first use, the lower bound (some 10 s for a
+        million tasks), the first named schedule, or the simulation of the best orders.
     seed
         Seed of the random numbers.
     evaluations
@@ -99,7 +102,8 @@ def optimize(
         Whether the backward is I and W, or B. None: I and W if the costs have ``input_grad`` and
         ``weight_grad``.
     noise, percentile
-        Noise with which the best orders are simulated in 64 scenarios; the one with the least
+        Noise with which all first orders and the best of the search are simulated in 64
+        scenarios, even if one meets the bound without noise. The one with the least
         percentile (0 to 100) of the makespan is returned. The lower bound is that without noise.
     progress
         Whether to show a progress bar; None: in a terminal.
@@ -213,11 +217,6 @@ def _checked_limit(
     if len(too_full):
         device = int(too_full[0])
         missing = (peak - problem.limit)[device] * (1.0 + costs.memory_reserve)
-        raise ArgumentError(
-            f"memory_limit of device {device} is {format_bytes(limit[device])}, but one "
-            f"micro-batch needs {format_bytes(limit[device] + missing)} there, with parameters, "
-            f"gradients, optimizer and reserve; give at least as much, smaller micro-batches, or "
-            "more devices"
-        )
+        raise too_low_limit(device, float(limit[device]), float(limit[device] + missing))
     nbytes: list[float] = limit.tolist()
     return nbytes

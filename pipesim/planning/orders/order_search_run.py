@@ -22,6 +22,7 @@ from pipesim.planning.orders.cp_sat import prove
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.first_orders import Candidate, first_orders, sequential_candidate
+from pipesim.planning.orders.model_size import can_prove
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 from pipesim.scheduling.placement import Placement
 
@@ -122,11 +123,12 @@ class Search:
             return
         if self._is_large:
             self._repeat_period()
-        is_proof_possible = int(self.problem.count.sum()) <= MOST_TASKS
+        is_proof_possible = can_prove(self.problem, self.effort)
         share = _LOCAL_SHARE if self.placement.n_chunks == 1 else _LOCAL_SHARE_CHUNKS
         self._improve(share if is_proof_possible else 1.0)
         if is_proof_possible and not self.is_done:
-            self._prove()
+            if not self.effort.is_spent(_PROOF_SHARE):
+                self._prove()
             if not self.is_done:
                 self._improve(1.0)
 

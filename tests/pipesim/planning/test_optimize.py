@@ -14,7 +14,9 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
 from pipesim.order_search import LocalSearch, evaluate, keeps_limit, lane_order, order_problem
 from pipesim.planning.orders import order_search_run
+from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.first_orders import first_orders, named_orders, sequential_order
+from pipesim.planning.orders.model_size import can_prove
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 
 PLACEMENTS = [
@@ -244,6 +246,30 @@ def test_limit_below_one_microbatch_names_device_and_bytes():
     with pytest.raises(ArgumentError, match=r"device 0 is 12.0 B.*needs 13.0 B"):
         ps.optimize(ps.linear(2), 4, costs, [12, 20])
     assert ps.optimize(ps.linear(2), 4, costs, 13, progress=False).makespan > 0
+
+
+@pytest.mark.parametrize("call", [ps.optimize, ps.lower_bound])
+def test_least_limit_of_a_message_is_enough(call):
+    """Both functions name whole bytes, and take them."""
+    costs = ps.Costs(forward=1, backward=2, activation_bytes=1234567, memory_reserve=0.1)
+    with pytest.raises(ArgumentError, match=r"give at least 1358024 bytes"):
+        call(ps.linear(2), 4, costs, 1e6)
+    call(ps.linear(2), 4, costs, 1358024)
+    with pytest.raises(ArgumentError, match=r"must be bytes >= 0, got '3GB'; give a number such"):
+        call(ps.linear(2), 4, costs, "3GB")
+
+
+def test_large_models_of_cp_sat_are_left_out():
+    """With 256 tasks on each of eight devices it takes seconds to build: too much of five."""
+    costs = uneven(ps.looped(8, 4), False)
+    problem = order_problem(ps.looped(8, 4), 32, costs, memory_limit=24)
+    assert not can_prove(problem, Effort(5.0, None, 0))
+    assert can_prove(problem, Effort(60.0, None, 0))
+    assert can_prove(problem, Effort(5.0, 1000, 0))
+    assert can_prove(order_problem(ps.looped(8, 4), 32, costs), Effort(5.0, None, 0))
+    assert can_prove(
+        order_problem(ps.linear(8), 200, uneven(ps.linear(8), False)), Effort(1.0, None, 0)
+    )
 
 
 def test_limit_without_activation_bytes_warns():

@@ -126,7 +126,7 @@ def test_the_reserve_of_the_allocator_counts() -> None:
         ([16, "30"], "of device 1 must be bytes"),
         ([16], "memory_limit has 1 values for 2 devices; give one number, or one a device"),
         (True, "got True"),
-        ("80 GB", "must be a list"),
+        ("80 GB", "must be bytes >= 0, got '80 GB'; give a number"),
         ({0: 1, 1: 2}, "must be a list"),
         (np.array(-1.0), "got -1.0"),
     ],
@@ -258,7 +258,9 @@ def test_columns_of_comparisons() -> None:
     plain = quiet(None)
     assert not {"fits", "memory_limit", "tokens_per_second", "mfu"} & {*ps.compare({"x": plain})}
     table = ps.compare({"x": plain, "y": quiet([16, 31], replace(COSTS, workload=WORKLOAD))})
-    assert list(table.columns[-4:]) == ["memory_limit", "fits", "tokens_per_second", "mfu"]
+    assert list(table.columns[-5:]) == [
+        *("memory_limit", "fits", "tokens_per_second", "mfu", "gap"),
+    ]
     assert table.loc["x", ["memory_limit", "fits", "tokens_per_second", "mfu"]].isna().all()
     assert table.loc["y", "memory_limit"] == 16, "the device with the least room"
     assert table.loc["y", "fits"] is np.True_ or table.loc["y", "fits"] is True
