@@ -1,8 +1,9 @@
 """Search for orders: a compiled evaluator of one placement's orders, and a local search."""
 
 from pipesim.order_search.evaluate import Times, evaluate, keeps_limit, peak_bytes
-from pipesim.order_search.improve import OBJECTIVES, LocalSearch, Objective, improve
+from pipesim.order_search.improve import LocalSearch, improve
 from pipesim.order_search.lane_order import LaneOrder, lane_order, schedule_of
+from pipesim.order_search.objective import OBJECTIVES, Objective, checked_bound, meets
 from pipesim.order_search.problem import OrderProblem, counts_all_costs, order_problem
 
 __all__ = [
@@ -12,11 +13,13 @@ __all__ = [
     "Objective",
     "OrderProblem",
     "Times",
+    "checked_bound",
     "counts_all_costs",
     "evaluate",
     "improve",
     "keeps_limit",
     "lane_order",
+    "meets",
     "order_problem",
     "peak_bytes",
     "schedule_of",

@@ -12,7 +12,7 @@ from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Times", "evaluate", "keeps_limit", "peak_bytes"]
+__all__ = ["Times", "evaluate", "keeps_limit", "peak_bytes", "receivers"]
 
 Floats = NDArray[np.float64]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -19,14 +18,13 @@ from pipesim.order_search.annealing import (
 )
 from pipesim.order_search.evaluate import keeps_limit
 from pipesim.order_search.lane_order import LaneOrder
+from pipesim.order_search.objective import OBJECTIVES, Objective
 from pipesim.order_search.problem import OrderProblem
 from pipesim.order_search.state import lanes_of, new_state, order_of_state
 from pipesim.utils.csr import Ints
 
-__all__ = ["OBJECTIVES", "LocalSearch", "Objective", "improve"]
+__all__ = ["LocalSearch", "improve"]
 
-Objective = Literal["makespan", "span"]
-OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 #: Temperatures at which rounds begin, in turn, and at which they end, in mean seconds of a task.
 _HOT, _COLD = (1.0, 0.3, 3.0), 0.02
 #: Least moves for each task in a round that begins so hot; shorter rounds begin cooler.

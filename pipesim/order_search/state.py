@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.order_search.evaluate import receivers
 from pipesim.order_search.lane_order import LaneOrder, occurrences
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
@@ -126,9 +127,7 @@ def lanes_of(problem: OrderProblem, ptr: Ints) -> Lanes:
     """Return the lanes of a problem, with offsets between their tasks."""
     n_lanes, first = len(problem.count), first_tasks(problem)
     source, own = problem.needs.T
-    receiver = np.full(n_lanes, -1, dtype=np.int64)
     receiving = np.flatnonzero(source >= 0)
-    receiver[source[receiving]] = receiving
     hold, channel = np.zeros(n_lanes), np.full(n_lanes, -1, dtype=np.int64)
     hold[source[receiving]] = problem.hold[receiving, 0]
     channel[source[receiving]] = problem.channel[receiving, 0]
@@ -145,7 +144,7 @@ def lanes_of(problem: OrderProblem, ptr: Ints) -> Lanes:
         allocated=problem.allocated,
         workspace=problem.workspace,
         source=offset(source),
-        receiver=offset(receiver),
+        receiver=offset(receivers(problem)),
         own=offset(own),
         latency=problem.latency[:, 0].copy(),
         hold=hold,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +27,16 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_name
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import LISTED
+from pipesim.order_search.objective import OBJECTIVES, Objective
 from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST
 from pipesim.utils.csr import Ints
 
-__all__ = ["OBJECTIVES", "Objective", "graph_bound"]
+__all__ = ["graph_bound"]
 
 #: What is bounded: the end of the last task, or the longest time of any device from its first
 #: start to its last end, without STEP.
-Objective = Literal["makespan", "span"]
-OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 #: Relative error of sums of times that are no whole numbers, at least.
 _ROUNDING = 1e-12
 

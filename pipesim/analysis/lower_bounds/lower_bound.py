@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.lower_bounds.graph_bound import Objective, graph_bound
+from pipesim.analysis.lower_bounds.graph_bound import graph_bound
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, check_count, check_flag, check_type
 from pipesim.lowering.lower import lower
 from pipesim.ops import Op
+from pipesim.order_search.objective import Objective
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints

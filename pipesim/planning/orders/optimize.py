@@ -97,7 +97,8 @@ def optimize(
         Seed of the random numbers.
     evaluations
         Number of moves of the local search, in place of ``seconds``. Equal arguments then have
-        equal results.
+        equal results. CP-SAT's work follows from it too, so that few moves prove little of more
+        than some 100 tasks.
     split_backward
         Whether the backward is I and W, or B. None: I and W if the costs have ``input_grad`` and
         ``weight_grad``.

@@ -15,9 +15,11 @@ from pipesim.order_search import (
     Objective,
     OrderProblem,
     evaluate,
+    meets,
     order_problem,
 )
 from pipesim.order_search.lane_order import n_microbatches
+from pipesim.order_search.objective import ROUNDING
 from pipesim.planning.orders.cp_sat import prove
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
@@ -26,7 +28,7 @@ from pipesim.planning.orders.model_size import can_prove
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["Search", "meets"]
+__all__ = ["Search"]
 
 #: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
 #: and with several, where CP-SAT rarely finds better orders.
@@ -44,15 +46,10 @@ _CALL_SECONDS = 0.05
 #: Moves of such a call if moves are counted, and those for a unit of CP-SAT's deterministic time,
 #: which takes up to 40 s with 900 tasks.
 _CALL_MOVES, _MOVES_A_UNIT = 2000, 5_000_000
+#: Least work of CP-SAT: enough to prove tiny problems, and less with more tasks.
+_LEAST_WORK, _WORK_OF_TASKS = 0.1, 10.0
 #: Most orders that are kept beside the best one.
 _MOST_KEPT = 24
-#: Relative error of sums of seconds.
-_ROUNDING = 1e-9
-
-
-def meets(value: float, bound: float) -> bool:
-    """Return whether a value is as good as a lower bound, up to rounding."""
-    return value <= bound * (1.0 + _ROUNDING)
 
 
 @dataclass
@@ -184,7 +181,7 @@ class Search:
     def _improve(self, share: float) -> None:
         """Improve the best order by local search, until a share of the effort is spent."""
         search, before = self._local_search(share), self.evaluations
-        target = self._target * (1.0 + _ROUNDING)
+        target = self._target * (1.0 + ROUNDING)
         total = self.effort.evaluations
         while search.value > target:
             if total is not None:
@@ -246,7 +243,7 @@ class Search:
             self._target,
             objective=self.objective,
             seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
-            work=None if total is None else max(0.01, total / _MOVES_A_UNIT),
+            work=None if total is None else self._proof_work(total),
             seed=self.effort.seed,
             stop=stop,
         )
@@ -256,6 +253,11 @@ class Search:
         if proof.interrupted:
             raise KeyboardInterrupt
         self.report(self)
+
+    def _proof_work(self, evaluations: int) -> float:
+        """Return the work of CP-SAT that counts as some evaluations; tiny problems get enough."""
+        least = min(_LEAST_WORK, _WORK_OF_TASKS / int(self.problem.count.sum()))
+        return max(least, evaluations / _MOVES_A_UNIT)
 
     def _seconds_until(self, share: float) -> float:
         """Return the seconds until a share of the effort is spent, at least a tenth of one."""

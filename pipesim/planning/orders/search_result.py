@@ -10,10 +10,11 @@ import numpy as np
 
 from pipesim.lowering.lower import lower
 from pipesim.ops import SCHEDULED
-from pipesim.order_search import schedule_of
+from pipesim.order_search import checked_bound, meets, schedule_of
+from pipesim.order_search.objective import ROUNDING
 from pipesim.planning.orders.first_orders import Candidate
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
-from pipesim.planning.orders.order_search_run import Search, meets
+from pipesim.planning.orders.order_search_run import Search
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import predict_timeline
@@ -23,8 +24,6 @@ __all__ = ["search_result"]
 
 #: Scenarios of noise over which orders are ranked.
 _SCENARIOS = 64
-#: Relative difference of a simulated time above which simulations rank the orders.
-_ROUNDING = 1e-9
 
 
 class _Simulated(NamedTuple):
@@ -44,14 +43,14 @@ def search_result(
     best = _simulated(search, search.best, noise, level)
     first = _simulated(search, search.first or search.best, noise, level)
     value = getattr(best, search.objective)
-    is_exact = abs(value - search.best.value) <= _ROUNDING * search.best.value
+    is_exact = abs(value - search.best.value) <= ROUNDING * search.best.value
     if not is_exact or noise is not None:
         rows = [best, first, *(_simulated(search, x, noise, level) for x in search.kept[:-1])]
         key = "noisy" if noise is not None else search.objective
         best = min(rows, key=lambda row: getattr(row, key))
         value = getattr(best, search.objective)
     schedule = schedule_of(search.problem, best.candidate.order, search.placement, name)
-    bound = min(search.lower_bound, value)  # they may differ by rounding
+    bound = checked_bound(search.lower_bound, value, "the search")
     return OptimizedSchedule(
         **{key: getattr(schedule, key) for key in schedule.__dataclass_fields__},
         objective=search.objective,

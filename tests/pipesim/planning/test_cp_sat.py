@@ -1,12 +1,12 @@
 """CP-SAT's proofs: equal to brute force on tiny problems, and never above an order's makespan."""
 
 import _thread
-import itertools
 import sys
 import threading
 
 import numpy as np
 import pytest
+from every_order import all_orders
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, EngineWarning
@@ -20,9 +20,9 @@ from pipesim.order_search import (
     peak_bytes,
 )
 from pipesim.planning.orders.cp_sat import proof, prove
-from pipesim.planning.orders.cp_sat.precedence import lane_reach
 from pipesim.planning.orders.cp_sat.proof import _warn_of_missing_ortools
 from pipesim.planning.orders.cp_sat.solve import Effort, solve
+from pipesim.planning.orders.first_orders import sequential_order
 
 PLACEMENTS = {
     "linear": ps.linear(2),
@@ -51,36 +51,6 @@ def random_costs(seed, n_stages, *, split, whole, hold=0.0):
         optimizer_step=float(rng.integers(0, 3)),
         network=ps.Network(latency=1.0 if whole else 0.37, bandwidth=1.0 if hold else np.inf),
     )
-
-
-def device_orders(problem: OrderProblem, device: int) -> list[list[int]]:
-    """Return all orders of one device's lanes that its own dependencies and limit allow."""
-    reach = lane_reach(problem)
-    lanes = np.flatnonzero(problem.device == device).tolist()
-    orders: list[list[int]] = []
-
-    def extend(row: list[int], counts: dict[int, int], held: float) -> None:
-        if len(row) == sum(problem.count[lanes]):
-            orders.append(row)
-        for lane in lanes:
-            ready = all(counts[x] > counts[lane] for x in lanes if reach[x, lane])
-            peak = held + problem.allocated[lane] + problem.workspace[lane]
-            if ready and counts[lane] < problem.count[lane] and peak <= problem.limit[device]:
-                left = held + problem.allocated[lane] - problem.released[lane]
-                extend([*row, lane], {**counts, lane: counts[lane] + 1}, left)
-
-    extend([], dict.fromkeys(lanes, 0), 0.0)
-    return orders
-
-
-def all_orders(problem: OrderProblem) -> list[LaneOrder]:
-    """Return all orders within the limits that do not deadlock, the longest first."""
-    rows = [device_orders(problem, d) for d in range(problem.n_devices)]
-    ptr = np.cumsum([0, *(len(row[0]) for row in rows)])
-    orders = [LaneOrder(np.concatenate(x), ptr) for x in itertools.product(*rows)]
-    makespans = np.array([evaluate(problem, order).makespan for order in orders])
-    ranked = np.argsort(-makespans, kind="stable")
-    return [orders[k] for k in ranked if np.isfinite(makespans[k])]
 
 
 def small_problem(placement, m, *, split, limit, hold, whole) -> OrderProblem:
@@ -150,6 +120,32 @@ def test_optimum_is_that_of_brute_force(placement, m, split, limit, hold, whole)
         assert evaluate(problem, result.order or orders[0]).span == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("seconds", [1.0, 0.731])
+def test_steps_do_not_change_a_span(seconds):
+    """They come after the last F, B, I and W: the bound is that without, and the optimum is 35."""
+    results = []
+    for step in (0.0, 40.0 * seconds):
+        times = {
+            "forward": np.array([1, 3, 2]) * seconds,
+            "backward": np.array([2, 5, 3]) * seconds,
+        }
+        problem = order_problem(ps.linear(3), 4, ps.Costs(**times, optimizer_step=step))
+        order = sequential_order(problem)
+        results.append(prove(problem, order, seconds=30.0, objective="span"))
+        assert evaluate(problem, results[-1].order).span == pytest.approx(35.0 * seconds)
+    assert results[0].lower_bound == results[1].lower_bound == pytest.approx(35.0 * seconds)
+    assert all(x.proved for x in results)
+
+
+def test_contradiction_is_an_error_and_no_proof():
+    """The hint is an order. If CP-SAT finds none, the model is wrong."""
+    problem, order = zero_bubble(2, 2)
+    model = proof._model(problem, order, evaluate(problem, order).makespan, 0.0, "makespan")
+    model.model.add(model.start[0][0] < 0)
+    with pytest.raises(AssertionError, match="error in pipesim"):
+        solve(model, Effort(30.0, None, 2, 0))
+
+
 def test_room_for_one_microbatch_runs_them_in_turn():
     """A round trip of 10 + 1 + 10 + 20 + 1 + 20 seconds for each of three micro-batches."""
     network = ps.Network(latency=1.0)
@@ -206,7 +202,7 @@ def test_missing_ortools_widens_the_gap(monkeypatch):
 
 
 def test_equal_work_has_equal_results():
-    """With two threads, on a problem that takes longer."""
+    """On a problem that takes longer."""
     problem = order_problem(ps.linear(5), 8, random_costs(1, 5, split=True, whole=True))
     order = lane_order(problem, ps.schedule("zb_h1", 5, 8))
     problem = problem._replace(limit=peak_bytes(problem, order))

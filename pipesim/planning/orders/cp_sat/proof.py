@@ -6,29 +6,36 @@ import importlib.util
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pipesim.errors import ArgumentError, EngineWarning
-from pipesim.order_search import LaneOrder, OrderProblem, Times, evaluate, keeps_limit
+from pipesim.order_search import (
+    LaneOrder,
+    Objective,
+    OrderProblem,
+    Times,
+    checked_bound,
+    evaluate,
+    keeps_limit,
+    meets,
+)
 from pipesim.order_search.lane_order import occurrences
+from pipesim.order_search.objective import ROUNDING
 from pipesim.planning.orders.cp_sat.model import OrderModel, order_model
 from pipesim.planning.orders.cp_sat.precedence import lane_reach, topological_lanes
 from pipesim.planning.orders.cp_sat.solve import Effort, Outcome, solve
 from pipesim.planning.orders.cp_sat.ticks import (
     COARSE_TICKS,
     FINE_TICKS,
-    TOLERANCE,
     TickProblem,
     tick_problem,
 )
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
 
-__all__ = ["MOST_TASKS", "Objective", "Proof", "available", "prove"]
-
-Objective = Literal["makespan", "span"]
+__all__ = ["MOST_TASKS", "Proof", "available", "prove"]
 
 #: Most tasks of a problem that is given to CP-SAT as a whole.
 MOST_TASKS = 6000
@@ -108,10 +115,10 @@ def prove(
         Time limit, for the model and the search.
     work
         Limit in CP-SAT's deterministic time, of which one unit takes some 6 seconds of a core.
-        Equal arguments then have equal results, if neither ``seconds`` nor ``stop`` ends the
-        search. It proves less than the same time without it, as its threads take turns.
+        One thread searches. Equal arguments then have equal results, if neither ``seconds`` nor
+        ``stop`` ends the search.
     seed, n_workers
-        Seed and threads of the search.
+        Seed and threads of the search; one thread if there is a limit of ``work``.
     stop
         Called some 20 times a second in this thread. The search ends when it returns true. Ctrl-C
         ends the search too; what was reached is returned.
@@ -129,7 +136,7 @@ def prove(
             "the order to improve must run and keep the memory limits, but "
             + ("it deadlocks" if not np.isfinite(value) else "it exceeds one")
         )
-    if _meets(lower_bound, value):
+    if meets(value, lower_bound):
         return Proof(None, lower_bound, True)
     if not available() or problem.count.sum() > MOST_TASKS:
         return Proof(None, lower_bound, False)
@@ -142,22 +149,17 @@ def prove(
     if left is not None and left <= 0.0:
         return Proof(None, lower_bound, False)
     outcome = solve(built, Effort(left, work, n_workers, seed), stop)
-    bound = max(lower_bound, _certified(outcome, built.ticks, objective))
+    bound = _certified(outcome, built.ticks, objective)
     better = _better_order(problem, outcome, value, objective)
     if better is not None:
         value = _value(evaluate(problem, better), objective)
-    bound = min(bound, value)  # they may differ by rounding, where the bound is exact
-    return Proof(better, bound, _meets(bound, value), outcome.interrupted)
+    bound = max(lower_bound, checked_bound(bound, value, "CP-SAT"))
+    return Proof(better, bound, meets(value, bound), outcome.interrupted)
 
 
 def _value(times: Times, objective: Objective) -> float:
     """Return the objective of an order (s)."""
     return times.makespan if objective == "makespan" else times.span
-
-
-def _meets(bound: float, value: float) -> bool:
-    """Return whether a bound proves that a value is optimal."""
-    return bound >= value * (1.0 - TOLERANCE)
 
 
 def _model(
@@ -168,6 +170,8 @@ def _model(
     objective: Objective,
 ) -> OrderModel:
     """Return the model of orders no worse than the given one, which is its hint."""
+    if objective == "span":  # it leaves out STEPs
+        problem = problem._replace(tail=np.zeros_like(problem.tail))
     first_starts = _first_starts(problem) if objective == "span" else None
     shifts = first_starts is not None and None in first_starts
     ticks = tick_problem(problem, value, COARSE_TICKS if shifts else FINE_TICKS)
@@ -179,7 +183,7 @@ def _model(
     )
     times = evaluate(in_ticks, order)  # sums of whole numbers below 2**53: exact
     most = int(_value(times, objective))
-    least = min(int(lower_bound / ticks.tick * (1.0 - TOLERANCE)), most)
+    least = min(int(lower_bound / ticks.tick * (1.0 - ROUNDING)), most)
     if first_starts is None:
         built = order_model(problem, ticks, least, most)
     else:

@@ -28,7 +28,8 @@ class Effort(NamedTuple):
     seconds
         Time limit, or None.
     work
-        Limit in CP-SAT's deterministic time, or None. With it, equal calls have equal results.
+        Limit in CP-SAT's deterministic time, or None. With it, one thread searches, and equal
+        calls have equal results.
     n_workers, seed
         Threads of the search, and the seed of its random choices.
     """
@@ -58,7 +59,13 @@ class Outcome(NamedTuple):
 
 
 def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = None) -> Outcome:
-    """Search until the optimum is proved, a limit is reached, ``stop()`` is true, or Ctrl-C."""
+    """Search until the optimum is proved, a limit is reached, ``stop()`` is true, or Ctrl-C.
+
+    Raises
+    ------
+    AssertionError
+        If CP-SAT says that there is no order: the hint of the model is one, so that proves nothing.
+    """
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
@@ -68,7 +75,10 @@ def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = N
         interrupted = _watch(future, solver.stop_search, stop)
     status = future.result()
     if status == cp_model.INFEASIBLE:
-        return Outcome(None, built.most + 1, interrupted)
+        raise AssertionError(
+            "CP-SAT finds no order, but its hint is one. This is an error in pipesim; please "
+            "report it with the placement, costs and arguments"
+        )
     bound = max(built.least, int(solver.best_objective_bound))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Outcome(None, bound, interrupted)
@@ -112,4 +122,4 @@ def _set_parameters(solver: cp_model.CpSolver, effort: Effort) -> None:
         parameters.max_time_in_seconds = effort.seconds
     if effort.work is not None:
         parameters.max_deterministic_time = effort.work
-        parameters.interleave_search = True  # deterministic, whatever the number of threads
+        parameters.num_workers = 1  # deterministic; threads that take turns prove far less

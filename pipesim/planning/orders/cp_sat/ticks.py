@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from pipesim.order_search import OrderProblem
 from pipesim.utils.csr import Ints
 
-__all__ = ["COARSE_TICKS", "FINE_TICKS", "TOLERANCE", "TickProblem", "tick_problem"]
+__all__ = ["COARSE_TICKS", "FINE_TICKS", "TickProblem", "tick_problem"]
 
 Floats = NDArray[np.float64]
 
-#: Relative error of a certified bound: rounding of seconds to ticks, and of float sums.
-TOLERANCE = 1e-9
 #: Parts of the smallest number that are tried as the unit of all numbers.
 _MOST_PARTS = 1000
 #: Relative distance from a multiple of the unit that counts as rounding of floats.
