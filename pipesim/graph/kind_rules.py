@@ -117,11 +117,12 @@ def kind_rules(
     columns = (kinds.op, kinds.stage, kinds.replica, kinds.peer_stage, kinds.part)
     shared = None if groups is None else groups.tobytes()
     key = (width, batch_size, shared, *(column.tobytes() for column in columns))
-    if key not in _kept:
-        while len(_kept) >= _MOST_KEPT:
-            _kept.pop(next(iter(_kept)), None)
-        _kept[key] = _tables(kinds, width, batch_size, groups)
-    return _kept[key]
+    tables = _kept.get(key)
+    if tables is None:
+        for oldest in list(_kept)[: max(0, len(_kept) - _MOST_KEPT + 1)]:  # threads share them
+            _kept.pop(oldest, None)
+        tables = _kept[key] = _tables(kinds, width, batch_size, groups)
+    return tables
 
 
 def _tables(

@@ -28,7 +28,7 @@ Not counted: parameters of norms, statistics of norms, token ids, workspaces of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -255,7 +255,15 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
     That is the most bytes that a stage holds beyond its activations, at any of its operations. An
     operation's forward has not yet got what later ones keep. Its backward has it no longer.
     """
-    end = len(sizes) - 1
+    end, workspaces = len(sizes) - 1, _workspaces(shard)
+    rows = [workspaces(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
+    forward, backward = zip(*rows, strict=True)
+    return {"forward_workspace_bytes": forward, "backward_workspace_bytes": backward}
+
+
+@lru_cache(maxsize=256)
+def _workspaces(shard: Shard) -> Callable[[int, bool, bool], tuple[float, float]]:
+    """Return the workspace of F and of B of a stage as a function that keeps its results."""
     layer = layer_operations(shard)
     ends = (embedding_operations(shard), head_operations(shard))
     buffers, kept = _weight_grad_buffers(shard), kept_bytes(layer)
@@ -272,9 +280,7 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
         backward = _most(operations, "backward") + (buffers if n_layers else 0.0)
         return _most(operations, "forward"), backward
 
-    rows = [workspaces(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
-    forward, backward = zip(*rows, strict=True)
-    return {"forward_workspace_bytes": forward, "backward_workspace_bytes": backward}
+    return workspaces
 
 
 def _most(operations: Sequence[Operation], direction: str) -> float:

@@ -100,8 +100,15 @@ def per_stage(
     """Return the value of each stage: ``layer`` times its layers, plus ``first`` or ``last``."""
     end = len(sizes) - 1
     return tuple(
-        n * layer + first * (stage == 0) + last * (stage == end) for stage, n in enumerate(sizes)
+        _of_stage(n, stage == 0, stage == end, layer, first, last) for stage, n in enumerate(sizes)
     )
+
+
+def _of_stage(
+    n: int, is_first: bool, is_last: bool, layer: float, first: float, last: float
+) -> float:
+    """Return the value of a stage of n layers; see `per_stage`."""
+    return n * layer + first * is_first + last * is_last
 
 
 @dataclass(frozen=True)
@@ -193,11 +200,15 @@ class GpuSeconds:
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in seconds; see `StageSeconds`."""
-        seconds = {
-            name: tuple(map(self._seconds, self._per_stage(sizes, name))) for name in _FIELDS
-        }
+        end, kept = len(sizes) - 1, self._kept
+        rows = []
+        for stage, n in enumerate(sizes):
+            key = (n, stage == 0, stage == end)
+            if key not in kept:
+                kept[key] = tuple(self._seconds(self._of_stage(name, *key)) for name in _FIELDS)
+            rows.append(kept[key])
         return {
-            **seconds,
+            **dict(zip(_FIELDS, zip(*rows, strict=True), strict=True)),
             "optimizer_step": self._optimizer_steps(sizes),
             "output_seconds": (self._message_seconds,) * len(sizes),
         }
@@ -228,11 +239,15 @@ class GpuSeconds:
         gather = self._collective_seconds(gathered) if shard.scattered_messages else 0.0
         return self.gpu.synchronization + gather
 
-    def _per_stage(self, sizes: Sequence[int], name: str) -> list[_Work]:
-        """Return the work of each stage in one field of `Costs`."""
+    @cached_property
+    def _kept(self) -> dict[tuple[int, bool, bool], tuple[float, ...]]:
+        """Seconds in each of `_FIELDS` of stages by layers, and whether first and last."""
+        return {}
+
+    def _of_stage(self, name: str, n: int, is_first: bool, is_last: bool) -> _Work:
+        """Return the work of a stage of n layers in one field of `Costs`."""
         works = (self._layer[name], self._embedding[name], self._head[name])
-        columns = (per_stage(sizes, *values) for values in zip(*works, strict=True))
-        return [_Work(*values) for values in zip(*columns, strict=True)]
+        return _Work(*(_of_stage(n, is_first, is_last, *x) for x in zip(*works, strict=True)))
 
     def _seconds(self, work: _Work) -> float:
         """Return the seconds of an operation: of its work, or of its launches if longer."""
