@@ -26,6 +26,8 @@ __all__ = ["plan"]
 def plan(args: argparse.Namespace) -> None:
     """Find the best configurations; print them, and what else was asked for."""
     n_best = check_count("--best", args.best)
+    if args.explain is not None:
+        check_count("--explain", args.explain, minimum=0)
     settings = plan_settings(args)
     if "global_batch" not in settings:
         raise ArgumentError("global_batch is missing; give --global-batch, or global_batch in TOML")

@@ -40,12 +40,15 @@ class Explanation:
     memory
         One row a kind of memory, in bytes of the fullest device, with the same columns. The last
         row is the ``total``.
+    is_tied
+        Whether embedding and head of the model share their matrix.
     """
 
     first: PlanChoice
     second: PlanChoice
     seconds: pd.DataFrame
     memory: pd.DataFrame
+    is_tied: bool = False
 
     @property
     def difference(self) -> float:
@@ -71,7 +74,7 @@ class Explanation:
         shown, rest = _large(parts, _SMALL * step)
         texts = []
         for part in shown:
-            reason = part_reason(part, self.first, self.second)
+            reason = part_reason(part, self.first, self.second, is_tied=self.is_tied)
             end = f"; {reason}." if reason else "."
             texts.append(f"{PART_NAMES[part]}: {_changes(parts[part], format_time)}{end}")
         if abs(rest) > _ROUNDING * step:
@@ -116,6 +119,8 @@ def explanation(
     choices: tuple[PlanChoice, PlanChoice],
     seconds: tuple[Mapping[str, float], Mapping[str, float]],
     memory: tuple[Mapping[str, float], Mapping[str, float]],
+    *,
+    is_tied: bool = False,
 ) -> Explanation:
     """Return the explanation of two configurations from the parts of their steps and memory."""
     import pandas as pd
@@ -124,7 +129,7 @@ def explanation(
     steps = pd.DataFrame({"first": seconds[0], "second": seconds[1], "difference": differences})
     sizes = pd.DataFrame({"first": memory[0], "second": memory[1]})
     sizes["difference"] = sizes["first"] - sizes["second"]
-    return Explanation(*choices, steps.rename_axis("part"), sizes.rename_axis("kind"))
+    return Explanation(*choices, steps.rename_axis("part"), sizes.rename_axis("kind"), is_tied)
 
 
 def _differences(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:

@@ -61,7 +61,7 @@ def _check(choice: PlanChoice) -> None:
     if choice.schedule not in _SCHEDULES:
         raise ArgumentError(
             f"Megatron-LM has no schedule {choice.schedule!r}; it runs {runnable}. Plan with "
-            f"schedule={list(_SCHEDULES)}, or run the schedule with pipeexec"
+            f"schedules={list(_SCHEDULES)}, or run the schedule with pipeexec"
         )
     chunked = choice.schedule == "interleaved_1f1b"
     if chunked != (choice.n_chunks > 1) or (chunked and choice.pipeline_parallel == 1):

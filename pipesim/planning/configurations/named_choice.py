@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from pipesim.costs.layer_split import checked_split
@@ -37,7 +38,8 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     n_microbatches, layers = (single.pop(x, None) for x in ("n_microbatches", "layers_per_stage"))
     ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs", False))
     for name, value in single.items():
-        if isinstance(value, (list, tuple)):
+        may_be_missing = name in ("data_parallel", "n_chunks")
+        if not isinstance(value, (str, bool, Integral)) and not (value is None and may_be_missing):
             raise ArgumentError(f"{name} must be one value, got {value!r:.60}")
     schedules = single.pop("schedule")
     choices, ruled_out = SearchSpace.checked(schedules=schedules, **single).choices(problem)

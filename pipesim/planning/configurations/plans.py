@@ -108,7 +108,7 @@ class Plans:
         return self.plan(0)
 
     def plan(self, which: int | PlanChoice) -> Plan:
-        """Return the configuration with a rank, 0 for the best, or any configuration you name.
+        """Return the configuration with a rank, 0 for the best, or any that `choice` returns.
 
         Configurations that were not simulated are simulated when their timeline is used.
 
@@ -125,8 +125,8 @@ class Plans:
         rank = int(which) if is_rank else -1
         if not 0 <= rank < len(self.ranked):
             raise ArgumentError(
-                f"rank must be a whole number from 0 to {len(self.ranked) - 1}, or a PlanChoice, "
-                f"got {which!r:.60}"
+                f"rank must be a whole number from 0 to {len(self.ranked) - 1}, or a "
+                f"configuration such as plans.choice(tensor_parallel=2), got {which!r:.60}"
             )
         return self._plans.setdefault(rank, Plan(self.problem, self.ranked[rank]))
 
@@ -197,6 +197,7 @@ class Plans:
             (plans[0].choice, plans[1].choice),
             (step_parts(first_timeline), step_parts(second_timeline)),
             (memory_parts(first_timeline), memory_parts(second_timeline)),
+            is_tied=bool(getattr(self.problem.model, "tied_embeddings", False)),
         )
 
     def to_megatron(self) -> str:
@@ -221,7 +222,11 @@ class Plans:
 
         path = check_path("path", path, "write")
         tables = [self.table.reset_index(), self.ruled_out]
+        if len(self.ranked):
+            tables[0]["bound"] = [row.bound for row in self.ranked]
         whole = pd.concat([table for table in tables if len(table)] or tables)
+        if "rank" in whole:
+            whole["rank"] = whole["rank"].astype("Int64")
         write_whole(path, lambda file: whole.to_csv(file, index=False))
 
     def summary(self, n_best: int = 5) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.problem import placement_of
 
 __all__ = ["PART_NAMES", "part_reason"]
 
@@ -22,10 +23,17 @@ PART_NAMES: Mapping[str, str] = {
 }
 
 
-def part_reason(part: str, first: PlanChoice, second: PlanChoice) -> str:
-    """Return the settings behind a part of both configurations in words; "" if they are equal."""
+def part_reason(part: str, first: PlanChoice, second: PlanChoice, *, is_tied: bool = False) -> str:
+    """Return the settings behind a part of both configurations in words; "" if they are equal.
+
+    ``is_tied``: whether embedding and head share their matrix.
+    """
     text = _SETTINGS[part]
     values = text(first), text(second)
+    if is_tied and part == "reduction_and_optimizer":
+        places = _tied(first), _tied(second)
+        if places[0] != places[1]:
+            values = f"{values[0]} and {places[0]}", f"{values[1]} and {places[1]}"
     return "" if values[0] == values[1] else f"{values[0]}, against {values[1]}"
 
 
@@ -57,8 +65,12 @@ def _depth(choice: PlanChoice) -> str:
 def _split(choice: PlanChoice) -> str:
     """Return the fewest and the most layers of a stage."""
     few, most = min(choice.layers_per_stage), max(choice.layers_per_stage)
-    layers = f"{few} to {most}" if few < most else str(few)
-    return f"{layers} layers in each of {_count(choice.n_stages, 'stage')}"
+    stages = _count(choice.n_stages, "stage")
+    if choice.n_stages == 1:
+        return f"all layers in {stages}"
+    if few == most:
+        return f"{few} layers in each of {stages}, which differ in embedding, head or layers"
+    return f"{few} to {most} layers in each of {stages}"
 
 
 def _schedule(choice: PlanChoice) -> str:
@@ -76,6 +88,12 @@ def _replicas(choice: PlanChoice) -> str:
     """Return the replicas and the optimizer."""
     optimizer = "a distributed" if choice.shard_optimizer else "a whole"
     return f"{_count(choice.data_parallel, 'replica')} with {optimizer} optimizer"
+
+
+def _tied(choice: PlanChoice) -> str:
+    """Return where the matrix of embedding and head is: V placements need no sum over devices."""
+    path = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks).paths[0]
+    return f"tied embeddings on {_count(len({path[0], path[-1]}), 'device')}"
 
 
 def _count(number: int, one: str, many: str = "") -> str:

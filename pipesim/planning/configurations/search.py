@@ -17,6 +17,7 @@ from pipesim.planning.configurations.evaluator import Evaluator, too_full
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import invalid
 from pipesim.sweeps.worker_pool import LostCall, run_calls
+from pipesim.utils.units import format_bytes, format_time
 
 __all__ = ["Search", "Workers"]
 
@@ -220,8 +221,8 @@ def _failed(choice: PlanChoice, bounds: Bounds, reason: str) -> Evaluation:
 def _cannot_win(choice: PlanChoice, bounds: Bounds) -> Evaluation:
     """Return the evaluation of a configuration that its bounds rule out."""
     reason = (
-        f"takes at least {bounds.step:.4g} s and {float(bounds.memory.max()) / 1e9:.4g} GB a "
-        "device: others are better in both"
+        f"takes at least {format_time(bounds.step)} and {format_bytes(float(bounds.memory.max()))} "
+        "a device: another one is as good or better in both"
     )
     nan = float("nan")
     memory = float(bounds.memory.max())
@@ -239,14 +240,3 @@ def _cores() -> int:
     import joblib
 
     return max(2, int(joblib.cpu_count()))
-
-
-def on_front(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations that no other one beats in both step and memory, by step."""
-    rows = sorted(evaluations, key=lambda x: (x.step, x.memory))
-    least, front = np.inf, []
-    for row in rows:
-        if row.memory < least:
-            least = row.memory
-            front.append(row)
-    return front

@@ -62,6 +62,14 @@ def test_other_programs_and_explanations(capsys: pytest.CaptureFixture[str]) -> 
     assert tomllib.loads(settings)["parallelism"]["pipeline_parallel_degree"] == 2
 
 
+def test_a_wrong_rank_to_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the search, and no file is written."""
+    for rank in ("x", "-1", "0.5"):
+        words = [f"--explain={rank}", "--csv", tmp_path / "a.csv"]
+        assert "--explain must be" in fail(capsys, *PLAN, *words)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_order_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The settings of torchtitan name it; without them, the file alone is written."""
     path = tmp_path / "order.csv"

@@ -177,7 +177,8 @@ def test_small_parts_are_said_together() -> None:
         (
             "imbalance",
             {"layers_per_stage": (5, 3)},
-            "4 layers in each of 2 stages, against 3 to 5 layers in each of 2 stages",
+            "4 layers in each of 2 stages, which differ in embedding, head or layers, against 3 to "
+            "5 layers in each of 2 stages",
         ),
     ],
 )
@@ -187,6 +188,24 @@ def test_reasons(part: str, change: dict[str, object], reason: str) -> None:
     memory = {"total": 1.0}
     result = explanation((CHOICE, other), (one, one | {part: 2.0}), (memory, memory))
     assert result.sentences()[0].endswith(f"; {reason}.")
+
+
+def test_reasons_of_tied_embeddings_and_of_one_stage() -> None:
+    """In a V the first and the last stage share a device, which sums no tied matrix."""
+    shaped = replace(CHOICE, schedule="zbv", n_chunks=2, layers_per_stage=(2,) * 4)
+    one, memory = dict.fromkeys(PARTS, 1.0), {"total": 1.0}
+    other = one | {"reduction_and_optimizer": 2.0}
+    tied = explanation((CHOICE, shaped), (one, other), (memory, memory), is_tied=True)
+    assert tied.sentences()[0].endswith(
+        "with a distributed optimizer and tied embeddings on 2 devices, against 2 replicas with a "
+        "distributed optimizer and tied embeddings on 1 device."
+    )
+    apart = explanation((CHOICE, shaped), (one, other), (memory, memory))
+    assert ";" not in apart.sentences()[0]
+    alone = replace(CHOICE, pipeline_parallel=1, layers_per_stage=(8,))
+    other = one | {"imbalance": 2.0}
+    single = explanation((alone, SPLIT), (one, other), (memory, memory)).sentences()[0]
+    assert "; all layers in 1 stage, against 1 to 3 layers in each of 4 stages" in single
 
 
 def test_memory_is_that_of_the_fullest_device() -> None:

@@ -16,7 +16,7 @@ from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.search import evaluate, on_front
+from pipesim.planning.configurations.search import evaluate
 from pipesim.planning.configurations.search_space import SearchSpace
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
 
@@ -111,8 +111,13 @@ def test_pruning_loses_neither_the_best_nor_the_front() -> None:
     every = ps.plan(MODEL, cluster, global_batch=8, n_best=10**6, progress=False, **options)
     assert plans.counts["cannot win"] > 0
     assert every.counts.get("cannot win", 0) == 0
+    reasons = plans.ruled_out.query("status == 'cannot win'")["reason"]
+    assert reasons.str.fullmatch(
+        r"takes at least [\d.]+ \w?s and [\d.]+ [KMG]iB a device: another one is as good or better "
+        "in both"
+    ).all()
     assert [x.step for x in plans.ranked[:3]] == [x.step for x in every.ranked[:3]]
-    fronts = [[(x.step, x.memory) for x in on_front(x.ranked)] for x in (plans, every)]
+    fronts = [x.front[["step", "memory"]].to_numpy().tolist() for x in (plans, every)]
     assert fronts[0] == fronts[1]
     assert plans.best.timeline.makespan == plans.best.step
 

@@ -152,6 +152,9 @@ def test_configurations_by_their_settings() -> None:
     [
         ({"tensor": 2}, "unknown setting of a configuration 'tensor'; did you mean 'tensor_p"),
         ({"tensor_parallel": [1, 2]}, "tensor_parallel must be one value"),
+        ({"tensor_parallel": None}, "tensor_parallel must be one value, got None"),
+        ({"pipeline_parallel": {1, 2}}, "pipeline_parallel must be one value, got {1, 2}"),
+        ({"schedule": None}, "schedule must be one value, got None"),
         ({"tensor_parallel": 3}, "no such configuration: "),
         ({"pipeline_parallel": 2, "schedule": "interleaved_1f1b"}, "n_chunks is missing"),
         ({"n_microbatches": 5}, "n_microbatches=5, but global_batch=16 on 8 replicas is 2"),
@@ -170,7 +173,9 @@ def test_settings_of_no_configuration(settings: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("rank", [3, -1, True, 0.5, None, "0"])
 def test_ranks_that_there_are_not(rank: object) -> None:
-    with pytest.raises(ArgumentError, match="rank must be a whole number from 0 to 2"):
+    with pytest.raises(
+        ArgumentError, match=r"rank must be a whole number from 0 to 2, or .*plans\.choice"
+    ):
         plans().plan(rank)  # type: ignore[arg-type]
 
 
@@ -220,6 +225,10 @@ def test_the_file_has_all_configurations(tmp_path: Path) -> None:
     assert table["rank"].tolist()[:3] == [0, 1, 2]
     assert math.isnan(table["rank"][3])
     assert table["status"].tolist()[2:4] == ["simulated", "cannot win"]
+    assert table["bound"].tolist()[:4] == [0.8, 0.75, 1.0, 2.5]
+    assert [line.split(",")[0] for line in (tmp_path / "plans.csv").read_text().splitlines()] == [
+        "rank", "0", "1", "2", "", "", ""
+    ]  # fmt: skip
     assert len(table) == 6
     with pytest.raises(ArgumentError, match="cannot write"):
         plans().to_csv(tmp_path / "none" / "plans.csv")
