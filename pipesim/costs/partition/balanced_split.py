@@ -75,8 +75,10 @@ def balanced_split(
             f"layer, so n_stages may be 1..{n_layers}"
         )
     # Zeros are left out, as they are many in some lists, and all borders between them are alike.
-    layers = np.flatnonzero(weights)
-    sums = exact_sums(weights if len(layers) == n_layers else weights[layers])
+    is_dense = np.count_nonzero(weights) == n_layers
+    layers = np.arange(n_layers) if is_dense else np.flatnonzero(weights)
+    heavy = weights if is_dense else weights[layers]
+    sums = exact_sums(heavy)
     if not isinstance(sums, tuple):
         layer = int(layers[sums])
         value: object = list(seconds)[layer]
@@ -85,7 +87,7 @@ def balanced_split(
         borders = _borders_of_few(layers, n_layers, n_stages)
     else:
         # Each stage of the most even split has a layer that is not zero, and ends at its last.
-        inner = _borders(weights[layers], sums, n_stages)[1:-1]
+        inner = _borders(heavy, sums, n_stages)[1:-1]
         borders = [0, *(layers[np.array(inner, dtype=np.int64) - 1] + 1).tolist(), n_layers]
     return tuple(b - a for a, b in pairwise(borders))
 
