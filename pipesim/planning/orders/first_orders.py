@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -60,12 +59,12 @@ def first_orders(
 ) -> Iterator[Candidate]:
     """Yield the named schedules and list schedules that keep the limit.
 
-    ``is_late`` is called before each schedule. Once it is true, at most one order is yielded.
+    ``is_late`` is called before each schedule. Once it is true, at most one more order of each
+    kind is yielded.
     """
-    schedules = _named(problem, placement, costs)
+    yield from _candidates(problem, _named(problem, placement, costs), objective, is_late)
     if problem.count.sum() <= _MOST_TASKS:
-        schedules = itertools.chain(schedules, _listed(problem, placement, costs))
-    yield from _candidates(problem, schedules, objective, is_late)
+        yield from _candidates(problem, _listed(problem, placement, costs), objective, is_late)
 
 
 def named_orders(

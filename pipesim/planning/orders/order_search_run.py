@@ -37,6 +37,8 @@ _LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65
 _PROOF_SHARE, _PERIOD_SHARE = 0.8, 0.4
 #: Share after which no more first orders are tried.
 _FIRST_SHARE = 0.5
+#: Seconds in which they are tried in any case: poor ones alone may keep a limit.
+_FIRST_SECONDS = 1.0
 #: Seconds in which the moves a second are measured.
 _RATE_SECONDS = 0.1
 #: Most first orders that are kept.
@@ -148,9 +150,10 @@ class Search:
         """Return the best first order; all are tried, unless one meets the bound or time is up."""
         problem, objective, effort = self.problem, self.objective, self.effort
         different: dict[bytes, Candidate] = {}
+        soonest = time.perf_counter() + _FIRST_SECONDS
 
         def is_late() -> bool:
-            return effort.is_spent(_FIRST_SHARE)
+            return effort.is_spent(_FIRST_SHARE) and time.perf_counter() > soonest
 
         orders = first_orders(problem, self.placement, self.costs, objective, is_late)
         for candidate in orders:

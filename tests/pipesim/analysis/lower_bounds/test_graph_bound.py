@@ -127,7 +127,7 @@ def test_bad_input() -> None:
     """Messages name the argument, the device and what it needs at least."""
     costs = ps.Costs(1, 2, activation_bytes=4, parameter_bytes=3, memory_reserve=0.5)
     place = ps.linear(2)
-    with pytest.raises(ArgumentError, match=r"device 1 is 14.0 B .* need 15.0 B .* at least 15"):
+    with pytest.raises(ArgumentError, match=r"device 1 is 14.0 B .* needs 15.0 B .* at least 15"):
         ps.lower_bound(place, 2, costs, [15.1, 14])
     assert ps.lower_bound(place, 2, costs, 15) == 12
     with pytest.raises(CostsError, match="memory_limit is given, but the costs have no bytes"):
