@@ -28,7 +28,7 @@ class OptimizedSchedule(Schedule):
         Seconds of the objective that no order of these costs and limits goes below.
     proved
         Whether no order is better: the objective meets the bound. A span of seconds without a
-        common unit may miss this by up to 0.1 %, as it is rounded where devices start at any time.
+        common unit may miss this: it may be rounded to 1/4096 of itself for each task.
     first_schedule
         Name of the schedule from which the search started.
     first_value
