@@ -14,8 +14,9 @@ from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.plan_tables import SETTINGS
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.planning.configurations.setting_reasons import setting_reason
 
-__all__ = ["named_choice"]
+__all__ = ["check_choice", "named_choice"]
 
 _DEFAULTS: Mapping[str, Any] = {
     "tensor_parallel": 1,
@@ -42,6 +43,8 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
         if not isinstance(value, (str, bool, Integral)) and not (value is None and may_be_missing):
             raise ArgumentError(f"{name} must be one value, got {value!r:.60}")
     schedules = single.pop("schedule")
+    if "microbatch_size" not in settings and problem.measured_size is not None:
+        single["microbatch_size"] = problem.measured_size
     choices, ruled_out = SearchSpace.checked(schedules=schedules, **single).choices(problem)
     if not choices:
         raise ArgumentError(f"no such configuration: {ruled_out[0].reason}")
@@ -77,3 +80,22 @@ def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> Pl
             f"n_chunks={choice.n_chunks} make {choice.n_stages}"
         )
     return replace(choice, layers_per_stage=sizes)
+
+
+def check_choice(problem: PlanProblem, choice: PlanChoice) -> None:
+    """Raise `ArgumentError` for a configuration of another batch, cluster or model."""
+    batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
+    if batch != problem.global_batch:
+        raise ArgumentError(
+            f"the configuration has {choice.data_parallel} replicas of {choice.n_microbatches} "
+            f"micro-batches of {choice.microbatch_size} sequences, which are {batch}; the "
+            f"plan's global_batch is {problem.global_batch}"
+        )
+    if choice.n_gpus != problem.cluster.n_gpus:
+        raise ArgumentError(
+            f"the configuration has {choice.n_gpus} GPUs ({choice.tensor_parallel} x "
+            f"{choice.pipeline_parallel} x {choice.data_parallel}); the plan's cluster has "
+            f"{problem.cluster.n_gpus}, and all are used"
+        )
+    if reason := setting_reason(problem, choice):
+        raise ArgumentError(f"no such configuration: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
-from pipesim.planning.configurations.filters import Filters, checked_filters, keeps
+from pipesim.planning.configurations.filters import checked_filters
 from pipesim.planning.configurations.plan_arguments import (
     checked_percentile,
     checked_problem,
@@ -28,9 +29,14 @@ from pipesim.planning.configurations.plan_arguments import (
 )
 from pipesim.planning.configurations.plans import Plans
 from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.refinement import refined
-from pipesim.planning.configurations.search import Search, Workers
-from pipesim.planning.configurations.search_space import SearchSpace, invalid
+from pipesim.planning.configurations.search import Search
+from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.planning.configurations.search_stages import (
+    by_step,
+    fill_search,
+    run_search,
+    with_refined,
+)
 from pipesim.scheduling.placement import Layout
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
@@ -108,8 +114,10 @@ def plan(
         ``"none"``, ``"selective"`` or ``"full"``.
     shard_optimizer
         Whether replicas share the optimizer (ZeRO-1, the distributed optimizer of Megatron-LM).
+        With one replica it does not apply, and is False.
     sequence_parallel
-        Whether tensors that tensor parallelism leaves whole are split along the sequence.
+        Whether tensors that tensor parallelism leaves whole are split along the sequence. With
+        ``tensor_parallel=1`` it does not apply, and is False.
     flash_attention, scatter_gather, fused_loss
         As in `Transformer.costs`.
     split
@@ -158,6 +166,7 @@ def plan(
         n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    problem = replace(problem, measured_size=space.measured_size(problem))
     filters = checked_filters(where)
     share = checked_percentile(percentile)
     check_count("n_best", n_best)
@@ -169,11 +178,11 @@ def plan(
     if progress is not None:
         check_flag("progress", progress)
     search = Search(Evaluator(problem), n_best)
-    _fill(search, space, problem, filters)
-    _run(search, workers, progress)
-    ranked = _ranked(search.evaluations)
+    fill_search(search, space, filters, progress)
+    run_search(search, workers, progress)
+    ranked = by_step(search.evaluations)
     if split == "refined" and search.complete:
-        ranked = _refined(search, ranked, filters)
+        ranked = with_refined(search, ranked, filters, progress)
     if not ranked and search.complete:
         raise ArgumentError(_infeasible(problem, search.evaluations))
     if noise is not None:
@@ -183,58 +192,6 @@ def plan(
         problem, (*ranked, *others), time.perf_counter() - began, search.complete,
         share if noise is not None else None, _notes(problem),
     )  # fmt: skip
-
-
-def _fill(
-    search: Search,
-    space: SearchSpace,
-    problem: PlanProblem,
-    filters: Filters,
-) -> None:
-    """Add the configurations of a space to a search."""
-    choices, ruled_out = space.choices(problem)
-    search.evaluations += ruled_out
-    split = []
-    for choice in choices:
-        with_split = search.evaluator.with_split(choice)
-        if with_split is None:
-            reason = f"{problem.n_layers} layers cannot be split into {choice.n_stages} stages"
-            reason += " evenly" * problem.is_even
-            search.evaluations.append(invalid(choice, reason))
-        elif keeps(filters, with_split):
-            split.append(with_split)
-    if choices and not split and filters:
-        raise ArgumentError(f"where keeps none of {len(choices)} configurations; relax it")
-    search.add(split)
-
-
-def _run(search: Search, workers: Workers, progress: bool | None) -> None:
-    """Run a search with a progress bar."""
-    from tqdm.auto import tqdm
-
-    hidden = None if progress is None else not progress
-    with tqdm(total=len(search.left), disable=hidden, unit="configuration") as bar:
-
-        def report(done: int) -> None:
-            bar.update(done)
-
-        search.run(workers, report)
-
-
-def _ranked(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the simulated configurations by step, then by memory."""
-    rows = [x for x in evaluations if x.status == "simulated"]
-    return sorted(rows, key=lambda x: (x.step, x.memory, str(x.choice)))
-
-
-def _refined(search: Search, ranked: list[Evaluation], filters: Filters) -> list[Evaluation]:
-    """Return the ranked configurations with refined ones among them."""
-    try:
-        better = refined(search.evaluator, ranked, lambda choice: keeps(filters, choice))
-    except KeyboardInterrupt:
-        search.complete = False
-        return ranked
-    return _ranked([*ranked, *better])
 
 
 def _by_percentile(

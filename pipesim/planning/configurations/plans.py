@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.explanation import Explanation, explanation
-from pipesim.planning.configurations.named_choice import named_choice
+from pipesim.planning.configurations.named_choice import check_choice, named_choice
 from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan_tables import front_ranks, ranked_table, ruled_out_table
 from pipesim.planning.configurations.plan_texts import plans_html, plans_line, plans_text
@@ -115,7 +115,8 @@ class Plans:
         Raises
         ------
         ArgumentError
-            For a rank that there is not, and for a configuration of another global batch.
+            For a rank that there is not, and for a configuration of another global batch,
+            number of GPUs or model.
         """
         if isinstance(which, PlanChoice):
             return self._named(which)
@@ -256,13 +257,7 @@ class Plans:
         for rank, row in enumerate(self.ranked):
             if row.choice == choice:
                 return self.plan(rank)
-        batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
-        if batch != self.problem.global_batch:
-            raise ArgumentError(
-                f"the configuration has {choice.data_parallel} replicas of {choice.n_microbatches} "
-                f"micro-batches of {choice.microbatch_size} sequences, which are {batch}; the "
-                f"plan's global_batch is {self.problem.global_batch}"
-            )
+        check_choice(self.problem, choice)
         rows = [row for row in self.evaluations if row.choice == choice]
         new = Evaluation(choice, math.nan, math.nan, math.nan, math.nan, "simulated")
         return Plan(self.problem, rows[0] if rows else new)

@@ -58,6 +58,8 @@ class PlanProblem:
         Share of the bytes of tensors that the allocator holds besides, as in `pipesim.Costs`.
     is_even
         Whether each stage has as many layers; otherwise devices are balanced.
+    measured_size
+        Sequences of the micro-batch of measured layers; None for one.
     """
 
     model: Transformer | Layers
@@ -70,6 +72,7 @@ class PlanProblem:
     layout: Layout = "stage_major"
     memory_reserve: float = 0.0
     is_even: bool = False
+    measured_size: int | None = None
 
     @property
     def n_layers(self) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import RECOMPUTE, Transformer
-from pipesim.network.network import Network
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice, Status
-from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.problem import PlanProblem, order_facts
+from pipesim.planning.configurations.setting_reasons import setting_reason, tensor_reason
 from pipesim.scheduling.registry import schedule_info
 
 __all__ = ["SCHEDULES", "SearchSpace", "invalid"]
@@ -64,6 +65,24 @@ class SearchSpace:
             }
         )
 
+    def measured_size(self, problem: PlanProblem) -> int | None:
+        """Return the sequences of the micro-batch of measured layers; None for a transformer.
+
+        Raises
+        ------
+        ArgumentError
+            For several sizes.
+        """
+        if isinstance(problem.model, Transformer):
+            return None
+        sizes = self.microbatch_size or (1,)
+        if len(sizes) > 1:
+            raise ArgumentError(
+                f"microbatch_size must be one value, got {sizes!r:.60}: layers were measured with "
+                "micro-batches of one size; plan once for the measurement of each size"
+            )
+        return sizes[0]
+
     def choices(self, problem: PlanProblem) -> tuple[list[PlanChoice], list[Evaluation]]:
         """Return all configurations without their splits, and the combinations that are invalid."""
         listing = _Listing(self, problem)
@@ -79,7 +98,13 @@ def invalid(choice: PlanChoice, reason: str, status: Status = "invalid") -> Eval
 
 def _schedule(_: str, name: object) -> str:
     """Return the name of a schedule that a plan can use."""
-    return schedule_info(name).name
+    info = schedule_info(name)
+    options = {"n_chunks": 2} if "n_chunks" in info.options else {}
+    counts = ((p, m) for p in (2, 4, 1, 3) for m in range(p, 2 * p + 1))
+    devices = next((p for p, m in counts if info.allows(p, m, **options)), None)
+    if devices is not None:
+        order_facts(info.name, devices, 2)
+    return info.name
 
 
 def _listed(name: str, value: Any, check: Any) -> tuple[Any, ...]:
@@ -100,12 +125,13 @@ class _Listing:
     problem: PlanProblem
     choices: list[PlanChoice] = field(default_factory=list)
     invalid: list[Evaluation] = field(default_factory=list)
+    _reasons: set[tuple[object, ...]] = field(default_factory=set)
 
     def fill(self) -> None:
         """List all combinations."""
         n_gpus = self.problem.cluster.n_gpus
         for tp in self.space.tensor_parallel or self._tensor_sizes():
-            reason = self._tensor_reason(tp)
+            reason = tensor_reason(self.problem, tp)
             if reason or n_gpus % tp:
                 self._rule_out(reason or f"{n_gpus} GPUs do not divide by tensor_parallel={tp}", tp)
                 continue
@@ -166,18 +192,23 @@ class _Listing:
                 )
             )
             return
-        for recompute in self.space.recompute or self._recomputes():
-            for shard in self.space.shard_optimizer or (False, True):
-                if shard and base.data_parallel == 1 and self.space.shard_optimizer is None:
-                    continue
-                for sequence in self._sequence_flags(base.tensor_parallel):
-                    self.choices.append(
-                        PlanChoice(
-                            base.tensor_parallel, base.pipeline_parallel, base.data_parallel,
-                            base.microbatch_size, base.n_microbatches, base.schedule,
-                            base.n_chunks, recompute, shard, sequence, (),
-                        )
-                    )  # fmt: skip
+        if reason := setting_reason(self.problem, base):
+            self.invalid.append(invalid(base, reason))
+            return
+        shards = self._flags("shard_optimizer", base.data_parallel > 1)
+        sequences = self._flags("sequence_parallel", self._splits_sequence(base.tensor_parallel))
+        values = itertools.product(self.space.recompute or self._recomputes(), shards, sequences)
+        for recompute, shard, sequence in values:
+            choice = replace(
+                base, recompute=recompute, shard_optimizer=shard, sequence_parallel=sequence
+            )
+            if reason := setting_reason(self.problem, choice):
+                mode = "" if sequence else recompute
+                fact = PlanChoice(base.tensor_parallel, 0, 0, 0, 0, "", 0, mode,
+                                  False, sequence, ())  # fmt: skip
+                self._rule_out_once(fact, reason)
+            else:
+                self.choices.append(choice)
 
     def _rule_out(
         self, reason: str, tp: int = 0, pp: int = 0, dp: int = 0, microbatch_size: int = 0
@@ -186,30 +217,17 @@ class _Listing:
         choice = PlanChoice(tp, pp, dp, microbatch_size, 0, "", 0, "", False, False, ())
         self.invalid.append(invalid(choice, reason))
 
+    def _rule_out_once(self, choice: PlanChoice, reason: str) -> None:
+        """Add a combination that is invalid, unless the list has it."""
+        if (choice, reason) not in self._reasons:
+            self._reasons.add((choice, reason))
+            self.invalid.append(invalid(choice, reason))
+
     def _tensor_sizes(self) -> Iterator[int]:
         """Yield the sizes of tensor parallelism that fit in a node and divide the model."""
         for tp in _divisors(self.problem.cluster.gpus_per_node):
-            if not self._tensor_reason(tp):
+            if not tensor_reason(self.problem, tp):
                 yield tp
-
-    def _tensor_reason(self, tp: int) -> str:
-        """Return why a size of tensor parallelism is invalid; empty if it is not."""
-        model, cluster = self.problem.model, self.problem.cluster
-        if tp == 1:
-            return ""
-        if isinstance(model, Layers):
-            return f"tensor_parallel={tp}: layers were measured on one GPU"
-        network: Network = cluster.network()
-        if network.nodes is None:
-            return f"tensor_parallel={tp}: the network has no nodes, and so no rate inside a device"
-        if cluster.gpus_per_node % tp:
-            return (
-                f"tensor_parallel={tp} does not divide the {cluster.gpus_per_node} GPUs of a node"
-            )
-        for name in ("n_heads", "n_kv_heads", "ffn_size"):
-            if getattr(model, name) % tp:
-                return f"tensor_parallel={tp} does not divide {name}={getattr(model, name)}"
-        return ""
 
     def _depths(self, n_devices: int) -> list[int]:
         """Return the numbers of devices of a pipeline that have layers for all."""
@@ -219,7 +237,7 @@ class _Listing:
     def _sequences(self, n: int) -> list[int]:
         """Return the sizes of micro-batches of n sequences."""
         if isinstance(self.problem.model, Layers):
-            return [1]
+            return [self.problem.measured_size or 1]
         return [size for size in _divisors(n) if size <= _MOST_SEQUENCES]
 
     def _recomputes(self) -> Sequence[str]:
@@ -228,12 +246,17 @@ class _Listing:
             ("none",) if isinstance(self.problem.model, Layers) else ("none", "selective", "full")
         )
 
-    def _sequence_flags(self, tp: int) -> Sequence[bool]:
-        """Return whether tensors are split along the sequence, for this tensor parallelism."""
+    def _splits_sequence(self, tp: int) -> bool:
+        """Return whether tensors may be split along the sequence, if that is fixed or possible."""
         model = self.problem.model
-        if not isinstance(model, Transformer) or tp == 1 or model.sequence_length % tp:
-            return (False,)
-        return self.space.sequence_parallel or (False, True)
+        if not isinstance(model, Transformer) or tp == 1:
+            return False
+        return self.space.sequence_parallel is not None or model.sequence_length % tp == 0
+
+    def _flags(self, name: str, applies: bool) -> tuple[bool, ...]:
+        """Return the values of a flag; False where it does not apply."""
+        values: tuple[bool, ...] | None = getattr(self.space, name)
+        return (values or (False, True)) if applies else (False,)
 
     def _orders(self, pp: int) -> Iterator[tuple[str, int]]:
         """Yield schedules and their numbers of chunks; without stages to order, 1F1B alone."""
@@ -241,7 +264,12 @@ class _Listing:
         if pp == 1 and "1f1b" in names:
             names = ("1f1b",)
         for name in names:
-            chunks = self.problem.chunks_of(name, pp)
+            try:
+                chunks = self.problem.chunks_of(name, pp)
+            except ArgumentError as error:  # too few or too many devices
+                base = PlanChoice(0, pp, 0, 0, 0, name, 0, "", False, False, ())
+                self._rule_out_once(base, str(error))
+                continue
             if chunks is not None:
                 if self.space.n_chunks is None or chunks in self.space.n_chunks:
                     yield name, chunks
@@ -249,7 +277,7 @@ class _Listing:
                     allowed = ", ".join(map(str, self.space.n_chunks))
                     reason = f"{name} has n_chunks={chunks} stages a device; allowed are {allowed}"
                     base = PlanChoice(0, pp, 0, 0, 0, name, chunks, "", False, False, ())
-                    self.invalid.append(invalid(base, reason))
+                    self._rule_out_once(base, reason)
                 continue
             for count in self.space.n_chunks or self._chunks(pp):
                 yield name, count

@@ -28,8 +28,9 @@ ALONE = replace(
 
 
 def plan_of(choice: PlanChoice) -> Plan:
-    """Return the plan of a configuration of the batch of 16 sequences."""
-    return plans().plan(choice)
+    """Return the plan of a configuration of the batch of 16 sequences, on as many GPUs."""
+    problem = replace(plans().problem, cluster=ps.Cluster("dgx_h100", choice.n_gpus))
+    return replace(plans(), problem=problem).plan(choice)
 
 
 def flags(choice: PlanChoice) -> dict[str, str]:
@@ -88,8 +89,10 @@ def test_the_order_of_ranks() -> None:
     with pytest.raises(ArgumentError, match="plan with layout='stage_major'"):
         in_a_row.plan(CHOICE).to_torchtitan()
     for same in (ALONE, replace(DEEP, data_parallel=1, n_microbatches=16)):
-        assert flag not in shlex.split(in_a_row.plan(same).to_megatron())
-        assert "pipeline_parallel_degree" in in_a_row.plan(same).to_torchtitan()
+        cluster = ps.Cluster("dgx_h100", same.n_gpus)
+        plan = replace(in_a_row, problem=replace(problem, cluster=cluster)).plan(same)
+        assert flag not in shlex.split(plan.to_megatron())
+        assert "pipeline_parallel_degree" in plan.to_torchtitan()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,8 @@ def test_files_of_orders_that_torchtitan_cannot_take(
 )
 def test_torchtitan_cannot_run(choice: PlanChoice, message: str) -> None:
     batch = choice.data_parallel * choice.n_microbatches
-    problem = replace(plans().problem, global_batch=batch)
+    cluster = ps.Cluster("dgx_h100", choice.n_gpus)
+    problem = replace(plans().problem, global_batch=batch, cluster=cluster)
     plan = replace(plans(), problem=problem).plan(choice)
     with pytest.raises(ArgumentError, match=message):
         plan.to_torchtitan()

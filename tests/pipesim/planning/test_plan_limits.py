@@ -1,0 +1,142 @@
+"""What a plan refuses or does not apply: layers, flags, schedules, batches; and Ctrl-C early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pipesim as ps
+from pipesim.errors import ArgumentError
+from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.scheduling import registry
+
+MODEL = ps.Transformer(
+    hidden_size=1024, n_layers=4, n_heads=16, sequence_length=511, vocabulary_size=8192
+)
+LAYERS = ps.Layers({"forward": [1e-3] * 8, "backward": [2e-3] * 8, "output_bytes": [1e6] * 8})
+NODE = ps.Cluster("dgx_h100", n_gpus=8)
+QUICK: dict[str, Any] = {
+    "global_batch": 16, "schedules": "1f1b", "recompute": "none", "microbatch_size": 1,
+    "progress": False, "split": "even",
+}  # fmt: skip
+
+
+def plan(model: Any = MODEL, **options: Any) -> Any:
+    """Return a small plan."""
+    return ps.plan(model, NODE, **{**QUICK, **options})
+
+
+def listing(**values: Any) -> tuple[list[PlanChoice], list[str]]:
+    """Return the configurations of a space and the reasons of those that are invalid."""
+    choices, ruled_out = SearchSpace.checked(**values).choices(PlanProblem(MODEL, NODE, 16))
+    return choices, [row.reason for row in ruled_out]
+
+
+def test_measured_layers_have_one_size_and_no_recompute() -> None:
+    """Their seconds and bytes are those of one micro-batch without recompute."""
+    with pytest.raises(ArgumentError, match=r"microbatch_size must be one value, got \(1, 2\)"):
+        plan(LAYERS, microbatch_size=[1, 2])
+    plans = plan(LAYERS, microbatch_size=2, recompute=["none", "full"])
+    assert {x.choice.recompute for x in plans} == {"none"}
+    reasons = [x for x in plans.ruled_out["reason"] if "recompute='full'" in x]
+    assert len(reasons) == 1
+    assert plans.choice().microbatch_size == 2
+    with pytest.raises(ArgumentError, match="microbatch_size=4: layers were measured with 2"):
+        plans.choice(microbatch_size=4, pipeline_parallel=8)
+    other = replace(plans.best.choice, microbatch_size=1,
+                    n_microbatches=2 * plans.best.choice.n_microbatches)  # fmt: skip
+    with pytest.raises(ArgumentError, match="microbatch_size=1: layers were measured with 2"):
+        plans.plan(other)
+
+
+def test_flags_that_do_not_divide_are_ruled_out() -> None:
+    """511 tokens cannot be split among 4 GPUs; one GPU has nothing to split."""
+    choices, reasons = listing(schedules="1f1b", tensor_parallel=4, sequence_parallel=True)
+    assert not choices
+    assert reasons == ["sequence_parallel=True: tensor_parallel=4 does not divide "
+                       "sequence_length=511"]  # fmt: skip
+    choices, _ = listing(schedules="1f1b", tensor_parallel=4, sequence_parallel=[False, True])
+    assert {x.sequence_parallel for x in choices} == {False}
+    choices, reasons = listing(schedules="1f1b", tensor_parallel=1, pipeline_parallel=8,
+                               sequence_parallel=True, shard_optimizer=True)  # fmt: skip
+    assert not reasons or not any("parallel=True" in x for x in reasons)
+    assert {(x.sequence_parallel, x.shard_optimizer) for x in choices} <= {(False, False)}
+    with pytest.raises(ArgumentError, match="does not divide sequence_length=511"):
+        plan().choice(tensor_parallel=4, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe", "pipedream"])
+def test_schedules_of_several_paths_are_refused_at_once(name: str) -> None:
+    """The reason is theirs, and not a depth that nobody named."""
+    with pytest.raises(ArgumentError, match=f"schedules has '{name}'.*several paths"):
+        plan(schedules=["1f1b", name])
+
+
+def test_depths_that_a_schedule_cannot_have_are_ruled_out() -> None:
+    """The other depths and schedules are planned."""
+    build = registry.schedule_info("1f1b").build
+    counts = registry.Counts("an even number of devices", lambda p, m: p % 2 == 0)
+    ps.register("even_1f1b", counts=counts)(build)
+    try:
+        choices, reasons = listing(schedules="even_1f1b", tensor_parallel=2)
+        assert {x.pipeline_parallel for x in choices} == {2, 4}
+        assert len(reasons) == 1
+        assert "an even number of devices; got n_devices=1" in reasons[0]
+    finally:
+        del registry._REGISTRY["even_1f1b"]
+
+
+def test_a_fact_of_a_schedule_is_told_once() -> None:
+    """Chunks do not depend on tensor parallelism or micro-batches."""
+    _, reasons = listing(
+        schedules=["v_half", "zbv"], n_chunks=3, pipeline_parallel=[1, 2], tensor_parallel=[1, 2]
+    )
+    assert len(reasons) == 4
+    assert len(set(reasons)) == 2
+
+
+def test_configurations_of_another_cluster_are_refused() -> None:
+    plans = plan()
+    with pytest.raises(ArgumentError, match=r"has 4 GPUs \(2 x 2 x 1\); the plan's cluster has 8"):
+        plans.explain(0, PlanChoice(2, 2, 1, 1, 16, "1f1b", 1, "none", False, False, (2, 2)))
+    model = replace(MODEL, n_heads=4, n_kv_heads=4)
+    other = replace(plans, problem=replace(plans.problem, model=model))
+    with pytest.raises(ArgumentError, match="tensor_parallel=8 does not divide n_heads=4"):
+        other.plan(PlanChoice(8, 1, 1, 1, 16, "1f1b", 1, "none", True, False, (4,)))
+
+
+def test_batches_of_too_many_tasks_are_ruled_out() -> None:
+    """A batch of any size answers soon, with the number of tasks."""
+    with pytest.raises(ArgumentError, match=r"micro-batches on \d+ stages are \d+ tasks"):
+        plan(global_batch=10**8)
+    problem = PlanProblem(MODEL, NODE, 2**21)
+    space = SearchSpace.checked(schedules="1f1b", microbatch_size=[1, 16], tensor_parallel=8)
+    choices, ruled_out = space.choices(problem)
+    assert {x.microbatch_size for x in choices} == {16}
+    assert ruled_out[0].reason.startswith("2097152 micro-batches on 1 stages are 4194304 tasks")
+
+
+def test_ctrl_c_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the plan while bounds are computed, too; nothing is ranked then."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "bounds", interrupted)
+    plans = plan()
+    assert not plans.complete
+    assert len(plans) == 0
+    with pytest.raises(ArgumentError, match="no configuration is ranked"):
+        plans.plan(0)
+
+
+def test_progress_names_the_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bounds, steps and refinement have a bar each."""
+    plan(progress=True, split="refined")
+    shown = capsys.readouterr().err
+    assert all(f"{stage}:" in shown for stage in ("bounds", "steps", "refinement"))
