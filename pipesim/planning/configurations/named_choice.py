@@ -55,9 +55,10 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
         raise ArgumentError(f"ordered_for_costs=True, but {choice.schedule} takes no costs")
     if n_microbatches not in (None, choice.n_microbatches):
         check_count("n_microbatches", n_microbatches)
+        replicas = "replica" if choice.data_parallel == 1 else "replicas"
         raise ArgumentError(
             f"n_microbatches={n_microbatches}, but global_batch={problem.global_batch} on "
-            f"{choice.data_parallel} replicas is {choice.n_microbatches} micro-batches of "
+            f"{choice.data_parallel} {replicas} is {choice.n_microbatches} micro-batches of "
             f"{choice.microbatch_size}; leave n_microbatches out"
         )
     return _with_layers(problem, choice, layers)

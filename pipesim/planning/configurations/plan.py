@@ -214,7 +214,8 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     if not unfit:
         reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
         text = "; ".join(reasons) or (
-            "data_parallel is none of the numbers of replicas that the GPUs make"
+            f"data_parallel is no number of replicas that {problem.cluster.n_gpus} GPUs make, with "
+            "tensor_parallel x pipeline_parallel GPUs each"
         )
         return f"no configuration is possible: {text}"
     unfit.sort(key=lambda x: x.memory)

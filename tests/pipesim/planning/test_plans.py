@@ -158,6 +158,7 @@ def test_configurations_by_their_settings() -> None:
         ({"tensor_parallel": 3}, "no such configuration: "),
         ({"pipeline_parallel": 2, "schedule": "interleaved_1f1b"}, "n_chunks is missing"),
         ({"n_microbatches": 5}, "n_microbatches=5, but global_batch=16 on 8 replicas is 2"),
+        ({"n_microbatches": 5, "pipeline_parallel": 8}, "on 1 replica is 16"),
         ({"n_microbatches": "2"}, "n_microbatches must be a whole number"),
         ({"pipeline_parallel": 2, "layers_per_stage": [4, 3]}, "sums to 7 layers"),
         ({"pipeline_parallel": 2, "layers_per_stage": [4, 2, 2]}, "has 3 stages; pipeline_par"),
