@@ -88,6 +88,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "bubble_fraction": ("Bubble", lambda value: f"{value:.1%}"),
     "throughput": ("Throughput (micro-batches/s)", lambda value: f"{value:.4g}"),
     "peak_memory": ("Peak memory of the fullest device", format_bytes),
+    "gap": ("Gap to the lower bound", lambda value: f"{value:.1%}"),
 }
 
 
