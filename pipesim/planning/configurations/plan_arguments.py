@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pipesim.errors import (
@@ -42,6 +43,11 @@ def checked_problem(
     names = ("flash_attention", "scatter_gather", "fused_loss")
     options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
     limit = memory_limit_bytes(memory_limit)
+    if isinstance(limit, Iterable):
+        raise ArgumentError(
+            f"memory_limit of a plan must be one value for all devices, got {memory_limit!r:.60}; "
+            "give the GPUs of each node their memory in the cluster"
+        )
     reserve = number(memory_reserve)
     if reserve is None or not 0 <= reserve < float("inf"):
         raise ArgumentError(

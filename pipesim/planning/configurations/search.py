@@ -205,8 +205,10 @@ def evaluate_all(
     problem: PlanProblem, choices: Sequence[PlanChoice], incumbents: Incumbents
 ) -> list[Evaluation]:
     """Return the evaluations of configurations, in a worker."""
-    search = Search(Evaluator(problem), incumbents.n_best)
-    search._steps, search._front = list(incumbents.steps), list(incumbents.front)
+    search = Search(
+        Evaluator(problem), incumbents.n_best,
+        _steps=list(incumbents.steps), _front=list(incumbents.front),
+    )  # fmt: skip
     rows = [(choice, search.evaluator.bounds(choice)) for choice in choices]
     for choice, bounds in sorted(rows, key=lambda row: row[1].step):
         search._finish(search._result(choice, bounds))
