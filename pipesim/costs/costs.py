@@ -240,7 +240,7 @@ class Costs:
         CapacityError
             If one value a stage would not fit in memory.
         """
-        value = getattr(self, name) if name in VALUE_FIELDS else None
+        value = getattr(self, name) if isinstance(name, str) and name in VALUE_FIELDS else None
         if type(value) is tuple and type(n_stages) is int and len(value) == n_stages:
             return np.array(value)
         check_stages(check_count("n_stages", n_stages))
