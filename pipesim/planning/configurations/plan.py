@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
-
-import numpy as np
 
 from pipesim.errors import (
     ArgumentError,
@@ -35,11 +34,11 @@ from pipesim.planning.configurations.search_stages import (
     by_step,
     fill_search,
     run_search,
+    with_noise,
     with_refined,
 )
 from pipesim.scheduling.placement import Layout
 from pipesim.simulation.noise import Noise
-from pipesim.simulation.scenarios import simulate_many
 from pipesim.utils.units import format_bytes
 
 __all__ = ["PlanSplit", "plan"]
@@ -47,8 +46,6 @@ __all__ = ["PlanSplit", "plan"]
 #: How layers are divided among stages.
 PlanSplit = Literal["refined", "balanced", "even"]
 
-#: Scenarios of noise for each of the best.
-_SCENARIOS = 200
 #: Configurations that an error names as the nearest to fit.
 _NEAREST = 3
 
@@ -146,7 +143,8 @@ def plan(
     -------
     Plans
         All configurations: simulated ones by rank, and why the others were ruled out. After Ctrl-C
-        ``complete`` is False, and configurations that were left are missing.
+        ``complete`` is False, and configurations that were left are missing. Those whose noisy
+        steps were left follow the others, by steps without noise.
 
     Raises
     ------
@@ -186,26 +184,13 @@ def plan(
     if not ranked and search.complete:
         raise ArgumentError(_infeasible(problem, search.evaluations))
     if noise is not None:
-        ranked = _by_percentile(problem, ranked, n_best, noise, share)
+        ranked = with_noise(search, ranked, noise, share, progress)
+    is_noisy = any(not math.isnan(x.noisy_step) for x in ranked)
     others = [x for x in search.evaluations if x.status != "simulated"]
     return Plans(
         problem, (*ranked, *others), time.perf_counter() - began, search.complete,
-        share if noise is not None else None, _notes(problem),
+        share if is_noisy else None, _notes(problem),
     )  # fmt: skip
-
-
-def _by_percentile(
-    problem: PlanProblem, ranked: list[Evaluation], n_best: int, noise: Noise, percentile: float
-) -> list[Evaluation]:
-    """Return configurations with the best ones ranked by a percentile of noisy steps."""
-    best = []
-    for row in ranked[:n_best]:
-        costs = problem.costs(row.choice)
-        graph = problem.graph(row.choice, problem.schedule(row.choice, costs))
-        many = simulate_many(graph, costs, noise, _SCENARIOS, n_jobs=1, progress=False)
-        best.append(row._replace(noisy_step=float(np.percentile(many.makespan, percentile))))
-    best.sort(key=lambda x: x.noisy_step)
-    return best + ranked[n_best:]
 
 
 def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:

@@ -1,9 +1,11 @@
-"""Stages of a plan's search: bounds, steps and refinement, each with a progress bar and Ctrl-C."""
+"""Stages of a plan: bounds, steps, refinement and noise, each with a progress bar and Ctrl-C."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
 
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
@@ -11,11 +13,16 @@ from pipesim.planning.configurations.filters import Filters, keeps
 from pipesim.planning.configurations.refinement import refined
 from pipesim.planning.configurations.search import Search, Workers
 from pipesim.planning.configurations.search_space import SearchSpace, invalid
+from pipesim.simulation.noise import Noise
+from pipesim.simulation.scenarios import simulate_many
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
-__all__ = ["by_step", "fill_search", "run_search", "with_refined"]
+__all__ = ["by_step", "fill_search", "run_search", "with_noise", "with_refined"]
+
+#: Scenarios of noise for each of the best.
+_SCENARIOS = 200
 
 
 def fill_search(
@@ -89,3 +96,23 @@ def with_refined(
             search.complete = False
             return rows
     return by_step([*rows, *better])
+
+
+def with_noise(
+    search: Search, rows: list[Evaluation], noise: Noise, percentile: float, progress: bool | None
+) -> list[Evaluation]:
+    """Return ranked configurations with the best ones ranked by a percentile of noisy steps."""
+    problem = search.evaluator.problem
+    best: list[Evaluation] = []
+    try:
+        with _bar(progress, min(search.n_best, len(rows)), "noise") as bar:
+            for row in rows[: search.n_best]:
+                costs = problem.costs(row.choice)
+                graph = problem.graph(row.choice, problem.schedule(row.choice, costs))
+                many = simulate_many(graph, costs, noise, _SCENARIOS, n_jobs=1, progress=False)
+                step = float(np.percentile(many.makespan, percentile))
+                best.append(row._replace(noisy_step=step))
+                bar.update()
+    except KeyboardInterrupt:
+        search.complete = False
+    return sorted(best, key=lambda x: x.noisy_step) + rows[len(best) :]

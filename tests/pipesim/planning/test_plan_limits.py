@@ -9,6 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
+from pipesim.planning.configurations import search_stages
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
@@ -135,8 +136,31 @@ def test_ctrl_c_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.plan(0)
 
 
+@pytest.mark.parametrize("n_done", [0, 2])
+def test_ctrl_c_between_noisy_steps(monkeypatch: pytest.MonkeyPatch, n_done: int) -> None:
+    """Noisy steps that are done rank first; the others follow by steps without noise."""
+    noise, calls = ps.Noise(task=ps.LogNormal(0.3), seed=1), []
+
+    def interrupted(*arguments: Any, **options: Any) -> ps.Scenarios:
+        calls.append(arguments)
+        if len(calls) > n_done:
+            raise KeyboardInterrupt
+        return ps.simulate_many(*arguments, **options)
+
+    exact = plan(pipeline_parallel=2)
+    monkeypatch.setattr(search_stages, "simulate_many", interrupted)
+    plans = plan(pipeline_parallel=2, noise=noise)
+    assert not plans.complete
+    assert "interrupted" in plans.summary()
+    assert plans.percentile == (90 if n_done else None)
+    assert {x.choice for x in plans.ranked[:n_done]} == {x.choice for x in exact.ranked[:n_done]}
+    noisy = [x.noisy_step for x in plans.ranked[:n_done]]
+    assert noisy == sorted(noisy)
+    assert repr(plans.ranked[n_done:]) == repr(exact.ranked[n_done:])
+
+
 def test_progress_names_the_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bounds, steps and refinement have a bar each."""
-    plan(progress=True, split="refined")
+    """Bounds, steps, refinement and noise have a bar each."""
+    plan(progress=True, split="refined", noise=ps.Noise(seed=0), n_best=1)
     shown = capsys.readouterr().err
-    assert all(f"{stage}:" in shown for stage in ("bounds", "steps", "refinement"))
+    assert all(f"{stage}:" in shown for stage in ("bounds", "steps", "refinement", "noise"))
