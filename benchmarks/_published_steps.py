@@ -106,6 +106,21 @@ def published_steps() -> list[PublishedSteps]:
     return [_vtrain_node(), _vtrain_cluster(), _selene(), _b200(), _zero_bubble()]
 
 
+def fit_set(steps: PublishedSteps, **fit: Any) -> Calibration:
+    """Return the constants of a set, of as few as it has rows."""
+    arguments: dict[str, Any] = {
+        "gpu": steps.gpu, "network": steps.network,
+        "constants": steps.constants[: len(steps.rows)], **fit,
+    }  # fmt: skip
+    return ps.GPU.fit(steps.rows, **arguments)
+
+
+def fifths(n_rows: int) -> list[list[int]]:
+    """Return five disjoint parts of the rows, drawn with seed 0."""
+    order = np.random.default_rng(0).permutation(n_rows)
+    return [part.tolist() for part in np.array_split(order, 5)]
+
+
 def _load(name: str) -> Any:
     return json.loads((PUBLISHED / name).read_text())
 

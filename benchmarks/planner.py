@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,10 +28,11 @@ from typing import Any
 
 import numpy as np
 from _machine import ROOT, header, publish, table
-from _published_steps import published_steps
+from _published_steps import PublishedSteps, fifths, fit_set, published_steps
 
 import pipesim as ps
 from pipesim.costs.pricing import cost_table
+from pipesim.errors import CalibrationWarning
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.plans import Plans
@@ -124,34 +126,62 @@ def counts_text(plans: Plans, seconds: float) -> str:
 
 
 def regret_lines() -> list[str]:
-    """Return the regret of plans that choose among measured configurations."""
+    """Return the regret of plans by presets, and by constants fitted to each fifth of the rows."""
     steps = published_steps()[0]
-    groups = defaultdict(list)
-    for row, group in zip(steps.rows, steps.groups, strict=True):
-        groups[group].append(row)
-    chosen, at_random = [], []
-    for (n_gpus, *_), rows in groups.items():
-        if len(rows) < _LEAST:
-            continue
-        measured = {shape_of_row(row): row["seconds"] for row in rows}
-        plans = measured_plans(n_gpus, rows[0], measured)
-        least = min(measured.values())
-        chosen.append(measured[shape_of(plans.ranked[0].choice)] / least - 1)
-        at_random.append(np.mean(list(measured.values())) / least - 1)
+    body = [["presets", *regret(steps, ps.GPU.preset(steps.gpu), steps.network)]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)  # a fifth may not determine a constant
+        for number, rows in enumerate(fifths(len(steps.rows)), 1):
+            fitted = fit_set(steps.some(rows))
+            body.append([f"fitted to fifth {number}", *regret(steps, fitted.gpu, fitted.network())])
+    groups = [rows for rows in groups_of_rows(steps) if len(rows) >= _LEAST]
+    at_random = [np.mean([row["seconds"] for row in rows]) / least_seconds(rows) for rows in groups]
+    head = ["constants", "mean", "worst", "best found"]
     return [
-        f"Regret on {steps.name}: mean {np.mean(chosen):.1%}, worst {np.max(chosen):.1%}, best "
-        f"found in {np.mean(np.array(chosen) == 0):.0%} of {len(chosen)} groups of at least "
-        f"{_LEAST} rows; a random choice {np.mean(at_random):.0%}",
+        f"Regret on {steps.name}, {len(groups)} groups of at least {_LEAST} rows; a random choice "
+        f"{np.mean(at_random) - 1:.0%}:",
+        *table(head, body, 1),
         "",
     ]
 
 
-def measured_plans(n_gpus: int, row: dict[str, Any], measured: dict[Any, float]) -> Plans:
+def regret(steps: PublishedSteps, gpu: ps.GPU, network: ps.Network | None) -> list[str]:
+    """Return the mean and the worst regret of plans, and the share of groups with the best."""
+    chosen = []
+    for rows in groups_of_rows(steps):
+        if len(rows) >= _LEAST:
+            measured = {shape_of_row(row): row["seconds"] for row in rows}
+            plans = measured_plans(cluster_of(rows[0], gpu, network), rows[0], measured)
+            chosen.append(measured[shape_of(plans.ranked[0].choice)] / least_seconds(rows) - 1)
+    best = np.mean(np.array(chosen) == 0)
+    return [f"{np.mean(chosen):.1%}", f"{np.max(chosen):.1%}", f"{best:.0%}"]
+
+
+def groups_of_rows(steps: PublishedSteps) -> list[list[dict[str, Any]]]:
+    """Return the rows of each group of a set."""
+    groups = defaultdict(list)
+    for row, group in zip(steps.rows, steps.groups, strict=True):
+        groups[group].append(row)
+    return list(groups.values())
+
+
+def least_seconds(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the shortest measured step."""
+    return float(min(row["seconds"] for row in rows))
+
+
+def cluster_of(row: dict[str, Any], gpu: ps.GPU, network: ps.Network | None) -> ps.Cluster:
+    """Return the GPUs of a measured row."""
+    n_gpus = row["tensor_parallel"] * row["n_replicas"] * row["n_devices"]
+    return ps.Cluster(n_gpus=n_gpus, gpu=gpu, network=network)
+
+
+def measured_plans(cluster: ps.Cluster, row: dict[str, Any], measured: dict[Any, float]) -> Plans:
     """Return a plan that chooses among the measured configurations of one group."""
     sizes = ("hidden_size", "n_heads", "n_layers", "sequence_length", "vocabulary_size")
     return ps.plan(
         ps.Transformer(**{name: row[name] for name in sizes}),
-        ps.Cluster("dgx_a100", n_gpus),
+        cluster,
         global_batch=row["global_batch"],
         microbatch_size=sorted({shape[-1] for shape in measured}),
         schedules="1f1b", recompute="full", shard_optimizer=False, sequence_parallel=False,

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 from _machine import ROOT, publish, table
-from _published_steps import PublishedSteps, published_steps
+from _published_steps import PublishedSteps, fifths, fit_set, published_steps
 from numpy.typing import NDArray
 
 import pipesim as ps
-from pipesim.calibration import Calibration
 from pipesim.errors import CalibrationWarning
 
 Floats = NDArray[np.float64]
@@ -147,21 +146,6 @@ def held_out(
         predicted[number] = steps.predicted_with(fitted)
         unseen[number, test] = predicted[number, test]
     return predicted, unseen
-
-
-def fit_set(steps: PublishedSteps, **fit: Any) -> Calibration:
-    """Return the constants of a set, of as few as it has rows."""
-    arguments: dict[str, Any] = {
-        "gpu": steps.gpu, "network": steps.network,
-        "constants": steps.constants[: len(steps.rows)], **fit,
-    }  # fmt: skip
-    return ps.GPU.fit(steps.rows, **arguments)
-
-
-def fifths(n_rows: int) -> list[list[int]]:
-    """Return five disjoint parts of the rows, drawn with seed 0."""
-    order = np.random.default_rng(0).permutation(n_rows)
-    return [part.tolist() for part in np.array_split(order, 5)]
 
 
 def by_group(steps: PublishedSteps) -> list[list[int]]:
