@@ -38,7 +38,9 @@ from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.planning.cluster import Cluster
+from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.plan import plan
+from pipesim.planning.configurations.plans import Plan, Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
@@ -77,6 +79,9 @@ __all__ = [
     "OptimizedSchedule",
     "Overlapped",
     "Placement",
+    "Plan",
+    "PlanChoice",
+    "Plans",
     "Routes",
     "Scenarios",
     "Schedule",

@@ -47,6 +47,8 @@ SYNONYMS = {
     "batch_size": ("microbatch_size",),
     "orders": ("needs at least one action", "device 0"),
     "schedule": ("order",),
+    "first": ("rank",),
+    "second": ("rank",),
     "seconds": ("layers cannot be split",),
     "options": ("surprise",),
     "settings": ("surprise",),

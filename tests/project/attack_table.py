@@ -68,6 +68,11 @@ def planned(_: Path) -> Good:
 
 
 @cache
+def plans() -> ps.Plans:
+    return ps.plan(model(), cluster(), global_batch=4, schedules="1f1b", progress=False)
+
+
+@cache
 def model() -> ps.Transformer:
     return ps.Transformer(
         hidden_size=8, n_layers=4, n_heads=2, sequence_length=4, vocabulary_size=16
@@ -221,6 +226,16 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Placement.stages_of": lambda _: {"self": ps.linear(2), "device": 0},
     "ps.Scenarios.percentiles": lambda _: {"self": scenarios()},
     "ps.Scenarios.timeline": lambda _: {"self": scenarios(), "scenario": 0},
+    "ps.Plan.to_megatron": lambda _: {"self": plans().best},
+    "ps.Plan.to_torchtitan": lambda _: {"self": plans().best},
+    "ps.Plans.choice": lambda _: {"self": plans(), "settings": {"pipeline_parallel": 2}},
+    "ps.Plans.explain": lambda _: {"self": plans()},
+    "ps.Plans.plan": lambda _: {"self": plans(), "which": 0},
+    "ps.Plans.plot": lambda _: {"self": plans()},
+    "ps.Plans.summary": lambda _: {"self": plans()},
+    "ps.Plans.to_csv": lambda to: {"self": plans(), "path": to / "plans.csv"},
+    "ps.Plans.to_megatron": lambda _: {"self": plans()},
+    "ps.Plans.to_torchtitan": lambda _: {"self": plans()},
     "ps.Schedule.from_columns": lambda _: {
         "name": "x", "placement": ps.linear(1), "n_microbatches": 1,
         "devices": [([ps.Op.F, ps.Op.B], [0, 0], [0, 0])]},

@@ -38,6 +38,9 @@ UNATTACKED: dict[str, str] = {
     **{f"ps.OptimizedSchedule.{name}": "that of ps.Schedule, which is attacked" for name in (
         "from_columns", "from_orders", "grid", "load", "place", "save", "with_name",
         "with_updates")},
+    "ps.Plan": "plan makes it",
+    "ps.PlanChoice": "choice makes it; what takes a configuration checks it",
+    "ps.Plans": "plan makes it",
     "ps.Schedule": "not checked when it is made, so that a wrong one can be looked at; verify does",
     "ps.Task": _PLAIN,
     "ps.TaskCosts": "simulate checks it",

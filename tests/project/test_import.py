@@ -15,10 +15,10 @@ HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "dis
 #: What users import; a change breaks their code.
 PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures
-Keys Layers Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule Overlapped Placement
-Routes Scenarios Schedule Shard Task TaskCosts TaskGraph Tasks Timeline Transformer Workload audit
-autograd_orders balanced_split bidirectional compare gpus hta linear looped lower lower_bound
-machines optimize order_by plan read_layout register replay schedule schedules simulate
+Keys Layers Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule Overlapped Placement Plan
+PlanChoice Plans Routes Scenarios Schedule Shard Task TaskCosts TaskGraph Tasks Timeline Transformer
+Workload audit autograd_orders balanced_split bidirectional compare gpus hta linear looped lower
+lower_bound machines optimize order_by plan read_layout register replay schedule schedules simulate
 simulate_many sweep trace transformers v_shaped verify waves write_layout
 """
 PUBLIC_EXEC = """

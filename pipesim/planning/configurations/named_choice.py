@@ -14,9 +14,8 @@ from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.plan_tables import SETTINGS
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import SearchSpace
-from pipesim.planning.configurations.setting_reasons import setting_reason
 
-__all__ = ["check_choice", "named_choice"]
+__all__ = ["checked_choice", "named_choice"]
 
 _DEFAULTS: Mapping[str, Any] = {
     "tensor_parallel": 1,
@@ -29,6 +28,10 @@ _DEFAULTS: Mapping[str, Any] = {
     "shard_optimizer": False,
     "sequence_parallel": False,
 }
+_COUNTS = (
+    "tensor_parallel", "pipeline_parallel", "data_parallel", "microbatch_size", "n_microbatches",
+    "n_chunks",
+)  # fmt: skip
 
 
 def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoice:
@@ -83,8 +86,17 @@ def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> Pl
     return replace(choice, layers_per_stage=sizes)
 
 
-def check_choice(problem: PlanProblem, choice: PlanChoice) -> None:
-    """Raise `ArgumentError` for a configuration of another batch, cluster or model."""
+def checked_choice(problem: PlanProblem, choice: PlanChoice) -> PlanChoice:
+    """Return a configuration without settings that do not apply, such as sharing by one replica.
+
+    Raises
+    ------
+    ArgumentError
+        For one of another batch, cluster or model, and for settings that are impossible.
+    """
+    settings = {name: getattr(choice, name) for name in SETTINGS}
+    for name in _COUNTS:
+        check_count(name, settings[name])
     batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
     if batch != problem.global_batch:
         raise ArgumentError(
@@ -98,5 +110,4 @@ def check_choice(problem: PlanProblem, choice: PlanChoice) -> None:
             f"{choice.pipeline_parallel} x {choice.data_parallel}); the plan's cluster has "
             f"{problem.cluster.n_gpus}, and all are used"
         )
-    if reason := setting_reason(problem, choice):
-        raise ArgumentError(f"no such configuration: {reason}")
+    return named_choice(problem, settings)

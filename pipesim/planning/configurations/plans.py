@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.explanation import Explanation, explanation
-from pipesim.planning.configurations.named_choice import check_choice, named_choice
+from pipesim.planning.configurations.named_choice import checked_choice, named_choice
 from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan_tables import front_ranks, ranked_table, ruled_out_table
 from pipesim.planning.configurations.plan_texts import plans_html, plans_line, plans_text
@@ -115,8 +115,8 @@ class Plans:
         Raises
         ------
         ArgumentError
-            For a rank that there is not, and for a configuration of another global batch,
-            number of GPUs or model.
+            For a rank that there is not, and for a configuration that `choice` would refuse, or
+            of another global batch, number of GPUs or model.
         """
         if isinstance(which, PlanChoice):
             return self._named(which)
@@ -149,8 +149,10 @@ class Plans:
         """
         return named_choice(self.problem, settings)
 
-    def plot(self, *, ax: Axes | None = None, title: str | None = None, **options: Any) -> Axes:
-        """Draw memory over time of all ranked configurations; see `pipesim.plot.plan_front`.
+    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw memory over time of all ranked configurations.
+
+        See `pipesim.plot.plan_front` for the options, such as ``title``.
 
         The front is labelled with parallel sizes, chunks and recompute, and with further settings
         where these are equal.
@@ -170,7 +172,7 @@ class Plans:
         limit = self.problem.memory_limit
         least = self.problem.cluster.memory if limit is None else limit
         options = {"memory_limit": least} | options
-        return plan_front(table, list(names), names, ax=ax, title=title, **options)
+        return plan_front(table, list(names), names, ax=ax, **options)
 
     def explain(
         self, first: int | Plan | PlanChoice = 0, second: int | Plan | PlanChoice = 1
@@ -257,7 +259,7 @@ class Plans:
         for rank, row in enumerate(self.ranked):
             if row.choice == choice:
                 return self.plan(rank)
-        check_choice(self.problem, choice)
+        choice = checked_choice(self.problem, choice)
         rows = [row for row in self.evaluations if row.choice == choice]
         new = Evaluation(choice, math.nan, math.nan, math.nan, math.nan, "simulated")
         return Plan(self.problem, rows[0] if rows else new)

@@ -111,6 +111,24 @@ def test_configurations_of_another_cluster_are_refused() -> None:
         other.plan(PlanChoice(8, 1, 1, 1, 16, "1f1b", 1, "none", True, False, (4,)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"n_microbatches": "16"}, "n_microbatches must be a whole number, got '16'"),
+        ({"schedule": "2f2b"}, "unknown schedule '2f2b'"),
+        ({"shard_optimizer": "yes"}, "shard_optimizer must be True or False"),
+        ({"layers_per_stage": (2, 1)}, r"layers_per_stage=\[2, 1\] sums to 3 layers"),
+        ({"ordered_for_costs": True}, "1f1b takes no costs"),
+    ],
+)
+def test_configurations_with_wrong_settings_are_refused(settings: Any, text: str) -> None:
+    """`dataclasses.replace` makes any; what takes one checks it as `choice` does."""
+    plans = plan(pipeline_parallel=2)
+    wrong: ps.PlanChoice = replace(plans[0].choice, **settings)
+    with pytest.raises(ArgumentError, match=text):
+        plans.plan(wrong)
+
+
 def test_batches_of_too_many_tasks_are_ruled_out() -> None:
     """A batch of any size answers soon, with the number of tasks."""
     with pytest.raises(ArgumentError, match=r"micro-batches on \d+ stages are \d+ tasks"):
