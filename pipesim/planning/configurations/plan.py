@@ -198,11 +198,7 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     unfit = [x for x in evaluations if x.status == "does not fit"]
     if not unfit:
         reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
-        text = "; ".join(reasons) or (
-            f"data_parallel is no number of replicas that {problem.cluster.n_gpus} GPUs make, with "
-            "tensor_parallel x pipeline_parallel GPUs each"
-        )
-        return f"no configuration is possible: {text}"
+        return f"no configuration is possible: {'; '.join(reasons)}"
     unfit.sort(key=lambda x: x.memory)
     nearest = "; ".join(f"{x.choice}: {x.reason}" for x in unfit[:_NEAREST])
     limit = format_bytes(min(problem.device_limits(unfit[0].choice)))

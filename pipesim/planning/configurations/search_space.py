@@ -126,6 +126,7 @@ class _Listing:
     choices: list[PlanChoice] = field(default_factory=list)
     invalid: list[Evaluation] = field(default_factory=list)
     _reasons: set[tuple[object, ...]] = field(default_factory=set)
+    _replicas: set[int] = field(default_factory=set)
 
     def fill(self) -> None:
         """List all combinations."""
@@ -137,6 +138,16 @@ class _Listing:
                 continue
             for pp in self.space.pipeline_parallel or self._depths(n_gpus // tp):
                 self._fill_depth(tp, pp)
+        self._rule_out_replicas()
+
+    def _rule_out_replicas(self) -> None:
+        """Rule out numbers of replicas that no sizes of tensor and pipeline parallelism make."""
+        possible = ", ".join(map(str, sorted(self._replicas)))
+        for dp in self.space.data_parallel or ():
+            if self._replicas and dp not in self._replicas:
+                n_gpus = self.problem.cluster.n_gpus
+                reason = f"data_parallel={dp}: {n_gpus} GPUs can make {possible} replicas"
+                self._rule_out(reason, dp=dp)
 
     def _fill_depth(self, tp: int, pp: int) -> None:
         """List the configurations with these sizes."""
@@ -146,13 +157,8 @@ class _Listing:
             self._rule_out(reason, tp, pp)
             return
         dp = n_gpus // (tp * pp)
+        self._replicas.add(dp)
         if self.space.data_parallel is not None and dp not in self.space.data_parallel:
-            if self.space.tensor_parallel and self.space.pipeline_parallel:
-                allowed = ", ".join(map(str, self.space.data_parallel))
-                self._rule_out(
-                    f"{n_gpus} GPUs make {dp} replicas of {tp} x {pp}; allowed are {allowed}",
-                    tp, pp, dp,
-                )  # fmt: skip
             return
         if batch % dp:
             self._rule_out(f"{dp} replicas do not divide global_batch={batch}", tp, pp, dp)
