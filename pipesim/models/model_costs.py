@@ -8,12 +8,11 @@ from typing import Any
 
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
-from pipesim.costs.workload import Workload
 from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.shard_costs import ShardCosts, shard_workload
 from pipesim.models.splits.placed_split import Placed, placed_sizes
 from pipesim.models.splits.split_problem import LayerModel
 from pipesim.models.splits.stage_sizes import stage_sizes
-from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -34,23 +33,12 @@ def model_costs(
     launch: PerStage,
     network: Network | None,
 ) -> Costs:
-    """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
-
-    The function is longer than 40 lines: a quarter lists its arguments, which `stage_costs` shares.
-    """
+    """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings."""
     rates = None if gpu is None else as_gpu(gpu)
-    seconds = stage_seconds(shard, rates, flops_per_second, network)
-
-    def stage_costs(sizes: Sequence[int]) -> Costs:
-        """Return the costs of stages with these many layers."""
-        values: dict[str, Any] = {**seconds.stages(sizes), **shard.stage_bytes(sizes)}
-        values |= {"launch": launch, "all_reduce": "ring" if rates is None else "fastest"}
-        if optimizer_step is not None:
-            values["optimizer_step"] = optimizer_step
-        elif rates is not None and len(sizes) > 1:
-            values["tied_bytes"] = shard.copied_parameters * shard.model.bytes_per_gradient
-        values["workload"] = _workload(shard, rates, None, network)
-        return Costs(**values, network=Network() if network is None else network)
+    stage_costs = ShardCosts(
+        shard, rates, flops_per_second, network, launch=launch, optimizer_step=optimizer_step
+    )
+    seconds = stage_costs.seconds
 
     def least_costs(sizes: Sequence[int]) -> Costs:
         """Return the seconds of the same stages without launches, as costs."""
@@ -72,7 +60,7 @@ def model_costs(
     }
     if optimizer_step is not None:
         settings["optimizer_step"] = costs.optimizer_step
-    return replace(costs, workload=_workload(shard, rates, settings, network))
+    return replace(costs, workload=shard_workload(shard, rates, settings, network))
 
 
 def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None) -> dict[str, Any]:
@@ -89,19 +77,3 @@ def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None)
 def _plain(record: GPU | Transformer) -> dict[str, Any]:
     """Return the fields of a record of plain values."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
-
-
-def _workload(
-    shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None, network: Network | None
-) -> Workload:
-    """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give."""
-    has_collectives = gpu is not None and shard.tensor_parallel > 1
-    return Workload(
-        tokens=shard.microbatch_size * shard.model.sequence_length,
-        flops=shard.model.step_flops(shard.microbatch_size),
-        gpus_per_device=shard.tensor_parallel,
-        peak_flops=None if gpu is None else gpu.peak,
-        memory=None if gpu is None else gpu.memory,
-        settings=settings,
-        nodes=network.nodes if has_collectives and network is not None else None,
-    )

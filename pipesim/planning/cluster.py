@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type
@@ -110,7 +110,7 @@ class Cluster:
             raise ArgumentError(f"GPUs of the cluster differ: {names}; take cluster.gpus")
         return self.groups[0].gpu
 
-    @property
+    @cached_property
     def gpus(self) -> tuple[GPU, ...]:
         """Different GPUs, in order of their nodes."""
         return tuple(dict.fromkeys(group.gpu for group in self.groups))

@@ -75,7 +75,19 @@ class Evaluator:
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of a configuration."""
-        return self._get(self._costs_key(choice), lambda: self.problem.costs(choice))
+        return self._get(self._costs_key(choice), lambda: self._stage_costs(choice))
+
+    def _stage_costs(self, choice: PlanChoice) -> Costs:
+        """Return the costs of a configuration; splits of a transformer's layers share parts."""
+        problem, key = self.problem, self._layer_key(choice)
+        if isinstance(problem.model, Layers):
+            return problem.costs(choice)
+
+        def costs_on(kind: int) -> Costs:
+            make = self._get(("shard", key, kind), lambda: problem.shard_costs(choice, kind))
+            return make(choice.layers_per_stage)
+
+        return problem.joined_costs(choice, costs_on)
 
     def bounds(self, choice: PlanChoice) -> Bounds:
         """Return lower bounds on step and memory; see `pipesim.planning.configurations.bounds`."""

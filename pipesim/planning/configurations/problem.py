@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.shard_costs import ShardCosts
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
@@ -86,17 +87,31 @@ class PlanProblem:
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of the stages of a choice, each of the GPU of its device."""
+        return self.joined_costs(choice, lambda kind: self._costs_on(choice, kind))
+
+    def joined_costs(self, choice: PlanChoice, costs_on: Callable[[int], Costs]) -> Costs:
+        """Return `costs` from those of stages that all run on one of ``cluster.gpus``."""
+        if not self.cluster.is_mixed:
+            return costs_on(0)
         gpus = self.gpus_of_devices(choice)
         kinds = sorted(set(gpus))
-        costs = [self._costs_on(choice, self.cluster.gpus[kind]) for kind in kinds]
-        if not self.cluster.is_mixed:
-            return costs[0]
         placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
         stages = [kinds.index(gpus[device]) for device in placement.paths[0]]
-        return _joined(costs, stages, mean_peak(self.cluster))
+        return _joined([costs_on(kind) for kind in kinds], stages, mean_peak(self.cluster))
 
-    def _costs_on(self, choice: PlanChoice, gpu: GPU) -> Costs:
-        """Return the costs of stages that all run on one kind of GPU."""
+    def shard_costs(self, choice: PlanChoice, kind: int) -> ShardCosts:
+        """Return the costs of a transformer's stages on one of ``cluster.gpus``, for any split.
+
+        Their workload has no settings, so that `Costs.rebuilt` cannot build them again.
+        """
+        network = self.cluster.network(choice.tensor_parallel)
+        return ShardCosts(
+            self._shard(choice), self.cluster.gpus[kind], None, network,
+            memory_reserve=self.memory_reserve,
+        )  # fmt: skip
+
+    def _costs_on(self, choice: PlanChoice, kind: int) -> Costs:
+        """Return the costs of stages that all run on one of ``cluster.gpus``."""
         network = self.cluster.network(choice.tensor_parallel)
         if isinstance(self.model, Layers):
             costs = self.model.costs(choice.layers_per_stage, network=network)
@@ -104,7 +119,7 @@ class PlanProblem:
             costs = self.model.costs(
                 choice.layers_per_stage,
                 microbatch_size=choice.microbatch_size,
-                gpu=gpu,
+                gpu=self.cluster.gpus[kind],
                 tensor_parallel=choice.tensor_parallel,
                 sequence_parallel=choice.sequence_parallel,
                 recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
