@@ -10,13 +10,10 @@ import numpy as np
 from pipesim.analysis.lower_bounds.device_orders import N_LANES, DeviceLanes
 from pipesim.analysis.lower_bounds.lanes import LaneGraph
 from pipesim.analysis.lower_bounds.longest_paths import Places
-from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, StageLanes
+from pipesim.analysis.lower_bounds.stage_lanes import BYTES_ROUNDING, DeviceStages, StageLanes
 from pipesim.utils.csr import Ints
 
 __all__ = ["device_lanes"]
-
-#: Relative error of sums of bytes.
-_ROUNDING = 1e-9
 
 
 class _Row(NamedTuple):
@@ -69,7 +66,7 @@ def _spread(rows: Sequence[_Row], device: DeviceStages) -> list[int]:
             spreads.append(2**60)
         else:
             whole = (device.room - rows[0].needed) / low + 1.0
-            spreads.append(int(min(2.0**60, whole + _ROUNDING)))
+            spreads.append(int(min(2.0**60, whole + BYTES_ROUNDING)))
         held += row.change
         low = held if k == 0 else min(low, held)
     return spreads

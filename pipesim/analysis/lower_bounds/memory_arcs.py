@@ -29,13 +29,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.analysis.lower_bounds.lanes import Arcs, LaneGraph, joined_arcs
-from pipesim.analysis.lower_bounds.stage_lanes import DeviceStages, StageLanes
+from pipesim.analysis.lower_bounds.stage_lanes import BYTES_ROUNDING, DeviceStages, StageLanes
 from pipesim.timeline.memory_limit import too_low_limit
 
 __all__ = ["memory_arcs"]
-
-#: Relative error of sums of bytes.
-_ROUNDING = 1e-9
 
 
 class _Chain(NamedTuple):
@@ -140,7 +137,7 @@ def _arcs(
     chain: _Chain, lanes: LaneGraph, room: float, step: int, release: int, low: float
 ) -> Arcs:
     """Return the arcs from the lane ``release`` to a step; ``low`` as the module says."""
-    cap = math.floor(min((room - chain.own[step]) / low + _ROUNDING, 2.0**60))
+    cap = math.floor(min((room - chain.own[step]) / low + BYTES_ROUNDING, 2.0**60))
     first, end = (int(x) for x in lanes.first[chain.lane[step] : chain.lane[step] + 2])
     n = max(0, end - first - cap - 1)
     tail = lanes.first[release] + np.arange(n)

@@ -14,10 +14,10 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.timeline.task_bytes import kind_bytes, static_parts, weight_versions, workspaces
 
-__all__ = ["DeviceStages", "StageLanes", "device_stages"]
+__all__ = ["BYTES_ROUNDING", "DeviceStages", "StageLanes", "device_stages"]
 
 #: Relative error of sums of bytes.
-_ROUNDING = 1e-9
+BYTES_ROUNDING = 1e-9
 
 
 class StageLanes(NamedTuple):
@@ -94,7 +94,7 @@ def device_stages(
     devices = []
     for device in range(graph.n_devices):
         limit = math.inf if limits is None else float(limits[device])
-        room = limit / (1.0 + reserve) - float(held[device]) + _ROUNDING * limit
+        room = limit / (1.0 + reserve) - float(held[device]) + BYTES_ROUNDING * limit
         chains, complete = [], True
         for replica in range(graph.n_replicas):
             numbers = np.flatnonzero(graph.homes[replica] == device).tolist()
