@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.errors import ScheduleError
+from pipesim.ops import Op
 from pipesim.order_search.problem import OrderProblem
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
@@ -40,21 +41,12 @@ def lane_order(problem: OrderProblem, schedule: Schedule) -> LaneOrder:
         If the schedule has other tasks than the problem: another placement, other operations,
         another number of micro-batches, recomputes, or overlapped actions.
     """
-    numbers = {
-        key: lane
-        for lane, key in enumerate(
-            zip(
-                problem.device.tolist(),
-                problem.path.tolist(),
-                problem.stage.tolist(),
-                problem.op.tolist(),
-                strict=True,
-            )
-        )
-    }
-    columns = (schedule.device, schedule.path, schedule.stage, schedule.op)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    lanes = np.array([numbers.get(row, -1) for row in rows], dtype=np.int64)
+    columns = ("device", "path", "stage", "op")
+    size = [max(problem.n_devices, schedule.n_devices), 0, 0, len(Op)]
+    size[1:3] = (1 + max(getattr(x, k).max() for x in (problem, schedule)) for k in columns[1:3])
+    number = np.full(size, -1, dtype=np.int64)
+    number[tuple(getattr(problem, k) for k in columns)] = np.arange(len(problem.count))
+    lanes = number[tuple(getattr(schedule, k) for k in columns)]
     if schedule.overlapped is not None or schedule.n_batches > 1 or (lanes < 0).any():
         raise ScheduleError(
             f"schedule {schedule.name!r} has actions that the problem does not have: overlapped "

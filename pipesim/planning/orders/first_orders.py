@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from pipesim.order_search import (
     keeps_limit,
     lane_order,
 )
+from pipesim.order_search.lane_order import n_microbatches
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
@@ -33,11 +35,11 @@ __all__ = [
     "sequential_order",
 ]
 
-#: Values that list schedules are tried with. Micro-batches in flight are counted for each stage
-#: after a stage; infinity for no limit but that of memory.
-_PRIORITIES = ("backward_first", "forward_first", "critical_path")
-_IN_FLIGHT = (math.inf, 1.0, 2.0, 0.5)
-_PATIENCE = (0.0, 0.75)
+#: Values that list schedules are tried with, the most promising ones first. Micro-batches in
+#: flight are counted for each stage after a stage; infinity for no limit but that of memory.
+_IN_FLIGHT = (1.0, 2.0, math.inf, 0.5)
+_PRIORITIES = ("forward_first", "backward_first", "critical_path")
+_PATIENCE = (0.75, 0.0)
 #: Most tasks of a problem for which list schedules are tried.
 _MOST_TASKS = 20_000
 
@@ -59,19 +61,26 @@ def first_orders(
 ) -> Iterator[Candidate]:
     """Yield the named schedules and list schedules that keep the limit.
 
-    ``is_late`` is called before each schedule. Once it is true, at most one more order of each
-    kind is yielded.
+    Those named schedules that are built for costs come last, since they take longest. ``is_late``
+    is called before each schedule. Once it is true, none of these is yielded, and at most one more
+    order of each other kind.
     """
-    yield from _candidates(problem, _named(problem, placement, costs), objective, is_late)
+    yield from _candidates(problem, _named(problem, placement), objective, is_late)
     if problem.count.sum() <= _MOST_TASKS:
         yield from _candidates(problem, _listed(problem, placement, costs), objective, is_late)
+    if not is_late():
+        for_costs = _named_for_costs(problem, placement, costs)
+        yield from _candidates(problem, for_costs, objective, is_late)
 
 
 def named_orders(
     problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective = "makespan"
 ) -> Iterator[Candidate]:
     """Yield the named schedules of a placement that keep the limit, with and without costs."""
-    yield from _candidates(problem, _named(problem, placement, costs), objective, lambda: False)
+    schedules = itertools.chain(
+        _named(problem, placement), _named_for_costs(problem, placement, costs)
+    )
+    yield from _candidates(problem, schedules, objective, lambda: False)
 
 
 def sequential_candidate(problem: OrderProblem, objective: Objective) -> Candidate:
@@ -145,24 +154,44 @@ def _activation_limits(problem: OrderProblem) -> list[float]:
     return limits
 
 
-def _named(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule | None]:
-    """Yield the named schedules of a placement, with and without costs; None for those refused."""
-    m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
-    p, n_chunks = placement.n_devices, placement.n_chunks
-    small = placement.n_paths * max(1, math.ceil(2 * p / placement.n_paths))
+def _options(problem: OrderProblem, placement: Placement) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and options of the schedules whose stages are placed so, the shortest ones first.
+
+    They are ranked by their orders of a few micro-batches; those that exceed the limit come last.
+    """
+    p, n_chunks, n_paths = placement.n_devices, placement.n_chunks, placement.n_paths
+    few = min(n_paths * max(1, math.ceil(2 * p / n_paths)), n_microbatches(problem))
+    count = np.bincount(placement.path_of(few), minlength=n_paths)
+    small = problem._replace(count=count[problem.path])
+    sizes = {"n_chunks": n_chunks, "n_waves": max(1, n_chunks // 2)}
+    rows = []
     for name, names in options_of_schedules().items():
-        sizes = {"n_chunks": n_chunks, "n_waves": max(1, n_chunks // 2)}
-        options: dict[str, Any] = {key: sizes[key] for key in sizes if key in names}
-        trial = _built(name, p, min(small, m), options)
-        if trial is None or trial.placement != placement:
-            continue
-        yield _built(name, p, m, options)
-        if "costs" not in names:
+        options = {key: sizes[key] for key in sizes if key in names}
+        trial = _built(name, p, few, options)
+        if trial is not None and trial.placement == placement:
+            candidate = _checked(small, trial, "makespan")
+            rows.append((math.inf if candidate is None else candidate.value, name, options))
+    return [(name, options) for _, name, options in sorted(rows, key=lambda row: row[0])]
+
+
+def _named(problem: OrderProblem, placement: Placement) -> Iterator[Schedule | None]:
+    """Yield the named schedules of a placement, without costs; None for those refused."""
+    for name, options in _options(problem, placement):
+        yield _built(name, placement.n_devices, n_microbatches(problem), options)
+
+
+def _named_for_costs(
+    problem: OrderProblem, placement: Placement, costs: Costs
+) -> Iterator[Schedule | None]:
+    """Yield the named schedules of a placement that are built for costs; None for those refused."""
+    names = options_of_schedules()
+    for name, options in _options(problem, placement):
+        if "costs" not in names[name]:
             continue
         options["costs"] = costs
-        if "memory_limit" in names and np.isfinite(problem.limit).all():
+        if "memory_limit" in names[name] and np.isfinite(problem.limit).all():
             options["memory_limit"] = _activation_limits(problem)
-        yield _built(name, p, m, options)
+        yield _built(name, placement.n_devices, n_microbatches(problem), options)
 
 
 def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | None:
@@ -178,21 +207,19 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
 
     None stands for one that the limit does not allow.
     """
-    m = int(problem.count[np.unique(problem.path, return_index=True)[1]].sum())
+    m = n_microbatches(problem)
     split = bool((problem.op == Op.W).any())
     after = placement.n_stages - np.arange(placement.n_stages)
     limits = _activation_limits(problem) if np.isfinite(problem.limit).any() else None
-    for priority in _PRIORITIES:
-        for share in _IN_FLIGHT:
-            in_flight = None
-            if math.isfinite(share):
-                in_flight = np.ceil(share * after).astype(int).tolist()
-            for patience in _PATIENCE if split else _PATIENCE[:1]:
-                try:
-                    yield list_schedule(
-                        placement, m, costs, priority=priority, memory_limit=limits,
-                        in_flight=in_flight, split_backward=split, patience=patience,
-                        name="list schedule",
-                    )  # fmt: skip
-                except PipeError:
-                    yield None
+    patiences = _PATIENCE if split else _PATIENCE[:1]
+    for share, priority, patience in itertools.product(_IN_FLIGHT, _PRIORITIES, patiences):
+        in_flight = None
+        if math.isfinite(share):
+            in_flight = np.ceil(share * after).astype(int).tolist()
+        try:
+            yield list_schedule(
+                placement, m, costs, priority=priority, memory_limit=limits, in_flight=in_flight,
+                split_backward=split, patience=patience, name="list schedule",
+            )  # fmt: skip
+        except PipeError:
+            yield None

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.costs.costs import Costs
 from pipesim.ops import Op
@@ -33,14 +35,15 @@ __all__ = ["Search"]
 #: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
 #: and with several, where CP-SAT rarely finds better orders.
 _LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65
-#: Share after which CP-SAT gives way to the local search, and for a period of many micro-batches.
-_PROOF_SHARE, _PERIOD_SHARE = 0.8, 0.4
-#: Share after which no more first orders are tried.
-_FIRST_SHARE = 0.5
-#: Seconds in which they are tried in any case: poor ones alone may keep a limit.
-_FIRST_SECONDS = 1.0
-#: Seconds in which the moves a second are measured.
-_RATE_SECONDS = 0.1
+#: Share after which CP-SAT gives way to the local search.
+_PROOF_SHARE = 0.8
+#: Share of the effort that is left for which a period of many micro-batches is searched.
+_PERIOD_SHARE = 0.6
+#: Share of the effort that is left after which no more first orders are tried: with all
+#: micro-batches if a period of them is searched, and else.
+_FIRST_SHARE_LARGE, _FIRST_SHARE = 0.1, 0.2
+#: Share in which the moves a second are measured, and the most seconds.
+_RATE_SHARE, _RATE_SECONDS = 0.02, 0.1
 #: Most first orders that are kept.
 _MOST_FIRST = 16
 #: Seconds of a call of the local search, after which progress is shown.
@@ -150,12 +153,10 @@ class Search:
         """Return the best first order; all are tried, unless one meets the bound or time is up."""
         problem, objective, effort = self.problem, self.objective, self.effort
         different: dict[bytes, Candidate] = {}
-        soonest = time.perf_counter() + _FIRST_SECONDS
-
-        def is_late() -> bool:
-            return effort.is_spent(_FIRST_SHARE) and time.perf_counter() > soonest
-
-        orders = first_orders(problem, self.placement, self.costs, objective, is_late)
+        last_share = effort.after(_FIRST_SHARE_LARGE if self._is_large else _FIRST_SHARE)
+        orders = first_orders(
+            problem, self.placement, self.costs, objective, lambda: effort.is_spent(last_share)
+        )
         for candidate in orders:
             different.setdefault(candidate.order.lanes.tobytes(), candidate)
             self._note(candidate)
@@ -183,6 +184,8 @@ class Search:
 
     def _improve(self, share: float) -> None:
         """Improve the best order by local search, until a share of the effort is spent."""
+        if self.effort.is_spent(share):
+            return
         search, before = self._local_search(share), self.evaluations
         target = self._target * (1.0 + ROUNDING)
         total = self.effort.evaluations
@@ -193,7 +196,7 @@ class Search:
                     return
                 search.advance(min(_CALL_MOVES, left), target)
             else:
-                if self.effort.share >= share:
+                if self.effort.is_spent(share):
                     return
                 search.advance_for(_CALL_SECONDS, 2**31, target)
             self.evaluations = before + search.moves
@@ -217,9 +220,10 @@ class Search:
             trial = LocalSearch(
                 self.problem, best.order, seed=effort.seed, objective=self.objective
             )
-            began = time.perf_counter()
-            while time.perf_counter() < began + _RATE_SECONDS:
-                trial.advance_for(_RATE_SECONDS / 4, 2**31)
+            trial_seconds = min(_RATE_SECONDS, _RATE_SHARE * effort.seconds)
+            end = time.perf_counter() + trial_seconds
+            while time.perf_counter() < end:
+                trial.advance_for(trial_seconds / 4, 2**31)
             left = effort.seconds * max(0.0, share - effort.share)
             budget = max(1, int(trial.rate * left))
         return LocalSearch(
@@ -279,14 +283,14 @@ class Search:
             split_backward=bool((self.problem.op == Op.W).any()),
             memory_limit=self.limit,
         )
-        share = self.effort.share + _PERIOD_SHARE * max(0.0, 1 - self.effort.share)
         part = Search(
             self.placement, self.costs, self.limit, self.objective, self.effort,
             lambda _: self.report(self), small, is_exact=self.is_exact,
         )  # fmt: skip
-        part.lower_bound = part._bound()
+        part.lower_bound = self._target_of_part(small)
+        share = self.effort.after(_PERIOD_SHARE)
         part.first = part._first()
-        part._improve(_PERIOD_SHARE if self.effort.evaluations is not None else share)
+        part._improve(share)
         self.evaluations += part.evaluations
         assert part.best is not None
         for candidate in (part.best, part.first):
@@ -297,3 +301,12 @@ class Search:
                 self._note(self._candidate(order, "period"))
             if self.effort.is_spent():
                 return
+
+    def _target_of_part(self, small: OrderProblem) -> float:
+        """Return the value of an order with fewer micro-batches, whose repeated period is optimal.
+
+        The bound is met if each further micro-batch takes the busiest device's seconds of it.
+        """
+        more = (self.problem.count - small.count) * small.seconds
+        busiest = np.bincount(small.device, more, small.n_devices).max()
+        return max(0.0, self._target - float(busiest))
