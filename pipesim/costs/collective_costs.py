@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.kind_routes import CollectiveRoute, KindRoutes, StageMembers
+from pipesim.costs.collective_routes import CollectiveRoute, StageMembers, WholeReductions
+from pipesim.costs.kind_routes import KindRoutes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
@@ -58,6 +59,7 @@ class CollectiveCosts(NamedTuple):
         Links, and the algorithm of REDUCE_GRAD.
     gradient_bytes, parameter_bytes, key_bytes, vector_bytes
         Bytes of a stage's gradients, and parameters; of a micro-batch's keys, and of their vectors.
+        The last two are empty without exchanges.
     measured
         Measured seconds by name: of REDUCE_GRAD, of UNSHARD and of each exchange. Collectives
         without an entry are priced by ``network``.
@@ -82,68 +84,67 @@ class CollectiveCosts(NamedTuple):
 
         Collectives whose members have the same kinds cost the same and are priced once.
         """
-        graph = routes.graph
-        n_buckets, shares = routes.n_buckets, graph.optimizer_shares.tolist()
-        for route in routes.collectives:
-            sends_bytes = False
-            for members in route.rows:
-                rows = members.kinds
-                if members.op == Op.ALL_TO_ALL:
-                    cost = self._exchange(graph, members.stage, rows)
-                else:
-                    is_half = shares[members.stage] > 1
-                    cost = self._reduction(route, members, n_buckets, priced.share, is_half=is_half)
-                priced.duration[rows], priced.nbytes[rows] = cost
-                sends_bytes = with_links and bool((priced.nbytes[rows] > 0).any())
-            if sends_bytes:
-                priced = priced._replace(
-                    links=_with_links(priced.links, route.members, route.links)
-                )
+        graph, shares = routes.graph, routes.graph.optimizer_shares
+        for op, reductions in routes.whole_reductions.items():
+            seconds, nbytes = self._whole(op, reductions)
+            priced.duration[reductions.kinds] = seconds[reductions.row]
+            priced.nbytes[reductions.kinds] = nbytes[reductions.row]
+        for route, members in routes.partial_members:
+            rows = members.kinds
+            if members.op == Op.ALL_TO_ALL:
+                cost = self._exchange(graph, members.stage, rows)
+            else:
+                is_half = bool(shares[members.stage] > 1)
+                cost = self._bucket(route, members, routes, priced.share, is_half=is_half)
+            priced.duration[rows], priced.nbytes[rows] = cost
+        if with_links:
+            for route in routes.collectives:
+                if (priced.nbytes[route.rows[-1].kinds] > 0).any():
+                    links = _with_links(priced.links, route.members, route.links)
+                    priced = priced._replace(links=links)
         if Op.STEP in routes.rows_of_ops:
             steps, stages = routes.rows_of_ops[Op.STEP]
-            priced.duration[steps] /= graph.optimizer_shares[stages]
+            priced.duration[steps] /= shares[stages]
         return priced
 
-    def _reduction(
-        self,
-        route: CollectiveRoute,
-        members: StageMembers,
-        n_buckets: NDArray[np.int64],
-        backward_share: Floats,
-        *,
-        is_half: bool,
-    ) -> tuple[float, float]:
-        """Return seconds and bytes of a REDUCE_GRAD or UNSHARD of some members.
-
-        For a bucket, fill ``backward_share`` of its kinds.
-        """
-        share, sum_of_shares = 1.0, 1.0
-        if members.part >= 0:
-            buckets = self._buckets(members.stage, int(n_buckets[members.stage]))
-            share, backward_share[members.kinds] = buckets[members.part]
-            sum_of_shares = sum(byte_share for byte_share, _ in buckets)
-        seconds, nbytes = self._reduced_share(
-            route, members.op, members.stage, share, is_half=is_half
-        )
-        return seconds, nbytes / sum_of_shares  # shares of measured seconds may sum to more than 1
-
-    def _reduced_share(
-        self, route: CollectiveRoute, op: Op, stage: int, share: float, *, is_half: bool
-    ) -> tuple[float, float]:
-        """Return seconds and bytes of a share of a stage's REDUCE_GRAD, or of its UNSHARD.
+    def _whole(self, op: Op, reductions: WholeReductions) -> tuple[Floats, Floats]:
+        """Return seconds and bytes of reductions of whole stages, or of gathers.
 
         If parameters are gathered after the step, the two halves of an all-reduce are separate
         collectives: a reduce-scatter (REDUCE_GRAD) and an all-gather (UNSHARD).
         """
         whole_bytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
-        nbytes = share * float(whole_bytes[stage])
-        seconds = route.seconds(nbytes)
+        nbytes = whole_bytes[reductions.stages]
         measured = self.measured.get(op.name)
+        if measured is not None:
+            return measured[reductions.stages], nbytes
+        pairs = zip(reductions.seconds, nbytes.tolist(), strict=True)
+        return np.array([seconds(size) for seconds, size in pairs]) / reductions.parts, nbytes
+
+    def _bucket(
+        self,
+        route: CollectiveRoute,
+        members: StageMembers,
+        routes: KindRoutes,
+        backward_share: Floats,
+        *,
+        is_half: bool,
+    ) -> tuple[float, float]:
+        """Return seconds and bytes of a bucket; fill ``backward_share`` of its kinds."""
+        stage = members.stage
+        buckets = self._buckets(stage, int(routes.n_buckets[stage]))
+        share, backward_share[members.kinds] = buckets[members.part]
+        sum_of_shares = sum(byte_share for byte_share, _ in buckets)
+        nbytes = share * float(self.gradient_bytes[stage])
+        seconds = route.seconds(nbytes)
+        measured = self.measured.get(members.op.name)
         if measured is not None:
             least = route.seconds(0.0) if share < 1 else 0.0
             whole = float(measured[stage])
-            return min(whole, least) + share * max(0.0, whole - least), nbytes
-        return seconds / (2 if is_half else 1), nbytes
+            seconds = min(whole, least) + share * max(0.0, whole - least)
+        elif is_half:
+            seconds /= 2
+        return seconds, nbytes / sum_of_shares  # shares of measured seconds may sum to more than 1
 
     def _exchange(
         self, graph: TaskGraph, stage: int, rows: NDArray[Any]

@@ -245,7 +245,12 @@ class Costs:
         if column is not None and type(n_stages) is int and len(column) == n_stages:
             return column.copy()
         check_stages(check_count("n_stages", n_stages))
-        value = getattr(self, check_name("cost", name, VALUE_FIELDS))
+        self._columns[name] = self._column(check_name("cost", name, VALUE_FIELDS), n_stages)
+        return self._columns[name].copy()
+
+    def _column(self, name: str, n_stages: int) -> NDArray[np.float64]:
+        """Return `per_stage` of a field and a number of stages that are valid."""
+        value = getattr(self, name)
         if value is None and name in _SUBSTITUTES:
             return self.per_stage(_SUBSTITUTES[name], n_stages)
         if value is None and name == "overlapped":
@@ -265,12 +270,11 @@ class Costs:
             raise CostsError(
                 f"{name} has {len(value)} values for {n_stages} stages; give one, or one a stage"
             )
-        self._columns[name] = np.array(value)
-        return self._columns[name].copy()
+        return np.array(value)
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[np.float64]]:
-        """Arrays of fields with one value a stage, as far as they are made."""
+        """Results of `per_stage` for the last number of stages, by field."""
         return {}
 
     def with_stages(self, names: Sequence[str], rows: Sequence[tuple[float, ...]]) -> Costs:

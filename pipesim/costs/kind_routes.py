@@ -5,118 +5,27 @@ Nothing in it depends on seconds and bytes, so that it serves all costs of one n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.collective_routes import (
+    CollectiveRoute,
+    GroupRoute,
+    GroupRoutes,
+    StageMembers,
+    WholeReductions,
+)
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
-from pipesim.network.network import Network, all_reduce_seconds
+from pipesim.network.network import Network
 from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "CollectiveRoute",
-    "GroupRoute",
-    "GroupRoutes",
-    "KindRoutes",
-    "StageMembers",
-    "message_ends",
-    "message_rows",
-]
-
-
-class StageMembers(NamedTuple):
-    """Members of a collective that are of one stage.
-
-    Attributes
-    ----------
-    stage, op, part
-        Stage; operation and part of the first of them, as `pipesim.graph.tasks.Kinds` has them.
-    kinds
-        Their kinds.
-    """
-
-    stage: int
-    op: Op
-    part: int
-    kinds: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class GroupRoute:
-    """Network between the members of a collective, which collectives of other stages may share.
-
-    Attributes
-    ----------
-    devices
-        Devices of all members, sorted; also those of equal replicas that the graph stands for.
-    n_devices
-        Number of devices of the network.
-    network, algorithm
-        Links, and the algorithm; ``"all_to_all"`` for exchanges.
-    """
-
-    devices: Ints
-    n_devices: int
-    network: Network
-    algorithm: str
-
-    @cached_property
-    def seconds(self) -> Callable[[float], float]:
-        """Seconds of an all-reduce between the members as a function of bytes."""
-        return all_reduce_seconds(self.network, self.devices, self.algorithm)
-
-    @cached_property
-    def links(self) -> Ints:
-        """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
-        return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
-
-    def links_of(self, devices: Ints) -> Ints:
-        """Return the links that some of ``devices`` hold, in any shape, with one more axis."""
-        held: Ints = self.links[np.searchsorted(self.devices, devices)]
-        return held
-
-
-#: Networks between members, by their sorted devices as bytes, and the algorithm.
-GroupRoutes: TypeAlias = dict[tuple[bytes, str], GroupRoute]
-
-
-@dataclass(frozen=True, eq=False)
-class CollectiveRoute:
-    """Members of a collective, and the network between them.
-
-    Attributes
-    ----------
-    members
-        Kinds of the members that are in the graph.
-    rows
-        Members by stage.
-    own_devices
-        Device of each of ``members``.
-    group
-        Network between all members.
-    """
-
-    members: Ints
-    rows: tuple[StageMembers, ...]
-    own_devices: Ints
-    group: GroupRoute
-
-    @property
-    def seconds(self) -> Callable[[float], float]:
-        """Seconds of an all-reduce between the members as a function of bytes."""
-        return self.group.seconds
-
-    @cached_property
-    def links(self) -> Ints:
-        """Links that each of ``members`` holds; shape ``(len(members), most)``."""
-        return self.group.links_of(self.own_devices)
+__all__ = ["KindRoutes", "message_ends", "message_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +78,25 @@ class KindRoutes:
         return self.network.resolve(source, target, self.n_devices)
 
     @cached_property
+    def sends(self) -> tuple[Ints, NDArray[np.float64]]:
+        """Kinds of SENDs, and the bandwidth of each (bytes a second)."""
+        return self.transfers[self.is_send], self.messages.bandwidth[self.is_send]
+
+    @cached_property
+    def latency(self) -> NDArray[np.float64]:
+        """Latency of each kind (s), 0 for those that are no messages."""
+        latency = np.zeros(len(self.graph.kinds))
+        latency[self.transfers] = self.messages.latency
+        return latency
+
+    @cached_property
+    def links(self) -> Ints:
+        """Links that SENDs of each kind hold; -1 for other kinds."""
+        links = np.full((len(self.graph.kinds), self.messages.links.shape[1]), -1, dtype=np.int64)
+        links[self.sends[0]] = self.messages.links[self.is_send]
+        return links
+
+    @cached_property
     def rows_of_ops(self) -> dict[Op, tuple[Ints, Ints]]:
         """Kinds of each operation, and their stages."""
         kinds = self.graph.kinds
@@ -200,6 +128,33 @@ class KindRoutes:
                 routes.append(self._collective(members))
                 done[members] = True
         return tuple(routes)
+
+    @cached_property
+    def whole_reductions(self) -> dict[Op, WholeReductions]:
+        """REDUCE_GRADs of all gradients of a stage, and UNSHARDs, by operation."""
+        pairs: dict[Op, list[tuple[CollectiveRoute, StageMembers]]] = {}
+        for route in self.collectives:
+            for members in route.rows:
+                if members.is_whole:
+                    pairs.setdefault(members.op, []).append((route, members))
+        shares = self.graph.optimizer_shares
+        reductions = {}
+        for op, own in pairs.items():
+            stages = np.array([members.stage for _, members in own])
+            reductions[op] = WholeReductions(
+                stages,
+                tuple(route.seconds for route, _ in own),
+                np.where(shares[stages] > 1, 2, 1),
+                np.concatenate([members.kinds for _, members in own]),
+                np.repeat(np.arange(len(own)), [len(members.kinds) for _, members in own]),
+            )
+        return reductions
+
+    @cached_property
+    def partial_members(self) -> tuple[tuple[CollectiveRoute, StageMembers], ...]:
+        """Members of reductions of buckets and of exchanges, each with its collective."""
+        pairs = ((route, members) for route in self.collectives for members in route.rows)
+        return tuple(pair for pair in pairs if not pair[1].is_whole)
 
     def _collective(self, members: Ints) -> CollectiveRoute:
         """Return the route of one collective."""

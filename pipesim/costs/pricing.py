@@ -56,27 +56,24 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     """
     graph = routes.graph
     kinds, n_stages = graph.kinds, graph.n_stages
-    duration, latency = _compute_seconds(costs, routes), np.zeros(len(kinds))
+    duration = _compute_seconds(costs, routes)
     nbytes = _bytes_of_messages(costs.per_stage("output_bytes", n_stages), routes)
     if graph.skips or costs.skip_bytes is not None:
         nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
-    messages = routes.messages
-    latency[routes.transfers] = messages.latency
-    links = np.full((len(kinds), messages.links.shape[1]), -1, dtype=np.int64)
-    sends = routes.transfers[routes.is_send]
-    links[sends] = messages.links[routes.is_send]
+    sends, bandwidth = routes.sends
     fixed = _bytes_of_messages(costs.per_stage("output_seconds", n_stages), routes)
-    duration[sends] = fixed[sends] + nbytes[sends] / messages.bandwidth[routes.is_send]
+    duration[sends] = fixed[sends] + nbytes[sends] / bandwidth
     launch = costs.per_stage("launch", n_stages)[kinds.stage]
+    links = routes.links.copy() if with_links else routes.links
     share = np.ones(len(kinds))
     if routes.collectives:
         priced = Priced(duration, nbytes, links, share)
-        duration, nbytes, links, share = _collective_costs(costs, graph).price(
+        duration, nbytes, links, share = _collective_costs(costs, routes).price(
             routes, priced, with_links=with_links
         )
     if costs.tied_bytes:
         _add_tied_sums(costs, routes, duration)
-    return CostTable(duration, latency, launch, nbytes, links, share)
+    return CostTable(duration, routes.latency, launch, nbytes, links, share)
 
 
 def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
@@ -125,7 +122,7 @@ def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
     duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
 
-def _collective_costs(costs: Costs, graph: TaskGraph) -> CollectiveCosts:
+def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
     """Return the values that the seconds of collectives follow from.
 
     Raises
@@ -133,7 +130,7 @@ def _collective_costs(costs: Costs, graph: TaskGraph) -> CollectiveCosts:
     CostsError
         For bytes of exchanges of a stage that is not in the graph, or that is not sharded.
     """
-    n_stages = graph.n_stages
+    graph, n_stages = routes.graph, routes.graph.n_stages
     exchange_bytes = as_mapping(checked_exchange_bytes(costs.exchange_bytes))
     for stage in exchange_bytes:
         if stage >= n_stages:
@@ -151,13 +148,18 @@ def _collective_costs(costs: Costs, graph: TaskGraph) -> CollectiveCosts:
         for name, field in MEASURED_COLLECTIVES.items()
         if getattr(costs, field) is not None
     }
+    key_bytes = vector_bytes = np.empty(0)
+    if Op.ALL_TO_ALL in routes.rows_of_ops:
+        key_bytes, vector_bytes = (
+            costs.per_stage(name, n_stages) for name in ("key_bytes", "vector_bytes")
+        )
     return CollectiveCosts(
         costs.network,
         costs.all_reduce,
         gradient_bytes=costs.per_stage("gradient_bytes", n_stages),
         parameter_bytes=costs.per_stage("parameter_bytes", n_stages),
-        key_bytes=costs.per_stage("key_bytes", n_stages),
-        vector_bytes=costs.per_stage("vector_bytes", n_stages),
+        key_bytes=key_bytes,
+        vector_bytes=vector_bytes,
         measured=measured,
         buckets=costs.buckets,
         exchange_bytes=exchange_bytes,

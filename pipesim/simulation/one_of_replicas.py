@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import GroupRoutes, KindRoutes, message_ends
+from pipesim.costs.kind_routes import KindRoutes, message_ends
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.compute_tasks import compute_kinds
@@ -84,6 +85,7 @@ class OneOfReplicas:
 
     routes: KindRoutes
     _plans: dict[bytes, Plan | None] = field(default_factory=dict)
+    _competes: bool = False  # for links under some costs, and so probably under others
 
     @classmethod
     def make(
@@ -128,13 +130,15 @@ class OneOfReplicas:
         if plan is None:
             return None
         plan = plan._replace(latency=table.latency, duration=table.duration)
-        times = run_in_one_pass(plan)
-        start, end = run_event_loop(self.graph, plan) if times is None else times
-        return ReplicaTimes(start, end, float(self._compute_counts @ table.duration))
+        times = None if self._competes else run_in_one_pass(plan)
+        if times is None:
+            self._competes = True
+            times = run_event_loop(self.graph, plan)
+        return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
         """Return the engine's columns, whose links depend on which tasks take any time."""
-        pattern = np.packbits(np.stack([table.duration > 0, table.nbytes > 0])).tobytes()
+        pattern = (table.duration > 0).tobytes() + (table.nbytes > 0).tobytes()
         if pattern not in self._plans:
             links = self._links(table)
             self._plans[pattern] = None

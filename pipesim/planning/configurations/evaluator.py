@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import GroupRoutes
 from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.layers import Layers
