@@ -1,7 +1,6 @@
 """Simulate one of many equal replicas, for many costs, without building the tasks of the others.
 
-A replica is the first copy of ``lower(schedule, n_replicas=2)``. It stands for any number of
-replicas: collectives are priced for all members on their devices, and hold the links of all. The
+A replica is a graph of `pipesim.lowering.lower_replica`. It stands for any number of replicas: collectives are priced for all members on their devices, and hold the links of all. The
 times are those of `pipesim.simulate` for all replicas, to the last bit, under the conditions of
 `pipesim.simulation.equal_replicas`, which `OneOfReplicas.make` checks on kinds of tasks.
 """
@@ -24,7 +23,6 @@ from pipesim.graph.compute_tasks import compute_kinds
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds
-from pipesim.lowering.lower import lower
 from pipesim.network.network import Network
 from pipesim.ops import COMPUTE, SENDS, Op
 from pipesim.scheduling.placement import Layout, replica_devices
@@ -34,20 +32,9 @@ from pipesim.simulation.engines.plan import Plan, make_plan
 from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
 from pipesim.utils.csr import Ints
 
-__all__ = ["OneOfReplicas", "ReplicaTimes", "lower_replica", "replica_memory_graph"]
+__all__ = ["OneOfReplicas", "ReplicaTimes", "replica_memory_graph"]
 
 Floats = NDArray[np.float64]
-
-
-def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
-    """Return the graph of one replica; if ``replicated``, with the collectives of several."""
-    if not replicated:
-        return lower(schedule)
-    whole = lower(schedule, n_replicas=2, shard_optimizer=shard_optimizer)
-    first = whole.first_copy
-    assert first is not None, f"replicas of {schedule.name!r} differ"
-    n_devices = schedule.n_devices
-    return replace(first.graph, n_devices=n_devices, host=first.graph.host[:n_devices])
 
 
 def replica_memory_graph(schedule: Schedule) -> TaskGraph:

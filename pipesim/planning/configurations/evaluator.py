@@ -14,6 +14,7 @@ from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
 from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower_replica import lower_replica
 from pipesim.models.layers import Layers
 from pipesim.ops import Op
 from pipesim.planning.configurations.bounds import (
@@ -29,11 +30,7 @@ from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.problem import PlanProblem, order_facts, placement_of
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.one_of_replicas import (
-    OneOfReplicas,
-    lower_replica,
-    replica_memory_graph,
-)
+from pipesim.simulation.one_of_replicas import OneOfReplicas, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
