@@ -9,36 +9,38 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import COLLECTIVES, Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["default_groups", "group_members", "partial_dependencies"]
+__all__ = ["default_collectives", "group_members", "partial_dependencies"]
 
 
-def default_groups(
+def default_collectives(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
-) -> Ints | None:
-    """Number the collectives: one for each operation, stage, part and micro-batch.
+) -> CSR:
+    """Return the members of each collective: one for each operation, stage, part and micro-batch.
 
-    The members are the tasks of all replicas. Return one number a task, -1 for tasks without a
-    collective; None without collectives.
+    The members are the tasks of all replicas.
     """
     collective = kinds.is_op(COLLECTIVES)
     if not collective.any():
-        return None
+        return _members(*np.empty((2, 0), dtype=np.int64))
     members = np.flatnonzero(collective[kind])
     own = kind[members]
     number = kinds.op[own]
     for column in (kinds.stage[own], kinds.part[own] + 1, microbatch[members].astype(np.int64) + 1):
         number = number * (int(column.max(initial=0)) + 1) + column
-    group = np.full(len(kind), -1, dtype=np.int64)
-    group[members] = np.unique(number, return_inverse=True)[1]
-    return group
+    return _members(members, number)
 
 
-def group_members(group: Ints | None) -> CSR:
-    """Return the members of each group; groups are numbered anew, in order."""
-    if group is None or not (group >= 0).any():
-        return CSR(np.zeros(1, np.int64), np.empty(0, np.int64))
+def group_members(group: Ints) -> CSR:
+    """Return the members of each group, -1 for none; groups are numbered anew, in order."""
     members = np.flatnonzero(group >= 0)
-    unique, number = np.unique(group[members], return_inverse=True)
+    return _members(members, group[members])
+
+
+def _members(members: Ints, number: Ints) -> CSR:
+    """Return the members of each group, given the number of the group of each."""
+    if not len(members):
+        return CSR(np.zeros(1, np.int64), np.empty(0, np.int64))
+    unique, number = np.unique(number, return_inverse=True)
     return CSR.from_pairs(number, members, len(unique))
 
 

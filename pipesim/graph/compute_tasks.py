@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import LISTED
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["compute_graph", "compute_kinds"]
@@ -22,7 +24,6 @@ def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
     Actions are in the order of the schedule's columns: device after device. The paths of a
     bidirectional placement are replicas. Halves of overlapped actions are kinds of their own.
     """
-    homes = np.asarray(schedule.placement.paths)
     shape = len(LISTED), schedule.n_stages, schedule.placement.n_paths, 2
     code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
     if shape[2] > 1 or schedule.overlapped is not None:
@@ -31,11 +32,23 @@ def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
         shape = (*shape[:2], 1, 1)
     is_kind = np.zeros(math.prod(shape), dtype=bool)
     is_kind[code] = True
-    op, stage, path, half = np.unravel_index(np.flatnonzero(is_kind), shape)
-    number = (np.cumsum(is_kind) - 1).astype(np.int32)
-    stream = np.full_like(op, StreamKind.COMPUTE)
-    kinds = Kinds(op, homes[path, stage], stage, path, stream, half)
+    kinds, number = _table(is_kind.tobytes(), shape, schedule.placement)
     return kinds, number[code]
+
+
+@lru_cache(maxsize=32)
+def _table(
+    is_kind: bytes, shape: tuple[int, ...], placement: Placement
+) -> tuple[Kinds, NDArray[np.int32]]:
+    """Return the kinds of some codes, and the number of the kind of each code.
+
+    ``is_kind`` marks the codes: those of operation, stage, path and half, in an array of ``shape``.
+    """
+    marked = np.frombuffer(is_kind, dtype=bool)
+    op, stage, path, half = np.unravel_index(np.flatnonzero(marked), shape)
+    homes, stream = np.asarray(placement.paths), np.full_like(op, StreamKind.COMPUTE)
+    kinds = Kinds(op, homes[path, stage], stage, path, stream, half)
+    return kinds, (np.cumsum(marked) - 1).astype(np.int32)
 
 
 def _halves(schedule: Schedule) -> NDArray[np.bool_]:

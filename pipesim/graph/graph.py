@@ -19,7 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_text
-from pipesim.graph.collective_groups import default_groups, group_members, partial_dependencies
+from pipesim.graph.collective_groups import (
+    default_collectives,
+    group_members,
+    partial_dependencies,
+)
 from pipesim.graph.column_checks import checked_tasks
 from pipesim.graph.copies import FirstCopy, copies_of_kinds, first_copy
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
@@ -227,13 +231,11 @@ class TaskGraph:
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_stages = int(kinds.stage.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1
-        streams, stream_of_kind = _streams(kinds)
+        streams, stream_of_kind = kinds.streams
         groups = group_sizes(options.grad_sync, n_stages)
         batch_size = n_microbatches // options.n_batches
         needs, pair = apply_rules(kinds, kind, microbatch, batch_size, stream_of_kind, groups)
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
-        if group is None:
-            group = default_groups(kinds, kind, microbatch)
         graph = cls(
             name=name,
             n_devices=n_devices,
@@ -244,11 +246,15 @@ class TaskGraph:
             kind=kind,
             microbatch=microbatch,
             streams=streams,
-            stream_of_kind=stream_of_kind.astype(np.int32),
+            stream_of_kind=stream_of_kind,
             dependencies=dependencies,
             partial_dependency=partial_dependencies(kinds, kind, dependencies),
             pair=pair,
-            collectives=group_members(group),
+            collectives=(
+                default_collectives(kinds, kind, microbatch)
+                if group is None
+                else group_members(group)
+            ),
             host=np.zeros(n_devices, dtype=np.int64) if host is None else host,
             options=options,
         )
@@ -471,12 +477,10 @@ class TaskGraph:
         before[self.queues.values[position]] = self.queues.values[position - 1]
         return before
 
-    @cached_property
+    @property
     def homes(self) -> Ints:
         """Device that holds each replica's stages; shape ``(n_replicas, n_stages)``."""
-        homes = np.zeros((self.n_replicas, self.n_stages), dtype=np.int64)
-        homes[self.kinds.replica, self.kinds.stage] = self.kinds.device
-        return homes
+        return self.kinds.homes
 
     @cached_property
     def sharded(self) -> tuple[int, ...]:
@@ -584,20 +588,3 @@ def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
         host=graph.host,
         options=graph.options,
     )
-
-
-def _streams(kinds: Kinds) -> tuple[tuple[tuple[int, str], ...], Ints]:
-    """Return device and name of each stream, and the stream of each kind.
-
-    Streams are sorted by device and then by code; those of one micro-batch come last.
-    """
-    codes, position = np.unique(kinds.stream, return_inverse=True)
-    n_codes, n_last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
-    codes = np.roll(codes, -n_last)
-    keys, stream_of_kind = np.unique(
-        kinds.device * n_codes + (position - n_last) % n_codes, return_inverse=True
-    )
-    streams = tuple(
-        (key // n_codes, StreamKind.name(int(codes[key % n_codes]))) for key in keys.tolist()
-    )
-    return streams, stream_of_kind

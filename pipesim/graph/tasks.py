@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import GraphError
 from pipesim.ops import Action, Op
@@ -180,11 +182,12 @@ class Tasks:
         return kinds, kind.astype(np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kinds:
     """A table of kinds: tasks of one operation, stage, replica, device, stream, peer and part.
 
-    A graph of 10^8 tasks has a few thousand kinds. Costs and streams are per kind.
+    A graph of 10^8 tasks has a few thousand kinds. Costs and streams are per kind. Tables with
+    equal columns are equal, so that functions of a table can keep their results.
 
     Attributes
     ----------
@@ -214,30 +217,64 @@ class Kinds:
         for name, value in (("overlapped", 0), ("peer_stage", -1), ("part", -1)):
             if len(getattr(self, name)) != len(self.op):
                 object.__setattr__(self, name, np.full(len(self.op), value))
-        for column in fields(self):
-            object.__setattr__(self, column.name, getattr(self, column.name).astype(np.int64))
+        for name in _COLUMNS:
+            column = getattr(self, name).astype(np.int64, copy=False)
+            object.__setattr__(self, name, column)
 
     def __len__(self) -> int:
         return len(self.op)
 
-    def is_op(self, ops: frozenset[Op]) -> Ints:
+    @cached_property
+    def _bytes(self) -> bytes:
+        """All columns."""
+        return np.concatenate([getattr(self, name) for name in _COLUMNS]).tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kinds) and self._bytes == other._bytes
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    def is_op(self, ops: frozenset[Op]) -> NDArray[np.bool_]:
         """Mark the kinds whose operation is one of ``ops``."""
-        marked = np.zeros(len(Op), dtype=bool)
-        marked[list(ops)] = True
-        return marked[self.op]
+        marked: NDArray[np.bool_] = _marked(ops)[self.op]
+        return marked
+
+    @cached_property
+    def homes(self) -> Ints:
+        """Device that holds each replica's stages; shape ``(n_replicas, n_stages)``."""
+        shape = int(self.replica.max(initial=0)) + 1, int(self.stage.max(initial=0)) + 1
+        homes = np.zeros(shape, dtype=np.int64)
+        homes[self.replica, self.stage] = self.device
+        return homes
+
+    @cached_property
+    def streams(self) -> tuple[tuple[tuple[int, str], ...], NDArray[np.int32]]:
+        """Device and name of each stream, and the stream of each kind.
+
+        Streams are sorted by device and then by code; those of one micro-batch come last.
+        """
+        codes, position = np.unique(self.stream, return_inverse=True)
+        n_codes, n_last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
+        codes = np.roll(codes, -n_last)
+        keys, stream_of_kind = np.unique(
+            self.device * n_codes + (position - n_last) % n_codes, return_inverse=True
+        )
+        streams = tuple(
+            (key // n_codes, StreamKind.name(int(codes[key % n_codes]))) for key in keys.tolist()
+        )
+        return streams, stream_of_kind.astype(np.int32)
 
     def joined(self, *others: Kinds) -> Kinds:
         """Return the kinds of all tables, these first."""
+        tables = (self, *others)
         return Kinds(
-            *(
-                np.concatenate([getattr(kinds, column.name) for kinds in (self, *others)])
-                for column in fields(self)
-            )
+            *(np.concatenate([getattr(table, name) for table in tables]) for name in _COLUMNS)
         )
 
     def without_streams(self) -> Ints:
         """Return a number for each kind, the same for kinds that differ in their stream alone."""
-        columns = [getattr(self, f.name) for f in fields(self) if f.name != "stream"]
+        columns = [getattr(self, name) for name in _COLUMNS if name != "stream"]
         _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
         return number.ravel()
 
@@ -248,7 +285,7 @@ class Kinds:
         ``c * n + r`` if it was replica ``r`` of ``n``.
         """
         copy = np.repeat(np.arange(len(devices)), len(self))
-        columns = {f.name: np.tile(getattr(self, f.name), len(devices)) for f in fields(self)}
+        columns = {name: np.tile(getattr(self, name), len(devices)) for name in _COLUMNS}
         stream = columns["stream"]
         peer = devices[copy, np.maximum(stream - 1, 0) // 2]
         moved = np.where(stream % 2 == 1, StreamKind.send(peer), StreamKind.recv(peer))
@@ -256,3 +293,14 @@ class Kinds:
         columns["device"] = devices[copy, columns["device"]]
         columns["replica"] += copy * (int(self.replica.max(initial=0)) + 1)
         return Kinds(**columns)
+
+
+_COLUMNS = tuple(column.name for column in fields(Kinds))
+
+
+@lru_cache
+def _marked(ops: frozenset[Op]) -> NDArray[np.bool_]:
+    """Return whether each operation is one of ``ops``."""
+    marked = np.zeros(len(Op), dtype=bool)
+    marked[list(ops)] = True
+    return marked

@@ -74,7 +74,7 @@ def issue(
     partners: Partners,
     overlap: bool,
     n_replicas: int,
-    groups: Ints,
+    groups: tuple[int, ...],
 ) -> Issued:
     """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
@@ -107,7 +107,9 @@ def issue(
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
     np.add.at(sent, partners.out.values, counts[partners.out.rows])
-    left, row_size, numbered, n_reductions = _reduction_rows(compute, partners, counts, groups)
+    left, row_size, numbered, n_reductions = _reduction_rows(
+        compute, partners, counts, np.array(groups)
+    )
     n_exchanges = sum(
         int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
     )

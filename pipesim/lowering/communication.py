@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.grad_sync import GradSyncs
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
@@ -64,8 +64,8 @@ class Collectives(NamedTuple):
     """
 
     grad_sync: GradSyncs
-    buckets: Sequence[int]
-    groups: Ints
+    buckets: tuple[int, ...]
+    groups: tuple[int, ...]
     exchanges: Exchanges
     unshards: bool
 
@@ -75,19 +75,20 @@ class Collectives(NamedTuple):
         return self.exchanges.sharded
 
 
+@lru_cache(maxsize=32)
 def add_partners(
-    compute: TaskGraph,
+    compute: Kinds,
     overlap: bool,
     streams: str,
     collectives: Collectives,
-    borders: Sequence[Skip],
+    borders: tuple[Skip, ...],
 ) -> tuple[Kinds, Partners]:
     """Add the kinds of collectives, and those of messages between stages on different devices.
 
     Parameters
     ----------
     compute
-        The compute tasks.
+        Kinds of the compute tasks.
     overlap, streams
         As in `pipesim.lower`.
     collectives
@@ -108,10 +109,10 @@ def add_partners(
 
 
 def _add_messages(
-    compute: TaskGraph, overlap: bool, streams: str, borders: Sequence[Skip]
+    compute: Kinds, overlap: bool, streams: str, borders: Sequence[Skip]
 ) -> tuple[Kinds, tuple[Ints, Ints, Ints, CSR, CSR]]:
     """Add the kinds of messages; return also the first five columns of `Partners`."""
-    kinds, homes, n_kinds = compute.kinds, compute.homes, len(compute.kinds)
+    kinds, homes, n_kinds = compute, compute.homes, len(compute)
     ends: list[tuple[Ints, ...]] = []  # columns SEND, RECV and channel of each direction
     out: list[tuple[Ints, Ints]] = []
     into: list[tuple[Ints, Ints]] = []
@@ -149,10 +150,10 @@ def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
 
 
 def _messages(
-    compute: TaskGraph, producers: frozenset[Op], step: int, borders: Sequence[Skip]
+    kinds: Kinds, producers: frozenset[Op], step: int, borders: Sequence[Skip]
 ) -> _Messages:
     """Return messages of the ``producers`` to the stage at offset ``step``, and those of skips."""
-    kinds, homes, n_stages = compute.kinds, compute.homes, compute.n_stages
+    homes, n_stages = kinds.homes, kinds.homes.shape[1]
     own = np.flatnonzero(kinds.is_op(producers))
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
@@ -176,27 +177,27 @@ def _messages(
 
 
 def _add_reductions(
-    compute: TaskGraph, kinds: Kinds, stream: int, collectives: Collectives
+    compute: Kinds, kinds: Kinds, stream: int, collectives: Collectives
 ) -> tuple[Kinds, Ints, Ints]:
     """Add the kinds of reductions and gathers; return also ``adds_to`` and ``reduce``."""
     homes = compute.homes
-    adds_to: Ints = np.full(len(compute.kinds), -1, dtype=np.int32)
+    adds_to: Ints = np.full(len(compute), -1, dtype=np.int32)
     n_buckets = np.array(collectives.buckets, dtype=np.int64)
     reduce = np.full((len(n_buckets), n_buckets.max(initial=0), len(homes)), -1, dtype=np.int32)
     is_bucket = np.arange(reduce.shape[1]) < n_buckets[:, None]
     numbers = np.arange(is_bucket.sum() * len(homes)).reshape(-1, len(homes))
     reduce[is_bucket] = len(kinds) + numbers
-    is_dense = ~np.isin(compute.kinds.stage, collectives.sharded)
+    is_dense = ~np.isin(compute.stage, collectives.sharded)
     if len(n_buckets):
-        last = np.flatnonzero(compute.kinds.is_op(frozenset({Op.B, Op.W})) & is_dense)
-        adds_to[last] = compute.kinds.stage[last]
+        last = np.flatnonzero(compute.is_op(frozenset({Op.B, Op.W})) & is_dense)
+        adds_to[last] = compute.stage[last]
         kinds = kinds.joined(_reduction_kinds(homes, stream, n_buckets))
     if collectives.unshards:
         gather = np.full_like(reduce, -1)
         gather[:, 0] = len(kinds) + np.arange(homes.size).reshape(homes.T.shape)
         reduce = np.concatenate([reduce, gather])
-        steps = np.flatnonzero((compute.kinds.op == Op.STEP) & is_dense)
-        adds_to[steps] = homes.shape[1] + compute.kinds.stage[steps]
+        steps = np.flatnonzero((compute.op == Op.STEP) & is_dense)
+        adds_to[steps] = homes.shape[1] + compute.stage[steps]
         one = np.ones_like(n_buckets)
         kinds = kinds.joined(_reduction_kinds(homes, stream, one, Op.UNSHARD))
     return kinds, adds_to, reduce

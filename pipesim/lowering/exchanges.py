@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.clock_cycles import Issued
 from pipesim.ops import EXCHANGES, Op
@@ -101,20 +100,20 @@ def checked_exchanges(
 
 
 def exchange_kinds(
-    compute: TaskGraph, kinds: Kinds, stream: int, exchanges: Exchanges
+    own: Kinds, kinds: Kinds, stream: int, exchanges: Exchanges
 ) -> tuple[CSR, CSR, Kinds]:
     """Add the kinds of exchanges; return the exchanges before and after each kind of task.
 
-    Row ``k`` of the first CSR has the kinds before a task of kind ``k``, row ``k`` of the second
-    those after it, in order. Exchanges of accumulated gradients are in neither:
-    `ordered_exchanges` adds their tasks.
+    ``own`` are the kinds of the compute tasks, the first of ``kinds``. Row ``k`` of the first CSR
+    has the kinds before a task of kind ``k``, row ``k`` of the second those after it, in order.
+    Exchanges of accumulated gradients are in neither: `ordered_exchanges` adds their tasks.
 
     The function is longer than 40 lines, because both sides number the added kinds in one table.
     """
     before: list[tuple[int, int]] = []
     after: list[tuple[int, int]] = []
     added: dict[tuple[int, ...], int] = {}  # B and I of a stage share their exchanges
-    own, homes = compute.kinds, compute.homes
+    homes = own.homes
 
     def add(side: list[tuple[int, int]], kind: int, stage: int, op: Op, part: int = -1) -> None:
         replica = int(own.replica[kind])
@@ -122,7 +121,7 @@ def exchange_kinds(
         key = (int(homes[replica, stage]), stage, replica, int(op), code, part)
         side.append((kind, len(kinds) + added.setdefault(key, len(added))))
 
-    for kind in range(len(own)):
+    for kind in range(len(own)) if exchanges.sharded else ():
         op, stage, replica = Op(own.op[kind]), int(own.stage[kind]), int(own.replica[kind])
         on_one = np.diff(homes[replica]) == 0  # whether a stage and the next share a device
         is_next = stage > 0 and stage - 1 in exchanges.sharded and on_one[stage - 1]

@@ -256,8 +256,8 @@ def lower(
     )
     compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards)
     cycles = clock_cycles(schedule, compute)
-    borders = list(border_crossings(pairs, portals))
-    kinds, partners = add_partners(compute, overlap, streams, collectives, borders)
+    borders = tuple(border_crossings(pairs, portals))
+    kinds, partners = add_partners(compute.kinds, overlap, streams, collectives, borders)
     issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.groups)
     issued = ordered_exchanges(exchanges, kinds, issued)
     del compute, cycles

@@ -87,11 +87,11 @@ def checked_collectives(
     reduces = n_replicas * schedule.placement.n_paths > 1
     collectives = Collectives(
         grad_sync=syncs,
-        buckets=[
+        buckets=tuple(
             n_buckets if sync == "bucketed" else 1
             for sync in (of_stages(syncs, n_stages) if reduces else ())
-        ],
-        groups=group_sizes(syncs, n_stages),
+        ),
+        groups=tuple(group_sizes(syncs, n_stages).tolist()),
         exchanges=exchanges,
         unshards=shard_optimizer and n_replicas > 1,
     )

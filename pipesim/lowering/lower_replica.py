@@ -55,7 +55,7 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
         weight_versions=schedule.weight_versions,
     )
     compute = with_recomputes_and_steps(schedule, "listed", "flush", False, ())
-    kinds, partners = add_partners(compute, True, "per_peer", collectives, [])
+    kinds, partners = add_partners(compute.kinds, True, "per_peer", collectives, ())
     cycles = clock_cycles(schedule, compute)
     issued = issue(compute, cycles, partners, True, 1, collectives.groups)
     return TaskGraph.of_kinds(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,7 @@ from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import verify
 from pipesim.lowering.recomputed_microbatches import Chosen, with_recomputes
 from pipesim.ops import Op
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
@@ -34,42 +37,38 @@ def with_recomputes_and_steps(
     kinds, recomputes, of_microbatch, places = with_recomputes(
         schedule, kinds, kind, recompute, sharded, first=recompute_first
     )
-    homes = np.asarray(schedule.placement.paths)
-    path, stage = (
-        x.ravel() if step == "flush" else np.empty(0, dtype=np.int64)
-        for x in np.indices(homes.shape)
-    )
-    added = Kinds(
-        op=np.full_like(stage, Op.STEP),
-        device=homes[path, stage],
-        stage=stage,
-        replica=path,
-        stream=np.full_like(stage, StreamKind.COMPUTE),
-    )
-    steps, step_microbatch, step_places = _steps(schedule, path, stage)
-    position = np.concatenate([step_places, places])
-    kind, microbatch = (
-        np.insert(column, position, np.concatenate(new))
-        for column, new in (
-            (kind, [(len(kinds) + steps).astype(np.int32), recomputes]),
-            (schedule.microbatch, [step_microbatch, of_microbatch]),
-        )
-    )
+    if step == "flush":
+        steps, step_microbatch, step_places = _steps(schedule)
+        recomputes = np.concatenate([(len(kinds) + steps).astype(np.int32), recomputes])
+        of_microbatch = np.concatenate([step_microbatch, of_microbatch])
+        places = np.concatenate([step_places, places])
+        kinds = _with_steps(kinds, schedule.placement)
+    kind = np.insert(kind, places, recomputes)
+    microbatch = np.insert(schedule.microbatch, places, of_microbatch)
     options = LoweringOptions(n_batches=schedule.n_batches)
-    return TaskGraph.of_kinds(kinds.joined(added), kind, microbatch, options=options)
+    return TaskGraph.of_kinds(kinds, kind, microbatch, options=options)
 
 
-def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, NDArray[np.int32], Ints]:
+@lru_cache(maxsize=32)
+def _with_steps(kinds: Kinds, placement: Placement) -> Kinds:
+    """Add the kinds of STEP, those of all stages of a path after each other."""
+    homes = np.asarray(placement.paths)
+    path, stage = (x.ravel() for x in np.indices(homes.shape))
+    op, stream = np.full_like(stage, Op.STEP), np.full_like(stage, StreamKind.COMPUTE)
+    return kinds.joined(Kinds(op, homes.ravel(), stage, path, stream))
+
+
+def _steps(schedule: Schedule) -> tuple[Ints, NDArray[np.int32], Ints]:
     """Return kind, micro-batch and place of each STEP.
 
-    The kind of a STEP is its index into ``path`` and ``stage``. Its place is its position in the
+    The kind of a STEP is its number among those of `_with_steps`. Its place is its position in the
     schedule's columns: at the end of its device, or with several mini-batches, behind the last
     backward of its stage.
     """
     homes, n_batches = np.asarray(schedule.placement.paths), schedule.n_batches
-    kind = np.arange(len(stage))
+    kind = np.arange(homes.size)
     if n_batches == 1:
-        return kind, np.full(len(kind), -1, np.int32), schedule.ptr[homes[path, stage] + 1]
+        return kind, np.full(len(kind), -1, np.int32), schedule.ptr[homes.ravel() + 1]
     size = schedule.n_microbatches // n_batches
     backward = np.flatnonzero((schedule.op == Op.B) | (schedule.op == Op.W))
     last = np.zeros((*homes.shape, n_batches), dtype=np.int64)
@@ -77,7 +76,7 @@ def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, NDArray[n
     np.maximum.at(last, tuple(column[backward] for column in cell), backward + 1)
     kind, batch = np.repeat(kind, n_batches), np.tile(np.arange(n_batches), len(kind))
     microbatch = ((batch + 1) * size - 1).astype(np.int32)
-    return kind, microbatch, last[path[kind], stage[kind], batch]
+    return kind, microbatch, last.reshape(homes.size, n_batches)[kind, batch]
 
 
 def clock_cycles(schedule: Schedule, compute: TaskGraph) -> Ints:

@@ -1,7 +1,8 @@
 """Simulate one of many equal replicas, for many costs, without building the tasks of the others.
 
-A replica is a graph of `pipesim.lowering.lower_replica`. It stands for any number of replicas: collectives are priced for all members on their devices, and hold the links of all. The
-times are those of `pipesim.simulate` for all replicas, to the last bit, under the conditions of
+A replica is a graph of `pipesim.lowering.lower_replica`. It stands for any number of replicas:
+collectives are priced for all members on their devices, and hold the links of all. The times are
+those of `pipesim.simulate` for all replicas, to the last bit, under the conditions of
 `pipesim.simulation.equal_replicas`, which `OneOfReplicas.make` checks on kinds of tasks.
 """
 
