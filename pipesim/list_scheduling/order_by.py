@@ -20,9 +20,8 @@ from pipesim.errors import (
 )
 from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
 from pipesim.list_scheduling.priorities import Priority, action_ranks
-from pipesim.list_scheduling.problem import action_columns, make_problem
-from pipesim.list_scheduling.scheduler import list_orders
-from pipesim.ops import Op
+from pipesim.list_scheduling.problem import make_problem, operations
+from pipesim.list_scheduling.scheduler import list_orders, scheduled
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
@@ -166,16 +165,5 @@ def list_schedule(
         memory_limit,
         in_flight,
     )
-    ops = (Op.F, Op.I, Op.W) if split_backward else (Op.F, Op.B)
-    ranks = action_ranks(priority, problem, ops)
-    actions, ptr = list_orders(problem, ranks, finite_patience)
-    phase, stage, microbatch = (column[actions] for column in action_columns(problem))
-    return Schedule(
-        name=name,
-        placement=placement,
-        n_microbatches=n_microbatches,
-        op=np.array(ops, np.int8)[phase],
-        stage=stage.astype(np.int32),
-        microbatch=microbatch.astype(np.int32),
-        ptr=ptr.astype(np.int64),
-    )
+    ranks = action_ranks(priority, problem, operations(problem))
+    return scheduled(problem, list_orders(problem, ranks, finite_patience), placement, name)

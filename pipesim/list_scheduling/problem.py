@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
 from pipesim.list_scheduling.argument_checks import checked_in_flight, checked_limits
+from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
@@ -23,6 +24,7 @@ __all__ = [
     "Problem",
     "action_columns",
     "make_problem",
+    "operations",
     "with_equal_lengths",
     "with_microbatches",
 ]
@@ -175,6 +177,11 @@ def _actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints, Int
     lane_count = count[np.arange(n_lanes) % n_paths]
     lane_ptr = np.append(0, np.cumsum(lane_count))
     return count, lane_ptr, np.repeat(np.arange(n_lanes), lane_count)
+
+
+def operations(problem: Problem) -> tuple[Op, ...]:
+    """Return the operation of each phase."""
+    return (Op.F, Op.I, Op.W) if problem.n_phases > WEIGHT else (Op.F, Op.B)
 
 
 def action_columns(problem: Problem) -> tuple[Ints, Ints, Ints]:

@@ -18,7 +18,7 @@ from pipesim.list_scheduling.memory_admission import (
     count_forward,
     new_held_bytes,
 )
-from pipesim.list_scheduling.problem import WEIGHT, Problem
+from pipesim.list_scheduling.problem import WEIGHT, Problem, action_columns, operations
 from pipesim.list_scheduling.queues import (
     Queues,
     Ranks,
@@ -28,10 +28,12 @@ from pipesim.list_scheduling.queues import (
     start_ready,
 )
 from pipesim.list_scheduling.selection import HELPERS, NONE, Progress, choose
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import available, kernel
 
-__all__ = ["list_orders"]
+__all__ = ["list_orders", "scheduled"]
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -78,6 +80,23 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
         _with_lists(memory),
     )  # fmt: skip
     return np.array(progress.order), ptr
+
+
+def scheduled(
+    problem: Problem, orders: tuple[Ints, Ints], placement: Placement, name: str
+) -> Schedule:
+    """Return the result of `list_orders` as a schedule."""
+    actions, ptr = orders
+    phase, stage, microbatch = (column[actions] for column in action_columns(problem))
+    return Schedule(
+        name=name,
+        placement=placement,
+        n_microbatches=problem.n_microbatches,
+        op=np.array(operations(problem), np.int8)[phase],
+        stage=stage.astype(np.int32),
+        microbatch=microbatch.astype(np.int32),
+        ptr=ptr.astype(np.int64),
+    )
 
 
 def _with_lists(table: T) -> T:

@@ -33,6 +33,7 @@ from pipesim.list_scheduling.problem import (
     with_equal_lengths,
 )
 from pipesim.list_scheduling.queues import Ranks
+from pipesim.list_scheduling.scheduler import list_orders, scheduled
 from pipesim.named_schedules.costed_orders import costed_orders, list_lanes
 from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.scheduling.placement import v_shaped
@@ -98,12 +99,13 @@ def _block_schedule(
 
     counted = replace(checked_costs(costs), activation_bytes=1.0, weight_grad_bytes=1.0)
     problem = make_problem(placement, n_microbatches, counted, True, 2 * most, None)
+    ranks, equal = _block_ranks(block, problem), with_equal_lengths(problem)
+    if costs is None:
+        limited = equal._replace(in_flight=np.array(in_flight, float))
+        return scheduled(limited, list_orders(limited, ranks), placement, name)
     times = costed_orders(placement, n_microbatches, counted)
-    ranks = _block_ranks(block, problem)
-    order = list_lanes(with_equal_lengths(problem), ranks, in_flight)
-    if costs is not None:
-        order = shortest_order(times, problem, [ranks], in_flight, order)
-    return times.schedule(order, name)
+    order = list_lanes(equal, ranks, in_flight)
+    return times.schedule(shortest_order(times, problem, [ranks], in_flight, order), name)
 
 
 def _share(idle: int, m: int) -> float:

@@ -129,9 +129,8 @@ def dualpipev(n_devices: int, n_microbatches: int) -> Schedule:
     """
     p, m = n_devices, n_microbatches
     check_schedule("dualpipev", 4 * p * m)
-    return Schedule.from_columns(
-        "dualpipev", v_shaped(p), m, (v_shaped_columns(i, p, _phases(i, p, m)) for i in range(p))
-    )
+    devices = v_shaped_columns([_phases(i, p, m) for i in range(p)])
+    return Schedule.from_columns("dualpipev", v_shaped(p), m, devices)
 
 
 def _phases(i: int, p: int, m: int) -> list[Phase]:

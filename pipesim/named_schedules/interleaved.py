@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from pipesim.errors import check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
@@ -179,14 +176,12 @@ def _build(
     n = check_count("n_chunks", n_chunks) * m
     check_schedule(name, (3 if split else 2) * p * n)
     round_size = _round_size(p, m)
-    chunk = np.arange(n) // round_size % n_chunks
+    chunk = (np.arange(n) // round_size % n_chunks).astype(np.int32)
 
-    def orders() -> Iterator[DeviceOrder]:
-        for device in range(p):
-            warm_up = min((n_chunks - 1) * round_size + warm_up_per_hop * (p - 1 - device), n)
-            ops, k = alternate(n, warm_up, device if split else None)
-            chunks = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k])
-            stages = chunks * p + device
-            yield ops, stages, number_microbatches(ops, stages)
-
-    return Schedule.from_columns(name, looped(p, n_chunks), m, orders())
+    placement, device = looped(p, n_chunks), np.arange(p, dtype=np.int32)
+    warm_up = np.minimum((n_chunks - 1) * round_size + warm_up_per_hop * (p - 1 - device), n)
+    ops, k = alternate(n, warm_up, device if split else None)
+    stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]
+    microbatches = number_microbatches(ops.ravel(), stages.ravel()).reshape(ops.shape)
+    columns = zip(ops, stages, microbatches, strict=True)
+    return Schedule.from_columns(name, placement, m, columns)

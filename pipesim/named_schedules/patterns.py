@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import CSR
 
 __all__ = [
     "Phase",
@@ -30,10 +31,12 @@ __all__ = [
 #: Actions and how often they are repeated. ``F0`` is the F of the device's first chunk, ``F1``
 #: that of its second one; ``F0&B1`` are overlapped.
 Phase = tuple[str, int]
+#: By `Op`: operations with equal numbers take the micro-batches of a stage together.
+_TURNS = np.array([0, 1, 1, 2], dtype=np.int32)
 
 
 def alternate(
-    n: int, warm_up: int, w_delay: int | None = None
+    n: int, warm_up: ArrayLike, w_delay: ArrayLike | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
     """Return ``n`` forwards and ``n`` backwards: a warm-up, then one of each, then a cool-down.
 
@@ -48,19 +51,23 @@ def alternate(
         Split the backwards into I and W. W number ``k`` comes right after I number
         ``k + w_delay``; W without such an I come last. None: whole backwards (B).
 
+    ``warm_up`` and ``w_delay`` may have one number a device.
+
     Returns
     -------
     ops, k
         Operation of each action, and its number among those of its kind; shape ``(2 * n,)``, or
-        ``(3 * n,)`` with split backwards.
+        ``(3 * n,)`` with split backwards. With several devices, one row each.
     """
-    delays = {Op.F: 0, Op.B: warm_up}
+    first = np.asarray(warm_up, dtype=np.int32)
+    delays = {Op.F: np.zeros_like(first), Op.B: first}
     if w_delay is not None:
-        delays = {Op.F: 0, Op.I: warm_up, Op.W: warm_up + w_delay}
+        last = first + np.asarray(w_delay, dtype=np.int32)
+        delays = {Op.F: np.zeros_like(first), Op.I: first, Op.W: last}
     ops = np.repeat(np.array(list(delays), dtype=np.int8), n)
     k = np.tile(np.arange(n, dtype=np.int32), len(delays))
-    turn = k + np.repeat(np.array(list(delays.values()), dtype=np.int32), n)
-    order = np.argsort(turn, kind="stable")
+    turn = k + np.repeat(np.stack(list(delays.values()), axis=-1), n, axis=-1)
+    order = np.argsort(turn, axis=-1, kind="stable")
     return ops[order], k[order]
 
 
@@ -90,29 +97,28 @@ def alternating_schedule(
     if split:
         check_schedule(name, 3 * n_devices * n_microbatches)
 
-    def orders() -> Iterator[DeviceOrder]:
-        for device in range(n_devices):
-            warm_up = warm_up_per_hop * (n_devices - 1 - device)
-            w_delay = warm_up_per_hop * device if split else None
-            ops, microbatches = alternate(n_microbatches, warm_up, w_delay)
-            yield ops, np.full(len(ops), device), microbatches
-
-    return Schedule.from_columns(name, linear(n_devices), n_microbatches, orders())
+    placement, devices = linear(n_devices), np.arange(n_devices, dtype=np.int32)
+    delays = warm_up_per_hop * devices
+    ops, microbatches = alternate(n_microbatches, delays[::-1], delays if split else None)
+    stages = np.broadcast_to(devices[:, None], ops.shape)
+    columns = zip(ops, stages, microbatches, strict=True)
+    return Schedule.from_columns(name, placement, n_microbatches, columns)
 
 
 def number_microbatches(ops: NDArray[Any], stages: NDArray[Any]) -> NDArray[np.int32]:
-    """Return the micro-batch of each action of a device whose stages take them in order.
+    """Return the micro-batch of each action of devices whose stages take them in order.
 
     The forwards of a stage take the micro-batches one by one, and so do its backwards, B and I
-    counted together. Its W follow its I.
+    counted together. Its W follow its I. The actions of one stage are in their order.
     """
+    turns = _TURNS[ops]
+    turn = stages.astype(np.int32) * (max(_TURNS) + 1) + turns
+    of_turn = CSR.group(turn, int(turn.max(initial=-1)) + 1)
+    order, begins = of_turn.values, of_turn.ptr[:-1]
     microbatches = np.empty(len(ops), dtype=np.int32)
-    for stage in np.unique(stages):
-        in_stage = stages == stage
-        for kinds in ((Op.F,), (Op.B, Op.I)):
-            chosen = in_stage & np.isin(ops, kinds)
-            microbatches[chosen] = np.arange(np.count_nonzero(chosen))
-        microbatches[in_stage & (ops == Op.W)] = microbatches[in_stage & (ops == Op.I)]
+    microbatches[order] = np.arange(len(order)) - begins[turn[order]]
+    weights, inputs = order[turns[order] == _TURNS[Op.W]], order[ops[order] == Op.I]
+    microbatches[weights] = microbatches[inputs]
     return microbatches
 
 
@@ -124,31 +130,38 @@ def expand_phases(phases: Iterable[Phase]) -> NDArray[np.int8]:
     >>> expand_phases([("F0", 2), ("F0&B1", 1)]).tolist()
     [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 0]]
     """
-    return np.concatenate([np.tile(_parse(actions), times) for actions, times in phases], axis=1)
+    codes = np.frombuffer(b"".join(_codes(actions) * times for actions, times in phases), np.int8)
+    return np.stack([codes >> 2, codes >> 1 & 1, codes & 1])
 
 
-def v_shaped_columns(
-    device: int, n_devices: int, phases: Iterable[Phase]
-) -> tuple[NDArray[Any], ...]:
-    """Return the columns of a device that holds two stages in V shape.
+def v_shaped_columns(phases: Sequence[Iterable[Phase]]) -> list[tuple[NDArray[Any], ...]]:
+    """Return the columns of devices that hold two stages each in V shape, given their phases.
 
     Chunk 0 is the stage on the way down, chunk 1 that on the way up.
 
     Returns
     -------
     ops, stages, microbatches, overlapped
-        As `Schedule.from_columns` takes them.
+        Of each device, as `Schedule.from_columns` takes them.
     """
-    ops, chunks, overlapped = expand_phases(phases)
-    stages = np.where(chunks == 0, device, 2 * n_devices - 1 - device)
-    return ops, stages, number_microbatches(ops, stages), overlapped
+    devices = [expand_phases(rows) for rows in phases]
+    ends = np.cumsum([columns.shape[1] for columns in devices])
+    ops, chunks, overlapped = np.concatenate(devices, axis=1)
+    device = np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))
+    stages = np.where(chunks == 0, device, 2 * len(ends) - 1 - device)
+    columns = ops, stages, number_microbatches(ops, stages), overlapped
+    return list(zip(*(np.split(column, ends[:-1]) for column in columns), strict=True))
 
 
-def _parse(actions: str) -> NDArray[np.int8]:
-    """Return the columns of one repetition of a phase; shape ``(3, n_actions)``."""
-    rows = [
-        (Op[action[0]], int(action[1]), k < pair.count("&"))
+@lru_cache(maxsize=256)
+def _codes(actions: str) -> bytes:
+    """Return one repetition of a phase, a byte an action.
+
+    Its bits are those of the operation, then one for the chunk, and one for whether the action is
+    overlapped with the next.
+    """
+    return bytes(
+        Op[action[0]] << 2 | int(action[1]) << 1 | (k < pair.count("&"))
         for pair in actions.split()
         for k, action in enumerate(pair.split("&"))
-    ]
-    return np.array(rows, dtype=np.int8).reshape(-1, 3).T
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from pipesim.costs.costs import Costs
@@ -13,7 +12,6 @@ from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.order_search import lane_order
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
@@ -81,13 +79,10 @@ def _handmade(p: int, m: int) -> Schedule:
     """Return the order for F, I and W of equal length."""
     check_schedule("zbv", 6 * p * max(m, 2 * p - 1))
 
-    def orders() -> Iterator[DeviceOrder]:
-        for device in range(p):
-            columns = v_shaped_columns(device, p, _phases(device, p, max(m, 2 * p - 1)))
-            exists = columns[2] < m
-            yield tuple(column[exists] for column in columns)
-
-    return Schedule.from_columns("zbv", v_shaped(p), m, orders())
+    devices = v_shaped_columns([_phases(i, p, max(m, 2 * p - 1)) for i in range(p)])
+    if m < 2 * p - 1:
+        devices = [tuple(column[columns[2] < m] for column in columns) for columns in devices]
+    return Schedule.from_columns("zbv", v_shaped(p), m, devices)
 
 
 def _phases(i: int, p: int, m: int) -> list[Phase]:

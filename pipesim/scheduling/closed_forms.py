@@ -53,7 +53,7 @@ class Counts(NamedTuple):
 
 def call_with_known(function: Callable[..., Any], p: int, m: int, options: dict[str, Any]) -> Any:
     """Call a formula, or a test, with the counts and the options that it has parameters for."""
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters if options else {}
     return function(p, m, **{name: value for name, value in options.items() if name in parameters})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -153,7 +154,7 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
     n_devices = check_count("n_devices", n_devices)
     n_chunks = check_count("n_chunks", n_chunks)
     check_stages(n_devices * n_chunks)
-    return Placement([s % n_devices for s in range(n_devices * n_chunks)])
+    return _placement(tuple(s % n_devices for s in range(n_devices * n_chunks)))
 
 
 def v_shaped(n_devices: int) -> Placement:
@@ -170,7 +171,13 @@ def waves(n_devices: int, n_waves: int) -> Placement:
     n_waves = check_count("n_waves", n_waves)
     check_stages(2 * n_devices * n_waves)
     down = range(n_devices)
-    return Placement([*down, *reversed(down)] * n_waves)
+    return _placement((*down, *reversed(down)) * n_waves)
+
+
+@lru_cache(maxsize=32)
+def _placement(device_of: tuple[int, ...]) -> Placement:
+    """Return a placement of one path."""
+    return Placement(device_of)
 
 
 def bidirectional(n_devices: int) -> Placement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_required",
     "checked_name",
     "name_user_errors",
+    "required_options",
 ]
 
 Build = Callable[..., Schedule]
@@ -156,17 +157,17 @@ def _with_name(name: str, error: PipeError) -> PipeError:
     return type(error)(f"schedule {name!r}: {error}")
 
 
-def check_required(
-    name: str, build: Build, options: Iterable[str], user_options: Iterable[str]
-) -> None:
-    """Raise `ArgumentError` if the user left out an option that has no default.
+def required_options(build: Build, options: Iterable[str]) -> tuple[str, ...]:
+    """Return the options of a schedule's function that have no default."""
+    parameters = inspect.signature(build).parameters
+    empty = inspect.Parameter.empty
+    return tuple(x for x in options if x in parameters and parameters[x].default is empty)
 
-    ``options`` are those that the schedule takes.
-    """
-    parameters, user_options = inspect.signature(build).parameters, set(user_options)
-    for option in options:
-        required = option in parameters and parameters[option].default is inspect.Parameter.empty
-        if required and option not in user_options:
+
+def check_required(name: str, required: Iterable[str], user_options: Container[str]) -> None:
+    """Raise `ArgumentError` if the user left out an option that has no default."""
+    for option in required:
+        if option not in user_options:
             raise ArgumentError(
                 f"schedule {name!r} needs its option {option!r}, which has no default; "
                 f"give {option}=..."

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import (
@@ -32,6 +33,7 @@ from pipesim.scheduling.registration_checks import (
     check_required,
     checked_name,
     name_user_errors,
+    required_options,
 )
 from pipesim.scheduling.schedule import Recipe, Schedule
 
@@ -89,6 +91,11 @@ class ScheduleInfo:
     parameters: ClosedForm = _ONE
     counts: Counts = _ANY
 
+    @cached_property
+    def _required(self) -> tuple[str, ...]:
+        """Options without a default."""
+        return required_options(self.build, self.options)
+
     def check_options(self, options: Iterable[str]) -> None:
         """Raise `UnknownNameError` for an option that ``build`` does not take."""
         for option in options:
@@ -112,7 +119,7 @@ class ScheduleInfo:
     def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
         """Build the schedule; arguments and errors are those of `schedule`."""
         self.check_options(options)
-        check_required(self.name, self.build, self.options, options)
+        check_required(self.name, self._required, options)
         n_devices = check_count("n_devices", n_devices)
         n_microbatches = check_count("n_microbatches", n_microbatches)
         check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
