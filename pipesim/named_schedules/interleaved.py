@@ -182,6 +182,7 @@ def _build(
     warm_up = np.minimum((n_chunks - 1) * round_size + warm_up_per_hop * (p - 1 - device), n)
     ops, k = alternate(n, warm_up, device if split else None)
     stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]
+    del k  # large
     microbatches = number_microbatches(ops.ravel(), stages.ravel()).reshape(ops.shape)
     columns = zip(ops, stages, microbatches, strict=True)
     return Schedule.from_columns(name, placement, m, columns)

@@ -31,8 +31,8 @@ __all__ = [
 #: Actions and how often they are repeated. ``F0`` is the F of the device's first chunk, ``F1``
 #: that of its second one; ``F0&B1`` are overlapped.
 Phase = tuple[str, int]
-#: By `Op`: operations with equal numbers take the micro-batches of a stage together.
-_TURNS = np.array([0, 1, 1, 2], dtype=np.int32)
+#: Of F, B, I, W: operations with equal numbers take the micro-batches of a stage together.
+_TURNS = np.array([0, 1, 1, 2], dtype=np.int8)
 
 
 def alternate(
@@ -111,14 +111,14 @@ def number_microbatches(ops: NDArray[Any], stages: NDArray[Any]) -> NDArray[np.i
     The forwards of a stage take the micro-batches one by one, and so do its backwards, B and I
     counted together. Its W follow its I. The actions of one stage are in their order.
     """
-    turns = _TURNS[ops]
-    turn = stages.astype(np.int32) * (max(_TURNS) + 1) + turns
-    of_turn = CSR.group(turn, int(turn.max(initial=-1)) + 1)
-    order, begins = of_turn.values, of_turn.ptr[:-1]
-    microbatches = np.empty(len(ops), dtype=np.int32)
-    microbatches[order] = np.arange(len(order)) - begins[turn[order]]
-    weights, inputs = order[turns[order] == _TURNS[Op.W]], order[ops[order] == Op.I]
-    microbatches[weights] = microbatches[inputs]
+    n_turns = 3 * (int(stages.max(initial=-1)) + 1)
+    of_turn = CSR.group(3 * stages.astype(np.int32, copy=False) + _TURNS[ops], n_turns)
+    number = np.arange(len(ops), dtype=np.int32)
+    number -= np.repeat(of_turn.ptr[:-1], np.diff(of_turn.ptr))
+    op = ops[of_turn.values]
+    number[op == Op.W] = number[op == Op.I]
+    microbatches = np.empty_like(number)
+    microbatches[of_turn.values] = number
     return microbatches
 
 
@@ -149,6 +149,7 @@ def v_shaped_columns(phases: Sequence[Iterable[Phase]]) -> list[tuple[NDArray[An
     ops, chunks, overlapped = np.concatenate(devices, axis=1)
     device = np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))
     stages = np.where(chunks == 0, device, 2 * len(ends) - 1 - device)
+    del device
     columns = ops, stages, number_microbatches(ops, stages), overlapped
     return list(zip(*(np.split(column, ends[:-1]) for column in columns), strict=True))
 

@@ -15,6 +15,7 @@ from kernels import compiled as all_compiled
 from strategies import bandwidths, cases, networks, seconds
 
 import pipesim as ps
+from pipesim.lowering.lower_replica import lower_replica
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan
 from pipesim.simulation.equal_replicas import run_equal_replicas_once
@@ -246,3 +247,21 @@ def test_simulate_runs_equal_replicas_once(engine: str, monkeypatch: pytest.Monk
         assert (timeline.end == end).all()
     assert sizes == [len(graph) // n_replicas] * 2
     assert len(timeline.frame) == len(graph)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev", "interleaved_1f1b"])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_replica_is_the_first_copy(name: str, shard_optimizer: bool) -> None:
+    """A replica lowered alone has the tasks of the first of several, and their dependencies."""
+    schedule = ps.schedule(name, 2, 6)
+    alone = lower_replica(schedule, replicated=True, shard_optimizer=shard_optimizer)
+    copy = ps.lower(schedule, n_replicas=3, shard_optimizer=shard_optimizer).first_copy
+    assert copy is not None
+    first = copy.graph
+    assert alone.kinds == first.kinds
+    assert alone.streams == first.streams
+    for column in ("kind", "microbatch", "stream", "pair", "partial_dependency"):
+        assert np.array_equal(getattr(alone, column), getattr(first, column)), column
+    for rows in ("dependencies", "collectives", "precedence"):
+        assert np.array_equal(getattr(alone, rows).ptr, getattr(first, rows).ptr), rows
+        assert np.array_equal(getattr(alone, rows).values, getattr(first, rows).values), rows
