@@ -294,7 +294,7 @@ def speed_lines() -> list[str]:
     choices = list(dict.fromkeys(variants(evaluator, 300)))
     evaluation = seconds_of_evaluations(problem, choices)
     costs = [evaluator.costs(choice) for choice in choices]
-    pairs = [(evaluator._replica(x, y), y) for x, y in zip(choices, costs, strict=True)]
+    pairs = [(evaluator.replica(x), y) for x, y in zip(choices, costs, strict=True)]
     tables = seconds_each(lambda row: cost_table(row[1], row[0].routes, with_links=False), pairs)
     parts = {
         "costs of stages": seconds_each(problem.costs, choices),

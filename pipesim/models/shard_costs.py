@@ -19,7 +19,7 @@ class ShardCosts:
     """Costs of the stages of a shard on its devices, called with the layers of each stage.
 
     A stage's values depend on its layers, and on whether it is the first or the last one. They are
-    computed and checked once.
+    computed once.
 
     Parameters
     ----------
@@ -78,17 +78,20 @@ class ShardCosts:
         end, stages = len(sizes) - 1, self._stages
         keys = [(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
         is_kept = stages.keys() >= {*keys} and sum(sizes) == self._shard.model.n_layers
-        if self._several is not None and is_kept:
-            return self._several.with_stages(self._names, [stages[key] for key in keys])
-        values = {**self.seconds.stages(sizes), **self._shard.stage_bytes(sizes)}
-        names = tuple(name for name in values if name not in self._fixed)
-        tied_bytes = self._tied_bytes if end else 0.0
-        costs = Costs(**{**values, **self._fixed}, tied_bytes=tied_bytes)
-        if end:
-            self._several, self._names = costs, names
-            rows = zip(*(getattr(costs, name) for name in names), strict=True)
-            stages.update(zip(keys, rows, strict=True))
-        return costs
+        if not is_kept or self._several is None:
+            values: dict[str, Any] = {
+                **self.seconds.stages(sizes),
+                **self._shard.stage_bytes(sizes),
+            }
+            values = {name: x for name, x in values.items() if name not in self._fixed}
+            if end == 0:
+                return Costs(**values, **self._fixed)
+            if self._several is None:
+                self._names = tuple(values)
+                self._several = Costs(**values, **self._fixed, tied_bytes=self._tied_bytes)
+            for key, *row in zip(keys, *values.values(), strict=True):
+                stages[key] = tuple(map(float, row))
+        return self._several.with_stages(self._names, [stages[key] for key in keys])
 
 
 def shard_workload(

@@ -87,10 +87,22 @@ class _Columns(NamedTuple):
 
 
 class OrderBytes(NamedTuple):
-    """Bytes of the kinds of a graph: those that tasks change, and those that are always held."""
+    """Bytes of the kinds of a graph: those that tasks change, and those that are always held.
 
-    columns: _Columns
-    is_counted: NDArray[np.bool_]
+    Attributes
+    ----------
+    device
+        Device of each kind.
+    allocated, released, workspace
+        Bytes that a task of each kind allocates and releases, and holds only while it runs.
+    static
+        Bytes that each device always holds.
+    """
+
+    device: Ints
+    allocated: Floats
+    released: Floats
+    workspace: Floats
     static: Floats
 
     def peak(self, kind: Ints) -> Floats:
@@ -98,11 +110,28 @@ class OrderBytes(NamedTuple):
 
         ``kind`` has the kinds of tasks, those of each device in order; others may be among them.
         """
-        peak, none, times = np.zeros(len(self.static)), np.empty(0), np.zeros(len(kind))
-        columns = self.columns._replace(kind=kind, start=times, end=times)
+        peak = np.zeros(len(self.static))
+        _order_peak(kind, self.device, self.allocated, self.released, self.workspace, peak)
         with np.errstate(over="ignore", invalid="ignore"):
-            _balances(columns, self.is_counted, none, peak, np.empty(0, np.int64), none, none)
             return finite_bytes(self.static + peak)
+
+
+@kernel()
+def _order_peak(
+    kind: Ints,
+    device: Ints,
+    allocated: Floats,
+    released: Floats,
+    workspace: Floats,
+    peak: Floats,
+) -> None:
+    """Fill the most bytes that tasks of each device hold, in the order of their kinds."""
+    held = np.zeros(len(peak))
+    for k in kind:
+        d = device[k]
+        during = held[d] + allocated[k]
+        peak[d] = max(peak[d], during + workspace[k])
+        held[d] = during - released[k]
 
 
 def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
@@ -111,14 +140,9 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
     The graph must have neither recomputes nor gradients that wait for their reduction:
     `pipesim.lower` makes it with ``grad_sync="last"``.
     """
-    kinds, zero = graph.kinds, np.zeros(1)
-    columns = _Columns(
-        graph.kind, graph.microbatch, kinds.device, kinds.replica, kinds.stage,
-        *kind_bytes(graph, costs), workspaces(graph, costs), np.empty((0, 0, 0), dtype=bool),
-        zero, zero,
-    )  # fmt: skip
-    is_counted = (columns.allocated != 0) | (columns.released != 0) | (columns.workspace != 0)
-    return OrderBytes(columns, is_counted, static(graph, costs))
+    allocated, _, released = kind_bytes(graph, costs)
+    workspace, held = workspaces(graph, costs), static(graph, costs)
+    return OrderBytes(graph.kinds.device, allocated, released, workspace, held)
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:

@@ -174,40 +174,34 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
 
 def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     """Return bytes that each kind allocates, allocates if R allocates the rest, and releases."""
-    kinds = graph.kinds
-    activation, weight_grad = (
-        costs.per_stage(name, graph.n_stages)[kinds.stage]
-        for name in ("activation_bytes", "weight_grad_bytes")
+    n_stages, op, stage = graph.n_stages, graph.kinds.op, graph.kinds.stage
+    activation, weight_grad, outputs = (
+        costs.per_stage(f"{name}_bytes", n_stages)
+        for name in ("activation", "weight_grad", "output")
     )
-    inputs = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)[:-1]])
-    inputs += input_bytes(graph.n_stages, graph.skips, costs.skip_sizes)
-    kept_input = np.minimum(inputs[kinds.stage], activation)
-    rows = {op: np.flatnonzero(kinds.op == int(op)) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)}
-
-    def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Return the values of each kind's operation, 0 for other operations."""
-        chosen = np.zeros(len(kinds))
-        for op, values in choices:
-            chosen[rows[op]] = values[rows[op]]
-        return chosen
-
-    more = np.maximum(0.0, weight_grad - activation)
-    allocated = choose((Op.F, activation), (Op.R, activation - kept_input), (Op.I, more))
-    less = np.maximum(0.0, activation - weight_grad)
-    released = choose((Op.B, activation), (Op.I, less), (Op.W, weight_grad))
-    return allocated, choose((Op.F, kept_input), (Op.R, allocated), (Op.I, more)), released
+    inputs = np.zeros(n_stages)
+    inputs[1:] = outputs[:-1]
+    if graph.skips or costs.skip_bytes is not None:
+        inputs += input_bytes(n_stages, graph.skips, costs.skip_sizes)
+    kept_input = np.minimum(inputs, activation)
+    allocated, kept, released = tables = np.zeros((3, len(Op), n_stages))
+    allocated[Op.F], kept[Op.F] = activation, kept_input
+    allocated[Op.R] = kept[Op.R] = activation - kept_input
+    allocated[Op.I] = kept[Op.I] = np.maximum(0.0, weight_grad - activation)
+    released[Op.B], released[Op.W] = activation, weight_grad
+    released[Op.I] = np.maximum(0.0, activation - weight_grad)
+    of_kinds: Floats = tables[:, op, stage]
+    return of_kinds[0], of_kinds[1], of_kinds[2]
 
 
 def workspaces(graph: TaskGraph, costs: Costs) -> Floats:
     """Return bytes that tasks of each kind hold only while they run."""
-    kinds = graph.kinds
-    forward, backward = (
-        costs.per_stage(f"{name}_workspace_bytes", graph.n_stages)[kinds.stage]
-        for name in ("forward", "backward")
-    )
-    is_forward = kinds.is_op(frozenset({Op.F, Op.R}))
-    is_backward = kinds.is_op(frozenset({Op.B, Op.I, Op.W}))
-    return np.where(is_forward, forward, 0.0) + np.where(is_backward, backward, 0.0)
+    table = np.zeros((len(Op), graph.n_stages))
+    table[Op.F] = table[Op.R] = costs.per_stage("forward_workspace_bytes", graph.n_stages)
+    backward = costs.per_stage("backward_workspace_bytes", graph.n_stages)
+    table[Op.B] = table[Op.I] = table[Op.W] = backward
+    of_kinds: Floats = table[graph.kinds.op, graph.kinds.stage]
+    return of_kinds
 
 
 def dropped_activations(graph: TaskGraph) -> NDArray[np.bool_]:

@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.network.network import Network, all_reduce_seconds
 from pipesim.scheduling.placement import Layout, Placement, replica_devices
+from pipesim.utils.csr import Ints, bincount
 
 __all__ = [
     "Bounds",
     "DeviceWork",
     "Reductions",
+    "StageDevices",
     "device_work",
     "least_end",
     "least_memory",
@@ -51,6 +53,54 @@ class Bounds(NamedTuple):
 
     step: float
     memory: Floats
+
+
+class StageDevices(NamedTuple):
+    """Devices of the stages of a placement of one path, for sums and extremes over their stages.
+
+    Attributes
+    ----------
+    device
+        Device of each stage.
+    n_devices
+        Number of devices, each of which has a stage.
+    stages
+        Stages in order of their devices.
+    starts
+        Position in ``stages`` of the first stage of each device.
+    """
+
+    device: Ints
+    n_devices: int
+    stages: Ints
+    starts: Ints
+
+    @classmethod
+    def of_placement(cls, placement: Placement) -> StageDevices:
+        """Return the devices of the stages of a placement."""
+        device = np.array(placement.paths[0])
+        stages = np.argsort(device, kind="stable")
+        starts = np.searchsorted(device[stages], np.arange(placement.n_devices))
+        return cls(device, placement.n_devices, stages, starts)
+
+    @property
+    def first(self) -> Ints:
+        """First stage of each device."""
+        return self.stages[self.starts]
+
+    def sums(self, values: Floats) -> Floats:
+        """Return the sum of the values of the stages of each device."""
+        return bincount(self.device, values, self.n_devices)
+
+    def least(self, values: Floats) -> Floats:
+        """Return the least value of the stages of each device."""
+        least: Floats = np.minimum.reduceat(values[self.stages], self.starts)
+        return least
+
+    def most(self, values: Floats) -> Floats:
+        """Return the largest value of the stages of each device."""
+        most: Floats = np.maximum.reduceat(values[self.stages], self.starts)
+        return most
 
 
 class Reductions(NamedTuple):
@@ -102,24 +152,30 @@ class DeviceWork(NamedTuple):
         return float(max(total.max(), path.max() + end[first])) * (1 - _ROUNDING)
 
 
-def device_work(costs: Costs, placement: Placement, *, splits_backward: bool) -> DeviceWork:
+def device_work(costs: Costs, devices: StageDevices, *, splits_backward: bool) -> DeviceWork:
     """Return the work of each device; ``splits_backward`` if any backward is I and W."""
-    n, device = placement.n_stages, np.array(placement.paths[0])
+    n = len(devices.device)
     forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
     chain = backward  # what the stages before wait for
     if splits_backward:
         chain = np.zeros(n) if costs.input_grad is None else costs.per_stage("input_grad", n)
         chain = np.minimum(backward, chain)
         backward = _least_backward(costs, n)
-    work: Floats = forward + backward
-    first = np.full(placement.n_devices, n)
-    np.minimum.at(first, device, np.arange(n))
-    busy = np.bincount(device, work, placement.n_devices)
-    head, tail = (np.concatenate([[0.0], x.cumsum()])[first] for x in (forward, backward))
+    head, tail = (_sums_before(x) for x in (forward, backward))
+    ends = head[1:] - forward + chain.cumsum() - chain + (backward[0] - chain[0])
     if splits_backward:  # a W may come last, which nothing waits for
-        tail = np.zeros(placement.n_devices)
-    ends = forward.cumsum() - forward + chain.cumsum() - chain + (backward[0] - chain[0])
-    return DeviceWork(np.asarray(busy, np.float64), head, tail, forward + chain, ends)
+        tail = np.zeros(n + 1)
+    return DeviceWork(
+        devices.sums(forward + backward), head[devices.first], tail[devices.first],
+        forward + chain, ends,
+    )  # fmt: skip
+
+
+def _sums_before(values: Floats) -> Floats:
+    """Return the sum of the values before each stage, and that of all."""
+    sums = np.zeros(len(values) + 1)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 def _least_backward(costs: Costs, n_stages: int) -> Floats:
@@ -148,35 +204,32 @@ def reductions(
 
 
 def least_end(
-    costs: Costs, placement: Placement, shares: int, reduction: Reductions | None
+    costs: Costs, devices: StageDevices, shares: int, reduction: Reductions | None
 ) -> Floats:
     """Return the least seconds from the last backward of each device to the end of the step.
 
     ``shares`` is the number of replicas that share the optimizer, ``reduction`` the result of
     `reductions`.
     """
-    n, device = placement.n_stages, np.array(placement.paths[0])
+    n, device = len(devices.device), devices.device
     seconds = costs.per_stage("optimizer_step", n) / shares
     if reduction is not None:
         nbytes = costs.per_stage("gradient_bytes", n)
         if shares > 1:  # a reduce-scatter of gradients and an all-gather of parameters
             nbytes = (nbytes + costs.per_stage("parameter_bytes", n)) / 2
         seconds += reduction.least[device] + reduction.slope[device] * nbytes
-    least = np.full(placement.n_devices, np.inf)
-    np.minimum.at(least, device, seconds)
-    return least
+    return devices.least(seconds)
 
 
-def least_memory(costs: Costs, placement: Placement, shares: int) -> Floats:
+def least_memory(costs: Costs, devices: StageDevices, shares: int) -> Floats:
     """Return the least bytes of each device, the allocator's reserve included."""
-    n, device = placement.n_stages, np.array(placement.paths[0])
+    n = len(devices.device)
     held = costs.per_stage("parameter_bytes", n) + costs.per_stage("gradient_bytes", n)
     held = held + costs.per_stage("optimizer_bytes", n) / shares
     workspace = np.maximum(
         costs.per_stage("forward_workspace_bytes", n),
         costs.per_stage("backward_workspace_bytes", n),
     )
-    used = np.zeros(placement.n_devices)
-    np.maximum.at(used, device, costs.per_stage("activation_bytes", n) + workspace)
-    least: Floats = np.bincount(device, held, placement.n_devices) + used
+    used = devices.most(costs.per_stage("activation_bytes", n) + workspace)
+    least: Floats = devices.sums(held) + used
     return least * (1 + costs.memory_reserve) * (1 - _ROUNDING)

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower_replica import lower_replica
 from pipesim.models.layers import Layers
 from pipesim.ops import Op
 from pipesim.planning.configurations.bounds import (
     Bounds,
-    DeviceWork,
     Reductions,
     device_work,
     least_end,
     least_memory,
     reductions,
 )
+from pipesim.planning.configurations.cache import Cache
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.problem import PlanProblem, order_facts, placement_of
-from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
+from pipesim.planning.configurations.problem import PlanProblem, order_facts
+from pipesim.planning.configurations.stage_splits import DeviceSeconds, stages_of
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.one_of_replicas import OneOfReplicas, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
@@ -37,10 +36,9 @@ from pipesim.timeline.memory_limit import reserved_memory
 from pipesim.utils.csr import Ints
 from pipesim.utils.units import format_bytes
 
-__all__ = ["Evaluator", "too_full"]
+__all__ = ["Evaluator"]
 
 Floats = NDArray[np.float64]
-T = TypeVar("T")
 #: Graphs that an evaluator keeps at most.
 _MOST_GRAPHS = 512
 
@@ -59,52 +57,39 @@ class Evaluator:
     """
 
     problem: PlanProblem
-    _cache: dict[Hashable, object] = field(default_factory=dict)
-    _graphs: dict[Hashable, object] = field(default_factory=dict)
+    _cache: Cache = field(default_factory=Cache)
+    _graphs: Cache = field(default_factory=lambda: Cache(_MOST_GRAPHS))
 
     def with_split(self, choice: PlanChoice) -> PlanChoice | None:
         """Return a configuration with its balanced split; None if there are too few layers."""
         gpus = self.problem.gpus_of_devices(choice)
         key = ("split", self._layer_key(choice), choice.schedule, choice.pipeline_parallel,
                choice.n_chunks, gpus)  # fmt: skip
-        sizes = self._get(key, lambda: self._split(choice, gpus))
+        sizes = self._cache.get(key, lambda: self._split(choice, gpus))
         return None if sizes is None else replace(choice, layers_per_stage=sizes)
 
     def costs(self, choice: PlanChoice) -> Costs:
-        """Return the costs of a configuration."""
-        return self._get(self._costs_key(choice), lambda: self._stage_costs(choice))
-
-    def _stage_costs(self, choice: PlanChoice) -> Costs:
-        """Return the costs of a configuration; splits of a transformer's layers share parts."""
-        problem, key = self.problem, self._layer_key(choice)
-        if isinstance(problem.model, Layers):
-            return problem.costs(choice)
-
-        def costs_on(kind: int) -> Costs:
-            make = self._get(("shard", key, kind), lambda: problem.shard_costs(choice, kind))
-            return make(choice.layers_per_stage)
-
-        return problem.joined_costs(choice, costs_on)
+        """Return the costs of a configuration, which `Costs.rebuilt` cannot build again."""
+        return self._priced(choice).costs
 
     def bounds(self, choice: PlanChoice) -> Bounds:
         """Return lower bounds on step and memory; see `pipesim.planning.configurations.bounds`."""
-        costs, key, p = self.costs(choice), self._costs_key(choice), choice.pipeline_parallel
-        place = (choice.schedule, p, choice.n_chunks)
+        priced = self._priced(choice)
+        costs, place = priced.costs, _place(choice)
         facts = order_facts(*place)
-        placement = facts.placement
-        work: DeviceWork = self._get(
-            ("work", key, place),
-            lambda: device_work(costs, placement, splits_backward=facts.splits_backward),
-        )
+        devices, splits = facts.devices, facts.splits_backward
         dp, shares = choice.data_parallel, choice.data_parallel if choice.shard_optimizer else 1
-        end: Floats = self._get(
-            ("end", key, place, dp, shares),
-            lambda: least_end(costs, placement, shares, self._reductions(choice, costs)),
+        work = priced.values.get(
+            ("work", place), lambda: device_work(costs, devices, splits_backward=splits)
         )
-        memory: Floats = self._get(
-            ("memory", key, place, shares), lambda: least_memory(costs, placement, shares)
+        end = priced.values.get(
+            ("end", place, dp, shares),
+            lambda: least_end(costs, devices, shares, self._reductions(choice, costs)),
         )
-        return Bounds(work.least_step(choice.n_microbatches, end, placement.paths[0][0]), memory)
+        memory = priced.values.get(
+            ("memory", place, shares), lambda: least_memory(costs, devices, shares)
+        )
+        return Bounds(work.least_step(choice.n_microbatches, end, int(devices.device[0])), memory)
 
     def memory(self, choice: PlanChoice) -> Floats | None:
         """Return the bytes of each device, the allocator's reserve included.
@@ -121,35 +106,80 @@ class Evaluator:
         return peak + self.problem.memory_reserve * peak
 
     def evaluate(self, choice: PlanChoice, bounds: Bounds, memory: Floats | None) -> Evaluation:
-        """Return the exact step of a configuration, or by how much it does not fit.
+        """Return the exact step of a configuration.
 
-        ``memory`` is the result of `memory`.
+        ``memory`` is the result of `memory`, and fits. If it is None, the result may be by how much
+        the configuration does not fit.
         """
-        costs, limits = self.costs(choice), self.problem.device_limits(choice)
-        replica = None if memory is None else self._replica(choice, costs)
-        if replica is None or memory is None:
-            return self._whole(choice, costs, bounds)
-        if (memory > np.array(limits)).any():
-            return too_full(choice, bounds, memory, limits)
-        times = replica.run(costs)
-        if times is None:
-            return self._whole(choice, costs, bounds)
+        times = None
+        if memory is not None and (replica := self.replica(choice)) is not None:
+            times = replica.run(self.costs(choice))
+        if memory is None or times is None:
+            return self._whole(choice, self.costs(choice), bounds)
         step = float(times.end.max())
         idle = 1 - times.busy / (choice.pipeline_parallel * step) if step else 1.0
         return Evaluation(
             choice, step, bounds.step, float(memory.max()), max(0.0, idle), "simulated"
         )
 
-    def unfit(self, choice: PlanChoice, bounds: Bounds) -> Evaluation | None:
-        """Return why a configuration cannot fit in any order; None if it may fit."""
-        limits = self.problem.device_limits(choice)
-        if (bounds.memory <= np.array(limits)).all():
+    def unfit(
+        self, choice: PlanChoice, bounds: Bounds, memory: Floats | None = None
+    ) -> Evaluation | None:
+        """Return why a configuration does not fit; None if it fits.
+
+        ``memory`` is the result of `memory`; by default the bound, which holds in any order.
+        """
+        key = ("limits", choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
+        limits = self._cache.get(key, lambda: np.array(self.problem.device_limits(choice)))
+        needed = bounds.memory if memory is None else memory
+        if (needed <= limits).all():
             return None
-        return too_full(choice, bounds, bounds.memory, limits, " in any order")
+        return _too_full(choice, bounds, needed, limits, " in any order" * (memory is None))
+
+    def replica(self, choice: PlanChoice) -> OneOfReplicas | None:
+        """Return the replica that stands for all; None if replicas differ."""
+        replicated = choice.data_parallel > 1
+        key: tuple[Hashable, ...] = (
+            _place(choice), choice.n_microbatches, replicated,
+            replicated and choice.shard_optimizer,
+        )  # fmt: skip
+        if choice.ordered_for_costs:
+            key = (*key, self._costs_key(choice))
+
+        def build() -> OneOfReplicas | None:
+            costs = self.costs(choice)
+            graph = self._graphs.get(key, lambda: lower_replica(
+                self._schedule(choice, costs),
+                replicated=replicated, shard_optimizer=choice.shard_optimizer,
+            ))  # fmt: skip
+            return OneOfReplicas.make(
+                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce,
+                self._cache.get(("groups", *sizes, choice.pipeline_parallel), GroupRoutes),
+            )  # fmt: skip
+
+        sizes = (choice.tensor_parallel, choice.data_parallel)
+        return self._graphs.get(("replica", key, sizes), build)
+
+    def _priced(self, choice: PlanChoice) -> _Priced:
+        """Return the costs of a configuration, and what follows from them."""
+        return self._cache.get(
+            self._costs_key(choice), lambda: _Priced(self._stage_costs(choice), Cache())
+        )
+
+    def _stage_costs(self, choice: PlanChoice) -> Costs:
+        """Return the costs of a configuration; splits of a transformer's layers share parts."""
+        problem, key = self.problem, self._layer_key(choice)
+        if isinstance(problem.model, Layers):
+            return problem.costs(choice)
+
+        def costs_on(kind: int) -> Costs:
+            make = self._cache.get(("shard", key, kind), lambda: problem.shard_costs(choice, kind))
+            return make(choice.layers_per_stage)
+
+        return problem.joined_costs(choice, costs_on)
 
     def _order(self, choice: PlanChoice) -> Ints | None:
         """Return the kinds of the tasks of a schedule in `_small_graph`, those of each device."""
-        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
 
         def build() -> Ints | None:
             schedule = self._schedule(choice, self.costs(choice))
@@ -159,18 +189,20 @@ class Evaluator:
             own: Ints = number[schedule.op.astype(np.int64) * n + schedule.stage]
             return None if (own < 0).any() else own
 
-        return _kept(self._graphs, ("order", place), build)
+        return self._graphs.get(("order", _place(choice), choice.n_microbatches), build)
 
     def _bytes(self, choice: PlanChoice) -> OrderBytes:
         """Return the bytes of the kinds of tasks of a configuration."""
         shares = choice.data_parallel if choice.shard_optimizer else 1
-        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        priced, place = self._priced(choice), _place(choice)
 
         def build() -> OrderBytes:
-            graph = self._get(("small", place, shares), lambda: self._with_shares(choice, shares))
-            return order_bytes(graph, self.costs(choice))
+            graph = self._cache.get(
+                ("small", place, shares), lambda: self._with_shares(choice, shares)
+            )
+            return order_bytes(graph, priced.costs)
 
-        return self._get(("bytes", self._costs_key(choice), place, shares), build)
+        return priced.values.get(("bytes", place, shares), build)
 
     def _with_shares(self, choice: PlanChoice, shares: int) -> TaskGraph:
         """Return `_small_graph` of replicas that share the optimizer."""
@@ -182,16 +214,17 @@ class Evaluator:
 
         A replica gathers parameters; one that shares them with no other has them all.
         """
-        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks)
-        return self._get(("few", place), lambda: replica_memory_graph(order_facts(*place).schedule))
+        place = _place(choice)
+        return self._cache.get(
+            ("few", place), lambda: replica_memory_graph(order_facts(*place).schedule)
+        )
 
     def _schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
         """Return the schedule of a choice."""
-        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
-        key: tuple[Hashable, ...] = ("schedule", *place)
+        key: tuple[Hashable, ...] = ("schedule", _place(choice), choice.n_microbatches)
         if choice.ordered_for_costs:
             key = (*key, self._costs_key(choice))
-        return _kept(self._graphs, key, lambda: self.problem.schedule(choice, costs))
+        return self._graphs.get(key, lambda: self.problem.schedule(choice, costs))
 
     def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration by the tasks of all replicas."""
@@ -200,62 +233,30 @@ class Evaluator:
         timeline = predict_timeline(
             self.problem.graph(choice, schedule), costs, memory_limit=limits
         )
-        needed = reserved_memory(timeline)
-        if (needed > np.array(limits)).any():
-            return too_full(choice, bounds, needed, limits)
+        needed, most = reserved_memory(timeline), np.array(limits)
+        if (needed > most).any():
+            return _too_full(choice, bounds, needed, most)
         return Evaluation(
             choice, timeline.makespan, bounds.step, float(needed.max()), timeline.bubble_fraction,
             "simulated",
         )  # fmt: skip
 
-    def _replica(self, choice: PlanChoice, costs: Costs) -> OneOfReplicas | None:
-        """Return the replica that stands for all; None if replicas differ."""
-        place = (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches)
-        replicated = choice.data_parallel > 1
-        key: tuple[Hashable, ...] = (*place, replicated, replicated and choice.shard_optimizer)
-        if choice.ordered_for_costs:
-            key = (*key, self._costs_key(choice))
-
-        def build() -> OneOfReplicas | None:
-            graph = _kept(self._graphs, key, lambda: lower_replica(
-                self._schedule(choice, costs),
-                replicated=replicated, shard_optimizer=choice.shard_optimizer,
-            ))  # fmt: skip
-            return OneOfReplicas.make(
-                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce,
-                self._get(("groups", *sizes, choice.pipeline_parallel), GroupRoutes),
-            )  # fmt: skip
-
-        sizes = (choice.tensor_parallel, choice.data_parallel)
-        return _kept(self._graphs, ("replica", key, sizes), build)
-
     def _reductions(self, choice: PlanChoice, costs: Costs) -> Reductions | None:
         """Return bounds on the reductions of each device."""
         dp, p = choice.data_parallel, choice.pipeline_parallel
         algorithm = "ring" if choice.shard_optimizer and dp > 1 else costs.all_reduce
-        return self._get(
+        return self._cache.get(
             ("reductions", choice.tensor_parallel, p, dp, algorithm),
             lambda: reductions(costs.network, dp, p, self.problem.layout, algorithm),
         )
 
     def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the layers of each stage."""
-        n_layers, model = self.problem.n_layers, self.problem.model
-        placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
-        if self.problem.is_even:
-            n_each, rest = divmod(n_layers, placement.n_stages)
-            return None if rest else (n_each,) * placement.n_stages
-        if isinstance(model, Layers):
-            if placement.n_stages > n_layers:
-                return None
-            seconds = [sum(x) for x in zip(*_layer_seconds(model), strict=True)]
-            return tuple(balanced_split(seconds, placement.n_stages))
-        parts = [self._parts(choice, gpu) for gpu in gpus]
-        return uniform_split(placement.paths[0], parts, n_layers)
+        return stages_of(self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
 
     def _parts(self, choice: PlanChoice, gpu: int) -> DeviceSeconds:
         """Return the seconds of a layer, of the embedding and of the head on one GPU."""
-        return self._get(
+        return self._cache.get(
             ("parts", self._layer_key(choice), gpu),
             lambda: DeviceSeconds(*self.problem.parts(choice, self.problem.cluster.gpus[gpu])),
         )
@@ -273,39 +274,28 @@ class Evaluator:
         place = (choice.schedule, choice.n_chunks)
         return (*key, place, self.problem.gpus_of_devices(choice))
 
-    def _get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a value of the cache, made at its first use."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]  # type: ignore[return-value]  # of this key
+
+class _Priced(NamedTuple):
+    """Costs of a configuration, and values that follow from them."""
+
+    costs: Costs
+    values: Cache
 
 
-def _kept(cache: dict[Hashable, object], key: Hashable, make: Callable[[], T]) -> T:
-    """Return a value of a cache of limited size, made at its first use."""
-    if key not in cache:
-        while len(cache) >= _MOST_GRAPHS:
-            del cache[next(iter(cache))]
-        cache[key] = make()
-    return cache[key]  # type: ignore[return-value]  # of this key
+def _place(choice: PlanChoice) -> tuple[str, int, int]:
+    """Return the values that the placement of a choice depends on."""
+    return choice.schedule, choice.pipeline_parallel, choice.n_chunks
 
 
-def _layer_seconds(model: Layers) -> list[tuple[float, ...]]:
-    """Return the seconds of the operations of each measured layer."""
-    names = ("forward", "backward") if "backward" in model.columns else (
-        "forward", "input_grad", "weight_grad"
-    )  # fmt: skip
-    return [tuple(model.columns[name]) for name in names]
-
-
-def too_full(
-    choice: PlanChoice, bounds: Bounds, needed: Floats, limits: list[float], where: str = ""
+def _too_full(
+    choice: PlanChoice, bounds: Bounds, needed: Floats, limits: Floats, where: str = ""
 ) -> Evaluation:
     """Return the evaluation of a configuration that does not fit."""
-    device = int((needed - np.array(limits)).argmax())
+    device = int((needed - limits).argmax())
+    most, limit = float(needed[device]), float(limits[device])
     reason = (
-        f"device {device} needs {format_bytes(float(needed[device]))} of "
-        f"{format_bytes(limits[device])}{where}, "
-        f"{format_bytes(float(needed[device]) - limits[device])} too much"
+        f"device {device} needs {format_bytes(most)} of {format_bytes(limit)}{where}, "
+        f"{format_bytes(most - limit)} too much"
     )
     return Evaluation(
         choice, math.nan, bounds.step, float(needed.max()), math.nan, "does not fit", reason

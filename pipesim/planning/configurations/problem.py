@@ -22,6 +22,7 @@ from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.ops import Op
 from pipesim.planning.cluster import Cluster
+from pipesim.planning.configurations.bounds import StageDevices
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.mixed_gpus import (
     kinds_of_devices,
@@ -219,16 +220,26 @@ class PlanProblem:
 
 
 class OrderFacts(NamedTuple):
-    """Placement of a schedule, whether it splits backwards, and the order of few micro-batches."""
+    """Facts of a schedule that hold for any number of micro-batches.
 
-    placement: Placement
+    Attributes
+    ----------
+    devices
+        Devices of its stages.
+    splits_backward
+        Whether it has I and W.
+    schedule
+        The order of few micro-batches.
+    """
+
+    devices: StageDevices
     splits_backward: bool
     schedule: Schedule
 
 
 def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
     """Return the placement of a schedule; errors are those of `order_facts`."""
-    return order_facts(name, n_devices, n_chunks).placement
+    return order_facts(name, n_devices, n_chunks).schedule.placement
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +261,8 @@ def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
             f"schedules has {name!r}, whose micro-batches take several paths or belong to several "
             "mini-batches; a plan has one of each"
         )
-    return OrderFacts(built.placement, _has_input_grads(built), built)
+    devices = StageDevices.of_placement(built.placement)
+    return OrderFacts(devices, _has_input_grads(built), built)
 
 
 def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) -> Costs:

@@ -8,12 +8,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from pipesim.errors import PipeError
 from pipesim.planning.configurations.bounds import Bounds
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator, too_full
+from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import invalid
 from pipesim.sweeps.worker_pool import LostCall, run_calls
@@ -179,9 +177,9 @@ def evaluate(
     try:
         memory = evaluator.memory(choice)
         if memory is not None:
-            limits = evaluator.problem.device_limits(choice)
-            if (memory > np.array(limits)).any():
-                return too_full(choice, bounds, memory, limits)
+            unfit = evaluator.unfit(choice, bounds, memory)
+            if unfit is not None:
+                return unfit
             bounds = Bounds(bounds.step, memory)
             if cannot_win(bounds):
                 return _cannot_win(choice, bounds)

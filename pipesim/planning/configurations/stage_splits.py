@@ -1,12 +1,17 @@
-"""Balanced splits of equal layers, an embedding and a head over the devices of a placement."""
+"""Splits of the layers of a plan's choices: even, or balanced over the devices of a placement."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["DeviceSeconds", "uniform_split"]
+from pipesim.costs.partition.balanced_split import balanced_split
+from pipesim.models.layers import Layers
+from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.problem import PlanProblem, placement_of
+
+__all__ = ["DeviceSeconds", "stages_of", "uniform_split"]
 
 
 class DeviceSeconds(NamedTuple):
@@ -15,6 +20,34 @@ class DeviceSeconds(NamedTuple):
     layer: float
     embedding: float
     head: float
+
+
+def stages_of(
+    problem: PlanProblem, choice: PlanChoice, seconds: Callable[[], Sequence[DeviceSeconds]]
+) -> tuple[int, ...] | None:
+    """Return the layers of each stage of a choice; None if there are too few.
+
+    ``seconds`` returns those of each device, for the layers of a transformer.
+    """
+    n_layers, model = problem.n_layers, problem.model
+    placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+    if problem.is_even:
+        n_each, rest = divmod(n_layers, placement.n_stages)
+        return None if rest else (n_each,) * placement.n_stages
+    if isinstance(model, Layers):
+        if placement.n_stages > n_layers:
+            return None
+        layers = [sum(x) for x in zip(*_layer_seconds(model), strict=True)]
+        return tuple(balanced_split(layers, placement.n_stages))
+    return uniform_split(placement.paths[0], seconds(), n_layers)
+
+
+def _layer_seconds(model: Layers) -> list[tuple[float, ...]]:
+    """Return the seconds of the operations of each measured layer."""
+    names = ("forward", "backward") if "backward" in model.columns else (
+        "forward", "input_grad", "weight_grad"
+    )  # fmt: skip
+    return [tuple(model.columns[name]) for name in names]
 
 
 def uniform_split(
