@@ -58,7 +58,8 @@ def exact_sums(weights: Floats) -> ExactSums | int:
     if not divisor:  # all weights are zero
         low, high, divisor = 1, 1, 1
     n_bits = int(high - low) + 54 - int(divisor).bit_length() + len(weights).bit_length()
-    limbs = np.zeros((len(weights) + 1, max(1, -(-n_bits // BITS))), dtype=np.int64)
+    limbs = np.empty((len(weights) + 1, max(1, -(-n_bits // BITS))), dtype=np.int64)
+    limbs[0] = 0
     _add_up(bits, low, divisor, limbs)
     return ExactSums(limbs, int(low) - 1075, int(divisor))
 
@@ -99,7 +100,7 @@ def _common_unit(bits: Ints) -> tuple[int, int, int, int]:
 
 @kernel()
 def _add_up(bits: Ints, low: int, divisor: int, sums: Ints) -> None:
-    """Fill the sums of weights with a unit; see `_common_unit`. The first sum is zero."""
+    """Fill the sums of weights with a unit, but the first; see `_common_unit`."""
     n_limbs = sums.shape[1]
     for i in range(len(bits)):
         for limb in range(n_limbs):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.partition import near_even
+from pipesim.costs.partition import exact_choice, near_even
+from pipesim.costs.partition.exact_sums import to_limbs
 from pipesim.errors import ArgumentError, CostsWarning
 
 Score = tuple[Fraction, Fraction, tuple[int, ...]]
@@ -88,6 +89,24 @@ def test_compiled_as_python() -> None:
         with kernels.compiled():
             assert ps.balanced_split(seconds, n_stages) == expected
         assert ps.balanced_split(seconds.tolist(), n_stages) == expected
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.3], [0.1, 0.2, 0.3], [1.0, 1 + 2**-52, 2**-40]])
+def test_splits_that_floats_cannot_tell_apart(values: list[float]) -> None:
+    """Weights without a common unit in turn: exact sums decide among many splits."""
+    for n_stages in (5, 8):
+        seconds = [*np.tile(values, 33)[:64].tolist(), 7 * values[0]]
+        assert ps.balanced_split(seconds, n_stages) == dynamic_program(seconds, n_stages)
+
+
+@given(st.lists(st.integers(0, 2**186 - 1), min_size=3, max_size=3), st.integers(0, 2**372))
+def test_squares_are_exact(numbers: list[int], before: int) -> None:
+    """The square of a stage less a level, of either sign, is added to a sum in limbs of 31 bits."""
+    first, end, level = numbers
+    total = np.array([before >> 31 * k & 2**31 - 1 for k in range(13)])
+    sums = np.array([to_limbs(first, 3), to_limbs(first + end, 3)])
+    exact_choice._add_square(sums, to_limbs(level, 3), 0, 1, np.zeros(6, dtype=np.int64), total)
+    assert sum(int(limb) << 31 * k for k, limb in enumerate(total)) == before + (end - level) ** 2
 
 
 @pytest.mark.slow
