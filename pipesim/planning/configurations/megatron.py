@@ -64,11 +64,10 @@ def _check(choice: PlanChoice) -> None:
             f"schedules={list(_SCHEDULES)}, or run the schedule with pipeexec"
         )
     chunked = choice.schedule == "interleaved_1f1b"
-    if chunked != (choice.n_chunks > 1) or (chunked and choice.pipeline_parallel == 1):
+    if chunked and 1 in (choice.pipeline_parallel, choice.n_chunks):
         raise ArgumentError(
-            f"Megatron-LM runs interleaved_1f1b with at least 2 devices and 2 chunks, and 1f1b "
-            f"with 1 chunk; got {choice.schedule} with pipeline_parallel="
-            f"{choice.pipeline_parallel} and n_chunks={choice.n_chunks}"
+            "Megatron-LM runs interleaved_1f1b with at least 2 devices and 2 chunks; got "
+            f"pipeline_parallel={choice.pipeline_parallel} and n_chunks={choice.n_chunks}"
         )
     rest = choice.n_microbatches % choice.pipeline_parallel
     if chunked and rest:

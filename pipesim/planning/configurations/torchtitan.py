@@ -31,10 +31,9 @@ class _TorchSchedule(NamedTuple):
     needs: str = ""
 
 
-def _whole_rounds(choice: PlanChoice) -> bool:
-    """Whether the micro-batches are rounds of equal length, as torch asks of looped schedules."""
-    rounds = max(1, choice.n_microbatches // choice.pipeline_parallel)
-    return choice.n_chunks > 1 and choice.n_microbatches % rounds == 0
+def _has_chunks(choice: PlanChoice) -> bool:
+    """Whether devices have several stages."""
+    return choice.n_chunks > 1
 
 
 def _enough(choice: PlanChoice) -> bool:
@@ -42,14 +41,14 @@ def _enough(choice: PlanChoice) -> bool:
     return choice.n_microbatches >= choice.n_stages
 
 
-_ROUNDS = "at least 2 chunks, and a multiple of n_microbatches // pipeline_parallel micro-batches"
+_CHUNKS = "at least 2 chunks"
 _ENOUGH = "at least as many micro-batches as stages"
 _SCHEDULES: Mapping[str, _TorchSchedule] = {
     "gpipe": _TorchSchedule("GPipe"),
     "1f1b": _TorchSchedule("1F1B", _enough, _ENOUGH),
-    "interleaved_1f1b": _TorchSchedule("Interleaved1F1B", _whole_rounds, _ROUNDS),
-    "interleaved_zb": _TorchSchedule("InterleavedZeroBubble", _whole_rounds, _ROUNDS),
-    "looped_bfs": _TorchSchedule("LoopedBFS", lambda x: x.n_chunks > 1, "at least 2 chunks"),
+    "interleaved_1f1b": _TorchSchedule("Interleaved1F1B", _has_chunks, _CHUNKS),
+    "interleaved_zb": _TorchSchedule("InterleavedZeroBubble", _has_chunks, _CHUNKS),
+    "looped_bfs": _TorchSchedule("LoopedBFS", _has_chunks, _CHUNKS),
     "zbv": _TorchSchedule("ZBVZeroBubble"),
     "dualpipev": _TorchSchedule("DualPipeV", _enough, _ENOUGH),
 }

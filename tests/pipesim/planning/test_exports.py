@@ -99,13 +99,21 @@ def test_the_order_of_ranks() -> None:
     ("choice", "message"),
     [
         (
-            replace(CHOICE, schedule="zbv", n_chunks=2),
+            replace(CHUNKED, schedule="zbv"),
             r"no schedule 'zbv'; it runs 1f1b, .* Plan with schedules=\[",
         ),
-        (replace(CHUNKED, n_chunks=1), "at least 2 devices and 2 chunks"),
-        (replace(CHOICE, n_chunks=2), "1f1b with 1 chunk; got 1f1b .* n_chunks=2"),
         (
-            replace(CHUNKED, pipeline_parallel=4, n_microbatches=2, data_parallel=8),
+            replace(CHUNKED, n_chunks=1, layers_per_stage=(4, 4)),
+            "at least 2 devices and 2 chunks",
+        ),
+        (
+            replace(
+                CHUNKED,
+                pipeline_parallel=4,
+                n_microbatches=2,
+                data_parallel=8,
+                layers_per_stage=(1,) * 8,
+            ),
             "a multiple of pipeline_parallel=4 micro-batches; got 2",
         ),
     ],
@@ -225,8 +233,8 @@ def test_files_of_orders_that_torchtitan_cannot_take(
         (replace(ALONE, schedule="gpipe"), "one after the other, as 1f1b on one device"),
         (replace(DEEP, n_microbatches=2, data_parallel=8), "at least as many micro-batches as st"),
         (
-            replace(CHUNKED, pipeline_parallel=4, n_microbatches=11, data_parallel=1),
-            "Interleaved1F1B needs .* n_microbatches=11",
+            replace(CHUNKED, n_chunks=1, layers_per_stage=(4, 4)),
+            "Interleaved1F1B needs at least 2 chunks; got .* n_chunks=1",
         ),
         (replace(CHOICE, sequence_parallel=False), "always splits the sequence"),
         (replace(DEEP, shard_optimizer=False), "replicates parameters only without"),
