@@ -74,7 +74,15 @@ class KindRoutes:
     @cached_property
     def messages(self) -> Routes:
         """Links, latency and bandwidth of ``transfers``."""
-        source, target = map(self.true_devices, message_ends(self.graph, self.transfers))
+        n, (links, latency, bandwidth) = len(self.transfers), self.all_messages
+        return Routes(links[:n], latency[:n], bandwidth[:n])
+
+    @cached_property
+    def all_messages(self) -> Routes:
+        """Links, latency and bandwidth of ``transfers`` of all replicas, one after the other."""
+        source, target = message_ends(self.graph, self.transfers)
+        if self.replicas is not None:
+            source, target = self.replicas[:, source].ravel(), self.replicas[:, target].ravel()
         return self.network.resolve(source, target, self.n_devices)
 
     @cached_property
@@ -170,7 +178,8 @@ class KindRoutes:
         if key not in groups:
             devices = np.unique(own if self.replicas is None else self.replicas[:, own])
             groups[key] = GroupRoute(devices, self.n_devices, self.network, name)
-        own_rows = [(number, members[stage == number]) for number in np.unique(stage).tolist()]
+        stages = sorted(set(stage.tolist()))
+        own_rows = [(number, members[stage == number]) for number in stages]
         rows = tuple(
             StageMembers(number, Op(kinds.op[x[0]]), int(kinds.part[x[0]]), x)
             for number, x in own_rows

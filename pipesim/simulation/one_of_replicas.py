@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import KindRoutes, message_ends
+from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.compute_tasks import compute_kinds
@@ -25,13 +24,12 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds
 from pipesim.network.network import Network
-from pipesim.ops import COMPUTE, SENDS, Op
-from pipesim.scheduling.placement import Layout, replica_devices
+from pipesim.ops import COMPUTE, Op
+from pipesim.scheduling.placement import Layout
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
 from pipesim.simulation.engines.plan import Plan, make_plan
-from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
-from pipesim.utils.csr import Ints
+from pipesim.simulation.replica_routes import ReplicaRoutes, SharedRoutes
 
 __all__ = ["OneOfReplicas", "ReplicaTimes", "replica_memory_graph"]
 
@@ -67,12 +65,15 @@ class OneOfReplicas:
 
     Attributes
     ----------
-    routes
-        Graph of the replica, and the network between the devices of all replicas.
+    graph
+        Tasks of the replica; its ``options.n_equal`` is the number of replicas.
+    replica_routes
+        Network between the devices of all replicas.
     """
 
-    routes: KindRoutes
-    _plans: dict[bytes, Plan | None] = field(default_factory=dict)
+    graph: TaskGraph
+    replica_routes: ReplicaRoutes
+    _plans: dict[bytes, Plan] = field(default_factory=dict)
     _competes: bool = False  # for links under some costs, and so probably under others
 
     @classmethod
@@ -83,21 +84,21 @@ class OneOfReplicas:
         layout: Layout,
         network: Network,
         all_reduce: str,
-        groups: GroupRoutes | None = None,
+        shared: SharedRoutes | None = None,
     ) -> OneOfReplicas | None:
         """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
 
-        ``groups`` are those of `KindRoutes`.
+        ``shared`` has the routes of other replicas of this network, number and layout.
         """
         graph = replace(graph, options=replace(graph.options, n_equal=n_replicas))
-        devices = replica_devices(n_replicas, graph.n_devices, layout)
-        routes = KindRoutes(graph, network, all_reduce, devices, {} if groups is None else groups)
-        return cls(routes) if _messages_are_equal(routes) else None
+        shared = SharedRoutes() if shared is None else shared
+        routes = shared.routes(graph, layout, network, all_reduce)
+        return None if routes is None else cls(graph, routes)
 
     @property
-    def graph(self) -> TaskGraph:
-        """Tasks of the replica; its ``options.n_equal`` is the number of replicas."""
-        return self.routes.graph
+    def routes(self) -> KindRoutes:
+        """Rows of the kinds of the replica."""
+        return self.replica_routes.kinds
 
     @cached_property
     def _compute_counts(self) -> Floats:
@@ -126,66 +127,10 @@ class OneOfReplicas:
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
         """Return the engine's columns, whose links depend on which tasks take any time."""
-        pattern = (table.duration > 0).tobytes() + (table.nbytes > 0).tobytes()
+        pattern, links = self.replica_routes.links(table)
+        if links is None:
+            return None
         if pattern not in self._plans:
-            links = self._links(table)
-            self._plans[pattern] = None
-            if links is not None:
-                tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
-                self._plans[pattern] = make_plan(self.graph, tasks)
+            tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
+            self._plans[pattern] = make_plan(self.graph, tasks)
         return self._plans[pattern]
-
-    def _links(self, table: CostTable) -> Ints | None:
-        """Return the links of each kind, those of collectives also of other replicas."""
-        routes = self.routes
-        lasts = table.duration > 0  # a task of 0 s holds no link
-        sends = np.flatnonzero(lasts & self.graph.kinds.is_op(SENDS))
-        sent = _links_of_all(routes, sends)
-        held = [x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]]
-        width = max((x.group.links.shape[1] for x in held), default=0)
-        members = np.concatenate([x.members for x in held]) if held else np.empty(0, np.int64)
-        joined = np.full((len(sent), len(members), width), -1, dtype=np.int64)
-        column = 0
-        for route in held:
-            devices = _devices(routes)[:, self.graph.kinds.device[route.members]]
-            links = route.group.links_of(devices)
-            joined[:, column : column + len(route.members), : links.shape[2]] = links
-            column += len(route.members)
-        return links_of_first_copy(
-            HeldLinks(sends, sent, members, joined), self.graph.stream_of_kind
-        )
-
-
-def _devices(routes: KindRoutes) -> Ints:
-    """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
-    return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
-
-
-def _links_of_all(routes: KindRoutes, sends: Ints) -> Ints:
-    """Return the links that SENDs of all replicas hold; shape ``(n_replicas, n, most)``."""
-    devices = _devices(routes)
-    source, target = message_ends(routes.graph, sends)
-    routed = routes.network.resolve(
-        devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
-    )
-    return routed.links.reshape(len(devices), len(sends), routed.links.shape[1])
-
-
-def _messages_are_equal(routes: KindRoutes) -> bool:
-    """Return whether messages of all replicas have the same latency and bandwidth.
-
-    Messages between the first and the last stage count too: a tied matrix is summed there.
-    """
-    devices, graph = _devices(routes), routes.graph
-    source, target = message_ends(graph, routes.transfers)
-    ends = graph.homes[0, [0, -1]]
-    if ends[0] != ends[1]:
-        source, target = np.append(source, ends), np.append(target, ends[::-1])
-    routed = routes.network.resolve(
-        devices[:, source].ravel(), devices[:, target].ravel(), routes.n_devices
-    )
-    for values in (routed.latency, routed.bandwidth):
-        rows = values.reshape(len(devices), -1)
-        if (rows != rows[0]).any():
-            return False
-    return True

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_routes import GroupRoutes
 from pipesim.costs.costs import Costs
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower_replica import lower_replica
@@ -30,6 +29,7 @@ from pipesim.planning.configurations.problem import PlanProblem, order_facts
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, stages_of
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.one_of_replicas import OneOfReplicas, replica_memory_graph
+from pipesim.simulation.replica_routes import SharedRoutes
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
@@ -154,7 +154,7 @@ class Evaluator:
             ))  # fmt: skip
             return OneOfReplicas.make(
                 graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce,
-                self._cache.get(("groups", *sizes, choice.pipeline_parallel), GroupRoutes),
+                self._cache.get(("routes", *sizes, choice.pipeline_parallel), SharedRoutes),
             )  # fmt: skip
 
         sizes = (choice.tensor_parallel, choice.data_parallel)
