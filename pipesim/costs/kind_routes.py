@@ -5,6 +5,7 @@ Nothing in it depends on seconds and bytes, so that it serves all costs of one n
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -128,14 +129,46 @@ class KindRoutes:
     @cached_property
     def collectives(self) -> tuple[CollectiveRoute, ...]:
         """Collectives, without repeated ones, whose members have the same kinds."""
-        kinds = self.graph.kinds
+        kinds, rows = self.graph.kinds, self.graph.collectives
+        if not len(rows):
+            return ()
+        members = self.graph.kind[rows.values]
+        stage, device, first = kinds.stage[members], kinds.device[members], rows.ptr[:-1]
+        exchanges = np.logical_or.reduceat(kinds.op[members] == Op.ALL_TO_ALL, first).tolist()
+        halves = np.logical_or.reduceat(self.graph.optimizer_shares[stage] > 1, first).tolist()
         done, routes = ~kinds.is_op(COLLECTIVES), []
-        for row in range(len(self.graph.collectives)):
-            members = self.graph.kind[self.graph.collectives[row]]
-            if not done[members].all():
-                routes.append(self._collective(members))
-                done[members] = True
+        for row, (begin, end) in enumerate(itertools.pairwise(rows.ptr.tolist())):
+            own = members[begin:end]
+            if done[own].all():
+                continue
+            done[own] = True
+            name = "all_to_all" if exchanges[row] else "ring" if halves[row] else self.all_reduce
+            devices = device[begin:end]
+            routes.append(
+                CollectiveRoute(
+                    own,
+                    self._members_by_stage(own, stage[begin:end]),
+                    self.true_devices(devices),
+                    self._group(devices, name),
+                )
+            )
         return tuple(routes)
+
+    def _group(self, devices: Ints, algorithm: str) -> GroupRoute:
+        """Return the network between the members of a collective on ``devices`` of the graph."""
+        key = (np.sort(devices).tobytes(), algorithm)
+        if key not in self.groups:
+            members = np.unique(devices if self.replicas is None else self.replicas[:, devices])
+            self.groups[key] = GroupRoute(members, self.n_devices, self.network, algorithm)
+        return self.groups[key]
+
+    def _members_by_stage(self, members: Ints, stage: Ints) -> tuple[StageMembers, ...]:
+        """Return the members of a collective, given the stage of each, by stage."""
+        kinds, numbers = self.graph.kinds, sorted(set(stage.tolist()))
+        rows = [(k, members[stage == k] if len(numbers) > 1 else members) for k in numbers]
+        return tuple(
+            StageMembers(k, Op(kinds.op[own[0]]), int(kinds.part[own[0]]), own) for k, own in rows
+        )
 
     @cached_property
     def whole_reductions(self) -> dict[Op, WholeReductions]:
@@ -163,28 +196,6 @@ class KindRoutes:
         """Members of reductions of buckets and of exchanges, each with its collective."""
         pairs = ((route, members) for route in self.collectives for members in route.rows)
         return tuple(pair for pair in pairs if not pair[1].is_whole)
-
-    def _collective(self, members: Ints) -> CollectiveRoute:
-        """Return the route of one collective."""
-        kinds, groups = self.graph.kinds, self.groups
-        stage, own = kinds.stage[members], kinds.device[members]
-        if (kinds.op[members] == Op.ALL_TO_ALL).any():
-            name = "all_to_all"
-        elif (self.graph.optimizer_shares[stage] > 1).any():
-            name = "ring"
-        else:
-            name = self.all_reduce
-        key = (np.sort(own).tobytes(), name)
-        if key not in groups:
-            devices = np.unique(own if self.replicas is None else self.replicas[:, own])
-            groups[key] = GroupRoute(devices, self.n_devices, self.network, name)
-        stages = sorted(set(stage.tolist()))
-        own_rows = [(number, members[stage == number]) for number in stages]
-        rows = tuple(
-            StageMembers(number, Op(kinds.op[x[0]]), int(kinds.part[x[0]]), x)
-            for number, x in own_rows
-        )
-        return CollectiveRoute(members, rows, self.true_devices(own), groups[key])
 
 
 def message_ends(graph: TaskGraph, transfers: Ints) -> tuple[Ints, Ints]:

@@ -9,7 +9,7 @@ those of `pipesim.simulate` for all replicas, to the last bit, under the conditi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +42,18 @@ def replica_memory_graph(schedule: Schedule) -> TaskGraph:
     Its optimizer has `LoweringOptions.n_equal` shares. The graph has no tasks, and stands for any
     order of them in one mini-batch.
     """
-    kinds, _ = compute_kinds(schedule)
-    device = np.array(schedule.placement.paths[0])
-    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
-    gathers = Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero)
+    kinds = _with_gathers(compute_kinds(schedule)[0])
     options = LoweringOptions(weight_versions=schedule.weight_versions)
     none = np.empty(0, dtype=np.int32)
-    return TaskGraph.of_kinds(kinds.joined(gathers), none, none, options=options)
+    return TaskGraph.of_kinds(kinds, none, none, options=options)
+
+
+@lru_cache(maxsize=32)
+def _with_gathers(kinds: Kinds) -> Kinds:
+    """Add the kinds of UNSHARD, of each stage of the first replica."""
+    device = kinds.homes[0]
+    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
+    return kinds.joined(Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero))
 
 
 class ReplicaTimes(NamedTuple):
