@@ -229,7 +229,7 @@ class TaskGraph:
         """
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK, FEWER_TASKS)
         n_devices = int(kinds.device.max(initial=0)) + 1
-        n_stages = int(kinds.stage.max(initial=0)) + 1
+        n_replicas, n_stages = kinds.homes.shape
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         streams, stream_of_kind = kinds.streams
         groups = group_sizes(options.grad_sync, n_stages)
@@ -241,7 +241,7 @@ class TaskGraph:
             n_devices=n_devices,
             n_stages=n_stages,
             n_microbatches=n_microbatches,
-            n_replicas=int(kinds.replica.max(initial=0)) + 1,
+            n_replicas=n_replicas,
             kinds=kinds,
             kind=kind,
             microbatch=microbatch,
@@ -504,11 +504,10 @@ class TaskGraph:
 
         1 for a stage without UNSHARD; shape ``(n_stages,)``.
         """
-        shares = np.ones(self.n_stages, dtype=np.int64)
-        gathers = self.kinds.op == Op.UNSHARD
-        for stage in np.unique(self.kinds.stage[gathers]).tolist():
-            members = self.kinds.replica[gathers & (self.kinds.stage == stage)]
-            shares[stage] = len(np.unique(members)) * self.options.n_equal
+        gathers = np.zeros((self.n_replicas, self.n_stages), dtype=bool)
+        own = self.kinds.op == Op.UNSHARD
+        gathers[self.kinds.replica[own], self.kinds.stage[own]] = True
+        shares: Ints = np.maximum(1, gathers.sum(axis=0) * self.options.n_equal)
         return shares
 
     @cached_property

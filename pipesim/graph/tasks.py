@@ -278,22 +278,6 @@ class Kinds:
         _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
         return number.ravel()
 
-    def replicated(self, devices: Ints) -> Kinds:
-        """Return copies, each on its own devices: row ``c`` of ``devices`` has those of copy c.
-
-        Kind ``k`` of copy ``c`` is number ``c * len(self) + k``; its replica is
-        ``c * n + r`` if it was replica ``r`` of ``n``.
-        """
-        copy = np.repeat(np.arange(len(devices)), len(self))
-        columns = {name: np.tile(getattr(self, name), len(devices)) for name in _COLUMNS}
-        stream = columns["stream"]
-        peer = devices[copy, np.maximum(stream - 1, 0) // 2]
-        moved = np.where(stream % 2 == 1, StreamKind.send(peer), StreamKind.recv(peer))
-        columns["stream"] = np.where(stream > 0, moved, stream)
-        columns["device"] = devices[copy, columns["device"]]
-        columns["replica"] += copy * (int(self.replica.max(initial=0)) + 1)
-        return Kinds(**columns)
-
 
 _COLUMNS = tuple(column.name for column in fields(Kinds))
 

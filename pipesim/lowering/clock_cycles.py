@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.cycle_loop import LoopInputs, LoopOutput, LoopState, issue_tasks
 from pipesim.scheduling.memory_checks import check_graph
 from pipesim.utils.csr import CSR, Ints, count
 
-__all__ = ["Issued", "Partners", "issue", "replicated"]
+__all__ = ["Issued", "Partners", "issue", "replicated", "replicated_kinds"]
 
 
 class Partners(NamedTuple):
@@ -27,7 +29,7 @@ class Partners(NamedTuple):
     send, recv
         Kinds of the two ends of each message.
     channel
-        Number of each message's pair of devices.
+        Number of each message's pair of devices, from 0 without gaps.
     out, into
         CSR: row ``k`` has the messages of the result of kind ``k``, and those that kind ``k``
         needs.
@@ -116,7 +118,6 @@ def issue(
     n_tasks = len(compute) + 2 * int(sent.sum()) + n_reductions + n_exchanges
     check_graph(n_tasks * n_replicas)
     starts, runs, finishes = _cycles(compute, cycle)
-    channel = np.unique(partners.channel, return_inverse=True)[1]
     output = _new_output(n_tasks, len(runs), n_reductions + 2 * n_exchanges)
     issue_tasks(
         LoopInputs(
@@ -125,12 +126,12 @@ def issue(
             *(partners.out.ptr, partners.out.values, partners.into.ptr, partners.into.values),
             *(partners.before.ptr, partners.before.values),
             *(partners.after.ptr, partners.after.values),
-            *(partners.send, partners.recv, channel, partners.adds_to, partners.reduce),
+            *(partners.send, partners.recv, partners.channel, partners.adds_to, partners.reduce),
             row_size,
             numbered,
             overlap,
         ),
-        _new_state(left, channel, sent, 0 if overlap else compute.n_microbatches),
+        _new_state(left, partners.channel, sent, 0 if overlap else compute.n_microbatches),
         output,
     )
     ends = np.sort(np.concatenate([output.ends.ravel(), output.joined]))
@@ -203,6 +204,23 @@ def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
     start, end = cycle.copy(), cycle.copy()
     start[backward], end[forward] = cycle[forward], cycle[backward]
     return CSR.group(start, n_cycles), runs, CSR.group(end, n_cycles)
+
+
+def replicated_kinds(own: Kinds, devices: Ints) -> Kinds:
+    """Return copies of kinds: row ``c`` of ``devices`` has the devices of copy ``c``.
+
+    Kind ``k`` of copy ``c`` is number ``c * len(own) + k``; its replica is ``c * n + r`` if it was
+    replica ``r`` of ``n``.
+    """
+    copy = np.repeat(np.arange(len(devices)), len(own))
+    columns = {f.name: np.tile(getattr(own, f.name), len(devices)) for f in fields(own)}
+    stream = columns["stream"]
+    peer = devices[copy, np.maximum(stream - 1, 0) // 2]
+    moved = np.where(stream % 2 == 1, StreamKind.send(peer), StreamKind.recv(peer))
+    columns["stream"] = np.where(stream > 0, moved, stream)
+    columns["device"] = devices[copy, columns["device"]]
+    columns["replica"] += copy * len(own.homes)
+    return Kinds(**columns)
 
 
 def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:

@@ -139,7 +139,8 @@ def _add_messages(
             Kinds(np.full_like(stage, send), source, stage, replica, codes[0], none, send_peer),
             Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, recv_peer),
         )
-    send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
+    send_kind, recv_kind, pairs = (np.concatenate(column) for column in zip(*ends, strict=True))
+    channel = np.unique(pairs, return_inverse=True)[1]
     return kinds, (send_kind, recv_kind, channel, _rows(out, n_kinds), _rows(into, n_kinds))
 
 

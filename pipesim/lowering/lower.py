@@ -16,7 +16,7 @@ from pipesim.graph.options import LoweredSchedule, LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import border_crossings, checked_skips
 from pipesim.graph.verify import verify
-from pipesim.lowering.clock_cycles import issue, replicated
+from pipesim.lowering.clock_cycles import issue, replicated, replicated_kinds
 from pipesim.lowering.communication import add_partners
 from pipesim.lowering.exchanges import (
     ExchangeWork,
@@ -263,7 +263,7 @@ def lower(
     del compute, cycles
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
-        kinds = kinds.replicated(replica_devices(n_replicas, schedule.n_devices, layout))
+        kinds = replicated_kinds(kinds, replica_devices(n_replicas, schedule.n_devices, layout))
     kind, microbatch = issued.kind, issued.microbatch
     if overlap and streams == "per_microbatch":
         kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)
