@@ -35,8 +35,6 @@ from pipesim.utils.csr import Ints
 
 __all__ = ["graph_bound"]
 
-#: What is bounded: the end of the last task, or the longest time of any device from its first
-#: start to its last end, without STEP.
 #: Relative error of sums of times that are no whole numbers, at least.
 _ROUNDING = 1e-12
 
@@ -60,7 +58,7 @@ def graph_bound(
     - the longest path;
     - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths;
     - the latest horizon that `pipesim.analysis.lower_bounds.horizon` excludes. It leaves out
-      devices with more than four lanes besides W and R, or with too many states, and stops after a
+      devices with more than six lanes besides W and R, or with too many states, and stops after a
       fixed number of steps, about half a second.
 
     A bound on the span is the largest over devices, and lower for placements with several paths:

@@ -11,29 +11,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipesim.analysis.lower_bounds.device_orders import (
-    DeviceLanes,
-    StateSpace,
-    can_run,
-    count_of,
-    fill_earliest,
-    fill_latest,
-    held_bytes,
-    new_states,
-    set_ranges,
-    state_index,
-)
+from pipesim.analysis.lower_bounds.device_orders import DeviceLanes, StateSpace, new_states
 from pipesim.analysis.lower_bounds.lanes import Floats
 from pipesim.analysis.lower_bounds.longest_paths import Places, heads_pass, tails_pass
 from pipesim.analysis.lower_bounds.spans import NO_SPANS, Spans, limit_spans
+from pipesim.analysis.lower_bounds.state_times import (
+    fill_earliest,
+    fill_latest,
+    following_index,
+    keep_numbers,
+    set_ranges,
+    slot_of,
+)
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
 __all__ = ["MOST_VISITS", "Windows"]
 
-#: States of a device up to which its orders are counted, and visits of states and places after
-#: which no further horizon is excluded: about half a second.
-MOST_STATES, MOST_VISITS = 500_000, 20_000_000
+#: Visits of states and places after which no further horizon is excluded: about half a second.
+MOST_VISITS = 20_000_000
 #: States of a device from which a kernel that was compiled before is loaded at once.
 _FEW_STATES = 20
 #: Shares of the horizon: changes of windows that are rounding, and that are worth another round.
@@ -77,22 +73,29 @@ class Windows:
         spans: Spans = NO_SPANS,
     ) -> Windows:
         """Return windows with all their visits left."""
-        products = np.prod(lanes.n_tasks + 1.0, axis=1)
-        n_states = int(min(products.max(initial=1.0), MOST_STATES))
         visits = np.array([MOST_VISITS], dtype=np.int64)
-        return cls(places, lanes, head, tail, visits, new_states(lanes, n_states), spans)
+        return cls(places, lanes, head, tail, visits, new_states(lanes), spans)
 
     def allow(self, horizon: float) -> bool:
         """Return whether windows are left for all tasks, as far as the visits can tell."""
         return self.narrow(self.head.copy(), self.tail.copy(), horizon)
 
-    def narrow(self, head: Floats, tail: Floats, horizon: float) -> bool:
-        """Change heads and tails to those within a horizon; return whether windows are left."""
+    def narrow(self, head: Floats, tail: Floats, horizon: float, row: int = -1) -> bool:
+        """Change heads and tails to those within a horizon; return whether windows are left.
+
+        With ``row``, all other rows are as narrow as they get from their own orders.
+        """
         if len(self.space.earliest) > _FEW_STATES and _windows_are_left.cached:
             _windows_are_left.compile()
         due = np.empty_like(head)
+        space = self.space
+        if row >= 0:
+            space.start[:], space.end[:] = head[self.lanes.place], horizon - tail[self.lanes.place]
+            space.fewest[:], space.greatest[:] = space.least, space.most
+        else:
+            space.is_counted[:] = False
         return _windows_are_left(
-            self.places, self.lanes, self.space, self.spans, head, tail, due, self.visits, horizon
+            self.places, self.lanes, space, self.spans, head, tail, due, self.visits, horizon, row
         )
 
     @staticmethod
@@ -101,9 +104,83 @@ class Windows:
         _windows_are_left.compile()
 
 
+# Helpers of the kernel.
+
+
+def _has_changed(
+    lanes: DeviceLanes, space: StateSpace, row: int, head: Floats, due: Floats, slack: float
+) -> bool:
+    """Return whether windows of a row are narrower than when its orders were counted last."""
+    if not space.is_counted[row]:
+        return True
+    for lane in range(lanes.n_tasks.shape[1]):
+        first = lanes.first[row, lane]
+        for k in range(first, first + lanes.n_tasks[row, lane]):
+            place = lanes.place[k]
+            if head[place] > space.start[k] + slack or due[place] < space.end[k] - slack:
+                return True
+    return False
+
+
+def _count_orders(
+    lanes: DeviceLanes, space: StateSpace, row: int, head: Floats, due: Floats, slack: float
+) -> int:
+    """Count the orders of a row; return the number of visits, or -1 if no order is left."""
+    n_indices = set_ranges(lanes, space, row, head, due, slack)
+    for lane in range(1, len(space.stride)):
+        if space.low[lane, 0] > 0:
+            return -1
+    space.is_counted[row] = n_indices <= space.too_many[row] / 2.0
+    n_states = 0
+    if space.is_counted[row]:
+        n_states = fill_earliest(lanes, space, row, head, due, slack)
+        if n_states < 0:
+            space.is_counted[row], space.too_many[row] = False, n_indices
+            n_states = len(space.state_index)
+    if not space.is_counted[row]:
+        keep_numbers(space, row)
+        return n_states
+    for lane in range(len(space.stride)):
+        if space.done[n_states - 1, lane] < lanes.n_tasks[row, lane]:
+            return -1
+    fill_latest(lanes, space, row, head, due, slack, n_states)
+    return n_states
+
+
+def _set_windows(
+    lanes: DeviceLanes, space: StateSpace, row: int, head: Floats, tail: Floats, horizon: float
+) -> float:
+    """Narrow the windows of a row to those of its orders; return the largest change (s)."""
+    largest = 0.0
+    for lane in range(lanes.n_tasks.shape[1]):
+        first = lanes.first[row, lane]
+        for k in range(first, first + lanes.n_tasks[row, lane]):
+            place, later = lanes.place[k], horizon - space.end[k]
+            largest = max(largest, space.start[k] - head[place], later - tail[place])
+            head[place] = max(head[place], space.start[k])
+            tail[place] = max(tail[place], later)
+    return largest
+
+
+def _narrow_along_arcs(
+    places: Places, spans: Spans, head: Floats, tail: Floats, due: Floats, horizon: float,
+    slack: float,
+) -> bool:  # fmt: skip
+    """Narrow windows along arcs, and set the latest ends; return whether all tasks have one."""
+    heads_pass(places.ptr, places.before, places.lag, places.seconds, head)
+    tails_pass(places.ptr, places.before, places.lag, places.seconds, tail)
+    limit_spans(places, spans, head, tail, horizon)
+    for place in range(len(head)):
+        due[place] = horizon - tail[place]
+        if head[place] + places.seconds[place] > due[place] + slack:
+            return False
+    return True
+
+
 @kernel(
-    heads_pass, tails_pass, limit_spans, set_ranges, state_index, can_run, count_of, held_bytes,
-    fill_earliest, fill_latest, allocates=False,
+    heads_pass, tails_pass, limit_spans, set_ranges, following_index, keep_numbers, slot_of,
+    fill_earliest, fill_latest, _has_changed, _count_orders, _set_windows, _narrow_along_arcs,
+    allocates=False,
 )  # fmt: skip
 def _windows_are_left(
     places: Places,
@@ -115,48 +192,34 @@ def _windows_are_left(
     due: Floats,
     visits: Ints,
     horizon: float,
+    changed: int,
 ) -> bool:
     """Narrow windows until nothing changes; return False if none is left for a task.
 
-    ``head`` and ``tail`` are changed. ``due`` gets the latest end of each place.
+    ``head`` and ``tail`` are changed. ``due`` gets the latest end of each place. ``changed`` is a
+    row that is counted anew even if its windows are as they were.
     """
-    slack = _ROUNDING * horizon
-    while visits[0] > 0:
-        visits[0] -= len(head)
-        heads_pass(places.ptr, places.before, places.lag, places.seconds, head)
-        tails_pass(places.ptr, places.before, places.lag, places.seconds, tail)
-        limit_spans(places, spans, head, tail, horizon)
-        for place in range(len(head)):
-            due[place] = horizon - tail[place]
-            if head[place] + places.seconds[place] > due[place] + slack:
-                return False
-        largest = 0.0
-        for device in range(len(lanes.room)):
-            n_states = set_ranges(lanes, space, device, head, due, slack)
-            space.is_counted[device] = n_states <= len(space.earliest)
-            if not space.is_counted[device]:
-                for a in range(space.least.shape[1]):
-                    space.fewest[device, a] = space.least[device, a]
-                    space.greatest[device, a] = space.most[device, a]
-                continue
-            visits[0] -= n_states
-            if space.low[1, 0] + space.low[2, 0] + space.low[3, 0] > 0:
-                return False
-            for k in range(n_states):
-                space.earliest[k] = np.inf
-            space.earliest[0] = 0.0
-            fill_earliest(lanes, space, device, head, due, slack)
-            fill_latest(lanes, space, device, head, due, slack)
-            for lane in range(len(lanes.n_tasks[device])):
-                first = lanes.first[device, lane]
-                for k in range(first, first + lanes.n_tasks[device, lane]):
-                    place = lanes.place[k]
-                    if space.start[k] == np.inf:
-                        return False
-                    later = horizon - space.end[k]
-                    largest = max(largest, space.start[k] - head[place], later - tail[place])
-                    head[place] = max(head[place], space.start[k])
-                    tail[place] = max(tail[place], later)
-        if largest <= _CHANGE * horizon:
-            break
+    slack, n_places = _ROUNDING * horizon, len(head)
+    largest = np.inf
+    while visits[0] > 0 and largest > _CHANGE * horizon:
+        largest, counted, n_visits = 0.0, -1, n_places
+        for row in range(len(lanes.room)):
+            if n_visits >= n_places:
+                visits[0] -= n_places
+                n_visits = 0
+                if not _narrow_along_arcs(places, spans, head, tail, due, horizon, slack):
+                    return False
+            if lanes.device[row] == counted:
+                space.is_counted[row] = False
+            elif row == changed or _has_changed(lanes, space, row, head, due, slack):
+                n_states = _count_orders(lanes, space, row, head, due, slack)
+                if n_states < 0:
+                    return False
+                n_visits += n_states
+                visits[0] -= n_states
+                if space.is_counted[row]:
+                    largest = max(largest, _set_windows(lanes, space, row, head, tail, horizon))
+            if space.is_counted[row]:
+                counted = lanes.device[row]
+        changed = -1
     return True
