@@ -64,8 +64,8 @@ def run_simpy(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
 def run_compiled(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     """Return start and end of each task (s), by the compiled engine.
 
-    If no task waits for a link, all replicas run in one pass, which takes 8 ns a task: less than to
-    find out whether they are equal. Otherwise equal replicas of a large graph run once.
+    If one pass suffices, all replicas run in it, which takes some ten ns a task: less than to find
+    out whether they are equal. Otherwise equal replicas of a large graph run once.
     """
     plan = make_plan(graph, costs)
     times = compiled.run_in_one_pass(plan)

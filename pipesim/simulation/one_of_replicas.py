@@ -79,7 +79,6 @@ class OneOfReplicas:
     graph: TaskGraph
     replica_routes: ReplicaRoutes
     _plans: dict[bytes, Plan] = field(default_factory=dict)
-    _competes: bool = False  # for links under some costs, and so probably under others
 
     @classmethod
     def make(
@@ -124,10 +123,7 @@ class OneOfReplicas:
         if plan is None:
             return None
         plan = plan._replace(latency=table.latency, duration=table.duration)
-        times = None if self._competes else run_in_one_pass(plan)
-        if times is None:
-            self._competes = True
-            times = run_event_loop(self.graph, plan)
+        times = run_in_one_pass(plan) or run_event_loop(self.graph, plan)
         return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:

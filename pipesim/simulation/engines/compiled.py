@@ -1,10 +1,10 @@
 """The fast engine: the rules of docs/time.md as loops over arrays, compiled by numba.
 
-If no task waits for a link, every time depends only on times of smaller ids. One pass in order of
-ids then suffices: `one_pass`, or `one_pass_batched` for several scenarios. The pass stops when two
-transfers or collectives compete for a link. Then `event_loop` runs each stream until it reaches a
-shared link, and grants links in order of time. Times are computed with ``max`` and ``+`` only, so
-that engines agree exactly.
+If tasks ask for each link in order of their ids, every time depends only on times of smaller ids.
+One pass in order of ids then suffices: `one_pass`, which stops at the first request out of order.
+For several scenarios, `one_pass_batched` stops when any task waits for a link. Then `event_loop`
+runs each stream until it reaches a shared link, and grants links in order of time. Times are
+computed with ``max`` and ``+`` only, so that engines agree exactly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
 
 
 def run_in_one_pass(plan: Plan) -> tuple[Floats, Floats] | None:
-    """Return start and end of each task (s), or None if two tasks compete for a link."""
+    """Return start and end of each task (s), or None if tasks ask for a link out of order."""
     start, end = np.empty(len(plan.kind)), np.empty(len(plan.kind))
     return (start, end) if one_pass(plan, new_progress(plan), start, end) else None
 

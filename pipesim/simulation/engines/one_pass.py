@@ -1,7 +1,7 @@
 """The compiled engine's pass in order of ids.
 
-It is for graphs in which no task waits for a link: there, each time depends only on times of
-smaller ids.
+It is for graphs in which the requests for each link come in order of ids, too: there, each time
+depends only on times of smaller ids.
 """
 
 from __future__ import annotations
@@ -51,37 +51,51 @@ def _group_ready(plan: Plan, progress: Progress, group: int, start: Floats, end:
     return ready
 
 
-def _hold_links(plan: Plan, progress: Progress, task: int, begin: float, finish: float) -> bool:
-    """Hold the links of a SEND; return False if one is not free."""
-    row = plan.row[task]
+def _hold_links(plan: Plan, progress: Progress, task: int, ready: float, seconds: float) -> float:
+    """Hold the links of a SEND once all are free; return its start (s).
+
+    Return -1 if a smaller id asked for one of them later: rule 8 then grants that one later.
+    """
+    row, begin = plan.row[task], ready
     for k in range(plan.links.shape[1]):
         link = plan.links[row, k]
         if link >= 0:
-            if begin < progress.link_free[link]:
-                return False
-            progress.link_free[link] = finish
-    return True
+            if ready < progress.link_asked[link]:
+                return -1.0
+            begin = max(begin, progress.link_free[link])
+    for k in range(plan.links.shape[1]):
+        link = plan.links[row, k]
+        if link >= 0:
+            progress.link_asked[link] = ready
+            progress.link_free[link] = begin + seconds
+    return begin
 
 
-def _hold_group_links(plan: Plan, progress: Progress, group: int, begin: float) -> bool:
-    """Hold the links of a collective; return False if one is not free."""
+def _hold_group_links(plan: Plan, progress: Progress, group: int, ready: float) -> float:
+    """Hold the links of a collective once all are free; return its start (s), or -1 likewise.
+
+    A collective with a member of 0 s holds none.
+    """
     first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
-    longest = 0.0
+    begin = ready
     for j in range(first, last):
-        longest = max(longest, task_seconds(plan, plan.members[j]))
-    if longest == 0.0:
-        return True
-    for j in range(first, last):
-        for k in range(plan.links.shape[1]):
-            link = plan.links[plan.row[plan.members[j]], k]
-            if link >= 0 and begin < progress.link_free[link]:
-                return False
+        if task_seconds(plan, plan.members[j]) <= 0.0:
+            return ready
     for j in range(first, last):
         for k in range(plan.links.shape[1]):
             link = plan.links[plan.row[plan.members[j]], k]
             if link >= 0:
-                progress.link_free[link] = begin + longest
-    return True
+                if ready < progress.link_asked[link]:
+                    return -1.0
+                begin = max(begin, progress.link_free[link])
+    for j in range(first, last):
+        finish = begin + task_seconds(plan, plan.members[j])
+        for k in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], k]
+            if link >= 0:
+                progress.link_asked[link] = ready
+                progress.link_free[link] = max(progress.link_free[link], finish)
+    return begin
 
 
 @kernel(
@@ -89,7 +103,7 @@ def _hold_group_links(plan: Plan, progress: Progress, group: int, begin: float) 
     _hold_group_links, allocates=False,
 )  # fmt: skip
 def one_pass(plan: Plan, progress: Progress, start: Floats, end: Floats) -> bool:
-    """Fill start and end in order of ids; return False if two tasks compete for a link."""
+    """Fill start and end in order of ids; return False if requests for a link come in another."""
     stream_free, group_start = progress.stream_free, progress.group_start
     for task in range(len(plan.kind)):
         role, stream = plan.role[plan.kind[task]], plan.stream[plan.kind[task]]
@@ -104,14 +118,13 @@ def one_pass(plan: Plan, progress: Progress, start: Floats, end: Floats) -> bool
             group = plan.group[task]
             if group_start[group] < 0.0:  # the first member: dependencies of all have run
                 ready = _group_ready(plan, progress, group, start, end)
-                group_start[group] = ready
-                if not _hold_group_links(plan, progress, group, ready):
-                    return False
+                group_start[group] = _hold_group_links(plan, progress, group, ready)
             ready = group_start[group]
         seconds = task_seconds(plan, task)
+        if role == SEND and plan.asks[plan.row[task]] and seconds > 0.0:
+            ready = _hold_links(plan, progress, task, ready, seconds)
+        if ready < 0.0:
+            return False
         start[task] = ready
         end[task] = stream_free[stream] = ready + seconds
-        holds_links = role == SEND and plan.asks[plan.row[task]] and seconds > 0.0
-        if holds_links and not _hold_links(plan, progress, task, ready, end[task]):
-            return False
     return True

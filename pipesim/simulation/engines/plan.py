@@ -178,14 +178,15 @@ class Progress(NamedTuple):
     ----------
     stream_free
         When each stream has ended its last task.
-    link_free
-        When each shared link is free.
+    link_free, link_asked
+        When each shared link is free, and when the last task that held it asked for it.
     group_start
         When each collective starts; below 0 until that is known.
     """
 
     stream_free: Floats
     link_free: Floats
+    link_asked: Floats
     group_start: Floats
 
 
@@ -193,6 +194,7 @@ def new_progress(plan: Plan, *n_scenarios: int) -> Progress:
     """Return the progress at the start of a step."""
     return Progress(
         np.zeros((plan.n_streams, *n_scenarios)),
+        np.zeros((plan.n_links, *n_scenarios)),
         np.zeros((plan.n_links, *n_scenarios)),
         np.full((len(plan.members_ptr) - 1, *n_scenarios), -1.0),
     )

@@ -28,7 +28,7 @@ from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import COLLECTIVES, SENDS, Op
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
-from pipesim.simulation.engines.plan import shared_links
+from pipesim.simulation.engines.plan import make_plan, shared_links
 
 #: Graphs of each of the three largest comparisons.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
@@ -36,13 +36,16 @@ ENGINES = ("compiled", "simpy")
 
 
 def assert_engines_agree(graph: ps.TaskGraph, costs: ps.TaskCosts) -> ps.Timeline:
-    """Compare every start and end with ``==``: compiled, as Python, and SimPy's."""
+    """Compare every start and end with ``==``: both loops, compiled and as Python, and SimPy's."""
     start, end = simpy_engine.run(graph, costs)
+    plan = make_plan(graph, costs)
     for mode in (compiled, as_python):
         with mode():
-            starts, ends = engine.run(graph, costs)
-        assert (starts == start).all()
-        assert (ends == end).all()
+            loop, one_pass = engine.run_event_loop(graph, plan), engine.run_in_one_pass(plan)
+        event(f"one pass suffices: {one_pass is not None}")
+        for starts, ends in (loop, one_pass or loop):
+            assert (starts == start).all()
+            assert (ends == end).all()
     return ps.Timeline(graph, start, end)
 
 
@@ -430,3 +433,16 @@ def test_simpys_engine_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     """Who asks for it gets it."""
     ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2), engine="simpy")
     assert not recwarn.list
+
+
+def test_one_pass_makes_tasks_wait_for_links() -> None:
+    """Outputs and gradients share a NIC, and ask for it in order of their ids."""
+    graph = ps.lower(ps.schedule("1f1b", 4, 8))
+    nodes = ps.Nodes(1, port_latency=0, port_bandwidth=4, nic_latency=0, nic_bandwidth=4, n_nics=1)
+    of_stages = ps.Costs(1.0, 2.0, output_bytes=6, network=ps.Network(nodes=nodes))
+    tasks = of_stages.of(graph)
+    times = engine.run_in_one_pass(make_plan(graph, tasks))
+    assert times is not None
+    assert (times[0] == simpy_engine.run(graph, tasks)[0]).all()
+    alone = replace(tasks, table=tasks.table._replace(links=np.full_like(tasks.table.links, -1)))
+    assert times[1].max() > simpy_engine.run(graph, alone)[1].max()

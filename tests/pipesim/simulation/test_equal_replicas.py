@@ -86,8 +86,8 @@ def test_times_are_those_of_the_full_simulation(case: tuple[ps.TaskGraph, ps.Cos
     tasks = costs.of(graph)
     with all_compiled():
         size = simulated("compiled", graph, tasks)
-        competes = compiled.run_in_one_pass(make_plan(graph, tasks)) is None
-        event(f"reduced: {size < len(graph)}, tasks compete for links: {competes}")
+        loops = compiled.run_in_one_pass(make_plan(graph, tasks)) is None
+        event(f"reduced: {size < len(graph)}, requests for links out of order: {loops}")
         if len(graph) < 400:
             assert simulated("simpy", graph, tasks) == size
 
@@ -234,9 +234,9 @@ def test_simulate_runs_equal_replicas_once(engine: str, monkeypatch: pytest.Monk
     """`simulate` gives the times of all replicas, with every other column of the timeline."""
     n_replicas, n_microbatches = (16, 64) if engine == "compiled" else (3, 4)
     graph = ps.lower(
-        ps.schedule("1f1b", 4, n_microbatches), n_replicas=n_replicas, hosts="per_device"
+        ps.schedule("eager_1f1b", 4, n_microbatches), n_replicas=n_replicas, hosts="per_device"
     )
-    costs = replace(COSTS, launch=0.01)
+    costs = replace(COSTS, launch=0.01)  # requests for links are out of order
     start, end = ENGINES[engine](graph, costs.of(graph))
     module = compiled if engine == "compiled" else simpy_engine
     run, sizes = module.run, []
