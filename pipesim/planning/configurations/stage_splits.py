@@ -99,6 +99,8 @@ def uniform_split(
         load, minus = loads[0]
         layer = seconds[-minus].layer
         heapq.heapreplace(loads, (load + layer, minus))
-        stage = min(stages[-minus], key=lambda k: (sizes[k] * layer + ends[k], -k))
-        sizes[stage] += 1
+        own = stages[-minus]
+        if len(own) > 1:
+            own = [min(own, key=lambda k: (sizes[k] * layer + ends[k], -k))]
+        sizes[own[0]] += 1
     return tuple(sizes)
