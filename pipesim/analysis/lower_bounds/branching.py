@@ -9,14 +9,18 @@ from pipesim.utils.csr import Ints
 
 __all__ = ["some_branch_is_left"]
 
+#: Branches that wait while a search goes deeper. A search that is deeper is given up: it has seldom
+#: time for all of them.
+_MOST_BRANCHES = 32
+
 
 def some_branch_is_left(windows: Windows, horizon: float) -> bool:
     """Return whether an order may end by the horizon, as far as the visits can tell.
 
     A branch limits, for each pair of lanes of a device, the number of tasks of the second lane
     before each task of the first. It is split into the lower and the upper half of the numbers of
-    one task. The search stops at the first branch with one number for each task: an order may then
-    exist.
+    one task. The search stops at the first branch with one number for each task, as an order may
+    then exist, and after a number of visits or branches.
     """
     space = windows.space
     no_limits = space.least.copy(), space.most.copy()
@@ -30,7 +34,8 @@ def some_branch_is_left(windows: Windows, horizon: float) -> bool:
         fewest, greatest = space.fewest.copy(), space.greatest.copy()
         is_counted = space.is_counted.copy()
         split = _fewest_choices(np.where(is_counted[:, None, None], greatest - fewest, 0))
-        is_left = split is None or windows.visits[0] <= 0
+        is_over = windows.visits[0] <= 0 or len(branches) >= _MOST_BRANCHES
+        is_left = split is None or is_over
         if split is not None:
             middle = (fewest[split] + greatest[split]) // 2
             lower, upper = greatest.copy(), fewest.copy()

@@ -28,8 +28,9 @@ from pipesim.utils.jit import kernel
 
 __all__ = ["MOST_VISITS", "Windows"]
 
-#: Visits of states and places after which no further horizon is excluded: about half a second.
-MOST_VISITS = 20_000_000
+#: Visits of places and of lanes of states, after which no further horizon is excluded: about half a
+#: second.
+MOST_VISITS = 30_000_000
 #: States of a device from which a kernel that was compiled before is loaded at once.
 _FEW_STATES = 20
 #: Shares of the horizon: changes of windows that are rounding, and that are worth another round.
@@ -125,7 +126,7 @@ def _has_changed(
 def _count_orders(
     lanes: DeviceLanes, space: StateSpace, row: int, head: Floats, due: Floats, slack: float
 ) -> int:
-    """Count the orders of a row; return the number of visits, or -1 if no order is left."""
+    """Count the orders of a row; return the number of states, or -1 if no order is left."""
     n_indices = set_ranges(lanes, space, row, head, due, slack)
     for lane in range(1, len(space.stride)):
         if space.low[lane, 0] > 0:
@@ -215,8 +216,8 @@ def _windows_are_left(
                 n_states = _count_orders(lanes, space, row, head, due, slack)
                 if n_states < 0:
                     return False
-                n_visits += n_states
-                visits[0] -= n_states
+                n_visits += n_states * lanes.n_tasks.shape[1]
+                visits[0] -= n_states * lanes.n_tasks.shape[1]
                 if space.is_counted[row]:
                     largest = max(largest, _set_windows(lanes, space, row, head, tail, horizon))
             if space.is_counted[row]:
