@@ -55,6 +55,8 @@ class KindRules(NamedTuple):
     group
         Micro-batches of one reduction of the task's stage, 0 for all of a mini-batch; shape
         ``(n_rules,)``.
+    most
+        Most tasks that one task of each kind needs; shape ``(n_kinds,)``.
     """
 
     base: Ints
@@ -65,6 +67,7 @@ class KindRules(NamedTuple):
     every: Ints
     span: Ints
     group: Ints
+    most: Ints
 
 
 def kind_rules(
@@ -152,9 +155,16 @@ def _tables(
     by_kind = CSR.group(kind[applies], len(kinds))
     order = applies[by_kind.values]
     via, needs = map(np.ascontiguousarray, (via[order], needs[order]))
-    counts = every[order], span[order], group[order]
+    every, span, group = every[order], span[order], group[order]
+    most = np.maximum(
+        (needs >= 0).sum(axis=1) * np.where(every, width - 1, 1),
+        (via >= 0).any(axis=1) * np.where(every == 2, width - 1, 1),
+    )
+    most = np.bincount(kind[order], most, len(kinds)).astype(np.int64)
     base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
-    tables = KindRules(base, _pairs(kinds, cells), by_kind.ptr, via, needs, *counts)
+    tables = KindRules(
+        base, _pairs(kinds, cells), by_kind.ptr, via, needs, every, span, group, most
+    )
     return tables, int(cells.max(initial=-1)) + width
 
 

@@ -35,12 +35,10 @@ def apply_rules(
         return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
-    most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
-    most_via = (rules.via >= 0).any(axis=1) * np.where(rules.every == 2, n_microbatches, 1)
-    most = np.maximum(most, most_via) * np.repeat(counts, np.diff(rules.ptr))
-    dtype = ids_dtype(max(len(kind), int(most.sum())))
+    most = int(counts @ rules.most)
+    dtype = ids_dtype(max(len(kind), most))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
-    values = np.empty(int(most.sum()), dtype=dtype)
+    values = np.empty(most, dtype=dtype)
     total = _wire(kind, microbatch, index, n_microbatches, rules, ptr, values, pair)
     return with_starts(CSR(ptr, values[:total]), kinds, kind, stream_of_kind), pair
 
