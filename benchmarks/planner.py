@@ -266,7 +266,8 @@ def seconds_of_schedules(problem: PlanProblem, base: PlanChoice) -> float:
     """Return the processor's seconds of an evaluation of another schedule, the least of 9 rounds.
 
     Each round builds schedules, graphs and costs anew. Loops are compiled before, as in any plan of
-    many configurations.
+    many configurations. Tables of kinds of tasks are kept from the first round on, as in a plan of
+    several numbers of micro-batches.
     """
     ps.schedule("v_half", 8, 4096)  # large enough to compile list scheduling
     orders = ("1f1b", "gpipe", "eager_1f1b", "zb_h1", "zb_h2", "zbv", "v_half", "interleaved_1f1b")

@@ -116,7 +116,7 @@ def _add_messages(
     ends: list[tuple[Ints, ...]] = []  # columns SEND, RECV and channel of each direction
     out: list[tuple[Ints, Ints]] = []
     into: list[tuple[Ints, Ints]] = []
-    n = 0
+    n, tables = 0, list[Kinds]()
     for recv, (send, offset) in PAIRS.items():
         producers = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
         messages = _messages(compute, producers, -offset, borders)
@@ -128,19 +128,20 @@ def _add_messages(
             codes = [np.full_like(stage, StreamKind.COPY)] * 2
         else:
             codes = [StreamKind.send(target), StreamKind.recv(source)]
-        numbers = len(kinds) + np.arange(2 * len(stage), dtype=np.int32).reshape(2, -1)
+        numbers = n_kinds + 2 * n + np.arange(2 * len(stage), dtype=np.int32).reshape(2, -1)
         ends.append((*numbers, source * (int(homes.max()) + 1) + target))
         out.append((messages.producer, n + messages.produced))
         into.append((messages.consumer, n + messages.consumed))
         n += len(stage)
         none = np.zeros_like(stage)
         send_peer, recv_peer = (np.where(messages.is_skip, peer, -1) for peer in (to, stage))
-        kinds = kinds.joined(
+        tables += [
             Kinds(np.full_like(stage, send), source, stage, replica, codes[0], none, send_peer),
             Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, recv_peer),
-        )
+        ]
     send_kind, recv_kind, pairs = (np.concatenate(column) for column in zip(*ends, strict=True))
     channel = np.unique(pairs, return_inverse=True)[1]
+    kinds = kinds.joined(*tables)
     return kinds, (send_kind, recv_kind, channel, _rows(out, n_kinds), _rows(into, n_kinds))
 
 
