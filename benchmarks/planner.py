@@ -246,18 +246,28 @@ def seconds_each(function: Callable[[Any], object], values: Sequence[Any]) -> fl
     return min(rounds)
 
 
-def seconds_of_evaluations(problem: PlanProblem, choices: Sequence[PlanChoice]) -> float:
+def evaluate_anew(evaluator: Evaluator, choice: PlanChoice) -> None:
+    """Evaluate a configuration, its bounds included."""
+    evaluate(evaluator, choice, evaluator.bounds(choice))
+
+
+def seconds_of_evaluations(
+    problem: PlanProblem,
+    choices: Sequence[PlanChoice],
+    function: Callable[[Evaluator, PlanChoice], object] = evaluate_anew,
+) -> float:
     """Return the processor's seconds of an evaluation of configurations, the least of 3 rounds.
 
-    Graphs are built before; costs, bounds and memory of each configuration are not.
+    Graphs are built before; costs, bounds and memory of each configuration are not. ``function``
+    may be a part of an evaluation.
     """
     rounds = []
     for _ in range(3):
         evaluator = Evaluator(problem)
-        evaluate(evaluator, choices[0], evaluator.bounds(choices[0]))
+        evaluate_anew(evaluator, choices[0])
         began = process_time()
         for choice in choices[1:]:
-            evaluate(evaluator, choice, evaluator.bounds(choice))
+            function(evaluator, choice)
         rounds.append((process_time() - began) / (len(choices) - 1))
     return min(rounds)
 
@@ -298,7 +308,7 @@ def speed_lines() -> list[str]:
     pairs = [(evaluator.replica(x), y) for x, y in zip(choices, costs, strict=True)]
     tables = seconds_each(lambda row: cost_table(row[1], row[0].routes, with_links=False), pairs)
     parts = {
-        "costs of stages": seconds_each(problem.costs, choices),
+        "costs of stages": seconds_of_evaluations(problem, choices, Evaluator.costs),
         "seconds of kinds of tasks": tables,
         "simulation": seconds_each(lambda row: row[0].run(row[1]), pairs) - tables,
     }
