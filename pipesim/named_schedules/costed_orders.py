@@ -13,7 +13,6 @@ from pipesim.list_scheduling.problem import Problem
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.lowering.lower import lower
-from pipesim.ops import SCHEDULED
 from pipesim.order_search import (
     LaneOrder,
     OrderProblem,
@@ -25,6 +24,7 @@ from pipesim.order_search import (
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
+from pipesim.timeline.device_spans import longest_span
 
 __all__ = ["CostedOrders", "Score", "costed_orders", "list_lanes"]
 
@@ -85,11 +85,7 @@ class CostedOrders:
             return self.quick_score(order)
         graph = lower(self.schedule(order, "candidate"))
         timeline = predict_timeline(graph, self.simulated_costs)
-        first, last = np.full(graph.n_devices, np.inf), np.zeros(graph.n_devices)
-        compute = graph.is_op(SCHEDULED)
-        np.minimum.at(first, graph.device[compute], timeline.start[compute])
-        np.maximum.at(last, graph.device[compute], timeline.end[compute])
-        return Score(float((last - first).max()), timeline.makespan)
+        return Score(longest_span(timeline), timeline.makespan)
 
     def schedule(self, order: LaneOrder, name: str) -> Schedule:
         """Return an order as a schedule."""

@@ -20,6 +20,7 @@ from pipesim.order_search.moves import (
 )
 from pipesim.order_search.propagation import (
     _resume,
+    device_value,
     objective_value,
     propagate,
     undo_times,
@@ -50,14 +51,9 @@ def _last_task(lanes: Lanes, state: State, span: bool) -> int:
     """Return the last task of the device that determines the objective."""
     value, task = -math.inf, -1
     for device in range(len(state.next)):
-        first, last = lanes.ptr[device], lanes.ptr[device + 1]
-        if first == last:
-            continue
-        other = state.task[last - 1]
-        end = state.start[other] + lanes.seconds[lanes.lane[other]]
-        end += -state.start[state.task[first]] if span else lanes.tail[device]
-        if end > value or (end == value and _uniform(state) < 0.5):
-            value, task = end, other
+        end = device_value(lanes, state, device, span)
+        if end > value or (task >= 0 and end == value and _uniform(state) < 0.5):
+            value, task = end, state.task[lanes.ptr[device + 1] - 1]
     return task
 
 
@@ -150,7 +146,7 @@ def _try_move(lanes: Lanes, state: State, temperature: float, span: bool) -> Non
 
 _HELPERS = (
     _uniform, _last_task, _trace, _accept, _fits, move_later, move_earlier, sum_seconds, sum_bytes,
-    _resume, propagate, objective_value, undo_times, _move, _try_move,
+    _resume, propagate, device_value, objective_value, undo_times, _move, _try_move,
 )  # fmt: skip
 
 

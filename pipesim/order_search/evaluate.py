@@ -12,7 +12,8 @@ from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Times", "evaluate", "keeps_limit", "peak_bytes", "receivers"]
+__all__ = ["Times", "evaluate", "fill_peaks", "fill_times", "keeps_limit", "peak_bytes",
+           "receivers"]  # fmt: skip
 
 Floats = NDArray[np.float64]
 
@@ -67,8 +68,7 @@ def receivers(problem: OrderProblem) -> Ints:
     return receiver
 
 
-@kernel()
-def _evaluate(
+def fill_times(
     problem: OrderProblem,
     lanes: Ints,
     ptr: Ints,
@@ -115,6 +115,9 @@ def _evaluate(
                 progress = True
 
 
+_evaluate = kernel()(fill_times)
+
+
 def keeps_limit(problem: OrderProblem, order: LaneOrder) -> bool:
     """Return whether each device holds at most the bytes of its limit.
 
@@ -133,8 +136,7 @@ def peak_bytes(problem: OrderProblem, order: LaneOrder) -> Floats:
     return peak
 
 
-@kernel()
-def _peak_bytes(problem: OrderProblem, lanes: Ints, ptr: Ints, peak: Floats) -> None:
+def fill_peaks(problem: OrderProblem, lanes: Ints, ptr: Ints, peak: Floats) -> None:
     """Fill the most bytes of each device."""
     for device in range(problem.n_devices):
         held = 0.0
@@ -143,3 +145,6 @@ def _peak_bytes(problem: OrderProblem, lanes: Ints, ptr: Ints, peak: Floats) -> 
             during = held + problem.allocated[lane]
             peak[device] = max(peak[device], during + problem.workspace[lane])
             held = during - problem.released[lane]
+
+
+_peak_bytes = kernel()(fill_peaks)

@@ -19,6 +19,7 @@ from pipesim.order_search.annealing import (
 from pipesim.order_search.evaluate import keeps_limit
 from pipesim.order_search.lane_order import LaneOrder
 from pipesim.order_search.objective import OBJECTIVES, Objective
+from pipesim.order_search.periods import best_copy, period_copy
 from pipesim.order_search.problem import OrderProblem
 from pipesim.order_search.state import lanes_of, new_state, order_of_state
 from pipesim.utils.csr import Ints
@@ -31,6 +32,11 @@ _HOT, _COLD = (1.0, 0.3, 3.0), 0.02
 _COOLER = ((30.0, 3.0), (8.0, 0.3), (0.0, 0.05))
 #: Moves of the first rounds for each task, as a share of the budget, and the growth of rounds.
 _FIRST_MOVES, _FIRST_SHARE, _GROWTH = 100, 0.05, 1.5
+#: Every how many later rounds one starts from a copy of a period. Even: a copy of the best order's.
+_COPY_ROUNDS = 4
+#: Moves of a round for each pair of periods that is tried before it, which takes some percent of
+#: its time.
+_MOVES_A_PAIR = 20
 #: Most orders from which rounds start.
 _MOST_ORDERS = 8
 #: Seconds of a call of the kernel, after which the deadline is checked.
@@ -43,8 +49,9 @@ class LocalSearch:
     """Simulated annealing in rounds.
 
     The first rounds start from the given orders, one each. A later round starts from the result of
-    an earlier one: every second round from the best, the others from the next best ones. Rounds
-    get longer, and begin at temperatures that alternate.
+    an earlier one: every second round from the best, the others from the next best ones. Every
+    fourth round starts from the best after one of its periods was copied over another. Rounds get
+    longer, and begin at temperatures that alternate.
 
     The answer depends on the arguments and on the number of moves alone, and not on the parts in
     which they are made.
@@ -84,7 +91,9 @@ class LocalSearch:
     ) -> None:
         self.problem, self.order = problem, order
         self.moves = 0
+        self._seed = seed
         self._temperature = temperature
+        self._objective = objective
         self._span = check_name("objective", objective, OBJECTIVES) == "span"
         self._lanes = lanes_of(problem, order.ptr)
         self._state = new_state(problem, order, check_count("seed", seed, 0))
@@ -143,6 +152,7 @@ class LocalSearch:
         """Compile the kernels now, which takes some seconds if they are not cached."""
         begin.compile()
         anneal.compile()
+        best_copy.compile()
 
     def _set_temperatures(self) -> None:
         """Set the temperatures of the round."""
@@ -168,12 +178,23 @@ class LocalSearch:
         else:
             rank = (later & -later).bit_length() - 1  # 0 1 0 2 0 1 0 3 ...
             state.task[:] = self._results[rank % len(self._results)][2]
+            if later % _COPY_ROUNDS == _COPY_ROUNDS - 1:
+                self._copy_period()
             cycle = later // _MOST_ORDERS
             self._length = int(self._first_length * _GROWTH**cycle)
         state.position[state.task] = np.arange(len(state.task))
         begin(self._lanes, state, self._span)
         self._keep_best()
         self._set_temperatures()
+
+    def _copy_period(self) -> None:
+        """Replace the order of the state by one that leaves out a period and repeats another."""
+        order = order_of_state(self.problem, self._state.task, self.order.ptr)
+        random = np.random.default_rng((self._seed, self._round))
+        n_pairs = 1 + self._length // _MOVES_A_PAIR
+        copy = period_copy(self.problem, order, self._objective, n_pairs, random)
+        if copy is not None:
+            self._state.task[:] = new_state(self.problem, copy, 0).task
 
     def _keep_best(self) -> None:
         """Note a better order; sums of bytes are checked anew, since searching rounds them."""

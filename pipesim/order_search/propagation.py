@@ -6,7 +6,7 @@ import math
 
 from pipesim.order_search.state import Lanes, State
 
-__all__ = ["objective_value", "propagate", "undo_times"]
+__all__ = ["device_value", "objective_value", "propagate", "undo_times"]
 
 #: Share by which sums of seconds may exceed a bound on them, since they are rounded.
 _ROUNDING = 1e-12
@@ -109,15 +109,19 @@ def undo_times(state: State, n_changed: int) -> None:
         state.start[task], state.sent[task] = state.old_start[k], state.old_sent[k]
 
 
+def device_value(lanes: Lanes, state: State, device: int, span: bool) -> float:
+    """Return when a device ends, with its STEPs, or for a span its time from first to last task."""
+    first, last = lanes.ptr[device], lanes.ptr[device + 1]
+    if first == last:
+        return -math.inf
+    task = state.task[last - 1]
+    end = state.start[task] + lanes.seconds[lanes.lane[task]]
+    return float(end + (-state.start[state.task[first]] if span else lanes.tail[device]))
+
+
 def objective_value(lanes: Lanes, state: State, span: bool) -> float:
     """Return the makespan, or the longest time of a device from first start to last end (s)."""
     value = -math.inf
     for device in range(len(state.next)):
-        first, last = lanes.ptr[device], lanes.ptr[device + 1]
-        if first == last:
-            continue
-        task = state.task[last - 1]
-        end = state.start[task] + lanes.seconds[lanes.lane[task]]
-        end += -state.start[state.task[first]] if span else lanes.tail[device]
-        value = max(value, end)
+        value = max(value, device_value(lanes, state, device, span))
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +26,7 @@ from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.first_orders import Candidate, first_orders, sequential_candidate
 from pipesim.planning.orders.model_size import can_prove
+from pipesim.planning.orders.move_rate import moves_a_second
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 from pipesim.scheduling.placement import Placement
 
@@ -35,15 +35,12 @@ __all__ = ["Search"]
 #: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
 #: and with several, where CP-SAT rarely finds better orders.
 _LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65
-#: Share after which CP-SAT gives way to the local search.
-_PROOF_SHARE = 0.8
-#: Share of the effort that is left for which a period of many micro-batches is searched.
-_PERIOD_SHARE = 0.6
+#: Share after which CP-SAT gives way to the local search, and the share of what is left for which
+#: a period of many micro-batches is searched.
+_PROOF_SHARE, _PERIOD_SHARE = 0.8, 0.6
 #: Share of the effort that is left after which no more first orders are tried: with all
 #: micro-batches if a period of them is searched, and else.
 _FIRST_SHARE_LARGE, _FIRST_SHARE = 0.1, 0.2
-#: Share in which the moves a second are measured, and the most seconds.
-_RATE_SHARE, _RATE_SECONDS = 0.02, 0.1
 #: Most first orders that are kept.
 _MOST_FIRST = 16
 #: Seconds of a call of the local search, after which progress is shown.
@@ -214,18 +211,9 @@ class Search:
         if effort.evaluations is not None:
             budget = max(1, int(effort.evaluations * share) - self.evaluations)
         else:
-            began = time.perf_counter()
-            LocalSearch.compile()
-            effort.began += time.perf_counter() - began  # compilation does not count as search
-            trial = LocalSearch(
-                self.problem, best.order, seed=effort.seed, objective=self.objective
-            )
-            trial_seconds = min(_RATE_SECONDS, _RATE_SHARE * effort.seconds)
-            end = time.perf_counter() + trial_seconds
-            while time.perf_counter() < end:
-                trial.advance_for(trial_seconds / 4, 2**31)
+            rate = moves_a_second(self.problem, best.order, self.objective, effort)
             left = effort.seconds * max(0.0, share - effort.share)
-            budget = max(1, int(trial.rate * left))
+            budget = max(1, int(rate * left))
         return LocalSearch(
             self.problem,
             best.order,

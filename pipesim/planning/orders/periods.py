@@ -1,8 +1,7 @@
 """Orders of many micro-batches: a period of an order of fewer ones, repeated.
 
-In the middle of a good order, devices repeat themselves: within some tasks, a device runs each of
-its lanes equally often. These tasks are a period. It can be repeated any number of times: the
-device holds as many bytes behind it as before it.
+In the middle of a good order, devices repeat themselves. So a period
+(`pipesim.order_search.periods`) of it can be repeated any number of times.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Callable
 import numpy as np
 
 from pipesim.order_search import LaneOrder, Objective, OrderProblem, evaluate
-from pipesim.utils.csr import Ints
+from pipesim.order_search.periods import periods_of
 
 __all__ = ["LONGEST_PERIOD", "fewer_microbatches", "unrolled"]
 
 #: Micro-batches of a path in the longest period; shorter ones divide it.
 LONGEST_PERIOD = 12
 _PERIODS = (1, 2, 3, 4, 6, 12)
-#: Moments at which periods may begin, for each length.
+#: Periods that are tried, for each length.
 _MOST_STARTS = 40
 
 
@@ -59,16 +58,11 @@ def unrolled(
         None if the devices have no period in common.
     """
     more = int((problem.count - small.count)[0])
-    start = evaluate(small, order).start
     least, best = np.inf, None
     for period in _PERIODS:
-        begins = [_begins(small, order, device, period) for device in range(small.n_devices)]
-        if not all(map(len, begins)):
-            continue
-        moments = np.unique(np.concatenate([start[x] for x in begins]))
-        chosen = np.linspace(0, len(moments) - 1, min(len(moments), _MOST_STARTS)).astype(int)
-        for moment in moments[chosen].tolist():
-            first = [_first_after(start, x, moment) for x in begins]
+        begins = periods_of(small, order, period)
+        chosen = np.linspace(0, len(begins) - 1, min(len(begins), _MOST_STARTS)).astype(int)
+        for first in begins[chosen].tolist():
             longer = _repeated(small, order, first, period, more // period)
             value = getattr(evaluate(problem, longer), objective)
             if value < least:
@@ -76,25 +70,6 @@ def unrolled(
             if best is not None and is_late():
                 return best
     return best
-
-
-def _begins(problem: OrderProblem, order: LaneOrder, device: int, period: int) -> Ints:
-    """Return the positions from which a device runs each of its lanes ``period`` times."""
-    first, last = order.ptr[device], order.ptr[device + 1]
-    own = np.flatnonzero(problem.device == device)
-    length = period * len(own)
-    counts = np.zeros((last - first + 1, len(own)), dtype=np.int64)
-    np.cumsum(order.lanes[first:last, None] == own, axis=0, out=counts[1:])
-    if length > last - first:
-        return np.empty(0, dtype=np.int64)
-    is_even = (counts[length:] - counts[:-length] == period).all(axis=1)
-    begins: Ints = first + np.flatnonzero(is_even)
-    return begins
-
-
-def _first_after(start: Ints, begins: Ints, moment: float) -> int:
-    """Return the first of the positions whose task starts at a moment or later, or the last."""
-    return int(begins[min(int(np.searchsorted(start[begins], moment)), len(begins) - 1)])
 
 
 def _repeated(

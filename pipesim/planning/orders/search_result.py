@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import NamedTuple
 
 import numpy as np
 
 from pipesim.lowering.lower import lower
-from pipesim.ops import SCHEDULED
 from pipesim.order_search import checked_bound, meets, schedule_of
 from pipesim.order_search.objective import ROUNDING
 from pipesim.planning.orders.first_orders import Candidate
@@ -18,7 +16,7 @@ from pipesim.planning.orders.order_search_run import Search
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.timeline import Timeline
+from pipesim.timeline.device_spans import longest_span
 
 __all__ = ["search_result"]
 
@@ -77,15 +75,4 @@ def _simulated(
     if noise is not None:
         many = simulate_many(graph, search.costs, noise, _SCENARIOS, n_jobs=1, progress=False)
         noisy = float(np.percentile(many.makespan, level))
-    return _Simulated(candidate, float(timeline.makespan), _span(timeline), noisy)
-
-
-def _span(timeline: Timeline) -> float:
-    """Return the longest time of a device from its first start to its last end, without STEP."""
-    graph = timeline.graph
-    tasks = np.flatnonzero(graph.is_op(SCHEDULED))
-    device = graph.device[tasks]
-    first, last = np.full(graph.n_devices, math.inf), np.zeros(graph.n_devices)
-    np.minimum.at(first, device, timeline.start[tasks])
-    np.maximum.at(last, device, timeline.end[tasks])
-    return float((last - first).max())
+    return _Simulated(candidate, float(timeline.makespan), longest_span(timeline), noisy)

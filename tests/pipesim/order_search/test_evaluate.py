@@ -29,6 +29,7 @@ from pipesim.order_search import (
 def relabelled_orders(draw: st.DrawFn):
     """Draw an order that can run, its problem, its costs, and the schedule that it stands for."""
     schedule = draw(custom_schedules(max_microbatches=5)).with_updates(1, "one")
+    assume(schedule.overlapped is None)
     ops = set(schedule.op.tolist())
     if {Op.B, Op.W} <= ops:
         schedule = ps.order_by(schedule.placement, schedule.n_microbatches)
