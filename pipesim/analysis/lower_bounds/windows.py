@@ -29,7 +29,7 @@ from pipesim.utils.jit import kernel
 __all__ = ["MOST_VISITS", "Windows"]
 
 #: Visits of places and of lanes of states, after which no further horizon is excluded: about half a
-#: second.
+#: second, and twice that for six lanes.
 MOST_VISITS = 30_000_000
 #: States of a device from which a kernel that was compiled before is loaded at once.
 _FEW_STATES = 20
