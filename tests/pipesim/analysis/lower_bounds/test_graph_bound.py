@@ -113,7 +113,10 @@ def test_two_uneven_stages_a_device(
     placement: ps.Placement, seconds: tuple[list[float], ...], m: int, limit: float,
     latency: float, without_search: float, optimum: float,
 ) -> None:  # fmt: skip
-    """The optimum, as CP-SAT proved it; W takes time and memory where devices have six lanes."""
+    """The optimum, which CP-SAT proved in the first two cases; W counts with six lanes, too.
+
+    In the third, an order meets the bound.
+    """
     costs = uneven_costs(seconds, latency)
     assert ps.lower_bound(placement, m, costs, limit, search=False) == without_search
     assert ps.lower_bound(placement, m, costs, limit) == optimum
