@@ -59,7 +59,7 @@ def graph_bound(
     - for each stream, Jackson's preemptive bound, in which heads and tails are longest paths;
     - the latest horizon that `pipesim.analysis.lower_bounds.horizon` excludes. It leaves out
       devices with more than six lanes besides W and R, or with too many states, and stops after a
-      fixed number of steps, about a second.
+      fixed number of steps, about a quarter of a second.
 
     A bound on the span is the largest over devices, and lower for placements with several paths:
     horizons are not tried there.

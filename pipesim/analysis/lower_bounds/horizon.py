@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from pipesim.analysis.lower_bounds.branching import some_branch_is_left
-from pipesim.analysis.lower_bounds.windows import MOST_VISITS, Windows
+from pipesim.analysis.lower_bounds.windows import MOST_VISITS_OF_SEARCH, Windows
 from pipesim.utils import jit
 
 __all__ = ["latest_excluded_horizon"]
@@ -51,7 +51,7 @@ def latest_excluded_horizon(
     if not search or not jit.available():
         return bound
     windows.compile()
-    windows.visits[0] = MOST_VISITS
+    windows.visits[0] = MOST_VISITS_OF_SEARCH
 
     def branch_is_left(horizon: float) -> bool:
         """Search with a share of the visits that are left."""

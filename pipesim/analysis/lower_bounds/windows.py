@@ -26,11 +26,11 @@ from pipesim.analysis.lower_bounds.state_times import (
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["MOST_VISITS", "Windows"]
+__all__ = ["MOST_VISITS_OF_SEARCH", "Windows"]
 
-#: Visits of places and of lanes of states, after which no further horizon is excluded: about half a
-#: second, and twice that for six lanes.
-MOST_VISITS = 30_000_000
+#: Visits of places and of lanes of states, after which no further horizon is excluded: about a
+#: quarter of a second; and those of a search, about a second.
+MOST_VISITS, MOST_VISITS_OF_SEARCH = 8_000_000, 30_000_000
 #: States of a device from which a kernel that was compiled before is loaded at once.
 _FEW_STATES = 20
 #: Shares of the horizon: changes of windows that are rounding, and that are worth another round.
@@ -220,6 +220,8 @@ def _windows_are_left(
                 visits[0] -= n_states * lanes.n_tasks.shape[1]
                 if space.is_counted[row]:
                     largest = max(largest, _set_windows(lanes, space, row, head, tail, horizon))
+                if visits[0] <= 0:
+                    return True
             if space.is_counted[row]:
                 counted = lanes.device[row]
         changed = -1
