@@ -109,11 +109,12 @@ def partition_lines() -> list[str]:
     }
     lines = [f"{'weights':<18}{'layers':>9}{'stages':>8}{'ms':>8}  slowest"]
     for name, seconds in cases.items():
+        ps.balanced_split(seconds, n_stages)  # loads compiled loops
         durations = []
-        for _ in range(11):
-            start = time.perf_counter()
+        for _ in range(31):
+            start = time.process_time()
             sizes = ps.balanced_split(seconds, n_stages)
-            durations.append(time.perf_counter() - start)
+            durations.append(time.process_time() - start)
         stages = np.add.reduceat(seconds, np.cumsum([0, *sizes[:-1]]))
         slowest = stages.max() / stages.mean()
         median = 1e3 * np.median(durations)
