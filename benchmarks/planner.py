@@ -59,8 +59,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "tflops": None,
     },
 }  # fmt: skip
-#: Least rows of a group that counts for the regret.
-_LEAST = 4
+#: Least rows of a group that counts for the regret, and rows of the smaller fits.
+_LEAST, _FEW = 4, 24
 
 
 def transformer(name: str) -> ps.Transformer:
@@ -141,20 +141,24 @@ def counts_text(plans: Plans, seconds: float) -> str:
 
 
 def regret_lines() -> list[str]:
-    """Return the regret of plans by presets, and by constants fitted to each fifth of the rows."""
+    """Return the regret of plans by presets, and by constants fitted to a fifth or a tenth."""
     steps = published_steps()[0]
     body = [["presets", *regret(steps, ps.GPU.preset(steps.gpu), steps.network)]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)  # a fifth may not determine a constant
-        for number, rows in enumerate(fifths(len(steps.rows)), 1):
+        order = np.random.default_rng(0).permutation(len(steps.rows)).tolist()
+        samples = [order[k * _FEW : (k + 1) * _FEW] for k in range(3)]
+        for rows in (*fifths(len(steps.rows)), *samples):
             fitted = fit_set(steps.some(rows))
-            body.append([f"fitted to fifth {number}", *regret(steps, fitted.gpu, fitted.network())])
+            body.append(
+                [f"fitted to {len(rows)} rows", *regret(steps, fitted.gpu, fitted.network())]
+            )
     groups = [rows for rows in groups_of_rows(steps) if len(rows) >= _LEAST]
     at_random = [np.mean([row["seconds"] for row in rows]) / least_seconds(rows) for rows in groups]
     head = ["constants", "mean", "worst", "best found"]
     return [
         f"Regret on {steps.name}, {len(groups)} groups of at least {_LEAST} rows; a random choice "
-        f"{np.mean(at_random) - 1:.0%}:",
+        f"{np.mean(at_random) - 1:.0%}. Fitted rows are among those to choose from:",
         *table(head, body, 1),
         "",
     ]
