@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipesim.ops import Op
     from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "replace_stages"]
 
 #: One value for all stages, or one a stage.
 PerStage = float | tuple[float, ...]
@@ -276,21 +276,6 @@ class Costs:
     def _columns(self) -> dict[str, NDArray[np.float64]]:
         """Results of `per_stage` for the last number of stages, by field."""
         return {}
-
-    def with_stages(self, names: Sequence[str], rows: Sequence[tuple[float, ...]]) -> Costs:
-        """Return these costs with other values of stages, faster than `dataclasses.replace`.
-
-        ``names`` are fields of one value a stage. A row has the values of a stage, in their order.
-        Errors are those of the class.
-        """
-        table = np.array(rows).T
-        values = dict(zip(names, zip(*rows, strict=True), strict=True))
-        if not 0 <= table.min() <= table.max() < math.inf:
-            return replace(self, **values)  # type: ignore[arg-type]  # raises
-        costs = object.__new__(type(self))
-        columns = dict(zip(names, table, strict=True))
-        costs.__dict__.update({**self.__dict__, **values, "_columns": columns})
-        return costs
 
     def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
         """Return the sum of two fields, in place of the missing field ``name``."""
@@ -702,6 +687,33 @@ def _without_rate(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     opposite = {"gpu": "flops_per_second", "flops_per_second": "gpu"}
     dropped = [opposite[name] for name in changes if name in opposite]
     return {name: value for name, value in settings.items() if name not in dropped}
+
+
+def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[float, ...]]) -> Costs:
+    """Return costs with other values of stages, faster than `dataclasses.replace`.
+
+    Parameters
+    ----------
+    costs
+        Costs with one value a stage, a tuple, in each of the fields ``names``.
+    names
+        Fields to replace.
+    rows
+        The values of each stage, in the order of ``names``; floats.
+
+    Raises
+    ------
+    CostsError
+        As `Costs`.
+    """
+    table = np.array(rows).T
+    values = dict(zip(names, zip(*rows, strict=True), strict=True))
+    if not 0 <= table.min() <= table.max() < math.inf:
+        return replace(costs, **values)  # type: ignore[arg-type]  # raises
+    changed = object.__new__(type(costs))
+    columns = dict(zip(names, table, strict=True))
+    changed.__dict__.update({**costs.__dict__, **values, "_columns": columns})
+    return changed
 
 
 def _checked(name: str, value: object) -> PerStage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipesim.costs.costs import Costs, PerStage
+from pipesim.costs.costs import Costs, PerStage, replace_stages
 from pipesim.costs.workload import Workload
 from pipesim.models.gpu import GPU
 from pipesim.models.stage_seconds import stage_seconds
@@ -91,7 +91,7 @@ class ShardCosts:
                 self._several = Costs(**values, **self._fixed, tied_bytes=self._tied_bytes)
             for key, *row in zip(keys, *values.values(), strict=True):
                 stages[key] = tuple(map(float, row))
-        return self._several.with_stages(self._names, [stages[key] for key in keys])
+        return replace_stages(self._several, self._names, [stages[key] for key in keys])
 
 
 def shard_workload(

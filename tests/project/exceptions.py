@@ -15,7 +15,6 @@ UNATTACKED: dict[str, str] = {
     "ps.ClosedForm": "register checks it",
     "ps.ClosedForm.of": "NaN is its documented answer where a formula fails",
     "ps.CostTable": _PLAIN,
-    "ps.Costs.with_stages": _INSIDE,
     "ps.Counts": "a named tuple; register checks it",
     "ps.Link.unchecked": "says what it is",
     "ps.Empirical.quantile": _INSIDE,

@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from strategies import cases, costs, skipping_cases
 
 import pipesim as ps
-from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.costs.costs import VALUE_FIELDS, replace_stages
 from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import CostsError, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
@@ -294,3 +295,21 @@ def test_costs_in_one_line_and_as_a_table() -> None:
     wide = ps.Costs([1e-3] * 512, [2e-3] * 512)
     assert len(repr(wide)) < 100
     assert "stages 64 to 511" in wide._repr_html_()
+
+
+def test_replaced_values_of_stages_are_those_of_replace() -> None:
+    """All fields, errors and columns are equal to those of `dataclasses.replace`."""
+    before = ps.Costs(forward=(1.0, 2.0), backward=(3.0, 4.0), launch=0.5, all_reduce="tree")
+    before.per_stage("launch", 2), before.per_stage("forward", 2)
+    rows = [(5.0, 6.0), (7.0, 8.0), (0.0, 9.0)]
+    names, columns = ("forward", "backward"), tuple(zip(*rows, strict=True))
+    changed = replace_stages(before, names, rows)
+    wanted = replace(before, forward=columns[0], backward=columns[1])
+    assert changed == wanted
+    assert joblib.hash(changed) == joblib.hash(wanted)
+    for name in ("forward", "backward", "launch", "recompute"):
+        assert (changed.per_stage(name, 3) == wanted.per_stage(name, 3)).all()
+    assert before.per_stage("forward", 2).tolist() == [1.0, 2.0]
+    for value in (-1.0, math.inf, math.nan):
+        with pytest.raises(CostsError, match="backward of stage 1 must be finite"):
+            replace_stages(before, names, [rows[0], (7.0, value)])
