@@ -277,6 +277,10 @@ class Costs:
         """Results of `per_stage` for the last number of stages, by field."""
         return {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, for copies and pickles: equal costs have equal pickles."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
+
     def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
         """Return the sum of two fields, in place of the missing field ``name``."""
         with np.errstate(over="ignore"):

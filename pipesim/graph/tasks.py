@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,6 +228,10 @@ class Kinds:
     def _bytes(self) -> bytes:
         """All columns."""
         return np.concatenate([getattr(self, name) for name in _COLUMNS]).tobytes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the columns, for copies and pickles: equal tables have equal pickles."""
+        return {name: getattr(self, name) for name in _COLUMNS}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kinds) and self._bytes == other._bytes

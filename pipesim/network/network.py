@@ -10,7 +10,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,10 @@ class Network:
                 f"latency {self.latency!r} and bandwidth {self.bandwidth!r} are given too; "
                 f"leave out the one or the other (latency = 0, bandwidth = inf)"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, for copies and pickles: equal networks have equal pickles."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     @functools.cached_property
     def _router(self) -> Router:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -295,6 +296,28 @@ def test_costs_in_one_line_and_as_a_table() -> None:
     wide = ps.Costs([1e-3] * 512, [2e-3] * 512)
     assert len(repr(wide)) < 100
     assert "stages 64 to 511" in wide._repr_html_()
+
+
+def test_equal_costs_have_equal_pickles_after_a_simulation() -> None:
+    """Values that a simulation keeps are in no pickle: a cache on disk finds equal costs."""
+    network = ps.Network(bandwidth=1.0)
+    fresh, simulated = (
+        ps.Costs(forward=1.0, backward=2.0, output_bytes=3.0, network=network)
+        for network in (network, replace(network))
+    )
+    graph = ps.lower(ps.schedule("1f1b", 4, 8))
+    kinds = ps.lower(ps.schedule("1f1b", 4, 8)).kinds.joined()  # not in a cache
+    sizes = len(pickle.dumps(simulated)), len(pickle.dumps(kinds))
+    makespan = ps.simulate(graph, simulated).makespan
+    assert kinds == graph.kinds
+    assert (kinds.homes == graph.homes).all()
+    assert kinds.streams[0] == graph.streams
+    assert (len(pickle.dumps(simulated)), len(pickle.dumps(kinds))) == sizes
+    assert joblib.hash(simulated) == joblib.hash(fresh)
+    loaded = pickle.loads(pickle.dumps(simulated))  # noqa: S301
+    assert loaded == simulated
+    assert ps.simulate(graph, loaded).makespan == makespan
+    assert pickle.loads(pickle.dumps(kinds)) == kinds  # noqa: S301
 
 
 def test_replaced_values_of_stages_are_those_of_replace() -> None:
