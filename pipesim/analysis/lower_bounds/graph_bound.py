@@ -20,7 +20,7 @@ from pipesim.analysis.lower_bounds.longest_paths import (
 )
 from pipesim.analysis.lower_bounds.memory_arcs import memory_arcs
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream, shared_streams
-from pipesim.analysis.lower_bounds.spans import longest_span, spans_of_devices
+from pipesim.analysis.lower_bounds.spans import longest_span_bound, spans_of_devices
 from pipesim.analysis.lower_bounds.stage_lanes import device_stages
 from pipesim.analysis.lower_bounds.windows import Windows
 from pipesim.costs.costs import Costs
@@ -129,7 +129,7 @@ def _makespan(places: Places, lanes: DeviceLanes, target: float, search: bool) -
 
 def _span(places: Places, lanes: DeviceLanes, device: Ints, search: bool) -> float:
     """Return a lower bound on the longest span of a device (s)."""
-    longest = longest_span(places, device)
+    longest = longest_span_bound(places, device)
     spans = spans_of_devices(places, device)
     if not len(spans.first):
         return longest

@@ -11,7 +11,7 @@ from pipesim.analysis.lower_bounds.longest_paths import Places, raise_heads, rai
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["NO_SPANS", "Spans", "limit_spans", "longest_span", "spans_of_devices"]
+__all__ = ["NO_SPANS", "Spans", "limit_spans", "longest_span_bound", "spans_of_devices"]
 
 
 class Spans(NamedTuple):
@@ -37,7 +37,7 @@ NO_SPANS = Spans(
 )
 
 
-def longest_span(places: Places, device: Ints) -> float:
+def longest_span_bound(places: Places, device: Ints) -> float:
     """Return a lower bound on the longest span of any device (s).
 
     The span of a device is that of its F, B, I, W and R. Time counts from the first start of
