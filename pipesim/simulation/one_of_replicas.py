@@ -23,9 +23,7 @@ from pipesim.graph.compute_tasks import compute_kinds
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds
-from pipesim.network.network import Network
 from pipesim.ops import COMPUTE, Op
-from pipesim.scheduling.placement import Layout
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
 from pipesim.simulation.engines.plan import Plan, make_plan
@@ -37,10 +35,10 @@ Floats = NDArray[np.float64]
 
 
 def replica_memory_graph(schedule: Schedule) -> TaskGraph:
-    """Return the kinds of one replica that hold bytes: its compute, and gathers of parameters.
+    """Return a graph without tasks, whose kinds are those of one replica that hold bytes.
 
-    Its optimizer has `LoweringOptions.n_equal` shares. The graph has no tasks, and stands for any
-    order of them in one mini-batch.
+    The kinds are compute and gathers of parameters. The optimizer has `LoweringOptions.n_equal`
+    shares. The graph stands for any order of tasks in one mini-batch.
     """
     kinds = _with_gathers(compute_kinds(schedule)[0])
     options = LoweringOptions(weight_versions=schedule.weight_versions)
@@ -84,19 +82,15 @@ class OneOfReplicas:
     def make(
         cls,
         graph: TaskGraph,
-        n_replicas: int,
-        layout: Layout,
-        network: Network,
+        shared: SharedRoutes,
         all_reduce: str,
-        shared: SharedRoutes | None = None,
     ) -> OneOfReplicas | None:
         """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
 
-        ``shared`` has the routes of other replicas of this network, number and layout.
+        ``shared`` has the number of replicas, and the routes of other graphs.
         """
-        graph = replace(graph, options=replace(graph.options, n_equal=n_replicas))
-        shared = SharedRoutes() if shared is None else shared
-        routes = shared.routes(graph, layout, network, all_reduce)
+        graph = replace(graph, options=replace(graph.options, n_equal=shared.n_replicas))
+        routes = shared.routes(graph, all_reduce)
         return None if routes is None else cls(graph, routes)
 
     @property

@@ -90,28 +90,35 @@ class ReplicaRoutes:
 
 @dataclass(eq=False)
 class SharedRoutes:
-    """Routes that graphs share: those of one network, number of replicas and layout.
+    """Routes that graphs share.
 
     Attributes
     ----------
+    n_replicas, layout
+        Number of equal replicas, and the order of their devices.
+    network
+        Links between the devices of all replicas.
     groups
         Networks between members of collectives; see `KindRoutes`.
     """
 
+    n_replicas: int
+    layout: Layout
+    network: Network
     groups: GroupRoutes = field(default_factory=dict)
     _of_kinds: dict[tuple[Kinds, str], ReplicaRoutes | None] = field(default_factory=dict)
 
-    def routes(
-        self, graph: TaskGraph, layout: Layout, network: Network, all_reduce: str
-    ) -> ReplicaRoutes | None:
-        """Return the routes of a replica of ``graph.options.n_equal``.
+    def routes(self, graph: TaskGraph, all_reduce: str) -> ReplicaRoutes | None:
+        """Return the routes of a replica; None if messages of replicas differ.
 
-        None if messages of replicas differ.
+        They are kept by the kinds of ``graph`` and by ``all_reduce``.
         """
         key = graph.kinds, all_reduce
         if key not in self._of_kinds:
-            devices = replica_devices(graph.options.n_equal, graph.n_devices, layout)
-            routes = ReplicaRoutes(KindRoutes(graph, network, all_reduce, devices, self.groups))
+            devices = replica_devices(self.n_replicas, graph.n_devices, self.layout)
+            routes = ReplicaRoutes(
+                KindRoutes(graph, self.network, all_reduce, devices, self.groups)
+            )
             self._of_kinds[key] = routes if routes.are_equal() else None
         return self._of_kinds[key]
 

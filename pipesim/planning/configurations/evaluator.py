@@ -152,10 +152,11 @@ class Evaluator:
                 self._schedule(choice, costs),
                 replicated=replicated, shard_optimizer=choice.shard_optimizer,
             ))  # fmt: skip
-            return OneOfReplicas.make(
-                graph, choice.data_parallel, self.problem.layout, costs.network, costs.all_reduce,
-                self._cache.get(("routes", *sizes, choice.pipeline_parallel), SharedRoutes),
-            )  # fmt: skip
+            shared = self._cache.get(
+                ("routes", *sizes, choice.pipeline_parallel),
+                lambda: SharedRoutes(choice.data_parallel, self.problem.layout, costs.network),
+            )
+            return OneOfReplicas.make(graph, shared, costs.all_reduce)
 
         sizes = (choice.tensor_parallel, choice.data_parallel)
         return self._graphs.get(("replica", key, sizes), build)
