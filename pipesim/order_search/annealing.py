@@ -178,6 +178,6 @@ def anneal(
     for move in range(first, last):
         if state.values[BEST] <= target:
             return move
-        temperature = hot * (cold / hot) ** (move / length)
+        temperature = hot * (cold / hot) ** (move / length) if hot > 0.0 else 0.0
         _try_move(lanes, state, temperature, span)
     return last

@@ -29,7 +29,8 @@ def periods_of(problem: OrderProblem, order: LaneOrder, length: int) -> Ints:
     """Return where periods of ``length`` micro-batches begin; shape ``(n_periods, n_devices)``.
 
     A period begins, on each device, at the first position at a moment or later from which the
-    device runs each lane ``length`` times. There is none if a device has no such position.
+    device runs each lane ``length`` times; or at the last such position, if all are earlier. There
+    is no period if a device has no such position.
     """
     start = evaluate(problem, order).start
     begins = [_begins(problem, order, device, length) for device in range(problem.n_devices)]

@@ -35,7 +35,7 @@ class DeviceLanes(NamedTuple):
     ----------
     first, n_tasks
         Lane ``k`` of row ``r`` has the places ``place[i:i + n_tasks[r, k]]``, ``i`` being
-        ``first[r, k]``; shape ``(n_rows, n_lanes)``, like the next six.
+        ``first[r, k]``; shape ``(n_rows, n_lanes)``, like the next five.
     seconds
         Duration of a task.
     before

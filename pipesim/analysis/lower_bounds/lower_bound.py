@@ -62,7 +62,7 @@ def lower_bound(
         ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
         last end, without STEP.
     search
-        Whether to raise the bound by branching on the orders of devices, for up to two seconds
+        Whether to raise the bound by branching on the orders of devices, for up to about a second
         more. The number of steps is fixed, so that the bound does not depend on the machine.
         No option limits the time of the rest, which grows with the tasks: a second for some tens
         of thousands of them, 12 s for 512 stages with 512 micro-batches, and about a minute for

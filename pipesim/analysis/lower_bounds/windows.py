@@ -128,9 +128,6 @@ def _count_orders(
 ) -> int:
     """Count the orders of a row; return the number of states, or -1 if no order is left."""
     n_indices = set_ranges(lanes, space, row, head, due, slack)
-    for lane in range(1, len(space.stride)):
-        if space.low[lane, 0] > 0:
-            return -1
     space.is_counted[row] = n_indices <= space.too_many[row] / 2.0
     n_states = 0
     if space.is_counted[row]:

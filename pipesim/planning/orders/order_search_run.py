@@ -48,6 +48,8 @@ _CALL_SECONDS = 0.05
 #: Moves of such a call if moves are counted, and those for a unit of CP-SAT's deterministic time,
 #: which takes up to 40 s with 900 tasks.
 _CALL_MOVES, _MOVES_A_UNIT = 2000, 5_000_000
+#: Seconds of a whole search from which the lower bound is raised by a search of its own.
+_SECONDS_WITH_SEARCH = 5.0
 #: Least work of CP-SAT: enough to prove tiny problems, and less with more tasks.
 _LEAST_WORK, _WORK_OF_TASKS = 0.1, 10.0
 #: Most orders that are kept beside the best one.
@@ -115,7 +117,8 @@ class Search:
     def run(self) -> None:
         """Search until the best order is proved, or the effort is spent."""
         self._note(sequential_candidate(self.problem, self.objective))
-        self.lower_bound = self._bound()
+        is_short = self.effort.evaluations is None and self.effort.seconds < _SECONDS_WITH_SEARCH
+        self.lower_bound = self._bound(search=not is_short)
         self.first = self._first()
         self.report(self)
         if self.is_done:
@@ -166,8 +169,8 @@ class Search:
         self.best, self.better = self.firsts[0], []
         return self.best
 
-    def _bound(self) -> float:
-        """Return the lower bound of the problem (s)."""
+    def _bound(self, *, search: bool) -> float:
+        """Return the lower bound of the problem (s), raised by a search or not."""
         problem = self.problem
         has_bytes = bool((problem.allocated > 0).any())
         return lower_bound(
@@ -177,6 +180,7 @@ class Search:
             self.limit if has_bytes else None,
             split_backward=bool((problem.op == Op.W).any()),
             objective=self.objective,
+            search=search,
         )
 
     def _improve(self, share: float) -> None:
@@ -275,25 +279,30 @@ class Search:
             self.placement, self.costs, self.limit, self.objective, self.effort,
             lambda _: self.report(self), small, is_exact=self.is_exact,
         )  # fmt: skip
-        part.lower_bound = self._target_of_part(small)
+        part.lower_bound = part._bound(search=False)
+        if self.is_exact:
+            part.lower_bound = min(part.lower_bound, self._target_of_part(small))
         share = self.effort.after(_PERIOD_SHARE)
-        part.first = part._first()
-        part._improve(share)
-        self.evaluations += part.evaluations
-        assert part.best is not None
-        for candidate in (part.best, part.first):
-            order = unrolled(
-                small, candidate.order, self.problem, self.objective, self.effort.is_spent
-            )
-            if order is not None:
-                self._note(self._candidate(order, "period"))
-            if self.effort.is_spent():
-                return
+        try:
+            part.first = part._first()
+            part._improve(share)
+        finally:  # after Ctrl-C too
+            self.evaluations += part.evaluations
+            for candidate in filter(None, (part.best, part.first)):
+                self._repeat(small, candidate)
+                if self.effort.is_spent():
+                    break
+
+    def _repeat(self, small: OrderProblem, candidate: Candidate) -> None:
+        """Note the order that repeats a period of an order with fewer micro-batches."""
+        order = unrolled(small, candidate.order, self.problem, self.objective, self.effort.is_spent)
+        if order is not None:
+            self._note(self._candidate(order, "period"))
 
     def _target_of_part(self, small: OrderProblem) -> float:
-        """Return the value of an order with fewer micro-batches, whose repeated period is optimal.
+        """Return a value of fewer micro-batches with which a repeated period can meet the bound.
 
-        The bound is met if each further micro-batch takes the busiest device's seconds of it.
+        It does if each further micro-batch takes the busiest device's seconds of it.
         """
         more = (self.problem.count - small.count) * small.seconds
         busiest = np.bincount(small.device, more, small.n_devices).max()

@@ -130,6 +130,38 @@ def test_many_microbatches_repeat_a_period():
     assert (700 - few) % 12 == 0
 
 
+def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
+    """Each micro-batch takes more than the busiest device's seconds; the period is no optimum."""
+    placement, left = ps.v_shaped(4), []
+    improve = order_search_run.Search._improve
+
+    def noted(search, share):
+        left.append((int(search.problem.count[0]), search.is_done))
+        improve(search, share)
+
+    monkeypatch.setattr(order_search_run.Search, "_improve", noted)
+    ps.optimize(placement, 300, uneven(placement, True, 1), 3, evaluations=50, progress=False)
+    part, is_done = left[0]
+    assert part < 300
+    assert not is_done
+
+
+def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
+    """The period of the orders so far is repeated, before the search ends."""
+
+    def interrupt(search, share):
+        raise KeyboardInterrupt
+
+    placement = ps.looped(3, 2)
+    costs = uneven(placement, True)
+    monkeypatch.setattr(order_search_run.Search, "_improve", interrupt)
+    order = ps.optimize(placement, 300, costs, 4, seconds=20, progress=False)
+    one_by_one = sequential_order(order_problem(placement, 300, costs, memory_limit=4))
+    assert (
+        order.makespan < 0.6 * evaluate(order_problem(placement, 300, costs), one_by_one).makespan
+    )
+
+
 def test_period_of_1f1b_is_1f1b():
     """Repeating a period of 1F1B takes as long as 1F1B of so many micro-batches, in its memory."""
     placement, few = ps.linear(3), fewer_microbatches(100, 3, 1)

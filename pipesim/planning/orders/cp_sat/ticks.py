@@ -78,7 +78,7 @@ def tick_problem(problem: OrderProblem, objective: float, most: int = FINE_TICKS
     """Return a problem in whole numbers, with at most ``most`` ticks in the objective (s)."""
     times = [problem.seconds, problem.latency, problem.hold, problem.tail]
     unit = common_unit(np.concatenate([[objective], *(x.ravel() for x in times)]), most)
-    tick = unit or objective / most
+    tick = unit or max(objective / most, float(np.finfo(np.float64).smallest_subnormal))
     change = np.rint if unit else np.floor
     seconds, latency, hold, tail = (change(x / tick).astype(np.int64) for x in times)
     held, peak, limit = _whole_bytes(problem)
