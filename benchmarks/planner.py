@@ -36,7 +36,7 @@ from pipesim.errors import CalibrationWarning
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.plans import Plans
-from pipesim.planning.configurations.problem import PlanProblem, order_facts
+from pipesim.planning.configurations.problem import PlanProblem, order_facts_of
 from pipesim.planning.configurations.search import evaluate
 
 #: Schedules of Megatron-LM.
@@ -288,7 +288,7 @@ def seconds_of_schedules(problem: PlanProblem, base: PlanChoice) -> float:
     two = ("zbv", "v_half", "interleaved_1f1b")
     rounds = []
     for _ in range(9):
-        order_facts.cache_clear()
+        order_facts_of.cache_clear()
         evaluator = Evaluator(problem)
         began = process_time()
         for name in orders:

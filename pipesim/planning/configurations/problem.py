@@ -31,11 +31,11 @@ from pipesim.planning.configurations.mixed_gpus import (
     slowest_kinds,
 )
 from pipesim.scheduling.placement import Layout, Placement, replica_devices
+from pipesim.scheduling.registry import ScheduleInfo, schedule_info
 from pipesim.scheduling.registry import schedule as named_schedule
-from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["OrderFacts", "PlanProblem", "order_facts", "placement_of"]
+__all__ = ["OrderFacts", "PlanProblem", "order_facts", "order_facts_of", "placement_of"]
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,6 @@ def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
     return order_facts(name, n_devices, n_chunks).schedule.placement
 
 
-@lru_cache(maxsize=4096)
 def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
     """Return placement and operations of a schedule, from the order of few micro-batches.
 
@@ -251,15 +250,20 @@ def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
     ArgumentError
         For a schedule of several paths or mini-batches, which a plan cannot use.
     """
-    info = schedule_info(name)
+    return order_facts_of(schedule_info(name), n_devices, n_chunks)
+
+
+@lru_cache(maxsize=4096)
+def order_facts_of(info: ScheduleInfo, n_devices: int, n_chunks: int) -> OrderFacts:
+    """Return `order_facts` of an entry of the registry, which a later registration replaces."""
     options = {"n_chunks": n_chunks} if "n_chunks" in info.options else {}
     counts = range(n_devices, 2 * n_devices + 1)
     n = next((k for k in counts if info.allows(n_devices, k, **options)), n_devices)
-    built = named_schedule(name, n_devices, n, **options)
+    built = info.make(n_devices, n, **options)
     if built.placement.n_paths > 1 or built.n_batches > 1:
         raise ArgumentError(
-            f"schedules has {name!r}, whose micro-batches take several paths or belong to several "
-            "mini-batches; a plan has one of each"
+            f"schedules has {info.name!r}, whose micro-batches take several paths or belong to "
+            "several mini-batches; a plan has one of each"
         )
     devices = StageDevices.of_placement(built.placement)
     return OrderFacts(devices, _has_input_grads(built), built)

@@ -92,6 +92,26 @@ def test_depths_that_a_schedule_cannot_have_are_ruled_out() -> None:
         del registry._REGISTRY["even_1f1b"]
 
 
+def test_a_schedule_that_is_registered_again_has_new_bounds() -> None:
+    """Neither bound nor placement are those of its earlier definition."""
+
+    def define(name: str) -> None:
+        @ps.register("redefined")
+        def redefined(n_devices: int, n_microbatches: int) -> ps.Schedule:
+            return ps.schedule(name, n_devices, n_microbatches).with_name("redefined")
+
+    try:
+        for name, n_chunks in (("1f1b", 1), ("zb_h1", 1), ("zbv", 2)):
+            define(name)
+            options: dict[str, Any] = {"split": "balanced", "pipeline_parallel": 2}
+            new, same = (plan(schedules=x, **options).ranked[0] for x in ("redefined", name))
+            assert new.choice.n_chunks == n_chunks
+            assert (new.bound, new.step) == (same.bound, same.step)
+            assert new.bound <= new.step
+    finally:
+        del registry._REGISTRY["redefined"]
+
+
 def test_a_fact_of_a_schedule_is_told_once() -> None:
     """Chunks do not depend on tensor parallelism or micro-batches."""
     _, reasons = listing(
