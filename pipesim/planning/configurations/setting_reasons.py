@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.problem import PlanProblem, order_facts
 
 __all__ = ["setting_reason", "tensor_reason"]
 
@@ -26,6 +26,12 @@ def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
             return (
                 f"microbatch_size={choice.microbatch_size}: layers were measured with "
                 f"{problem.measured_size or 1}"
+            )
+        facts = order_facts(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        if facts.splits_backward and "input_grad" not in model.columns:
+            return (
+                f"{choice.schedule} has I and W: measured layers lack their columns 'input_grad' "
+                "and 'weight_grad'"
             )
     elif choice.sequence_parallel and model.sequence_length % tp:
         return (

@@ -55,6 +55,19 @@ def test_measured_layers_have_one_size_and_no_recompute() -> None:
         plans.plan(other)
 
 
+def test_measured_layers_without_halves_of_backward() -> None:
+    """Schedules with I and W are ruled out, with the columns that they need; others are planned."""
+    plans = plan(LAYERS, schedules=["1f1b", "zb_h1", "zbv"], pipeline_parallel=2)
+    assert {x.choice.schedule for x in plans} == {"1f1b"}
+    reason = "has I and W: measured layers lack their columns 'input_grad' and 'weight_grad'"
+    assert set(plans.ruled_out["reason"]) == {f"{name} {reason}" for name in ("zb_h1", "zbv")}
+    with pytest.raises(ArgumentError, match=f"no such configuration: zb_h1 {reason}"):
+        plans.choice(schedule="zb_h1", pipeline_parallel=2)
+    halves = {"input_grad": [1e-3] * 8, "weight_grad": [1e-3] * 8}
+    both = ps.Layers({**LAYERS.columns, **halves})
+    assert len(plan(both, schedules="zb_h1", pipeline_parallel=2))
+
+
 def test_flags_that_do_not_divide_are_ruled_out() -> None:
     """511 tokens cannot be split among 4 GPUs; one GPU has nothing to split."""
     choices, reasons = listing(schedules="1f1b", tensor_parallel=4, sequence_parallel=True)
