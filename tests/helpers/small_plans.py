@@ -27,7 +27,10 @@ CHOICE = PlanChoice(
     layers_per_stage=(4, 4),
 )
 GPIPE = replace(CHOICE, schedule="gpipe", recompute="full", shard_optimizer=False)
-SPLIT = replace(CHOICE, tensor_parallel=1, pipeline_parallel=4, layers_per_stage=(3, 2, 2, 1))
+SPLIT = replace(
+    CHOICE, tensor_parallel=1, pipeline_parallel=4, sequence_parallel=False,
+    layers_per_stage=(3, 2, 2, 1),
+)  # fmt: skip
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-__all__ = ["Evaluation", "PlanChoice", "Status", "layers_text"]
+__all__ = ["Evaluation", "PlanChoice", "Status", "layers_text", "microbatches_text"]
 
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
@@ -79,7 +79,7 @@ class PlanChoice:
             self.schedule
             + (f" x{self.n_chunks}" if self.n_chunks > 1 else "")
             + " for costs" * self.ordered_for_costs,
-            f"{self.n_microbatches} micro-batches of {self.microbatch_size}",
+            microbatches_text(self),
         ]
         if self.recompute != "none":
             parts.append(f"{self.recompute} recompute")
@@ -124,6 +124,12 @@ class Evaluation(NamedTuple):
     status: Status
     reason: str = ""
     noisy_step: float = float("nan")
+
+
+def microbatches_text(choice: PlanChoice) -> str:
+    """Return number and size of the micro-batches of a replica, such as "8 micro-batches of 1"."""
+    word = "micro-batch" if choice.n_microbatches == 1 else "micro-batches"
+    return f"{choice.n_microbatches} {word} of {choice.microbatch_size}"
 
 
 def layers_text(sizes: Sequence[int]) -> str:

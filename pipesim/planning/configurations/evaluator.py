@@ -137,14 +137,12 @@ class Evaluator:
         return _too_full(choice, bounds, needed, limits, " in any order" * (memory is None))
 
     def replica(self, choice: PlanChoice) -> OneOfReplicas | None:
-        """Return the replica that stands for all; None if replicas differ."""
+        """Return a replica, ordered for equal costs, that stands for all; None if they differ."""
         replicated = choice.data_parallel > 1
         key: tuple[Hashable, ...] = (
             _place(choice), choice.n_microbatches, replicated,
             replicated and choice.shard_optimizer,
         )  # fmt: skip
-        if choice.ordered_for_costs:
-            key = (*key, self._costs_key(choice))
 
         def build() -> OneOfReplicas | None:
             costs = self.costs(choice)
@@ -180,7 +178,7 @@ class Evaluator:
         return problem.joined_costs(choice, costs_on)
 
     def _order(self, choice: PlanChoice) -> Ints | None:
-        """Return the kinds of the tasks of a schedule in `_small_graph`, those of each device."""
+        """Return, for each action of the schedule, its kind in `_small_graph`."""
 
         def build() -> Ints | None:
             schedule = self._schedule(choice, self.costs(choice))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipesim.costs.layer_split import checked_split
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
-from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.choice import PlanChoice, microbatches_text
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.plan_tables import SETTINGS
 from pipesim.planning.configurations.problem import PlanProblem
@@ -56,13 +56,14 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     choice = replace(choices[0], ordered_for_costs=ordered)
     if ordered and not problem.takes_costs(choice.schedule):
         raise ArgumentError(f"ordered_for_costs=True, but {choice.schedule} takes no costs")
-    if n_microbatches not in (None, choice.n_microbatches):
-        check_count("n_microbatches", n_microbatches)
+    if n_microbatches is not None and choice.n_microbatches != check_count(
+        "n_microbatches", n_microbatches
+    ):
         replicas = "replica" if choice.data_parallel == 1 else "replicas"
         raise ArgumentError(
             f"n_microbatches={n_microbatches}, but global_batch={problem.global_batch} on "
-            f"{choice.data_parallel} {replicas} is {choice.n_microbatches} micro-batches of "
-            f"{choice.microbatch_size}; leave n_microbatches out"
+            f"{choice.data_parallel} {replicas} is {microbatches_text(choice)}; leave "
+            "n_microbatches out"
         )
     return _with_layers(problem, choice, layers)
 

@@ -256,10 +256,10 @@ class Plans:
 
     def _named(self, choice: PlanChoice) -> Plan:
         """Return the plan of a configuration, ranked or not."""
+        choice = checked_choice(self.problem, choice)
         for rank, row in enumerate(self.ranked):
             if row.choice == choice:
                 return self.plan(rank)
-        choice = checked_choice(self.problem, choice)
         rows = [row for row in self.evaluations if row.choice == choice]
         new = Evaluation(choice, math.nan, math.nan, math.nan, math.nan, "simulated")
         return Plan(self.problem, rows[0] if rows else new)

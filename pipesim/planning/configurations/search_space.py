@@ -142,12 +142,16 @@ class _Listing:
 
     def _rule_out_replicas(self) -> None:
         """Rule out numbers of replicas that no sizes of tensor and pipeline parallelism make."""
+        names = ("tensor_parallel", "pipeline_parallel")
+        fixed = [f"{x}={' or '.join(map(str, v))}" for x in names if (v := getattr(self.space, x))]
+        condition = f"with {' and '.join(fixed)}, " if fixed else ""
         possible = ", ".join(map(str, sorted(self._replicas)))
+        replicas = "replica" if self._replicas == {1} else "replicas"
         for dp in self.space.data_parallel or ():
             if self._replicas and dp not in self._replicas:
                 n_gpus = self.problem.cluster.n_gpus
-                reason = f"data_parallel={dp}: {n_gpus} GPUs can make {possible} replicas"
-                self._rule_out(reason, dp=dp)
+                reason = f"{condition}{n_gpus} GPUs can make {possible} {replicas}"
+                self._rule_out(f"data_parallel={dp}: {reason}", dp=dp)
 
     def _fill_depth(self, tp: int, pp: int) -> None:
         """List the configurations with these sizes."""
@@ -181,22 +185,18 @@ class _Listing:
         options = self.problem.options(base)
         n_layers = self.problem.n_layers
         if base.n_stages > max(n_layers, 1) + 1:
-            self.invalid.append(
-                invalid(
-                    base,
-                    f"{n_layers} layers are too few for {base.n_stages} stages, of which each "
-                    f"device has n_chunks={base.n_chunks}",
-                )
+            reason = (
+                f"{n_layers} layers are too few for {base.n_stages} stages, of which each device "
+                f"has n_chunks={base.n_chunks}"
             )
+            self.invalid.append(invalid(base, reason))
             return
         if not info.allows(base.pipeline_parallel, base.n_microbatches, **options):
-            self.invalid.append(
-                invalid(
-                    base,
-                    f"{base.schedule} takes {info.counts.text}; got {base.pipeline_parallel} "
-                    f"devices and {base.n_microbatches} micro-batches",
-                )
+            reason = (
+                f"{base.schedule} takes {info.counts.text}; got {base.pipeline_parallel} devices "
+                f"and {base.n_microbatches} micro-batches"
             )
+            self.invalid.append(invalid(base, reason))
             return
         if reason := setting_reason(self.problem, base):
             self.invalid.append(invalid(base, reason))
@@ -280,8 +280,9 @@ class _Listing:
                 if self.space.n_chunks is None or chunks in self.space.n_chunks:
                     yield name, chunks
                 else:
-                    allowed = ", ".join(map(str, self.space.n_chunks))
-                    reason = f"{name} has n_chunks={chunks} stages a device; allowed are {allowed}"
+                    stages = "1 stage" if chunks == 1 else f"{chunks} stages"
+                    values = ", ".join(map(str, self.space.n_chunks))
+                    reason = f"{name} has {stages} a device, got n_chunks={values}"
                     base = PlanChoice(0, pp, 0, 0, 0, name, chunks, "", False, False, ())
                     self._rule_out_once(base, reason)
                 continue

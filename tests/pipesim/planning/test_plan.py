@@ -263,6 +263,9 @@ def test_interrupt_returns_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None
         ({"global_batch": 7, "data_parallel": 2, "tensor_parallel": 8, "pipeline_parallel": 1},
          "2 replicas do not divide global_batch=7"),
         ({"data_parallel": 3}, "data_parallel=3: 16 GPUs can make 1, 2, 4, 8, 16 replicas"),
+        ({"data_parallel": 3, "tensor_parallel": 2, "pipeline_parallel": [2, 4]},
+         "data_parallel=3: with tensor_parallel=2 and pipeline_parallel=2 or 4, 16 GPUs can make "
+         "2, 4 replicas"),
         ({"memory_limit": [1e9] * 8}, "memory_limit of a plan must be one value"),
         ({"memory_limit": "1MB"}, r"none of \d+ configurations fits in memory_limit, 977 KiB"),
         ({"where": lambda _: False}, "where keeps none"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -121,6 +122,7 @@ def test_plans_of_named_configurations() -> None:
     """Ranked ones keep their rank, ruled-out ones their reason; others are simulated."""
     result = plans()
     assert result.plan(SPLIT) is result[2]
+    assert result.plan(replace(SPLIT, sequence_parallel=True)) is result[2]  # it does not apply
     fits = replace(CHOICE, microbatch_size=2, n_microbatches=4)
     ruled_out = Evaluation(fits, NAN, 1.0, 9e9, NAN, "does not fit", "needs 9 GB")
     evaluated = Plans(problem(), (*result.evaluations, ruled_out)).plan(fits)
@@ -160,6 +162,10 @@ def test_configurations_by_their_settings() -> None:
         ({"n_microbatches": 5}, "n_microbatches=5, but global_batch=16 on 8 replicas is 2"),
         ({"n_microbatches": 5, "pipeline_parallel": 8}, "on 1 replica is 16"),
         ({"n_microbatches": "2"}, "n_microbatches must be a whole number"),
+        ({"n_microbatches": np.array([1, 2])}, r"n_microbatches must be a whole number, got array"),
+        ({"n_microbatches": 5, "microbatch_size": 2}, "is 1 micro-batch of 2; leave"),
+        ({"n_chunks": 2}, "1f1b has 1 stage a device, got n_chunks=2"),
+        ({"schedule": "zbv", "pipeline_parallel": 2, "n_chunks": 1}, "zbv has 2 stages a device"),
         ({"pipeline_parallel": 2, "layers_per_stage": [4, 3]}, "sums to 7 layers"),
         ({"pipeline_parallel": 2, "layers_per_stage": [4, 2, 2]}, "has 3 stages; pipeline_par"),
         ({"ordered_for_costs": True}, "1f1b takes no costs"),
@@ -183,6 +189,14 @@ def test_ranks_that_there_are_not(rank: object) -> None:
 def test_a_configuration_of_another_batch() -> None:
     with pytest.raises(ArgumentError, match=r"2 replicas of 5 .* which are 10; .* is 16"):
         plans().plan(replace(CHOICE, n_microbatches=5))
+
+
+@pytest.mark.parametrize("field", fields(ps.PlanChoice))
+def test_a_configuration_with_an_array(field: Field[Any]) -> None:
+    """It is refused by the field's name, and compared with no other before."""
+    wrong: ps.PlanChoice = replace(CHOICE, **{field.name: np.array([1, 2])})
+    with pytest.raises(ArgumentError, match=field.name):
+        plans().plan(wrong)
 
 
 def test_no_configuration_fits() -> None:
@@ -249,12 +263,13 @@ def test_the_plot_is_labelled() -> None:
 
 def test_names_of_configurations_differ() -> None:
     """Uneven layers are a sum in order of stages; labels have more settings where needed."""
-    even = replace(SPLIT, layers_per_stage=(2, 2, 2, 2))
-    assert str(SPLIT).endswith("sequence parallel, 3+2x2+1 layers")
+    split = replace(SPLIT, sequence_parallel=True)
+    even = replace(split, layers_per_stage=(2, 2, 2, 2))
+    assert str(split).endswith("sequence parallel, 3+2x2+1 layers")
     assert str(even).endswith("sequence parallel")
-    other = replace(SPLIT, layers_per_stage=(2, 3, 2, 1))
-    whole = replace(SPLIT, shard_optimizer=False)
-    rows = [SPLIT, other, whole, replace(SPLIT, schedule="zb_h1"), CHOICE]
+    other = replace(split, layers_per_stage=(2, 3, 2, 1))
+    whole = replace(split, shard_optimizer=False)
+    rows = [split, other, whole, replace(split, schedule="zb_h1"), CHOICE]
     assert short_names(rows) == [
         "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 3+2x2+1 layers",
         "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 2+3+2+1 layers",
