@@ -105,6 +105,7 @@ def partition_lines() -> list[str]:
         "uniform": random.uniform(0.2e-3, 2e-3, n_layers),
         "lognormal": random.lognormal(0, 1, n_layers),
         "equal": np.full(n_layers, 0.1),
+        "alternating": np.tile([0.1, 0.3], n_layers // 2),
         "heavy last layer": np.append(random.random(n_layers - 1), 1e5),
     }
     lines = [f"{'weights':<18}{'layers':>9}{'stages':>8}{'ms':>8}  slowest"]

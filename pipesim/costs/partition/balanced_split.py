@@ -30,7 +30,7 @@ def balanced_split(
     ----------
     seconds
         Seconds of each layer; or any other weight >= 0, such as bytes. An array of floats is fast:
-        a million layers take some ten milliseconds (see Notes for exceptions).
+        a million layers take some twenty milliseconds (see Notes for exceptions).
     n_stages
         Number of stages; each gets at least one layer.
 
@@ -50,8 +50,9 @@ def balanced_split(
     Warns
     -----
     CostsWarning
-        If stages may be less even than possible, as too many splits have the same slowest stage.
-        This needs a million layers, many of which are heavier than the mean stage.
+        If stages may be less even than possible, as they have more than 20 million possible
+        borders. This takes many layers, of which many are heavier than the mean stage.
+        Also if exact sums take ten seconds or more, as weights differ by huge factors.
 
     Notes
     -----
@@ -61,7 +62,8 @@ def balanced_split(
     of weight 0 take part in neither. A million layers take a tenth of a second where many splits
     are almost equally even, as with two alternating weights without a common unit. They take
     seconds where ranges are wide: many layers are heavier than the mean stage, or a heavy one is
-    between many others.
+    between many others. A few thousand weights from 1e-300 to 1e300 take a minute, as their exact
+    sums have some 2,000 bits.
 
     Examples
     --------

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.costs.partition.exact_sums import BITS, Floats, Ints
+from pipesim.errors import CostsWarning
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.jit import kernel
 
 __all__ = ["States", "choose_exactly"]
@@ -18,6 +20,8 @@ __all__ = ["States", "choose_exactly"]
 _HALF = BITS // 2
 _HALF_MASK = (1 << _HALF) - 1
 _MASK = (1 << BITS) - 1
+#: Most products of limbs without a warning; each takes about a nanosecond.
+_MOST_PRODUCTS = 10**10
 
 
 class States(NamedTuple):
@@ -60,6 +64,11 @@ def choose_exactly(
         Least sum of squares from each state on, and its next border.
     most
         Bound of sums of squares.
+
+    Warns
+    -----
+    CostsWarning
+        If this takes ten seconds or more.
     """
     n_stages = len(states.low) - 1
     # Offsets are rounded by a share of themselves, squares by one of the farthest ones, and sums
@@ -68,7 +77,14 @@ def choose_exactly(
     largest = float(least[0]) * (1 + (n_stages + 16) * eps) + 4 * eps * most
     before = np.full(len(least), np.inf)
     before[0] = 0.0
-    if _near_optimal(states, least, choice, largest, before) > n_stages:
+    n_edges = _near_optimal(states, least, choice, largest, before)
+    if n_edges > n_stages:
+        if n_edges * (2 * len(level)) ** 2 > _MOST_PRODUCTS:
+            warn_caller(
+                f"the most even split of {len(sums) - 1} layers takes long, as sums of weights "
+                "that differ by huge factors are exact; give 0 for weights that do not matter",
+                CostsWarning,
+            )
         widest = int((states.high - states.low).max()) + 1
         squares = np.zeros((3, widest, 4 * len(level) + 1), dtype=np.int64)
         _choose(sums, level, states, least, before, largest, squares, choice)

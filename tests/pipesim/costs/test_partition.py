@@ -134,6 +134,15 @@ def stages_filled(seconds: np.ndarray[tuple[int], np.dtype[np.float64]], bound: 
     return used
 
 
+def test_long_exact_sums_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split is exact nevertheless."""
+    weights = np.tile([0.1, 0.3], 50)
+    expected = ps.balanced_split(weights, 7)
+    monkeypatch.setattr(exact_choice, "_MOST_PRODUCTS", 8)
+    with pytest.warns(CostsWarning, match="the most even split of 100 layers takes long"):
+        assert ps.balanced_split(weights, 7) == expected
+
+
 def test_too_many_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     """If too many borders are possible, the slowest stage is still the least; a warning says so."""
     monkeypatch.setattr(near_even, "_MOST_BORDERS", 8)
