@@ -232,6 +232,7 @@ class TaskGraph:
         n_replicas, n_stages = kinds.homes.shape
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         streams, stream_of_kind = kinds.streams
+        stream_of_kind = stream_of_kind.copy()  # loops are compiled for arrays that can be written
         groups = group_sizes(options.grad_sync, n_stages)
         batch_size = n_microbatches // options.n_batches
         needs, pair = apply_rules(kinds, kind, microbatch, batch_size, stream_of_kind, groups)

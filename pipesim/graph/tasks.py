@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from pipesim.ops import Action, Op
 from pipesim.utils.csr import Ints
 
 __all__ = ["Kinds", "StreamKind", "Task", "Tasks"]
+
+_T = TypeVar("_T", bound=np.generic)
 
 
 class StreamKind:
@@ -187,7 +189,8 @@ class Kinds:
     """A table of kinds: tasks of one operation, stage, replica, device, stream, peer and part.
 
     A graph of 10^8 tasks has a few thousand kinds. Costs and streams are per kind. Tables with
-    equal columns are equal, so that functions of a table can keep their results.
+    equal columns are equal, so that functions of a table can keep their results. Graphs share
+    tables: their arrays are read-only.
 
     Attributes
     ----------
@@ -218,8 +221,7 @@ class Kinds:
             if len(getattr(self, name)) != len(self.op):
                 object.__setattr__(self, name, np.full(len(self.op), value))
         for name in _COLUMNS:
-            column = getattr(self, name).astype(np.int64, copy=False)
-            object.__setattr__(self, name, column)
+            object.__setattr__(self, name, _read_only(np.array(getattr(self, name), np.int64)))
 
     def __len__(self) -> int:
         return len(self.op)
@@ -250,7 +252,7 @@ class Kinds:
         shape = int(self.replica.max(initial=0)) + 1, int(self.stage.max(initial=0)) + 1
         homes = np.zeros(shape, dtype=np.int64)
         homes[self.replica, self.stage] = self.device
-        return homes
+        return _read_only(homes)
 
     @cached_property
     def streams(self) -> tuple[tuple[tuple[int, str], ...], NDArray[np.int32]]:
@@ -267,7 +269,7 @@ class Kinds:
         streams = tuple(
             (key // n_codes, StreamKind.name(int(codes[key % n_codes]))) for key in keys.tolist()
         )
-        return streams, stream_of_kind.astype(np.int32)
+        return streams, _read_only(stream_of_kind.astype(np.int32))
 
     def joined(self, *others: Kinds) -> Kinds:
         """Return the kinds of all tables, these first."""
@@ -284,6 +286,12 @@ class Kinds:
 
 
 _COLUMNS = tuple(column.name for column in fields(Kinds))
+
+
+def _read_only(array: NDArray[_T]) -> NDArray[_T]:
+    """Return the array itself, which can no longer be written to."""
+    array.flags.writeable = False
+    return array
 
 
 @lru_cache

@@ -223,7 +223,7 @@ class Noise:
             np.array(tables, dtype=np.float64).reshape(-1, 3, random_draws.BINS),
             which,
             kinds.is_op(COMPUTE),
-            kinds.device,
+            kinds.device.copy(),  # loops are compiled for arrays that can be written
             self._hit_every,
             0.0 if self.failures is None else self.failures.pause,
         )

@@ -142,7 +142,8 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
     """
     allocated, _, released = kind_bytes(graph, costs)
     workspace, held = workspaces(graph, costs), static(graph, costs)
-    return OrderBytes(graph.kinds.device, allocated, released, workspace, held)
+    device = graph.kinds.device.copy()  # loops are compiled for arrays that can be written
+    return OrderBytes(device, allocated, released, workspace, held)
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
@@ -258,9 +259,9 @@ def _columns(timeline: Timeline) -> _Columns:
     return _Columns(
         graph.kind,
         graph.microbatch,
-        kinds.device,
-        kinds.replica,
-        kinds.stage,
+        kinds.device.copy(),  # loops are compiled for arrays that can be written
+        kinds.replica.copy(),
+        kinds.stage.copy(),
         *kind_bytes(graph, costs_of(timeline)),
         workspaces(graph, costs_of(timeline)),
         dropped_activations(graph),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -320,3 +321,25 @@ def test_unknown_hosts() -> None:
     one = np.zeros(1, dtype=np.int64)
     with pytest.raises(UnknownNameError, match=r"unknown hosts 'two' \(known: one, per_device\)"):
         TaskGraph.build(ps.Tasks(one, one, one, one, one), hosts="two")  # type: ignore[arg-type]
+
+
+def test_graphs_share_no_arrays_that_can_be_written() -> None:
+    """Writing to the arrays of a graph fails, or changes no other graph of its schedule."""
+    schedule = ps.schedule("1f1b", 2, 3)
+    costs = ps.Costs(forward=1.0, backward=2.0, output_bytes=1.0, network=ps.Network(bandwidth=1.0))
+    for n_replicas in (1, 2):
+        before = ps.lower(schedule, n_replicas=n_replicas)
+        makespan, homes = ps.simulate(before, costs).makespan, before.homes.tolist()
+        graph = ps.lower(schedule, n_replicas=n_replicas)
+        kinds = [getattr(graph.kinds, x.name) for x in fields(graph.kinds)]
+        for array in (*kinds, graph.homes, graph.device_of_stage, graph.kinds.streams[1]):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 0
+        for name, array in vars(graph).items():
+            if isinstance(array, np.ndarray):
+                assert array.flags.writeable, name
+                array[:] = 0
+        after = ps.lower(schedule, n_replicas=n_replicas)
+        assert after.homes.tolist() == homes
+        assert ps.simulate(after, costs).makespan == makespan
+        assert ps.simulate(before, costs).makespan == makespan
