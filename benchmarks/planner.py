@@ -264,13 +264,13 @@ def seconds_of_evaluations(
     choices: Sequence[PlanChoice],
     function: Callable[[Evaluator, PlanChoice], object] = evaluate_anew,
 ) -> float:
-    """Return the processor's seconds of an evaluation of configurations, the least of 3 rounds.
+    """Return the processor's seconds of an evaluation of configurations, the least of 15 rounds.
 
     Graphs are built before; costs, bounds and memory of each configuration are not. ``function``
     may be a part of an evaluation.
     """
     rounds = []
-    for _ in range(3):
+    for _ in range(15):
         evaluator = Evaluator(problem)
         evaluate_anew(evaluator, choices[0])
         began = process_time()
@@ -281,7 +281,7 @@ def seconds_of_evaluations(
 
 
 def seconds_of_schedules(problem: PlanProblem, base: PlanChoice) -> float:
-    """Return the processor's seconds of an evaluation of another schedule, the least of 9 rounds.
+    """Return the processor's seconds of an evaluation of another schedule, the least of 25 rounds.
 
     Each round builds schedules, tables of kinds of tasks, graphs and costs anew. Loops are compiled
     before, as in any plan of many configurations.
@@ -290,7 +290,7 @@ def seconds_of_schedules(problem: PlanProblem, base: PlanChoice) -> float:
     orders = ("1f1b", "gpipe", "eager_1f1b", "zb_h1", "zb_h2", "zbv", "v_half", "interleaved_1f1b")
     two = ("zbv", "v_half", "interleaved_1f1b")
     rounds = []
-    for _ in range(9):
+    for _ in range(25):
         for cached in (order_facts_of, _table, add_partners, _with_steps, _with_gathers):
             cached.cache_clear()
         evaluator = Evaluator(problem)
