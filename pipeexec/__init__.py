@@ -15,6 +15,8 @@ from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.measure import measure, profile
 from pipeexec.profiling.profile import Profile
+from pipeexec.splitting.split import split
+from pipeexec.splitting.stages import Stages
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validation.equivalence.check_equivalent import check_equivalent
 from pipeexec.validation.equivalence.report import Equivalence
@@ -31,6 +33,7 @@ __all__ = [
     "Profile",
     "ShardedEmbedding",
     "Slice",
+    "Stages",
     "StepResult",
     "Validation",
     "Worker",
@@ -44,6 +47,7 @@ __all__ = [
     "profile",
     "scaled_learning_rate",
     "slices",
+    "split",
     "sync_report",
     "to_torch",
     "torch_schedule_order",

@@ -164,6 +164,12 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "model": nn.Linear(2, 1), "a": {}, "b": {"n_microbatches": 2},
         "batch": (torch.ones(2, 2), torch.ones(2, 1)), "loss_fn": nn.functional.mse_loss,
         "loss_reduction": "mean", "learning_rate": 0.1, "dtype": None, "seed": 0},
+    "px.split": lambda _: {
+        "model": nn.Sequential(*stages()), "stages": 2, "sample": torch.ones(2, 2),
+        "balance": "blocks", "only": [0]},
+    "px.Stages.arguments": lambda _: {"self": split(), "batch": torch.ones(2, 2)},
+    "px.Stages.check": lambda _: {
+        "self": split(), "batch": torch.ones(2, 2), "loss_fn": lambda output: output.sum()},
     "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
     "px.validate": lambda _: short(),
     "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
@@ -180,6 +186,10 @@ REFUSED: dict[str, Callable[[Path], Good]] = {
     "px.slices": lambda _: {"device": "cuda:0", "n": 2},
     "px.to_torch": lambda _: {"schedule": schedule(), "stages": [], "loss_fn": mse},
 }
+
+
+def split() -> px.Stages:
+    return px.split(nn.Sequential(*stages()), 2, sample=torch.ones(2, 2))
 
 
 def _saved(path: Path, what: px.Profile | px.Validation) -> Path:

@@ -68,6 +68,7 @@ UNATTACKED: dict[str, str] = {
         "abandon", "adopt", "await_link", "carry", "close", "has_thread", "host", "mark",
         "rejoin", "stream", "synchronize", "wait_for_host")},
     "px.Slice": "slices makes it",
+    "px.Stages": "split makes it",
     "px.StepResult": _PLAIN,
     "px.Validation": _PLAIN,
     "px.Worker": "workers makes it",

@@ -23,8 +23,8 @@ simulate_many sweep trace transformers v_shaped verify waves write_layout
 """
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding
-Slice StepResult Validation Worker check_equivalent from_torch is_checkpointing is_recomputing
-join load_run measure profile scaled_learning_rate slices sync_report to_torch
+Slice Stages StepResult Validation Worker check_equivalent from_torch is_checkpointing
+is_recomputing join load_run measure profile scaled_learning_rate slices split sync_report to_torch
 torch_schedule_order validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]

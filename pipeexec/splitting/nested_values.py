@@ -1,0 +1,22 @@
+"""Tensors in nested tuples, lists, dicts and dataclasses of models' arguments and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["call_arguments", "tensors_of"]
+
+
+def tensors_of(values: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of a nested structure, in order."""
+    return tuple(x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments: a dict has keywords."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    return (batch if isinstance(batch, tuple) else (batch,)), {}

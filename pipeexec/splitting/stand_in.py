@@ -1,0 +1,76 @@
+"""`StandIn`: takes the place of a module that runs on another stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["StandIn", "on_meta", "to_meta", "with_zeros", "zeros"]
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in eval mode whose parameters and buffers have no data."""
+    return _with_tensors(module, lambda x: torch.empty_like(x, device="meta")).eval()
+
+
+def with_zeros(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with zeros in place of parameters without data.
+
+    Each has the memory of one element. Buffers with data stay.
+    """
+    return _with_tensors(module, lambda x: zeros(x.shape, x.dtype) if x.is_meta else x)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return zeros that have the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a module with other parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = replace(parameter.detach())
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = replace(buffer)
+    return copy.deepcopy(module, memo)
+
+
+def to_meta(values: Any) -> Any:
+    """Return nested values whose tensors have no data."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to("meta"), values)
+
+
+class StandIn(nn.Module):
+    """Takes the place of a module of another stage, and returns received or empty values.
+
+    It has no parameters. Other attributes are those of the module that it stands for.
+
+    Parameters
+    ----------
+    module
+        Result of `on_meta` for the module.
+    answer
+        Called with the arguments of the call; returns its result.
+    """
+
+    def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["_module_without_data"] = module
+        self.__dict__["_answer"] = answer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_module_without_data"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values that the module would return; those of others are empty."""
+        return self._answer(*args, **kwargs)
