@@ -25,8 +25,8 @@ from pipeexec.executor.setup.argument_checks import check_graph, check_timeout
 from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
 from pipeexec.executor.step_checks import check_step_batch
 from pipeexec.executor.step_runner import StepRunner
+from pipeexec.splitting.stages import Stages
 from pipeexec.stages.activation_bytes import ActivationMeter
-from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipesim.errors import (
@@ -50,8 +50,9 @@ class Pipeline:
     Parameters
     ----------
     stages
-        One module a stage. Each takes the output of the stage before: a tensor or a tuple of
-        tensors. With ``processes``, None for stages that run in other processes.
+        One module a stage, or the result of `pipeexec.split`. Each takes the output of the stage
+        before: a tensor or a tuple of tensors. With ``processes``, None for stages that run in
+        other processes.
     graph
         From `pipesim.lower`; verified first.
     devices
@@ -164,6 +165,7 @@ class Pipeline:
                     "are checked by the host; leave it out"
                 )
             loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
+            self._arguments = stages.arguments if isinstance(stages, Stages) else None
             self._model = PlacedModel(
                 check_list("stages", stages, "one nn.Module a stage of the graph"),
                 graph,
@@ -284,14 +286,15 @@ class Pipeline:
             "another graph, and state_dict() of its stages is what to save"
         )
 
-    def step(self, inputs: Batch | None, targets: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any) -> StepResult:
         """Run one training step.
 
         Parameters
         ----------
         inputs, targets
-            A tensor or a tuple of tensors each, whose first dimension is the batch. It is split
-            into the graph's micro-batches, as evenly as possible. With several processes,
+            A tensor or a tuple of tensors each, whose first dimension is the batch. The inputs of a
+            split model are nested as its sample was, such as a dict of keyword arguments. Both are
+            split into the graph's micro-batches, as evenly as possible. With several processes,
             ``inputs`` may be None in a process without the first stage, ``targets`` in one without
             the last. With data-parallel replicas, a process gives the samples of the replicas of
             which it has a stage, concatenated: in one process, the whole batch; if each replica has
@@ -322,11 +325,15 @@ class Pipeline:
             process; or if gradients are switched off.
         """
         with self._model.locked_open("step"):
-            return self._runner.step(inputs, targets)
+            return self._runner.step(self._tensors(inputs), targets)
 
-    def check_batch(self, inputs: Batch | None, targets: Any) -> None:
+    def _tensors(self, inputs: Any) -> Any:
+        """Return the tensors that the first stage takes; of a split model, those of its batch."""
+        return inputs if inputs is None or self._arguments is None else self._arguments(inputs)
+
+    def check_batch(self, inputs: Any, targets: Any) -> None:
         """Raise unless a step can train on a batch, and this process is given all that it needs."""
-        check_step_batch(inputs, targets, self.graph, self.devices)
+        check_step_batch(self._tensors(inputs), targets, self.graph, self.devices)
 
     def align(self) -> None:
         """Measure the differences of the processes' clocks again; all processes must call this.
@@ -377,7 +384,7 @@ class Pipeline:
         with self._model.locked_open("preserved"), self._runner.preserved():
             yield
 
-    def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+    def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
         """Return the most bytes of activations that each stage holds in a step, replica by replica.
 
         They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
@@ -386,30 +393,30 @@ class Pipeline:
         meters = self._count_activations(inputs, targets, range(len(self.stages)))
         return list(map(int, self.total([meter.peak for meter in meters])))
 
-    def left_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+    def left_bytes(self, inputs: Any, targets: Any) -> list[int]:
         """Return the most bytes that each stage holds at the end of an I; see `held_bytes`."""
         meters = self._count_activations(inputs, targets, range(len(self.stages)))
         return list(map(int, self.total([meter.deferred_peak for meter in meters])))
 
-    def device_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+    def device_bytes(self, inputs: Any, targets: Any) -> list[int]:
         """Return the most bytes of activations that each device holds; see `held_bytes`."""
         meters = self._count_activations(inputs, targets, self.graph.homes.ravel().tolist())
         return list(map(int, self.total([meter.peak for meter in meters])))
 
     def _count_activations(
-        self, inputs: Batch, targets: Any, groups: Sequence[int]
+        self, inputs: Any, targets: Any, groups: Sequence[int]
     ) -> list[ActivationMeter]:
         with self._model.locked_open("held_bytes, left_bytes or device_bytes"):
-            return probes.count_activations(self._runner, inputs, targets, groups)
+            return probes.count_activations(self._runner, self._tensors(inputs), targets, groups)
 
-    def memory(self, inputs: Batch, targets: Any) -> StepMemory:
+    def memory(self, inputs: Any, targets: Any) -> StepMemory:
         """Return the bytes of activations and gradients over a step, counted task by task.
 
         The simulator's counterpart is ``timeline.memory()``. Counting delays the host, so this runs
         a step of its own, which leaves no trace. All processes must call this.
         """
         with self._model.locked_open("memory"):
-            nbytes, result = probes.count_task_bytes(self._runner, inputs, targets)
+            nbytes, result = probes.count_task_bytes(self._runner, self._tensors(inputs), targets)
         one_gradient = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
             for stage in self.stages
@@ -423,7 +430,7 @@ class Pipeline:
             np.array(self.total(one_gradient)).reshape(self.graph.homes.shape),
         )
 
-    def allocated(self, inputs: Batch, targets: Any) -> Allocated:
+    def allocated(self, inputs: Any, targets: Any) -> Allocated:
         """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
 
         The simulator's counterpart is ``timeline.memory()``. Sampling delays the host, so this runs
@@ -436,7 +443,7 @@ class Pipeline:
             If the devices are CPU workers, whose memory torch does not count.
         """
         with self._model.locked_open("allocated"):
-            return probes.sample_allocator(self._runner, inputs, targets)
+            return probes.sample_allocator(self._runner, self._tensors(inputs), targets)
 
     @property
     def notes(self) -> tuple[str, ...]:
