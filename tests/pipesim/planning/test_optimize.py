@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 
 import numpy as np
@@ -128,6 +129,13 @@ def test_many_microbatches_repeat_a_period():
     few = fewer_microbatches(700, 4, 1)
     assert 12 <= few < 24
     assert (700 - few) % 12 == 0
+
+
+def test_shares_are_of_what_is_left():
+    """A tenth of the effort after six of ten seconds ends at 64 %; of counted moves, at a tenth."""
+    began = time.perf_counter() - 6.0
+    assert Effort(10.0, None, 0, began).after(0.1) == pytest.approx(0.64, abs=0.01)
+    assert Effort(10.0, 100, 0, began).after(0.1) == 0.1
 
 
 def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):

@@ -107,6 +107,8 @@ def test_uneven_stages_under_a_limit(
         (ps.v_shaped(2), ([8, 9, 11, 12], [8, 15, 14, 11], [10, 7, 7, 8]), 5, 4, 2, 332, 332),
         (ps.looped(2, 2), ([15, 12, 15, 14], [9, 10, 13, 8], [10, 10, 10, 11]), 13, 4, 1, 945, 945),
         (ps.looped(3, 2), ([13, 8, 10, 8, 11, 11], [24, 22, 21, 31, 22, 31]), 8, 4, 1, 837, 845),
+        (ps.v_shaped(3), ([12, 14, 13, 10, 14, 14], [14, 5, 9, 11, 7, 8], [11, 13, 10, 6, 11, 13]),
+         7, 3, 0, 596, 623),
     ],
 )  # fmt: skip
 def test_two_uneven_stages_a_device(
@@ -115,7 +117,7 @@ def test_two_uneven_stages_a_device(
 ) -> None:  # fmt: skip
     """The optimum, which CP-SAT proved in the first two cases; W counts with six lanes, too.
 
-    In the third, an order meets the bound.
+    In the others, an order meets the bound.
     """
     costs = uneven_costs(seconds, latency)
     assert ps.lower_bound(placement, m, costs, limit, search=False) == without_search
