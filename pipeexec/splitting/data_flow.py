@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeexec.splitting.nested_values import tensors_of
+from pipeexec.splitting.nested_values import tensors_of, written_tensors
 
 __all__ = ["Call", "DataFlow", "Source", "follow"]
 
@@ -91,10 +91,23 @@ class _Follow(TorchDispatchMode):
         self.sources = WeakIdKeyDictionary()
         self.inside: Source | None = None
         self.read: Sources = frozenset()
+        # Storages that were written to, each with a tensor that keeps it, and what was written.
+        self.written: dict[int, tuple[Tensor, Sources]] = {}
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
         """Return the sources of tensors."""
-        return frozenset().union(*(self.sources.get(x, _NONE) for x in values))
+        return frozenset().union(*(self._sources_of_one(x) for x in values))
+
+    def _sources_of_one(self, tensor: Tensor) -> Sources:
+        own: Sources = self.sources.get(tensor, _NONE)
+        if not self.written:
+            return own
+        return own | self.written.get(_storage(tensor), (tensor, _NONE))[1]
+
+    def set_sources(self, tensor: Tensor, sources: Sources) -> None:
+        """Set the sources of a tensor that a call returns, whatever was written to it before."""
+        self.sources[tensor] = sources
+        self.written.pop(_storage(tensor), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,6 +120,9 @@ class _Follow(TorchDispatchMode):
                 sources |= {Source("random", name=func.name().removeprefix("aten::"))}
             if not tensors_of(output):  # a number
                 self.read |= sources
+            for tensor in written_tensors(func, args, kwargs):  # may be a view of others
+                before = self.written.get(_storage(tensor), (tensor, _NONE))[1]
+                self.written[_storage(tensor)] = tensor, before | sources
         for tensor in tensors_of(output):
             self.sources[tensor] = sources
         return output
@@ -157,9 +173,14 @@ def _hooks(name: str, calls: list[Call], mode: _Follow) -> tuple[Any, Any]:
         index, tensors = len(calls) - 1, tensors_of(output)
         calls[index] = calls[index]._replace(n_outputs=len(tensors))
         for position, tensor in enumerate(tensors):
-            mode.sources[tensor] = frozenset({Source("output", index, position)})
+            mode.set_sources(tensor, frozenset({Source("output", index, position)}))
 
     return enter, leave
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _may_draw(module: nn.Module) -> bool:

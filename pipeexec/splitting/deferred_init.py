@@ -19,7 +19,7 @@ from torch.nn import init
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.splitting.nested_values import tensors_of
+from pipeexec.splitting.nested_values import tensors_of, written_tensors
 
 __all__ = ["DeferredModel", "deferred", "give_values"]
 
@@ -67,7 +67,7 @@ class _Log(TorchDispatchMode):
         results = tensors_of(output)
         if any(x.is_meta for x in (*tensors_of((args, kwargs)), *results)):
             is_random = torch.Tag.nondeterministic_seeded in func.tags
-            written = _written(func, args, kwargs)
+            written = written_tensors(func, args, kwargs)
             self.operations.append(_Logged(func, args, kwargs, results, written, is_random))
         return output
 
@@ -91,14 +91,6 @@ class _Log(TorchDispatchMode):
             yield
         finally:
             init._no_grad_trunc_normal_ = original
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return the arguments that an operation changes."""
-    arguments = function._schema.arguments
-    values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
-    changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
-    return tensors_of([values.get(name) for name in changed])
 
 
 def _takes_device(function: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["call_arguments", "tensors_of"]
+__all__ = ["call_arguments", "tensors_of", "written_tensors"]
 
 
 def tensors_of(values: Any) -> tuple[Tensor, ...]:
@@ -20,3 +20,13 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, dict):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def written_tensors(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the arguments that an operation changes."""
+    arguments = function._schema.arguments
+    values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
+    changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    return tensors_of([values.get(name) for name in changed])

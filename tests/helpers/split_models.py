@@ -119,3 +119,18 @@ class Deciding(nn.Module):
             if float(first.detach().sum()) > 0:
                 y = y + 1
         return y
+
+
+class Writing(nn.Module):
+    """A forward that writes a block's result into a view of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros_like(x)
+        kept[:, :4] = self.blocks[0](x)[:, :4]
+        y = self.blocks[2](self.blocks[1](x))
+        return self.last(y + kept)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from split_models import WIDTH, WORDS, Deciding, Language, Residual, Translation
+from split_models import WIDTH, WORDS, Deciding, Language, Residual, Translation, Writing
 from torch import nn
 
 import pipeexec as px
@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "language without a mask": (Language, words()),
     "translation": (Translation, (words(), words(length=3))),
     "residual": (Residual, torch.ones(2, 3, 8, 8).cumsum(3)),
+    "writing": (Writing, torch.ones(2, WIDTH)),
     "sequential": (
         lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))), torch.ones(2, WIDTH),
     ),
