@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeexec.splitting.nested_values import tensors_of, written_tensors
+from pipeexec.splitting.nested_values import storage_of, tensors_of, written_tensors
 
 __all__ = ["Call", "DataFlow", "Source", "follow"]
 
@@ -56,13 +56,10 @@ class Call(NamedTuple):
         Qualified name of the module.
     needs
         Origins of the tensors that it takes.
-    n_outputs
-        Tensors that it returns.
     """
 
     name: str
     needs: Sources
-    n_outputs: int
 
 
 class DataFlow(NamedTuple):
@@ -102,12 +99,12 @@ class _Follow(TorchDispatchMode):
         own: Sources = self.sources.get(tensor, _NONE)
         if not self.written:
             return own
-        return own | self.written.get(_storage(tensor), (tensor, _NONE))[1]
+        return own | self.written.get(storage_of(tensor), (tensor, _NONE))[1]
 
     def set_sources(self, tensor: Tensor, sources: Sources) -> None:
         """Set the sources of a tensor that a call returns, whatever was written to it before."""
         self.sources[tensor] = sources
-        self.written.pop(_storage(tensor), None)
+        self.written.pop(storage_of(tensor), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,8 +118,8 @@ class _Follow(TorchDispatchMode):
             if not tensors_of(output):  # a number
                 self.read |= sources
             for tensor in written_tensors(func, args, kwargs):  # may be a view of others
-                before = self.written.get(_storage(tensor), (tensor, _NONE))[1]
-                self.written[_storage(tensor)] = tensor, before | sources
+                before = self.written.get(storage_of(tensor), (tensor, _NONE))[1]
+                self.written[storage_of(tensor)] = tensor, before | sources
         for tensor in tensors_of(output):
             self.sources[tensor] = sources
         return output
@@ -165,22 +162,15 @@ def _hooks(name: str, calls: list[Call], mode: _Follow) -> tuple[Any, Any]:
     """Return the hooks before and after a call of a module, which add it to the calls."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(Call(name, mode.sources_of(tensors_of((args, kwargs))), 0))
+        calls.append(Call(name, mode.sources_of(tensors_of((args, kwargs)))))
         mode.inside = Source("inside", len(calls) - 1)
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         mode.inside = None
-        index, tensors = len(calls) - 1, tensors_of(output)
-        calls[index] = calls[index]._replace(n_outputs=len(tensors))
-        for position, tensor in enumerate(tensors):
-            mode.set_sources(tensor, frozenset({Source("output", index, position)}))
+        for position, tensor in enumerate(tensors_of(output)):
+            mode.set_sources(tensor, frozenset({Source("output", len(calls) - 1, position)}))
 
     return enter, leave
-
-
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch.nn import init
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.splitting.nested_values import tensors_of, written_tensors
+from pipeexec.splitting.nested_values import storage_of, tensors_of, written_tensors
 
 __all__ = ["DeferredModel", "deferred", "give_values"]
 
@@ -46,7 +46,7 @@ class _Logged(NamedTuple):
 
     def storages(self) -> set[int]:
         """Return the storages that the operation makes or changes."""
-        return {_storage(x) for x in (*self.results, *self.written)}
+        return {storage_of(x) for x in (*self.results, *self.written)}
 
 
 class _Log(TorchDispatchMode):
@@ -119,11 +119,11 @@ class DeferredModel:
         """
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         chosen = {name: state[name] for name in names}
-        needed = {_storage(x) for x in chosen.values()}
+        needed = {storage_of(x) for x in chosen.values()}
         for operation in reversed(self._operations):
             if operation.storages() & needed:
                 arguments = tensors_of((operation.args, operation.kwargs))
-                needed |= {_storage(x) for x in (*operation.results, *arguments)}
+                needed |= {storage_of(x) for x in (*operation.results, *arguments)}
         real: dict[int, Tensor] = {}
         for operation in self._operations:
             if operation.storages() & needed:
@@ -141,24 +141,19 @@ def _run(operation: _Logged, real: dict[int, Tensor]) -> None:
     with torch.no_grad():
         results = tensors_of(operation.function(*args, **kwargs))
     for empty, result in zip(operation.results, results, strict=False):
-        real.setdefault(_storage(empty), result)
+        real.setdefault(storage_of(empty), result)
 
 
 def _real(tensor: Tensor, real: dict[int, Tensor]) -> Tensor:
     """Return the tensor with data in place of one without; ``real`` has one of each storage."""
     if not tensor.is_meta:
         return tensor
-    if _storage(tensor) not in real:
+    if storage_of(tensor) not in real:
         n_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        real[_storage(tensor)] = torch.empty(n_elements, dtype=tensor.dtype)
-    base = real[_storage(tensor)]
+        real[storage_of(tensor)] = torch.empty(n_elements, dtype=tensor.dtype)
+    base = real[storage_of(tensor)]
     view = torch.empty(0, dtype=tensor.dtype)
     return view.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def deferred(make: Callable[[], nn.Module]) -> DeferredModel:

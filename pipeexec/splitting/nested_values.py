@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists, dicts and dataclasses of models' arguments and results."""
+"""Tensors of nested arguments and results, of models and of operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["call_arguments", "tensors_of", "written_tensors"]
+__all__ = ["call_arguments", "storage_of", "tensors_of", "written_tensors"]
 
 
 def tensors_of(values: Any) -> tuple[Tensor, ...]:
@@ -30,3 +30,9 @@ def written_tensors(
     values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
     changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
     return tensors_of([values.get(name) for name in changed])
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage, which all its views share."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
