@@ -43,6 +43,9 @@ _PATIENCE = (0.75, 0.0)
 #: Most tasks of a problem for which list schedules are tried.
 _MOST_TASKS = 20_000
 
+#: Name of a schedule, and its options without costs.
+NamedOptions = tuple[str, dict[str, Any]]
+
 
 class Candidate(NamedTuple):
     """An order, the value of its objective (s), and its name."""
@@ -65,11 +68,12 @@ def first_orders(
     is called before each schedule. Once it is true, none of these is yielded, and at most one more
     order of each other kind.
     """
-    yield from _candidates(problem, _named(problem, placement), objective, is_late)
+    options = _options(problem, placement)
+    yield from _candidates(problem, _named(problem, placement, options), objective, is_late)
     if problem.count.sum() <= _MOST_TASKS:
         yield from _candidates(problem, _listed(problem, placement, costs), objective, is_late)
     if not is_late():
-        for_costs = _named_for_costs(problem, placement, costs)
+        for_costs = _named_for_costs(problem, placement, costs, options)
         yield from _candidates(problem, for_costs, objective, is_late)
 
 
@@ -77,8 +81,9 @@ def named_orders(
     problem: OrderProblem, placement: Placement, costs: Costs, objective: Objective = "makespan"
 ) -> Iterator[Candidate]:
     """Yield the named schedules of a placement that keep the limit, with and without costs."""
+    options = _options(problem, placement)
     schedules = itertools.chain(
-        _named(problem, placement), _named_for_costs(problem, placement, costs)
+        _named(problem, placement, options), _named_for_costs(problem, placement, costs, options)
     )
     yield from _candidates(problem, schedules, objective, lambda: False)
 
@@ -154,7 +159,7 @@ def _activation_limits(problem: OrderProblem) -> list[float]:
     return limits
 
 
-def _options(problem: OrderProblem, placement: Placement) -> list[tuple[str, dict[str, Any]]]:
+def _options(problem: OrderProblem, placement: Placement) -> list[NamedOptions]:
     """Return name and options of the schedules whose stages are placed so, the shortest ones first.
 
     They are ranked by their orders of a few micro-batches; those that exceed the limit come last.
@@ -174,21 +179,23 @@ def _options(problem: OrderProblem, placement: Placement) -> list[tuple[str, dic
     return [(name, options) for _, name, options in sorted(rows, key=lambda row: row[0])]
 
 
-def _named(problem: OrderProblem, placement: Placement) -> Iterator[Schedule | None]:
-    """Yield the named schedules of a placement, without costs; None for those refused."""
-    for name, options in _options(problem, placement):
+def _named(
+    problem: OrderProblem, placement: Placement, rows: list[NamedOptions]
+) -> Iterator[Schedule | None]:
+    """Yield named schedules, without costs; None for those refused."""
+    for name, options in rows:
         yield _built(name, placement.n_devices, n_microbatches(problem), options)
 
 
 def _named_for_costs(
-    problem: OrderProblem, placement: Placement, costs: Costs
+    problem: OrderProblem, placement: Placement, costs: Costs, rows: list[NamedOptions]
 ) -> Iterator[Schedule | None]:
-    """Yield the named schedules of a placement that are built for costs; None for those refused."""
+    """Yield named schedules that are built for costs; None for those refused."""
     names = options_of_schedules()
-    for name, options in _options(problem, placement):
+    for name, sizes in rows:
         if "costs" not in names[name]:
             continue
-        options["costs"] = costs
+        options = {**sizes, "costs": costs}
         if "memory_limit" in names[name] and np.isfinite(problem.limit).all():
             options["memory_limit"] = _activation_limits(problem)
         yield _built(name, placement.n_devices, n_microbatches(problem), options)
