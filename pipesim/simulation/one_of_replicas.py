@@ -25,7 +25,7 @@ from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.engines.compiled import run_event_loop, run_in_one_pass
+from pipesim.simulation.engines.compiled import run_plan
 from pipesim.simulation.engines.plan import Plan, make_plan
 from pipesim.simulation.replica_routes import ReplicaRoutes, SharedRoutes
 
@@ -117,7 +117,7 @@ class OneOfReplicas:
         if plan is None:
             return None
         plan = plan._replace(latency=table.latency, duration=table.duration)
-        times = run_in_one_pass(plan) or run_event_loop(self.graph, plan)
+        times = run_plan(self.graph, plan)
         return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:

@@ -22,7 +22,7 @@ from pipesim.simulation.engines.one_pass_batched import ScenarioBatch, one_pass_
 from pipesim.simulation.engines.plan import Plan, make_plan, new_progress
 from pipesim.simulation.noise import Noise
 
-__all__ = ["ScenarioBatches", "run", "run_event_loop", "run_in_one_pass"]
+__all__ = ["ScenarioBatches", "run", "run_event_loop", "run_in_one_pass", "run_plan"]
 
 Floats = NDArray[np.float64]
 #: Scenarios of one batch.
@@ -31,7 +31,11 @@ LANES = 32
 
 def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     """Return start and end of each task, in seconds."""
-    plan = make_plan(graph, costs)
+    return run_plan(graph, make_plan(graph, costs))
+
+
+def run_plan(graph: TaskGraph, plan: Plan) -> tuple[Floats, Floats]:
+    """Return start and end of each task, in seconds, from the engine's columns."""
     times = run_in_one_pass(plan)
     return run_event_loop(graph, plan) if times is None else times
 
