@@ -76,6 +76,10 @@ class RunDirectoryError(PipeError):
     """A run directory that cannot be written, or was truncated or edited."""
 
 
+class CheckpointError(PipeError, ValueError):
+    """A checkpoint that cannot be written, was cut or edited, or is that of another model."""
+
+
 class ExecutionError(PipeError, RuntimeError):
     """A step that could not be run; ``timeline`` holds the tasks that ran before, if any."""
 
@@ -134,6 +138,10 @@ class EngineWarning(PipeWarning):
     """Another engine runs than the one requested."""
 
 
+class BatchWarning(PipeWarning):
+    """A tensor of a batch is split into micro-batches, but may be none of samples."""
+
+
 class LossWarning(PipeWarning):
     """The losses of micro-batches do not combine to that of the whole batch."""
 
@@ -142,12 +150,20 @@ class NanLossWarning(PipeWarning):
     """The loss of a micro-batch is not a number."""
 
 
+class ResumeWarning(PipeWarning):
+    """A training that is continued differs from one that was not interrupted."""
+
+
 class BatchNormWarning(PipeWarning):
     """Batch norms see micro-batches: gradients are not those of the whole batch."""
 
 
 class RandomnessWarning(PipeWarning):
     """A stage drew random numbers in a way that is not repeatable across schedules."""
+
+
+class SplitBackwardWarning(PipeWarning):
+    """A split backward computes the gradients of weights together with that of the input."""
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:

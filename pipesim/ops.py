@@ -18,7 +18,10 @@ __all__ = [
     "COLLECTIVES",
     "COMPUTE",
     "EXCHANGES",
+    "IN_REPLICA",
     "LISTED",
+    "NUMBERED",
+    "OF_DEVICES",
     "OF_STAGES",
     "RECVS",
     "REORDERED",
@@ -50,6 +53,8 @@ class Op(IntEnum):
     UNSHARD = 12
     DISPATCH = 13
     REORDER = 14
+    REDUCE_TIED = 15
+    GRAD_NORM = 16
 
     def __str__(self) -> str:
         return self.name
@@ -65,7 +70,13 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
 #: Operations of several devices together: all start when the last device is ready (rule 9).
-COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD})
+COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD, Op.REDUCE_TIED, Op.GRAD_NORM})
+#: Collectives with one member a device, which stands for several stages: REDUCE_TIED for those of a
+#: group of tied stages, of one replica; GRAD_NORM for all stages of the device. The member has the
+#: number of the lowest of these stages. GRAD_NORM has the lowest replica of its device.
+OF_DEVICES = frozenset({Op.REDUCE_TIED, Op.GRAD_NORM})
+#: Collectives between devices of one replica. The members of others are of all replicas.
+IN_REPLICA = frozenset({Op.REDUCE_TIED})
 #: Operations that may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
 #: Contents of an ALL_TO_ALL of a sharded embedding, by its `part`, in this order for each
@@ -73,6 +84,8 @@ OF_STAGES = COLLECTIVES | {Op.STEP}
 EXCHANGES = ("counts", "keys", "vectors", "gradients", "accumulated")
 #: The exchanges whose values a REORDER puts in order: its `part`, numbered as they are.
 REORDERED = ("vectors", "gradients")
+#: Operations whose `part` is any number from 0: buckets of gradients, groups of tied stages.
+NUMBERED = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIED})
 
 _ACTION = re.compile(
     r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z]+))?\s*"
@@ -85,8 +98,8 @@ class Action(NamedTuple):
 
     ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
     stage at the other end of a message of skip connections, -1 for any other action. ``part`` is
-    the bucket of a REDUCE_GRAD that has several, which of `EXCHANGES` an ALL_TO_ALL is, or of which
-    a REORDER puts values in order, else -1.
+    the bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED, which
+    of `EXCHANGES` an ALL_TO_ALL is, or of which a REORDER puts values in order, else -1.
 
     >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
     ('2F0', '0SEND_F3>2', '2RECV_F3<0')
@@ -137,9 +150,10 @@ class Action(NamedTuple):
                 "stage, such as '0SEND_F3>2' and '2RECV_F3<0'"
             )
         names = {Op.ALL_TO_ALL.name: EXCHANGES, Op.REORDER.name: REORDERED}.get(op, ())
-        if part and part not in names and (op != Op.REDUCE_GRAD.name or not part.isdigit()):
+        if part and part not in names and (Op[op] not in NUMBERED or not part.isdigit()):
             raise ArgumentError(
-                f"{text!r} is not an action; only buckets, such as '2REDUCE_GRAD.1', and exchanges "
+                f"{text!r} is not an action; only buckets, such as '2REDUCE_GRAD.1', groups of "
+                "tied stages, such as '0REDUCE_TIED.0', and exchanges "
                 f"({', '.join(EXCHANGES)}), such as '0ALL_TO_ALL3.keys', are parts: write '2F0'"
             )
         number = part if part is None or part not in names else EXCHANGES.index(part)

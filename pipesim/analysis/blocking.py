@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, RECVS, SENDS
+from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
@@ -213,11 +213,12 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
 def collective_latency(timeline: Timeline) -> NDArray[np.float64]:
     """Return the time of each collective without its bytes, 0 for other tasks.
 
-    Seconds, shape ``(len(graph),)``; 0 without costs, and if its seconds were measured.
+    Seconds, shape ``(len(graph),)``; 0 without costs, if its seconds were measured, and for
+    GRAD_NORM, most of whose time is work of its device.
     """
     graph = timeline.graph
     of_kind = np.zeros(len(graph.kinds))
-    rows = graph.kinds.is_op(COLLECTIVES)
+    rows = graph.kinds.is_op(COLLECTIVES - {Op.GRAD_NORM})
     if timeline.costs is not None and rows.any():
         costs = timeline.costs
         measured = (

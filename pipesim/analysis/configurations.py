@@ -31,11 +31,11 @@ __all__ = ["Configuration", "configuration"]
 
 #: Fields that do not depend on the size of a micro-batch.
 _OF_BATCHES = frozenset({
-    "optimizer_step", "launch", "parameter_bytes", "optimizer_bytes", "gradient_bytes",
+    "optimizer_step", "launch", "parameter_bytes", "optimizer_bytes", "gradient_bytes", "grad_norm",
     *MEASURED_COLLECTIVES.values(),
 })  # fmt: skip
 #: Fields of which a device with several stages has not the sum, but the largest value.
-_LARGEST = frozenset({"launch", "output_bytes", "output_seconds"})
+_LARGEST = frozenset({"launch", "output_bytes", "output_seconds", "reduce_tied"})
 #: Settings that may have one value a stage.
 _STAGE_SETTINGS = ("optimizer_step", "launch")
 
@@ -76,8 +76,9 @@ class Configuration:
         other = self._named(name, self.schedule.n_microbatches, {})
         self._check_same_updates(other)
         stages_differ = other.n_stages != self.schedule.n_stages
-        if stages_differ and (self.arguments["skips"] or self.arguments["sharded"]):
-            raise ScheduleError("skips and sharded name stages of another schedule")
+        named = ("skips", "sharded", "tied")
+        if stages_differ and any(self.arguments[name] for name in named):
+            raise ScheduleError("skips, sharded and tied name stages of another schedule")
         changed = replace(self, costs=self._costs_of_schedule(other))
         if "costs" in options_of_schedules()[name]:
             other = changed._named(name, other.n_microbatches, {"costs": changed.costs})

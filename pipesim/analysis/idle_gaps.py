@@ -101,6 +101,8 @@ def find_gaps(timeline: Timeline) -> Gaps:
     first_backward, last_forward = np.full(n_devices, np.inf), np.zeros(n_devices)
     np.minimum.at(first_backward, graph.device[backward], start[backward])
     np.maximum.at(last_forward, graph.device[forward], end[forward])
+    if not len(backward):  # an evaluation fills until a device's first F, and drains after its last
+        np.minimum.at(first_backward, graph.device[forward], start[forward])
     fills, drains = until <= first_backward[device], since >= last_forward[device]
     phase = np.select([fills & drains, fills, drains], [-1, _WARM_UP, _COOL_DOWN], _ORDER)
     gap = until > since
@@ -175,7 +177,8 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """Return the role of each task, and the cause of its time outside the steady state."""
     graph = timeline.graph
     role = np.full(len(graph), COMPUTE_ROLE, dtype=np.int8)
-    for code, ops in ((COLLECTIVE_ROLE, COLLECTIVES), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
+    collectives = COLLECTIVES - {Op.GRAD_NORM}  # most of whose time is work of its device
+    for code, ops in ((COLLECTIVE_ROLE, collectives), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
         role[graph.is_op(ops)] = code
     task_cause = np.full(len(graph), _COOL_DOWN, dtype=np.int8)
     task_cause[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP

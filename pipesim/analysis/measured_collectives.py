@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import measured_shares
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import EXCHANGES, OF_DEVICES, Op
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import Ints
 
-__all__ = ["measured_collectives"]
+__all__ = ["grad_norm_seconds", "measured_collectives"]
 
 Floats = NDArray[np.float64]
 #: Mean or median.
@@ -29,7 +30,7 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
     """
     graph = timeline.graph
     seconds = _seconds(timeline, average)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = _tied_sums(timeline, average)
     for (op, part), of_stage in seconds.items():
         if op == Op.ALL_TO_ALL:
             values[MEASURED_COLLECTIVES[EXCHANGES[part]]] = _filled(of_stage)
@@ -56,23 +57,72 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
 
 
 def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Floats]:
-    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN if absent."""
+    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN if absent.
+
+    Those with one member a device are not among them.
+    """
     graph = timeline.graph
-    number, members = graph.collectives.rows, graph.collectives.values
-    last, end = (np.full(len(graph.collectives), -np.inf) for _ in range(2))
-    np.maximum.at(last, number, timeline.start[members])
-    np.maximum.at(end, number, timeline.end[members])
-    lasted = np.maximum(end - last, 0.0)
-    first = members[graph.collectives.ptr[:-1]]
+    first, lasted = _lasted(timeline)
+    of_stage = ~graph.is_op(OF_DEVICES)[first]
+    first, lasted = first[of_stage], lasted[of_stage]
     seconds: dict[tuple[Op, int], Floats] = {}
     kinds = np.unique(np.stack([graph.op[first], graph.part[first], graph.stage[first]]), axis=1)
     for op, part, stage in kinds.T.tolist():
         selected = (
             (graph.op[first] == op) & (graph.part[first] == part) & (graph.stage[first] == stage)
         )
-        of_stage = seconds.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
-        of_stage[stage] = average(lasted[selected])
+        values = seconds.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
+        values[stage] = average(lasted[selected])
     return seconds
+
+
+def _lasted(timeline: Timeline) -> tuple[Ints, Floats]:
+    """Return the first member of each collective, and the time from its last start to its end."""
+    graph = timeline.graph
+    number, members = graph.collectives.rows, graph.collectives.values
+    last, end = (np.full(len(graph.collectives), -np.inf) for _ in range(2))
+    np.maximum.at(last, number, timeline.start[members])
+    np.maximum.at(end, number, timeline.end[members])
+    return members[graph.collectives.ptr[:-1]], np.maximum(end - last, 0.0)
+
+
+def _tied_sums(timeline: Timeline, average: Average) -> dict[str, Any]:
+    """Return ``reduce_tied``: the lowest stage of each group of tied stages has its seconds.
+
+    Groups with one lowest stage are averaged. Empty without tied stages.
+    """
+    graph = timeline.graph
+    first, lasted = _lasted(timeline)
+    sums = graph.op[first] == Op.REDUCE_TIED
+    if not sums.any():
+        return {}
+    lowest = np.array([group[0] for group in graph.tied])[graph.part[first[sums]]]
+    seconds = np.zeros(graph.n_stages)
+    for stage in np.unique(lowest).tolist():
+        seconds[stage] = average(lasted[sums][lowest == stage])
+    return {MEASURED_COLLECTIVES[Op.REDUCE_TIED.name]: tuple(seconds.tolist())}
+
+
+def grad_norm_seconds(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
+    """Return ``grad_norm``: the seconds of GRAD_NORM beyond its all-reduce on ``network``.
+
+    A timeline does not show which device was the slowest. Stages of a device share the seconds
+    evenly. Empty without GRAD_NORM.
+    """
+    graph = timeline.graph
+    first, lasted = _lasted(timeline)
+    norms = graph.op[first] == Op.GRAD_NORM
+    if not norms.any():
+        return {}
+    members = np.flatnonzero(graph.op == Op.GRAD_NORM)
+    devices = np.unique(graph.device[members])
+    all_reduce = network.all_reduce(NORM_BYTES, devices, "fastest") if len(devices) > 1 else 0.0
+    local = max(0.0, float(average(lasted[norms])) - all_reduce)
+    is_own = graph.homes[graph.replica[members]] == graph.device[members][:, None]
+    member, stage = np.nonzero(is_own)
+    seconds = np.zeros(graph.n_stages)
+    seconds[stage] = local / is_own.sum(axis=1)[member]
+    return {"grad_norm": tuple((seconds * graph.optimizer_shares).tolist())}
 
 
 def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:

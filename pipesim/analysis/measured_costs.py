@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.measured_collectives import measured_collectives
+from pipesim.analysis.measured_collectives import grad_norm_seconds, measured_collectives
 from pipesim.analysis.measured_network import measured_network
 from pipesim.analysis.replay import replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
@@ -57,6 +57,8 @@ def costs_from_timeline(
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # costs that a timeline does not show
         values = {name: getattr(timeline.costs, name) for name in (*_BYTES, *_KEPT)}
+        if timeline.graph.tied:  # otherwise it is part of STEP
+            values["tied_bytes"] = timeline.costs.tied_bytes
         if network is None:
             values["output_seconds"] = timeline.costs.output_seconds
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
@@ -68,6 +70,7 @@ def costs_from_timeline(
         values |= measured_collectives(timeline, network, _AVERAGES[average])
         for size, seconds in _SECONDS_OF_BYTES.items():
             values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
+    values |= grad_norm_seconds(timeline, network, _AVERAGES[average])
     costs = Costs(**{**values, **fields}, network=network)
     if "parameter_bytes" not in fields and costs.reduce_grad is None:
         _warn_of_free_reductions(timeline, costs)
@@ -119,6 +122,7 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
 _SECONDS_OF_BYTES = {
     "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
     "gradient_bytes": ("reduce_grad", "buckets"),
+    "tied_bytes": ("reduce_tied",),
     "key_bytes": ("exchange_counts", "exchange_keys"),
     "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
     "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),

@@ -22,7 +22,7 @@ from pipesim.cli.plan_arguments import add_plan_arguments
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import suggestion
 from pipesim.sweeps.grid import version
-from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
+from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.argument_parser import RaisingParser
 
 __all__ = ["Command", "argument_settings", "parse_arguments"]
@@ -51,6 +51,11 @@ _FLAGS = (
         "sharded stages exchange gradients of every micro-batch, or of all after the last",
     ),
     ("--recompute", "MODE", "listed (by the schedule), never, always or except_last"),
+    (
+        "--tied",
+        "GROUPS",
+        "stages that share a parameter, such as 0-7: its gradients are summed",
+    ),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "copy streams per_peer, per_microbatch, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
@@ -73,8 +78,10 @@ _SWITCHES = (
     ("--host-threads", "hosts are threads of one process, which wait for each other"),
     ("--portals", "a skip goes straight to its target, not from stage to stage"),
     ("--shard-optimizer", "each replica steps its share of the parameters, as in ZeRO-1"),
+    ("--grad-norm", "the norm of all gradients is computed before the optimizer steps"),
     ("--recompute-first", "every recompute of a stage comes before its first backward"),
     ("--recompute-waits", "without overlap, a gradient is received before its recompute"),
+    ("--forward-only", "only the forwards of the schedule, as in an evaluation"),
 )
 
 
@@ -197,11 +204,13 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     costs.add_argument("--costs", dest="settings.costs.file", metavar="FILE.json",
                        help="costs to start from; the other arguments override it")  # fmt: skip
     for name in VALUE_FIELDS:
-        flag = "--recompute-time" if name == "recompute" else "--" + name.replace("_", "-")
+        flag = "--" + SECONDS.get(name, name).replace("_", "-")
         unit = "BYTES" if name.endswith("bytes") else "SECONDS"
         costs.add_argument(flag, dest=f"settings.costs.{name}", type=parse_value, metavar=unit)
     costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=parse_value,
                        metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
+    costs.add_argument("--tied-bytes", dest="settings.costs.tied_bytes", type=parse_value,
+                       metavar="BYTES", help="of gradients of a group of tied stages")  # fmt: skip
     costs.add_argument("--all-reduce", dest="settings.costs.all_reduce", metavar="ALGORITHM",
                        help="of gradients: ring, tree or fastest")  # fmt: skip
     costs.add_argument("--memory-reserve", dest="settings.costs.memory_reserve", type=parse_value,

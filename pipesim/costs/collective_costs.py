@@ -16,7 +16,14 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["MEASURED_COLLECTIVES", "Buckets", "CollectiveCosts", "Priced", "checked_buckets"]
+__all__ = [
+    "MEASURED_COLLECTIVES",
+    "NORM_BYTES",
+    "Buckets",
+    "CollectiveCosts",
+    "Priced",
+    "checked_buckets",
+]
 
 Floats = NDArray[np.float64]
 #: For each stage, its buckets of gradients as pairs. First the share of the bytes, or of measured
@@ -27,6 +34,7 @@ Buckets = tuple[tuple[tuple[float, float], ...], ...]
 MEASURED_COLLECTIVES = {
     "REDUCE_GRAD": "reduce_grad",
     "UNSHARD": "unshard",
+    "REDUCE_TIED": "reduce_tied",
     "counts": "exchange_counts",
     "keys": "exchange_keys",
     "vectors": "exchange_vectors",
@@ -35,6 +43,8 @@ MEASURED_COLLECTIVES = {
 }
 #: Bytes of a count.
 _COUNT = 8
+#: Bytes that GRAD_NORM sums: a sum of squares.
+NORM_BYTES = 8
 
 
 class Priced(NamedTuple):
@@ -57,12 +67,16 @@ class CollectiveCosts(NamedTuple):
     ----------
     network, all_reduce
         Links, and the algorithm of REDUCE_GRAD.
+    tied_bytes
+        Bytes of the gradients of each group of tied stages.
+    grad_norm
+        Seconds of the norm of each stage's gradients.
     gradient_bytes, parameter_bytes, key_bytes, vector_bytes
         Bytes of a stage's gradients, and parameters; of a micro-batch's keys, and of their vectors.
         The last two are empty without exchanges.
     measured
-        Measured seconds by name: of REDUCE_GRAD, of UNSHARD and of each exchange. Collectives
-        without an entry are priced by ``network``.
+        Measured seconds by name: of REDUCE_GRAD, UNSHARD, REDUCE_TIED and each exchange.
+        Collectives without an entry are priced by ``network``.
     buckets
         Shares of the buckets of gradients; None for even shares.
     exchange_bytes
@@ -78,6 +92,8 @@ class CollectiveCosts(NamedTuple):
     measured: Mapping[str, Floats]
     buckets: Buckets | None
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
+    tied_bytes: Floats
+    grad_norm: Floats
 
     def price(self, routes: KindRoutes, priced: Priced, *, with_links: bool = True) -> Priced:
         """Fill the rows of collectives; return all rows, with as many columns of links as needed.
@@ -97,6 +113,10 @@ class CollectiveCosts(NamedTuple):
                 is_half = bool(shares[members.stage] > 1)
                 cost = self._bucket(route, members, routes, priced.share, is_half=is_half)
             priced.duration[rows], priced.nbytes[rows] = cost
+        for route in routes.device_collectives:
+            is_norm = route.rows[0].op == Op.GRAD_NORM
+            cost = self._norm(graph, route) if is_norm else self._tied_sum(graph, route)
+            priced.duration[route.members], priced.nbytes[route.members] = cost
         if with_links:
             for route in routes.collectives:
                 if (priced.nbytes[route.rows[-1].kinds] > 0).any():
@@ -181,6 +201,30 @@ class CollectiveCosts(NamedTuple):
         if measured is not None:
             return float(measured[stage]), nbytes
         return self.network.all_to_all(sent, devices), nbytes
+
+    def _tied_sum(self, graph: TaskGraph, route: CollectiveRoute) -> tuple[float, float]:
+        """Return seconds and bytes of a REDUCE_TIED; it moves none if all copies are on a device.
+
+        Measured seconds are those of the lowest stage of the group.
+        """
+        part = route.rows[0].part
+        nbytes = float(self.tied_bytes[part]) if len(route.members) > 1 else 0.0
+        measured = self.measured.get(Op.REDUCE_TIED.name)
+        if measured is not None:
+            return float(measured[graph.tied[part][0]]), nbytes
+        return route.seconds(nbytes), nbytes
+
+    def _norm(self, graph: TaskGraph, route: CollectiveRoute) -> tuple[float, float]:
+        """Return seconds and bytes of GRAD_NORM: those of the slowest device, and the all-reduce.
+
+        A member has the stages of its replica on its device, of which replicas share the gradients
+        if they share the optimizer.
+        """
+        kinds, seconds = graph.kinds, self.grad_norm / graph.optimizer_shares
+        homes, members = graph.homes[kinds.replica[route.members]], route.members
+        of_members = ((homes == kinds.device[members][:, None]) * seconds).sum(axis=1)
+        nbytes = float(NORM_BYTES) if len(members) > 1 else 0.0
+        return float(of_members.max()) + route.seconds(nbytes), nbytes
 
     def _buckets(self, stage: int, n: int) -> Sequence[tuple[float, float]]:
         """Return the share of the bytes, and of the backward, of each of a stage's n buckets."""

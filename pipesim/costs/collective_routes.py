@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from pipesim.network.network import Network, all_reduce_seconds
-from pipesim.ops import Op
+from pipesim.ops import OF_DEVICES, Op
 from pipesim.utils.csr import Ints
 
 __all__ = [
@@ -41,7 +41,7 @@ class StageMembers(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether they reduce all gradients of the stage, or gather its parameters."""
-        return self.op != Op.ALL_TO_ALL and self.part < 0
+        return self.op != Op.ALL_TO_ALL and self.op not in OF_DEVICES and self.part < 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ _SUBSTITUTES = {
 #: Fields of which each stage of a device has the whole value, and not a share.
 _UNSHARED = (
     *("launch", "output_bytes", "output_seconds"),
-    *("forward_workspace_bytes", "backward_workspace_bytes"),
+    *("forward_workspace_bytes", "backward_workspace_bytes", "reduce_tied"),
 )
 #: Fields that may be None.
 _OPTIONAL = (
@@ -82,6 +82,11 @@ class Costs:
     optimizer_step, launch
         Seconds of STEP, and of the host to issue one task of the stage. If the optimizer is
         sharded, the STEP of a replica takes its share of ``optimizer_step``.
+    grad_norm
+        Seconds in which a device computes the norm of the gradients of a stage (GRAD_NORM). The
+        all-reduce of 8 bytes over all devices is added by ``network``. The devices begin together,
+        so that the slowest counts; stages of one replica on a device add up. If the optimizer is
+        sharded, a replica takes its share.
     dispatch, reorder, reorder_gradients
         Seconds in which a sharded stage groups the keys of a micro-batch by owner (DISPATCH), puts
         its vectors in order, and sums the gradients of each key (REORDER), if these are separate
@@ -89,6 +94,8 @@ class Costs:
     reduce_grad, unshard
         Measured seconds of REDUCE_GRAD of all gradients of a stage, and of UNSHARD. They replace
         the seconds that follow from ``network`` and bytes.
+    reduce_tied
+        Measured seconds of REDUCE_TIED, likewise; those of the lowest stage of a group count.
     exchange_counts, exchange_keys, exchange_vectors, exchange_gradients, exchange_accumulated
         Measured seconds of each ALL_TO_ALL of a sharded stage, likewise.
     output_bytes
@@ -135,9 +142,12 @@ class Costs:
         back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
         pairs; None for none. Devices hold them as part of ``activation_bytes``.
     tied_bytes
-        Bytes of the gradients of a matrix of which the first and the last stage have a copy, such
-        as a tied embedding. STEP of both stages takes as much longer as their sum takes on
-        ``network``, unless one device has both. 0 (the default) for none.
+        Bytes of the gradients of a parameter of which several stages have copies, such as a tied
+        embedding: one number, or one for each group of tied stages. REDUCE_TIED takes as long as
+        their sum over the group's devices takes on ``network``, with the faster of ring and tree.
+        A graph that was lowered without ``tied`` has no such task: one number is then that of the
+        first and the last stage. STEP of both takes as much longer as the sum takes, unless one
+        device has both. 0 (the default) for none.
     network
         Links between devices. The times of messages, reductions and exchanges follow from it.
         Collectives of tensor parallelism are part of F, B, I, W and R: they follow from the
@@ -192,13 +202,15 @@ class Costs:
     buckets: Buckets | None = None
     exchange_bytes: Mapping[int, Mapping[str, Any]] | ExchangeBytes | None = None
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
-    tied_bytes: float = 0.0
+    tied_bytes: PerStage = 0.0
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
     workload: Workload | Mapping[str, Any] | None = None
     forward_workspace_bytes: PerStage = 0.0
     backward_workspace_bytes: PerStage = 0.0
     memory_reserve: float = 0.0
+    grad_norm: PerStage = 0.0
+    reduce_tied: PerStage | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, Network):
@@ -212,7 +224,7 @@ class Costs:
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
         object.__setattr__(self, "workload", checked_workload(self.workload))
-        object.__setattr__(self, "tied_bytes", _checked_number("tied_bytes", self.tied_bytes, ""))
+        object.__setattr__(self, "tied_bytes", _checked("tied_bytes", self.tied_bytes, "group"))
         object.__setattr__(self, "memory_reserve", _checked_reserve(self.memory_reserve))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
@@ -720,18 +732,18 @@ def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[floa
     return changed
 
 
-def _checked(name: str, value: object) -> PerStage:
+def _checked(name: str, value: object, item: str = "stage") -> PerStage:
     """Return the value of a field as a float, or as a tuple of one float a stage."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, (tuple, list)):
         return _checked_number(name, value, "")
     if not value:
-        raise CostsError(f"{name} is empty; give one value, or one a stage")
+        raise CostsError(f"{name} is empty; give one value, or one a {item}")
     are_floats = isinstance(value, tuple) and {*map(type, value)} == {float}
     if are_floats and all(map(math.isfinite, value)) and min(value) >= 0:
         return tuple(value)
-    return tuple(_checked_number(name, v, f" of stage {s}") for s, v in enumerate(value))
+    return tuple(_checked_number(name, v, f" of {item} {s}") for s, v in enumerate(value))
 
 
 def _checked_number(name: str, value: object, where: str) -> float:

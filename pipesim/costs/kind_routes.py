@@ -23,7 +23,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
 from pipesim.network.network import Network
 from pipesim.network.routes import Routes
-from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, OF_DEVICES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
 __all__ = ["KindRoutes", "message_ends", "message_rows"]
@@ -136,6 +136,7 @@ class KindRoutes:
         stage, device, first = kinds.stage[members], kinds.device[members], rows.ptr[:-1]
         exchanges = np.logical_or.reduceat(kinds.op[members] == Op.ALL_TO_ALL, first).tolist()
         halves = np.logical_or.reduceat(self.graph.optimizer_shares[stage] > 1, first).tolist()
+        of_devices = np.logical_or.reduceat(kinds.is_op(OF_DEVICES)[members], first).tolist()
         done, routes = ~kinds.is_op(COLLECTIVES), []
         for row, (begin, end) in enumerate(itertools.pairwise(rows.ptr.tolist())):
             own = members[begin:end]
@@ -143,6 +144,7 @@ class KindRoutes:
                 continue
             done[own] = True
             name = "all_to_all" if exchanges[row] else "ring" if halves[row] else self.all_reduce
+            name = "fastest" if of_devices[row] else name
             devices = device[begin:end]
             routes.append(
                 CollectiveRoute(
@@ -195,7 +197,12 @@ class KindRoutes:
     def partial_members(self) -> tuple[tuple[CollectiveRoute, StageMembers], ...]:
         """Members of reductions of buckets and of exchanges, each with its collective."""
         pairs = ((route, members) for route in self.collectives for members in route.rows)
-        return tuple(pair for pair in pairs if not pair[1].is_whole)
+        return tuple(pair for pair in pairs if not (pair[1].is_whole or pair[1].op in OF_DEVICES))
+
+    @cached_property
+    def device_collectives(self) -> tuple[CollectiveRoute, ...]:
+        """Collectives with one member a device: REDUCE_TIED and GRAD_NORM."""
+        return tuple(route for route in self.collectives if route.rows[0].op in OF_DEVICES)
 
 
 def message_ends(graph: TaskGraph, transfers: Ints) -> tuple[Ints, Ints]:

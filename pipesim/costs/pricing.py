@@ -71,7 +71,7 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
         duration, nbytes, links, share = _collective_costs(costs, routes).price(
             routes, priced, with_links=with_links
         )
-    if costs.tied_bytes:
+    if costs.tied_bytes and not graph.tied:
         _add_tied_sums(costs, routes, duration)
     return CostTable(duration, routes.latency, launch, nbytes, links, share)
 
@@ -97,9 +97,20 @@ def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
 def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
     """Add the sum of a tied matrix's gradients to STEP of the first and the last stage.
 
-    Each replica sums those of its own two copies. A device with both copies has no sum to make.
+    It is for graphs without tied stages, whose REDUCE_TIED has these seconds. Each replica sums
+    those of its own two copies. A device with both copies has no sum to make.
+
+    Raises
+    ------
+    CostsError
+        For bytes of several groups of tied stages.
     """
     graph = routes.graph
+    if isinstance(costs.tied_bytes, tuple):
+        raise CostsError(
+            f"tied_bytes are of {len(costs.tied_bytes)} groups of tied stages, but the graph has "
+            "none; lower with tied=, such as [(0, 3)], or give one number"
+        )
     kinds, last = graph.kinds, graph.n_stages - 1
     ends = (kinds.op == Op.STEP) & ((kinds.stage == 0) | (kinds.stage == last))
     for replica, devices in enumerate(graph.homes[:, [0, last]]):
@@ -163,7 +174,28 @@ def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
         measured=measured,
         buckets=costs.buckets,
         exchange_bytes=exchange_bytes,
+        tied_bytes=_tied_bytes(costs, graph),
+        grad_norm=costs.per_stage("grad_norm", n_stages),
     )
+
+
+def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:
+    """Return the bytes of each group of tied stages of a graph.
+
+    Raises
+    ------
+    CostsError
+        For bytes of another number of groups.
+    """
+    n = len(graph.tied)
+    if isinstance(costs.tied_bytes, float):
+        return np.full(n, costs.tied_bytes)
+    if len(costs.tied_bytes) != n and n:
+        raise CostsError(
+            f"tied_bytes has {len(costs.tied_bytes)} values, but the graph has {n} groups of tied "
+            "stages; give one number for all, or one a group"
+        )
+    return np.array(costs.tied_bytes)
 
 
 def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:

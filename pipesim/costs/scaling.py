@@ -19,7 +19,7 @@ __all__ = ["scaled"]
 
 Floats = NDArray[np.float64]
 #: Fields with the seconds of all operations that compute.
-_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
+_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm")
 #: Fields with the seconds of the parts of B.
 _HALVES = ("input_grad", "weight_grad")
 #: Fields that follow from others unless they are given.

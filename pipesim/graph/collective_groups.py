@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.tasks import Kinds
-from pipesim.ops import COLLECTIVES, Op
+from pipesim.ops import COLLECTIVES, IN_REPLICA, OF_DEVICES, Op
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["default_collectives", "group_members", "partial_dependencies"]
@@ -15,9 +15,10 @@ __all__ = ["default_collectives", "group_members", "partial_dependencies"]
 def default_collectives(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
 ) -> CSR:
-    """Return the members of each collective: one for each operation, stage, part and micro-batch.
+    """Return the members of each collective: one for each operation, part and micro-batch.
 
-    The members are the tasks of all replicas.
+    - Operations of devices (`OF_DEVICES`) have one for all stages, others one for each stage.
+    - Operations in a replica (`IN_REPLICA`) have one for each replica, others one for all replicas.
     """
     collective = kinds.is_op(COLLECTIVES)
     if not collective.any():
@@ -25,7 +26,10 @@ def default_collectives(
     members = np.flatnonzero(collective[kind])
     own = kind[members]
     number = kinds.op[own]
-    for column in (kinds.stage[own], kinds.part[own] + 1, microbatch[members].astype(np.int64) + 1):
+    stage = np.where(kinds.is_op(OF_DEVICES), 0, kinds.stage)[own]
+    replica = np.where(kinds.is_op(IN_REPLICA), kinds.replica, 0)[own]
+    part, of_microbatch = kinds.part[own] + 1, microbatch[members].astype(np.int64) + 1
+    for column in (stage, replica, part, of_microbatch):
         number = number * (int(column.max(initial=0)) + 1) + column
     return _members(members, number)
 

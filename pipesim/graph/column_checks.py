@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesim.errors import GraphError
 from pipesim.graph.tasks import StreamKind, Tasks
-from pipesim.ops import EXCHANGES, OF_STAGES, REORDERED, Op
+from pipesim.ops import EXCHANGES, NUMBERED, OF_STAGES, REORDERED, Op
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -153,14 +153,15 @@ def _check_parts(tasks: Tasks) -> None:
     part = np.full(len(tasks), -1) if tasks.part is None else tasks.part
     numbers = [EXCHANGES.index(name) for name in REORDERED]
     wrong = part >= np.where(tasks.op == Op.ALL_TO_ALL, len(EXCHANGES), 0)
-    wrong &= (tasks.op != Op.REDUCE_GRAD) & ~((tasks.op == Op.REORDER) & np.isin(part, numbers))
+    is_numbered = np.isin(tasks.op, sorted(NUMBERED))
+    wrong &= ~is_numbered & ~((tasks.op == Op.REORDER) & np.isin(part, numbers))
     for row in np.flatnonzero(wrong)[:1].tolist():
         names = ", ".join(f"{number} {name}" for number, name in enumerate(EXCHANGES))
         raise GraphError(
             f"tasks: row {row}: {Op(tasks.op[row])} of stage {tasks.stage[row]} has part "
             f"{part[row]}; those of ALL_TO_ALL are {names}, those of REORDER are "
-            f"{' and '.join(map(str, numbers))} of them, buckets of REDUCE_GRAD count from 0, and "
-            "any other task has -1"
+            f"{' and '.join(map(str, numbers))} of them, buckets of REDUCE_GRAD and groups of "
+            "REDUCE_TIED count from 0, and any other task has -1"
         )
 
 

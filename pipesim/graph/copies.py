@@ -117,16 +117,27 @@ def first_copy(graph: TaskGraph) -> FirstCopy | None:
 
 
 def _collectives_are_copies(graph: TaskGraph, copy: Ints, ids: Ints, twin: Ints) -> bool:
-    """Return whether each collective has the same members of each copy, at the same place in it.
+    """Return whether the collectives of copies are alike.
 
-    ``copy`` has the copy of each kind, ``ids`` the tasks of each copy.
+    A collective either has the same members of each copy, at the same place in it, or it is in one
+    copy, and has a twin in each other copy. ``copy`` has the copy of each kind, ``ids`` the tasks
+    of each copy.
     """
     members, number = graph.collectives.values, graph.collectives.rows
     of_copy = copy[graph.kind[members]]
     group = np.full(ids.shape[1], -1)
     group[twin[members[of_copy == 0]]] = number[of_copy == 0]
-    if (group[twin[members]] != number).any() or len(members) != len(ids) * (group >= 0).sum():
+    in_first = group[twin[members]]  # the collective of each member's twin in the first copy
+    if (in_first < 0).any() or len(members) != len(ids) * (group >= 0).sum():
         return False
+    if len(members):
+        begins = graph.collectives.ptr[:-1]
+        alone = np.maximum.reduceat(of_copy, begins) == np.minimum.reduceat(of_copy, begins)
+        is_alone = alone[number]
+        if (in_first != in_first[begins][number]).any() or (is_alone != alone[in_first]).any():
+            return False
+        if (in_first[~is_alone] != number[~is_alone]).any():
+            return False
     first = members[graph.collectives.ptr[number]]  # its id is that of the collective
     leads = (twin[members] == twin[first]) & (twin[members] > 0)
     before = ids[of_copy[leads], twin[members[leads]] - 1]
@@ -140,6 +151,7 @@ def _alone(graph: TaskGraph, kinds: Ints, column: Ints, tasks: Ints, twin: Ints)
     own = np.zeros(len(graph), dtype=bool)
     own[tasks] = True
     joined = own[members.values]
+    number = np.unique(members.rows[joined], return_inverse=True)[1]
     counts = (needs.ptr[tasks + 1] - needs.ptr[tasks]).astype(np.int64)
     rows = np.repeat(np.arange(len(tasks)), counts)
     pair, partial = graph.pair[tasks], graph.partial_dependency
@@ -157,6 +169,6 @@ def _alone(graph: TaskGraph, kinds: Ints, column: Ints, tasks: Ints, twin: Ints)
         partial_dependency=partial,
         pair=np.where(pair >= 0, twin[pair], -1).astype(pair.dtype),
         collectives=CSR.from_pairs(
-            members.rows[joined], twin[members.values[joined]], len(members)
+            number, twin[members.values[joined]], int(number.max(initial=-1)) + 1
         ),
     )

@@ -33,6 +33,7 @@ from pipesim.graph.options import LoweringOptions
 from pipesim.graph.overlaps import with_ends
 from pipesim.graph.precedence import issued_first, precedence
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
+from pipesim.graph.tied_stages import Tied
 from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
 from pipesim.ops import RECVS, SENDS, Op
@@ -86,8 +87,8 @@ class TaskGraph:
         Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     options
         Options of the lowering. The graph has them as attributes too: `recompute`, `overlap`,
-        `rendezvous`, `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips` and
-        `portals`.
+        `rendezvous`, `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips`,
+        `portals`, `forward_only` and `tied`.
     """
 
     name: str
@@ -124,6 +125,8 @@ class TaskGraph:
         weight_versions: Versions = "one",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
+        forward_only: bool = False,
+        tied: Iterable[Iterable[int]] | str = (),
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph; streams run them in this order.
 
@@ -138,14 +141,18 @@ class TaskGraph:
         group
             One number a task. Tasks with equal numbers, other than -1, are the members of one
             collective. By default, the members are the tasks of one collective operation, stage,
-            part and micro-batch over all replicas.
+            part and micro-batch over all replicas; for REDUCE_TIED, those of a part and replica,
+            and for GRAD_NORM all.
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As the attributes and `pipesim.lower` describe. With several mini-batches, operations on
             whole stages have the number of the last micro-batch of their mini-batch.
-        host_threads, skips, portals
+        host_threads, skips, portals, forward_only
             Likewise. By default, skips are the pairs of stages that ``peer_stage`` of the tasks
             names; give them for messages that carry several, or for skips that need no message.
             The keys of a mapping count.
+        tied
+            Groups of tied stages, as `pipesim.lower` describes: a REDUCE_TIED has the number of its
+            group as ``part``.
 
         Raises
         ------
@@ -171,6 +178,8 @@ class TaskGraph:
             weight_versions=weight_versions,
             skips=skips,
             portals=portals,
+            forward_only=forward_only,
+            tied=tied,
         ).in_topological_order()
 
     @classmethod
@@ -235,7 +244,9 @@ class TaskGraph:
         stream_of_kind = stream_of_kind.copy()  # loops are compiled for arrays that can be written
         groups = group_sizes(options.grad_sync, n_stages)
         batch_size = n_microbatches // options.n_batches
-        needs, pair = apply_rules(kinds, kind, microbatch, batch_size, stream_of_kind, groups)
+        needs, pair = apply_rules(
+            kinds, kind, microbatch, batch_size, stream_of_kind, groups, options.tied
+        )
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
         graph = cls(
             name=name,
@@ -324,6 +335,21 @@ class TaskGraph:
         return self.options.portals
 
     @property
+    def forward_only(self) -> bool:
+        """Whether this is an evaluation, whose F keep no activations."""
+        return self.options.forward_only
+
+    @property
+    def tied(self) -> Tied:
+        """Stages of each group with copies of one parameter, as `LoweringOptions.tied`."""
+        return self.options.tied
+
+    @cached_property
+    def has_grad_norm(self) -> bool:
+        """Whether the norm of all gradients is computed before the optimizer steps."""
+        return bool((self.kinds.op == Op.GRAD_NORM).any())
+
+    @property
     def verified(self) -> bool:
         """Whether `pipesim.verify` accepted this graph, or `pipesim.lower` made it."""
         return bool(self.__dict__.get("_verified", False))
@@ -381,7 +407,7 @@ class TaskGraph:
 
     @cached_property
     def part(self) -> NDArray[np.int32]:
-        """Bucket of each REDUCE_GRAD, or which exchange each ALL_TO_ALL is; -1 for other tasks."""
+        """Bucket of a REDUCE_GRAD, exchange of an ALL_TO_ALL, group of a REDUCE_TIED; else -1."""
         return self.kinds.part.astype(np.int32)[self.kind]
 
     @cached_property
@@ -437,8 +463,8 @@ class TaskGraph:
         Raises
         ------
         ArgumentError
-            If the graph recomputes, has skips, copies of its stages or several mini-batches, for
-            which torch has no form, or the file cannot be written.
+            If the graph recomputes, has skips, copies of its stages, tied stages or several
+            mini-batches, for which torch has no form, or the file cannot be written.
         """
         from pipesim.graph.torch_csv import write_torch_csv
 

@@ -12,7 +12,8 @@ from pipesim.errors import GraphError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.graph.wiring import duplicate_task
-from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, OF_DEVICES, RECVS, SENDS, Op
+from pipesim.utils.csr import Ints
 
 __all__ = ["check_ids", "check_tasks"]
 
@@ -87,7 +88,10 @@ def _check_halves(graph: TaskGraph) -> None:
 
 
 def _check_members(graph: TaskGraph) -> None:
-    """Check that a collective has one operation, and one member of each replica that trains."""
+    """Check that a collective has one operation, and the members that its operation asks for.
+
+    A collective of a stage has one member of each replica that trains.
+    """
     members, number = graph.collectives.values, graph.collectives.rows
     first = members[graph.collectives.ptr[number]]
     for unlike in np.flatnonzero(graph.op[members] != graph.op[first])[:1].tolist():
@@ -96,6 +100,9 @@ def _check_members(graph: TaskGraph) -> None:
             f"task {one.id} ({one}) and task {other.id} ({other}) are members of one collective; "
             "give tasks of different operations different groups"
         )
+    of_devices = graph.is_op(OF_DEVICES)[members]
+    _check_device_members(graph, members[of_devices], number[of_devices])
+    members, number = members[~of_devices], number[~of_devices]
     cells, cell_of_member = np.unique(
         number * graph.n_stages + graph.stage[members], return_inverse=True
     )
@@ -112,6 +119,26 @@ def _check_members(graph: TaskGraph) -> None:
             f"replica {replica} {has}: a collective of stage {task.stage} has one member of each "
             f"of the {graph.n_replicas} replicas; give each replica the same tasks of the stage"
         )
+
+
+def _check_device_members(graph: TaskGraph, members: Ints, number: Ints) -> None:
+    """Check that each collective has one member on each of its devices, and no others.
+
+    The devices of a REDUCE_TIED are those of its group's stages, in its replica. GRAD_NORM has all.
+    """
+    used = np.unique(graph.kinds.device)
+    for group in np.unique(number).tolist():
+        own = members[number == group]
+        first = graph.task(int(own[0]))
+        devices = used
+        if first.op == Op.REDUCE_TIED:
+            devices = np.unique(graph.homes[first.replica, list(graph.tied[first.part])])
+        if not np.array_equal(np.sort(graph.device[own]), devices):
+            raise GraphError(
+                f"task {first.id} ({first}) is a member of a collective on devices "
+                f"{np.sort(graph.device[own]).tolist()}; a {first.op} has one member on each of "
+                f"devices {devices.tolist()}"
+            )
 
 
 def _check_messages(graph: TaskGraph) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via
 from pipesim.graph.tasks import Kinds
+from pipesim.graph.tied_stages import Tied
 from pipesim.ops import EXCHANGES, Op
 from pipesim.utils.csr import CSR, Ints
 
@@ -71,7 +72,7 @@ class KindRules(NamedTuple):
 
 
 def kind_rules(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied = ()
 ) -> tuple[KindRules, int]:
     """Turn `RULES` into tables of bases for the kinds of a graph.
 
@@ -85,6 +86,8 @@ def kind_rules(
         Micro-batches of a mini-batch.
     groups
         Micro-batches of a reduction of each stage, as `TaskGraph.reduction_groups`; None for 0.
+    tied
+        Groups of tied stages, as `TaskGraph.tied`.
 
     Returns
     -------
@@ -117,37 +120,42 @@ def kind_rules(
 
     The cell of task 1F1 is 3 + 1 + 1. It needs the task in cell 9 + 1 + 1: 1RECV_F1.
     """
-    columns = (kinds.op, kinds.stage, kinds.replica, kinds.peer_stage, kinds.part)
+    columns = [kinds.op, kinds.stage, kinds.replica, kinds.peer_stage, kinds.part]
     shared = None if groups is None else groups.tobytes()
-    key = (width, batch_size, shared, *(column.tobytes() for column in columns))
+    if tied or (kinds.op == Op.GRAD_NORM).any():
+        columns.append(kinds.device)
+    key = (width, batch_size, shared, tied, *(column.tobytes() for column in columns))
     tables = _kept.get(key)
     if tables is None:
         for oldest in list(_kept)[: max(0, len(_kept) - _MOST_KEPT + 1)]:  # threads share them
             _kept.pop(oldest, None)
-        tables = _kept[key] = _tables(kinds, width, batch_size, groups)
+        tables = _kept[key] = _tables(kinds, width, batch_size, groups, tied)
     return tables
 
 
 def _tables(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied
 ) -> tuple[KindRules, int]:
     """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
     cells = _cells(kinds, part, width)
-    rules = _expanded_rules(kinds)
+    sums = kinds.part[kinds.op == Op.REDUCE_TIED]
+    tied = tied[: 1 + int(sums.max(initial=-1))]
+    rules = _expanded_rules(kinds, len(tied))
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
-    for k, rule in enumerate(rules):
+    for k, (rule, _) in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
     number, kind = np.nonzero(applicable[:, kinds.op, np.where(kinds.is_op(PARTED), part, -1)])
-    needs_columns, via_columns = _rule_columns(rules)
+    needs_columns, via_columns = _rule_columns([rule for rule, _ in rules])
+    number, kind, replica, own_stage = _with_stages(kinds, rules, number, kind, tied)
     first_op, second_op, offset, needs_part = needs_columns[number].T
-    replica, stage = kinds.replica[kind], kinds.stage[kind] + 1
+    stage = own_stage + 1
     via_op, via_offset, via_part = np.moveaxis(via_columns[number], 2, 0)
     via = cells[via_op, replica[:, None], stage[:, None] + via_offset, via_part]
     needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
-    every = np.array([int(rule.every) for rule in rules])[number]
-    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule in rules])[number]
-    group = np.zeros_like(kind) if groups is None else groups[kinds.stage[kind]]
+    every = np.array([rule.every for rule, _ in rules], dtype=np.int64)[number]
+    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, _ in rules], dtype=bool)[number]
+    group = np.zeros_like(kind) if groups is None else groups[own_stage]
     # 2: the task of via is of each group of micro-batches too.
     every[(every > 0) & ~reduces & (group > 0)] = 2
     span = np.where(reduces & (group > 0), group, batch_size)
@@ -193,10 +201,40 @@ def _cells(kinds: Kinds, part: Ints, width: int) -> NDArray[np.int64]:
     return np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
 
 
-def _expanded_rules(kinds: Kinds) -> list[Rule]:
-    """Return `RULES`, with one rule for each skip, and each bucket, in place of one for all.
+def _with_stages(
+    kinds: Kinds, rules: Sequence[tuple[Rule, int]], number: Ints, kind: Ints, tied: Tied
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return one row for each stage whose tasks a kind may need by a rule (`Rule.over`).
 
-    A rule for a skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
+    ``number`` and ``kind`` are pairs of rule and kind. The result has the columns number, kind, and
+    replica and stage of the needed tasks; to the stage, the offset of the rule is yet to be added.
+    """
+    over = np.array([rule.over != "stage" for rule, _ in rules], dtype=bool)[number]
+    replica, stage = kinds.replica[kind], kinds.stage[kind]
+    if not over.any():
+        return number, kind, replica, stage
+    homes = kinds.homes
+    on_device = CSR.group(homes.ravel(), int(kinds.device.max()) + 1)
+    counts = np.where(over, np.diff(on_device.ptr)[kinds.device[kind]], 1)
+    row = np.repeat(np.arange(len(number)), counts)
+    replicas, stages = replica[row], stage[row]
+    cells = on_device.gather(kinds.device[kind[over]])
+    replicas[over[row]], stages[over[row]] = np.divmod(cells, homes.shape[1])
+    member = np.zeros((len(tied) + 1, homes.shape[1]), dtype=bool)  # of groups; none in the last
+    for group, of_group in enumerate(tied):
+        member[group, list(of_group)] = True
+    numbers = np.array([group if rule.over == "group" else -1 for rule, group in rules])
+    own = numbers[number[row]]
+    in_group = member[own, stages] & member[own, stage[row]] & (replicas == replica[row])
+    kept = (own < 0) | in_group
+    return number[row][kept], kind[row][kept], replicas[kept], stages[kept]
+
+
+def _expanded_rules(kinds: Kinds, n_tied: int) -> list[tuple[Rule, int]]:
+    """Return `RULES` and the group of tied stages of each, -1 for none.
+
+    One rule for each skip, each bucket and each group stands in place of one for all. A rule for a
+    skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
     """
     peers, buckets = (
         np.unique(column[(column >= 0) & kinds.is_op(ops)]).tolist()
@@ -205,14 +243,27 @@ def _expanded_rules(kinds: Kinds) -> list[Rule]:
             (kinds.part, frozenset({Op.REDUCE_GRAD})),
         )
     )
-    rules = []
-    for rule in RULES:
+    in_graph = set(kinds.op.tolist())
+    rules: list[tuple[Rule, int]] = []
+    for rule, group in [pair for one in RULES for pair in _rules_of_groups(one, n_tied)]:
+        needs = {*rule.needs, *(via.op for via in rule.via)}
+        if in_graph.isdisjoint(rule.ops) or in_graph.isdisjoint(needs):
+            continue
         if not (rule.skips or rule.buckets):
-            rules.append(rule)
+            rules.append((rule, group))
         for number in [*(peers if rule.skips else ()), *(buckets if rule.buckets else ())]:
             via = tuple(x._replace(part=number) for x in rule.via)
-            rules.append(rule._replace(needs_part=number, via=via))
+            rules.append((rule._replace(needs_part=number, via=via), group))
     return rules
+
+
+def _rules_of_groups(rule: Rule, n_tied: int) -> list[tuple[Rule, int]]:
+    """Return a rule for each group of tied stages and its number; other rules with -1."""
+    if not rule.tied:
+        return [(rule, -1)]
+    if Op.REDUCE_TIED in rule.ops:
+        return [(rule._replace(part=group), group) for group in range(n_tied)]
+    return [(rule._replace(needs_part=group), group) for group in range(n_tied)]
 
 
 def _rule_columns(rules: Sequence[Rule]) -> tuple[Ints, Ints]:
@@ -223,10 +274,13 @@ def _rule_columns(rules: Sequence[Rule]) -> tuple[Ints, Ints]:
     - ``via``: the fields of each `Via`, with `_NO_VIA` for rules that have fewer. Shape
       ``(n_rules, n_via, 3)``.
     """
-    n_via = max(len(rule.via) for rule in rules)
+    n_via = max(len(rule.via) for rule in RULES)
     needs = [(*(*rule.needs, -1, -1)[:2], rule.stage, rule.needs_part) for rule in rules]
     vias = [(*rule.via, *[_NO_VIA] * n_via)[:n_via] for rule in rules]
-    return np.array(needs, dtype=np.int64), np.array(vias, dtype=np.int64)
+    return (
+        np.array(needs, dtype=np.int64).reshape(-1, 4),
+        np.array(vias, dtype=np.int64).reshape(-1, n_via, 3),
+    )
 
 
 def _pairs(kinds: Kinds, cells: NDArray[np.int64]) -> Ints:

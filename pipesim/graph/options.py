@@ -10,9 +10,13 @@ from pipesim.errors import GraphError, check_count, check_flag, check_name, chec
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, checked_grad_sync
 from pipesim.graph.skips import Skip, skips_of
 from pipesim.graph.tasks import Kinds
+from pipesim.graph.tied_stages import Tied, check_tied_kinds, checked_tied
+from pipesim.ops import Op
 from pipesim.scheduling.schedule import VERSIONS, Schedule, Versions
 
 __all__ = ["LoweredSchedule", "LoweringOptions"]
+
+_BACKWARDS = frozenset({Op.B, Op.I, Op.W, Op.R})
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,10 @@ class LoweringOptions:
     portals
         Whether each skip has its own message. Otherwise one message carries all skips that cross
         the border between two stages.
+    forward_only
+        Whether the graph is an evaluation: it has no backwards, so F keeps no activations.
+    tied
+        Stages of each group with copies of one parameter, in rising order.
     source
         Schedule and arguments of `pipesim.lower`; None for a graph from elsewhere. Not compared.
     n_equal
@@ -69,6 +77,8 @@ class LoweringOptions:
     weight_versions: Versions = "one"
     skips: tuple[Skip, ...] = ()
     portals: bool = True
+    forward_only: bool = False
+    tied: Tied = ()
     source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
     n_equal: int = 1
 
@@ -84,6 +94,8 @@ class LoweringOptions:
         weight_versions: Versions = "one",
         skips: Iterable[Skip] = (),
         portals: bool = True,
+        forward_only: bool = False,
+        tied: Iterable[Iterable[int]] | str = (),
         **flags: bool,
     ) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`.
@@ -91,19 +103,27 @@ class LoweringOptions:
         Raises
         ------
         ArgumentError
-            For an option of another type, an unknown mode, and skips that are no pairs of stages.
+            For an option of another type, an unknown mode, skips that are no pairs of stages, and
+            tied stages that are no groups.
         GraphError
-            If mini-batches have unequal numbers of micro-batches, or a message carries none of the
-            skips.
+            If a forward-only graph has tasks of a backward, if mini-batches have unequal numbers of
+            micro-batches, a message carries none of the skips, or a REDUCE_TIED is of no group.
         """
-        for name, flag in (flags | {"portals": portals}).items():
+        for name, flag in (flags | {"portals": portals, "forward_only": forward_only}).items():
             check_flag(name, flag)
+        if forward_only and kinds.is_op(_BACKWARDS).any():
+            raise GraphError(
+                "forward_only=True, but the graph has tasks of a backward, whose forward keeps "
+                "activations; leave forward_only out"
+            )
         if n_microbatches % check_count("n_batches", n_batches):
             raise GraphError(
                 f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
             )
         check_name("weight_versions", weight_versions, VERSIONS)
         n_stages = int(kinds.stage.max(initial=0)) + 1
+        groups = checked_tied(tied, n_stages)
+        check_tied_kinds(kinds, groups)
         return cls(
             recompute=check_text("recompute", recompute),
             n_batches=n_batches,
@@ -111,6 +131,8 @@ class LoweringOptions:
             weight_versions=weight_versions,
             skips=skips_of(kinds, skips, portals),
             portals=portals,
+            forward_only=forward_only,
+            tied=groups,
             source=None,
             **flags,
         )

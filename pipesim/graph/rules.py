@@ -7,11 +7,16 @@ This is the only copy. `pipesim.graph.kind_rules` turns `RULES` into tables of o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["PAIRS", "PARTED", "RULES", "Rule", "Via", "data_sources"]
+__all__ = ["PAIRS", "PARTED", "RULES", "Over", "Rule", "Via", "data_sources"]
+
+#: The stages of the needed tasks: the one at the offset ``stage``, of the task's replica; those of
+#: the task's group of tied stages on its device, of its replica; all those on its device, of all
+#: replicas.
+Over = Literal["stage", "group", "device"]
 
 
 class Via(NamedTuple):
@@ -49,6 +54,11 @@ class Rule(NamedTuple):
     buckets
         Whether the rule stands for one rule a bucket of gradients: all buckets of ``via`` are
         needed.
+    over
+        Stages, beside its own, whose tasks are needed by the task; see `Over`.
+    tied
+        Whether the rule stands for one rule a group of tied stages. Its number is the part of
+        REDUCE_TIED, in ``ops`` or ``needs``.
     part
         Part of the tasks that the rule is for; None for tasks of any part.
     needs_part
@@ -68,6 +78,8 @@ class Rule(NamedTuple):
     every: bool = False
     skips: bool = False
     buckets: bool = False
+    over: Over = "stage"
+    tied: bool = False
     part: int | None = None
     needs_part: int = -1
     carries: bool = False
@@ -133,10 +145,26 @@ RULES = (
     Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
     Rule((Op.STEP,), (Op.B, Op.W), 0, (Via(Op.REDUCE_GRAD),), every=True),
     Rule((Op.STEP,), (), 0, (Via(Op.REDUCE_GRAD),), buckets=True),
+    Rule(
+        (Op.REDUCE_TIED,),
+        (Op.B, Op.W),
+        0,
+        (Via(Op.REDUCE_GRAD),),
+        every=True,
+        over="group",
+        tied=True,
+    ),
+    Rule((Op.REDUCE_TIED,), (), 0, (Via(Op.REDUCE_GRAD),), buckets=True, over="group", tied=True),
+    Rule((Op.STEP,), (Op.REDUCE_TIED,), over="group", tied=True),
+    Rule((Op.GRAD_NORM,), (Op.B, Op.W), 0, (Via(Op.REDUCE_GRAD),), every=True, over="device"),
+    Rule((Op.GRAD_NORM,), (), 0, (Via(Op.REDUCE_GRAD),), buckets=True, over="device"),
+    Rule((Op.GRAD_NORM,), (Op.ALL_TO_ALL,), over="device", needs_part=_ACCUMULATED),
+    Rule((Op.GRAD_NORM,), (Op.REDUCE_TIED,), over="device", tied=True),
+    Rule((Op.STEP,), (Op.GRAD_NORM,), over="device"),
     Rule((Op.UNSHARD,), (Op.STEP,)),
 )
 #: Operations whose parts have rules of their own.
-PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER})
+PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER, Op.REDUCE_TIED})
 #: The message that a RECV receives: ``(SEND, stage offset of its sender)``. The sender of a skip's
 #: message is the peer stage.
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}

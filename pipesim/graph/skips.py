@@ -18,6 +18,7 @@ from pipesim.graph.tasks import Kinds
 __all__ = [
     "Skip",
     "SkipBytes",
+    "border_bytes",
     "border_crossings",
     "checked_skip_bytes",
     "checked_skips",
@@ -208,20 +209,36 @@ def message_bytes(
     CostsError
         If bytes are given for other skips than these.
     """
-    sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(len(kinds))
+    nbytes = np.zeros(len(kinds))
+    _sizes(skip_bytes, skips)  # for its error
     own = np.flatnonzero(kinds.peer_stage >= 0)
     if not len(own):
         return nbytes
-    messages = border_crossings(skips, portals)
+    messages = border_bytes(skips, portals, skip_bytes)
     n_stages = int(kinds.stage.max()) + 1
-    ends = np.array(list(messages))
-    total = np.array([sizes[members].sum() for members in messages.values()])
+    ends = np.array([border for border, _ in messages])
+    total = np.array([size for _, size in messages])
     border, own_border = (
         pairs[0] * n_stages + pairs[1]
         for pairs in (ends.T, np.sort([kinds.stage[own], kinds.peer_stage[own]], axis=0))
     )
     nbytes[own] = total[np.searchsorted(border, own_border)]
     return nbytes
+
+
+def border_bytes(
+    skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
+) -> list[tuple[Skip, float]]:
+    """Return the stages between which tensors of skips go, and their bytes.
+
+    Raises
+    ------
+    CostsError
+        If bytes are given for other skips than these.
+    """
+    sizes = _sizes(skip_bytes, skips)
+    messages = border_crossings(skips, portals)
+    return [(border, float(sizes[members].sum())) for border, members in messages.items()]
 
 
 def input_bytes(

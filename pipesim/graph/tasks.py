@@ -135,8 +135,9 @@ class Tasks:
         The stage at the other end of a message of skip connections, -1 for any other task, the
         pipeline's own messages included; None without skips.
     part
-        The bucket of a REDUCE_GRAD that has several, or which of `pipesim.ops.EXCHANGES` an
-        ALL_TO_ALL or a REORDER belongs to; -1 for any other task; None without such tasks.
+        The bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED, or
+        which of `pipesim.ops.EXCHANGES` an ALL_TO_ALL or a REORDER belongs to; -1 for any other
+        task; None without such tasks.
     """
 
     op: Ints
@@ -204,7 +205,8 @@ class Kinds:
         The stage at the other end of a message of skip connections, else -1, also where it is not
         given.
     part
-        The bucket of a REDUCE_GRAD, or which exchange an ALL_TO_ALL is, likewise.
+        The bucket of a REDUCE_GRAD, the group of a REDUCE_TIED, or which exchange an ALL_TO_ALL is,
+        likewise.
     """
 
     op: Ints

@@ -29,8 +29,8 @@ def torch_orders(graph: TaskGraph) -> list[list[str]]:
     Raises
     ------
     ArgumentError
-        If the graph recomputes, or has skips, copies of its stages, or several mini-batches: rows
-        of torch's CSV cannot express these.
+        If the graph recomputes, or has skips, copies of its stages, tied stages, or several
+        mini-batches: rows of torch's CSV cannot express these.
     """
     _check(graph)
     left = np.zeros(graph.n_stages, dtype=np.int64)
@@ -80,6 +80,11 @@ def _check(graph: TaskGraph) -> None:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections, but torch's runtime sends a stage's "
             "output to the next stage alone; lower the schedule without skips"
+        )
+    if graph.tied:
+        raise ArgumentError(
+            f"graph {graph.name!r} has tied stages, but torch's runtime has no sum of their "
+            "gradients; lower the schedule without tied"
         )
     if graph.is_op(frozenset({Op.R})).any():
         raise ArgumentError(

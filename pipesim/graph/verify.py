@@ -35,7 +35,7 @@ def verify(what: Schedule | TaskGraph) -> None:
 
     - Its streams run every task once.
     - Messages pair up, and each channel keeps its sender's order.
-    - Collectives have one member of each replica.
+    - Collectives have one member of each replica; REDUCE_TIED and GRAD_NORM one of each device.
     - No tasks wait for each other in a circle.
     - Ids are a topological order.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pipesim.graph.kind_rules import KindRules, kind_rules
 from pipesim.graph.overlaps import with_starts
 from pipesim.graph.tasks import Kinds
+from pipesim.graph.tied_stages import Tied
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
@@ -25,16 +26,19 @@ def apply_rules(
     batch_size: int,
     stream_of_kind: Ints,
     groups: Ints,
+    tied: Tied = (),
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return the tasks that each task needs before it can start, and pairs.
 
     An overlapped F needs the dependencies of its B too. ``groups`` are as
-    `TaskGraph.reduction_groups`.
+    `TaskGraph.reduction_groups`, ``tied`` as `TaskGraph.tied`.
     """
     if not len(kind):
         return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
-    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
+    rules, index, counts, _ = _indexed(
+        kinds, kind, microbatch, n_microbatches, batch_size, groups, tied
+    )
     most = int(counts @ rules.most)
     dtype = ids_dtype(max(len(kind), most))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
@@ -58,9 +62,10 @@ def _indexed(
     n_microbatches: int,
     batch_size: int = 1,
     groups: Ints | None = None,
+    tied: Tied = (),
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a duplicate or -1."""
-    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups)
+    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups, tied)
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     return rules, index, counts, _index_tasks(kind, microbatch, rules.base, index, counts)

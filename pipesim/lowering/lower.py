@@ -15,9 +15,15 @@ from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.options import LoweredSchedule, LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import border_crossings, checked_skips
+from pipesim.graph.tied_stages import checked_tied
 from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue, replicated, replicated_kinds
 from pipesim.lowering.communication import add_partners
+from pipesim.lowering.device_collectives import (
+    DeviceCollectives,
+    checked_device_collectives,
+    with_device_collectives,
+)
 from pipesim.lowering.exchanges import (
     ExchangeWork,
     SparseGradSync,
@@ -30,6 +36,7 @@ from pipesim.lowering.lower_options import (
     check_options,
     checked_collectives,
     checked_sharded,
+    forward_collectives,
 )
 from pipesim.lowering.microbatch_streams import with_streams_of_microbatches
 from pipesim.lowering.receive_before_recompute import gradients_first
@@ -44,6 +51,7 @@ from pipesim.lowering.recomputed_microbatches import (
 from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
+from pipesim.scheduling.subsets import forward_actions
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]
 
@@ -72,6 +80,9 @@ def lower(
     portals: bool = True,
     recompute_first: bool = False,
     recompute_waits: bool = False,
+    forward_only: bool = False,
+    tied: Iterable[Iterable[int]] | str = (),
+    grad_norm: bool = False,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -190,6 +201,22 @@ def lower(
         micro-batch, so that R does not fill the wait for it. By default the device receives it
         right before B. torchgpipe on default streams receives it before R: its host issues the copy
         of the gradient first.
+    forward_only
+        Whether the graph has only the F of the schedule, with their messages and exchanges: an
+        evaluation, or an inference. Each device keeps the order of its F. Options of backwards,
+        recomputes, reductions and optimizer steps are checked as always, but have no effect. F
+        keeps no activations; see rule 10.
+    tied
+        Groups of stages with copies of one parameter, such as embedding and head: ``[(0, 7)]``,
+        or the text ``"0-7"``. REDUCE_TIED sums the gradients of the copies once a mini-batch,
+        before the STEPs of the stages. It is one collective for each group and replica, with one
+        member on each device of the group. The member has the number of the lowest of the group's
+        stages on its device, and the number of the group as part.
+    grad_norm
+        Whether the norm of all gradients, over all stages and replicas, is computed between
+        backward and optimizer, such as to clip gradients. GRAD_NORM is one collective with one
+        member a device, on the compute stream. The member has the number of the lowest stage of
+        the lowest replica on its device.
 
     Returns
     -------
@@ -201,7 +228,8 @@ def lower(
     ArgumentError
         For invalid ``hosts`` or ``skips``, for ``recompute_first`` if a forward comes after a
         backward or the schedule lists R, for ``recompute_waits`` if transfers overlap, and for
-        collectives that do not suit the schedule.
+        collectives that do not suit the schedule: ``tied`` and ``grad_norm`` with several
+        mini-batches, ``grad_norm`` without steps.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -224,6 +252,7 @@ def lower(
         portals=portals,
         recompute_first=recompute_first,
         recompute_waits=recompute_waits,
+        forward_only=forward_only,
     )
     n_replicas = check_count("n_replicas", n_replicas)
     if not isinstance(schedule, Schedule):
@@ -237,10 +266,16 @@ def lower(
     collectives = checked_collectives(
         schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
     )
+    groups = checked_tied(tied, schedule.n_stages)
+    of_devices = checked_device_collectives(schedule, groups, grad_norm, shards, step)
     # Iterables were checked, and may be used up.
-    arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards}
+    arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards, "tied": groups}
     arguments["grad_sync"] = collectives.grad_sync
     source = LoweredSchedule(schedule, arguments)
+    if forward_only:
+        schedule, collectives = forward_actions(schedule), forward_collectives(collectives)
+        recompute, step, recompute_first, recompute_waits = "never", "none", False, False
+        exchanges, of_devices = collectives.exchanges, DeviceCollectives()
     schedule = with_chosen(schedule, recompute, shards)
     options = LoweringOptions(
         recompute=recompute_label(schedule, recompute),
@@ -252,6 +287,8 @@ def lower(
         weight_versions=schedule.weight_versions,
         skips=pairs,
         portals=portals,
+        forward_only=forward_only,
+        tied=of_devices.tied,
         source=source,
     )
     compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards)
@@ -260,6 +297,7 @@ def lower(
     kinds, partners = add_partners(compute.kinds, overlap, streams, collectives, borders)
     issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.groups)
     issued = ordered_exchanges(exchanges, kinds, issued)
+    kinds, issued = with_device_collectives(of_devices, kinds, issued, overlap)
     del compute, cycles
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))

@@ -23,7 +23,8 @@ from pipesim.lowering.recomputed_microbatches import RECOMPUTE
 from pipesim.scheduling.placement import LAYOUTS
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["STREAMS", "Streams", "check_options", "checked_collectives", "checked_sharded"]
+__all__ = ["STREAMS", "Streams", "check_options", "checked_collectives", "checked_sharded",
+           "forward_collectives"]  # fmt: skip
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
 STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
@@ -97,6 +98,17 @@ def checked_collectives(
     )
     _check_collectives(schedule, collectives, to_text(syncs), step)
     return collectives
+
+
+def forward_collectives(collectives: Collectives) -> Collectives:
+    """Return the collectives of a forward-only graph: exchanges, but no reductions and gathers."""
+    return collectives._replace(
+        grad_sync="last",
+        buckets=(),
+        groups=(0,) * len(collectives.groups),
+        exchanges=collectives.exchanges._replace(accumulates=False),
+        unshards=False,
+    )
 
 
 def checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:

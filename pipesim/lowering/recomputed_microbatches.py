@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
+from pipesim.scheduling.subsets import kept_actions
 from pipesim.utils.csr import Ints
 
 __all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]
@@ -32,16 +32,8 @@ def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...])
     listed = schedule.op == Op.R
     if not listed.any():
         return schedule
-    kept = ~listed | (_is_recomputed(schedule, recompute) & ~np.isin(schedule.stage, sharded))
-    n_before = np.concatenate([[0], np.cumsum(kept)])
-    return replace(
-        schedule,
-        op=schedule.op[kept],
-        stage=schedule.stage[kept],
-        microbatch=schedule.microbatch[kept],
-        ptr=n_before[schedule.ptr],
-        overlapped=None if schedule.overlapped is None else schedule.overlapped[kept],
-    )
+    is_run = _is_recomputed(schedule, recompute) & ~np.isin(schedule.stage, sharded)
+    return kept_actions(schedule, ~listed | is_run)
 
 
 def _is_recomputed(schedule: Schedule, recompute: Chosen) -> NDArray[np.bool_]:

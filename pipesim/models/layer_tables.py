@@ -18,6 +18,7 @@ __all__ = [
     "check_header",
     "checked_value",
     "column_values",
+    "joint_values",
     "read_columns",
 ]
 
@@ -96,3 +97,22 @@ def checked_value(where: str, name: str, value: object) -> float:
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")
     return result
+
+
+def joint_values(where: str, rows: object, n: int) -> tuple[tuple[float, ...], ...]:
+    """Return the bytes of stages by first and last layer; raise `CostsError` for others."""
+    name = "joint_activation_bytes"
+    checked = tuple(
+        tuple(
+            checked_value(f"{where}, {name}, layers {a} to {b}", name, value)
+            for b, value in enumerate(column_values(where, name, row))
+        )
+        for a, row in enumerate(column_values(where, name, rows))
+    )
+    shape = [len(checked), *{len(row) for row in checked}]
+    if shape != [n, n]:
+        raise CostsError(
+            f"{where}: {name} must be {n} rows of {n} values, for {n} layers, got {len(checked)} "
+            f"rows of {', '.join(map(str, shape[1:]))} values"
+        )
+    return checked

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from pipesim.models.layer_tables import (
     check_header,
     checked_value,
     column_values,
+    joint_values,
     read_columns,
 )
 from pipesim.models.splits.placed_split import Placed, placed_sizes
@@ -62,13 +64,18 @@ class Layers:
         stage, without ``launch``. Meaning and units are the same, for a layer instead of a stage.
     source
         Source of the columns for messages, such as the path of a file.
+    joint_activation_bytes
+        Activation bytes of each possible stage, shape ``(len(layers), len(layers))``: row ``a``,
+        column ``b`` for a stage of layers ``a`` to ``b``. Tensors that several of its layers keep
+        count once. Values with ``a > b`` have no meaning. None (the default): sums of
+        ``activation_bytes`` of the layers.
 
     Raises
     ------
     CostsError
         For a missing or unknown column; for columns that are no sequences, have different lengths
         or no values; and for values that are negative, NaN or infinite. Messages name source, layer
-        and column.
+        and column. For joint bytes of another shape.
     ArgumentTypeError
         For a ``source`` that is no text.
 
@@ -83,6 +90,7 @@ class Layers:
 
     columns: Mapping[str, Sequence[float]]
     source: str = "layers"
+    joint_activation_bytes: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         check_text("source", self.source)
@@ -106,6 +114,9 @@ class Layers:
         if not checked["forward"]:
             raise CostsError(f"{self.source} has no layers; give a row for each")
         object.__setattr__(self, "columns", checked)
+        if self.joint_activation_bytes is not None:
+            joint = joint_values(self.source, self.joint_activation_bytes, len(self))
+            object.__setattr__(self, "joint_activation_bytes", joint)
 
     def __len__(self) -> int:
         return len(self.columns["forward"])
@@ -276,6 +287,12 @@ class Layers:
             )
             for name, column in self.columns.items()
         }
+        if self.joint_activation_bytes is not None:
+            ends = list(accumulate(sizes))
+            values["activation_bytes"] = tuple(
+                self.joint_activation_bytes[end - size][end - 1]
+                for size, end in zip(sizes, ends, strict=True)
+            )
         return Costs(**values, launch=launch, network=Network() if network is None else network)
 
 

@@ -60,6 +60,8 @@ def dependencies(
     RG r1  REDUCE_GRAD                   gradients are reduced; of bucket 1
     ST     STEP                          optimizer step
     US     UNSHARD                       weights are gathered
+    t0     REDUCE_TIED                   gradients of tied stages are summed; of group 0
+    GN     GRAD_NORM                     norm of all gradients
     ====== ============================= ==================================================
 
     Small nodes without room for the number of the micro-batch leave it out.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, EXCHANGES, TRANSFERS, Op
-from pipesim.plot.graph_layout import CODES, Arrow, GraphLayout
+from pipesim.plot.graph_layout import CODES, NUMBERED_CODES, Arrow, GraphLayout
 from pipesim.plot.node_labels import NodeTexts
 from pipesim.plot.paper_figure import SMALL
 from pipesim.plot.style import INK, device_colours, text_colours
@@ -32,6 +32,11 @@ _STYLES: dict[str, tuple[str, Any, float, float]] = {
     "message": (INK, "-", 0.7, 1.5),
     "data": ("#7A7A7A", "-", 0.6, 1.2),
     "order": ("#7A7A7A", (0, (2.5, 1.8)), 0.7, 1.1),
+}
+#: Names in the legend of operations whose nodes have a number.
+_NUMBERED_NAMES = {
+    Op.REDUCE_GRAD: "REDUCE_GRAD of a bucket",
+    Op.REDUCE_TIED: "REDUCE_TIED of a group",
 }
 #: Size of an arrow's head (points).
 HEAD = 4.5
@@ -176,8 +181,9 @@ def legend_handles(graph: TaskGraph, layout: GraphLayout, labels: bool) -> dict[
             name = op.name if part < 0 else f"{op.name}.{EXCHANGES[part]}"
             colour = "#DDDDDD" if op in COMPUTE else "#F0F0F0"
             handles[f"{code} {name}"] = Patch(fc=colour, ec=INK, lw=0.5)
-    if any(op == Op.REDUCE_GRAD and part >= 0 for op, part in shown):
-        handles["r REDUCE_GRAD of a bucket"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
+    for op, name in _NUMBERED_NAMES.items():
+        if any(own == op and part >= 0 for own, part in shown):
+            handles[f"{NUMBERED_CODES[op]} {name}"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     names = {
         "message": "message, with its micro-batch" if labels else "message",
         "data": "data on one device",

@@ -37,7 +37,10 @@ CODES: dict[tuple[Op, int], str] = {
     (Op.REDUCE_GRAD, -1): "RG",
     (Op.STEP, -1): "ST",
     (Op.UNSHARD, -1): "US",
+    (Op.GRAD_NORM, -1): "GN",
 }
+#: Codes of operations whose nodes have a number.
+NUMBERED_CODES: dict[Op, str] = {Op.REDUCE_GRAD: "r", Op.REDUCE_TIED: "t"}
 #: Height of all side nodes in a gap together (rows).
 ROOM = 0.92
 
@@ -231,8 +234,8 @@ def _text(task: Task, several: bool) -> str:
 
 
 def _code(task: Task) -> str:
-    """Return the code of a node's operation; a bucket has its number."""
-    if task.op == Op.REDUCE_GRAD and task.part >= 0:
-        return f"r{task.part}"
+    """Return the code of a node's operation; a bucket or a group of tied stages has its number."""
+    if task.op in NUMBERED_CODES and task.part >= 0:
+        return f"{NUMBERED_CODES[task.op]}{task.part}"
     part = task.part if task.op in (Op.ALL_TO_ALL, Op.REORDER) else -1
     return CODES.get((task.op, part), task.op.name)

@@ -50,6 +50,7 @@ _SECONDS = {
     "W": "weight_grad",
     "R": "recompute",
     "STEP": "optimizer_step",
+    "GRAD_NORM": "grad_norm",
 }
 _BYTES = {
     "message": "output_bytes",

@@ -56,6 +56,8 @@ PALETTE: Mapping[Op, str] = {
     Op.UNSHARD: "#6A5ACD",
     Op.DISPATCH: "#999933",
     Op.REORDER: "#DDCC77",
+    Op.REDUCE_TIED: "#117733",
+    Op.GRAD_NORM: "#CC6677",
 }
 #: Colours of devices, repeated after eight: Tol's light scheme, on which dark text is legible.
 DEVICES = (
@@ -89,6 +91,8 @@ LABELS: Mapping[Op, str] = {
     Op.UNSHARD: "gather parameters",
     Op.DISPATCH: "group keys",
     Op.REORDER: "reorder",
+    Op.REDUCE_TIED: "sum tied gradients",
+    Op.GRAD_NORM: "gradient norm",
 }
 #: Colour of text, arrows and lines; and of the outline of a task that never ended.
 INK, UNFINISHED = "#1C1C1C", "#B22222"

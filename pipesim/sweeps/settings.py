@@ -33,6 +33,7 @@ __all__ = [
     "COUNTS",
     "FLAT",
     "LOWERING",
+    "SECONDS",
     "SETTINGS",
     "Settings",
     "cases",
@@ -55,23 +56,26 @@ COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 LOWERING = {
     "replicas": "n_replicas",
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
-    **{k: k for k in ("recompute_waits", "hosts", "host_threads", "issue_order")},
+    **{k: k for k in ("recompute_waits", "hosts", "host_threads", "issue_order", "forward_only")},
     **{k: k for k in ("step", "skips", "portals")},
     **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
     **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
+    **{k: k for k in ("tied", "grad_norm")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 #: Keys of a layer, besides the name and label of a schedule.
 SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "costs")
 
+#: Flat names of seconds whose names are options of the lowering.
+SECONDS = {"recompute": "recompute_time", "grad_norm": "grad_norm_time"}
 #: Path in the tables of each flat setting. Other names are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
     **{flat: (key,) for key, flat in LOWERING.items()},
     **{key: (key,) for key in ("engine", "memory_limit", "per", "costs")},
-    # `recompute` is how the graph is lowered, not how long R takes.
-    **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
+    # `recompute` is how the graph is lowered, not how long R takes; likewise `grad_norm`.
+    **{SECONDS.get(k, k): ("costs", k) for k in VALUE_FIELDS},
     **{key: ("costs", key) for key in OTHER_FIELDS},
     "network": ("costs", "network"),
     "latency": ("costs", "network", "latency"),

@@ -16,6 +16,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import HOSTS, hosts_text
 from pipesim.graph.skips import skip_from_text, skip_text
 from pipesim.graph.tasks import StreamKind, Tasks
+from pipesim.graph.tied_stages import tied_text
 from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
@@ -42,8 +43,9 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
     "host_threads": ("False", "True"),
+    "forward_only": ("False", "True"),
 }
-_FLAGS = ("rendezvous", "portals", "host_threads")
+_FLAGS = ("rendezvous", "portals", "host_threads", "forward_only")
 #: Columns that may be missing, and their values then.
 _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
@@ -58,6 +60,7 @@ def save(timeline: Timeline, path: Path | str) -> None:
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
         "host_threads": str(graph.host_threads),
+        "forward_only": str(graph.forward_only),
     }
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
@@ -68,6 +71,8 @@ def save(timeline: Timeline, path: Path | str) -> None:
         rows["n_batches"] = graph.n_batches
     if graph.skips:
         rows["skips"] = " ".join(map(skip_text, graph.skips))
+    if graph.tied:
+        rows["tied"] = tied_text(graph.tied).replace(",", " ")
     if timeline.issued is not None:
         rows["issued"] = timeline.issued
     elif timeline.issue_times.any():
@@ -137,7 +142,7 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
     _check_columns(rows)
     tasks = _tasks(rows)
     settings = _settings(rows)
-    _check_all_tasks(tasks, settings["n_batches"])
+    _check_all_tasks(tasks, settings["n_batches"], settings["forward_only"])
     graph = TaskGraph.wire(
         tasks,
         name=name,
@@ -218,7 +223,7 @@ def _tasks(rows: pd.DataFrame) -> Tasks:
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     """Return the options that a graph was lowered with and that its tasks do not show."""
     settings: dict[str, Any] = {}
-    for name in (*_SETTINGS, "grad_sync", "n_batches", "skips"):
+    for name in (*_SETTINGS, "grad_sync", "n_batches", "skips", "tied"):
         if name in rows:
             settings[name] = rows[name].iloc[0]
             _check_rows(rows, rows[name] == settings[name], f"has another {name} than the first")
@@ -231,6 +236,7 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     check_count("n_batches", settings["n_batches"])
     settings["grad_sync"] = from_text(settings.get("grad_sync", "last"))  # checked with the graph
     settings["skips"] = [skip_from_text(text) for text in settings.get("skips", "").split()]
+    settings["tied"] = settings.get("tied", "").split()  # checked with the graph
     return settings | {name: settings[name] == "True" for name in _FLAGS}
 
 
@@ -253,7 +259,7 @@ def _is_stream(name: object) -> bool:
         return False
 
 
-def _check_all_tasks(tasks: Tasks, n_batches: int) -> None:
+def _check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
     """Raise `TimelineError` if a task is missing, such as in a file that was cut between lines."""
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
@@ -263,7 +269,7 @@ def _check_all_tasks(tasks: Tasks, n_batches: int) -> None:
     rows = tasks.microbatch >= 0
     expected[replica[rows], 0, tasks.microbatch[rows]] = True
     expected[:, 0, ~expected.any(axis=(0, 1))] = True  # of no replica: missing in all of them
-    for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
+    for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W))[: 1 if forward_only else 3]:
         exists = np.zeros(shape, dtype=bool)
         rows = np.isin(tasks.op, ops)
         exists[replica[rows], tasks.stage[rows], tasks.microbatch[rows]] = True

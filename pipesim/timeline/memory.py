@@ -57,7 +57,7 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     graph, costs = timeline.graph, costs_of(timeline)
     peak = np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
-        if len(waiting_gradients(graph, costs).reduction):
+        if _is_by_events(graph, costs):
             events = held_bytes(timeline)
             np.maximum.at(peak, events.device, events.balance)
         else:
@@ -67,6 +67,11 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
             none = np.empty(0)
             _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
         return finite_bytes(static(graph, costs) + peak)
+
+
+def _is_by_events(graph: TaskGraph, costs: Costs) -> bool:
+    """Return whether tasks other than compute tasks change bytes: messages, or reductions."""
+    return graph.forward_only or len(waiting_gradients(graph, costs).reduction) > 0
 
 
 class _Columns(NamedTuple):
@@ -149,7 +154,8 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
 def over_time(timeline: Timeline) -> pd.DataFrame:
     """Return bytes held at each start and end of a device's compute tasks.
 
-    The ends of reductions that release gradients are included.
+    The ends of reductions that release gradients are included, and in a forward-only graph the
+    starts and ends of messages.
 
     Returns
     -------
@@ -168,7 +174,7 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
 
     graph, costs = timeline.graph, costs_of(timeline)
     held = static(graph, costs)
-    if len(waiting_gradients(graph, costs).reduction):
+    if _is_by_events(graph, costs):
         peak_memory(timeline)  # for its error
         events = held_bytes(timeline)
         device = np.concatenate([np.arange(graph.n_devices), events.device])
@@ -220,7 +226,7 @@ def held_bytes(timeline: Timeline) -> HeldBytes:
     graph, costs = timeline.graph, costs_of(timeline)
     allocated, released = changes(graph, costs)
     computes = graph.is_op(COMPUTE)
-    task, is_end = in_order_of_time(timeline, computes, computes | (released > 0))
+    task, is_end = in_order_of_time(timeline, computes | (allocated > 0), computes | (released > 0))
     device = graph.device[task]
     change = np.where(is_end, -released[task], allocated[task])
     temporary = workspaces(graph, costs)[graph.kind[task]]

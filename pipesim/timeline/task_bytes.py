@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.skips import input_bytes
+from pipesim.graph.skips import border_bytes, input_bytes, message_bytes
 from pipesim.ops import Op
 from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.utils.csr import Ints, bincount
@@ -53,6 +53,7 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     - A replica holds its share of a sharded optimizer's state, and all gradients, as in ZeRO-1.
     - One gradient a parameter is held throughout. Further gradients, which wait for a reduction,
       are among the `changes`.
+    - A forward-only graph holds parameters alone.
 
     Raises
     ------
@@ -71,6 +72,8 @@ def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats
         costs.per_stage(f"{name}_bytes", graph.n_stages)
         for name in ("parameter", "gradient", "optimizer")
     )
+    if graph.forward_only:
+        return weight_versions(graph) * parameters, 0 * gradients, 0 * optimizer
     with np.errstate(over="ignore"):
         return (
             weight_versions(graph) * parameters,
@@ -158,6 +161,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
       allocates the rest.
     - The input of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are
       input too.
+    - In a forward-only graph, inputs and outputs of stages live as long as tasks need them.
     - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
       released by their REDUCE_GRAD; see `pipesim.timeline.gradient_memory`.
     """
@@ -174,6 +178,9 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
 
 def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     """Return bytes that each kind allocates, allocates if R allocates the rest, and releases."""
+    if graph.forward_only:
+        allocated, released = _forward_kind_bytes(graph, costs)
+        return allocated, allocated, released
     n_stages, op, stage = graph.n_stages, graph.kinds.op, graph.kinds.stage
     activation, weight_grad, outputs = (
         costs.per_stage(f"{name}_bytes", n_stages)
@@ -192,6 +199,30 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     released[Op.I] = np.maximum(0.0, activation - weight_grad)
     of_kinds: Floats = tables[:, op, stage]
     return of_kinds[0], of_kinds[1], of_kinds[2]
+
+
+def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
+    """Return bytes that each kind of a forward-only graph allocates and releases.
+
+    They are outputs of stages and tensors of skips. F allocates its output. The SEND releases it,
+    and the RECV allocates it on the device of the next stage, whose F releases it. Without a
+    message, the F of the next stage releases it. The output of the last stage counts as 0.
+    """
+    n_stages, kinds = graph.n_stages, graph.kinds
+    outputs = costs.per_stage("output_bytes", n_stages)
+    skips = message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
+    produced, consumed = np.zeros((2, n_stages))
+    produced[:-1] = consumed[1:] = outputs[:-1]
+    for (source, target), size in border_bytes(graph.skips, graph.portals, costs.skip_sizes):
+        produced[source] += size
+        consumed[target] += size
+    is_output = kinds.peer_stage < 0
+    forward, send, recv = (kinds.op == op for op in (Op.F, Op.SEND_F, Op.RECV_F))
+    sent = np.where(is_output, outputs[kinds.stage], skips)
+    received = np.where(is_output, outputs[kinds.stage - 1], skips)
+    allocated = np.where(forward, produced[kinds.stage], np.where(recv, received, 0.0))
+    released = np.where(forward, consumed[kinds.stage], np.where(send, sent, 0.0))
+    return allocated, released
 
 
 def workspaces(graph: TaskGraph, costs: Costs) -> Floats:

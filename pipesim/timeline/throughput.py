@@ -22,6 +22,11 @@ def tokens_per_second(timeline: Timeline) -> float:
 
 def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None) -> float:
     """Return the model FLOPs utilization; see `Timeline.mfu`."""
+    if workload is None and timeline.graph.forward_only:
+        raise TimelineError(
+            f"timeline {timeline.name!r} has no backwards, but the flops of its costs are those of "
+            "forward and backward; give mfu(ps.Workload(tokens=..., flops=...)) of a forward"
+        )
     work = _workload(timeline, workload)
     peak: object = work.peak_flops if peak_flops is None else peak_flops
     if peak is None:

@@ -289,7 +289,8 @@ class Timeline:
         Raises
         ------
         TimelineError
-            If no workload is given and the costs have none.
+            If no workload is given and the costs have none, or the graph is forward-only: the
+            FLOPs of costs are those of forward and backward.
         ArgumentError
             If no ``peak_flops`` are known, or they are not finite and above 0, or so small that
             the utilization is infinite.

@@ -86,8 +86,9 @@ def add_transfers(tasks: _TasksByAction) -> dict[Action, MeasuredTask]:
     - else that long after the message left, or the start of the consumer, if that is sooner or if
       the device was idle by then.
     """
+    moved = COLLECTIVES - {Op.GRAD_NORM}  # which is on the compute stream
     result = {
-        action: task._replace(stream=StreamKind.COLLECTIVE) if action.op in COLLECTIVES else task
+        action: task._replace(stream=StreamKind.COLLECTIVE) if action.op in moved else task
         for action, task in tasks.items()
         if action.op not in TRANSFERS
     }

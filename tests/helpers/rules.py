@@ -30,7 +30,7 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     for task in tasks:
         of_stage[task.replica, task.stage].append(task)
     needs: list[set[int]] = []
-    for _, op, _, _, stage, m, replica, _, part in tasks:
+    for _, op, device, _, stage, m, replica, _, part in tasks:
 
         def any_of(
             s: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
@@ -52,6 +52,21 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             return {
                 t.id for t in of_stage[r, s]
                 if t.op in ops and (t.microbatch is None or t.microbatch in batch)
+            }  # fmt: skip
+
+        def complete(r: int, s: int, of_batch: Any = of_batch) -> set[int]:
+            needed = of_batch(Op.REDUCE_GRAD, r=r, s=s) or of_batch(Op.B, Op.W, r=r, s=s)
+            if (graph.part[list(needed)] >= 0).any():  # buckets need a part of the backward
+                needed = needed | of_batch(Op.B, Op.W, r=r, s=s)
+            return needed
+
+        def sums(
+            of_stage: bool, device: int = device, r: int = replica, s: int = stage
+        ) -> set[int]:
+            return {
+                t.id for t in tasks
+                if t.op == Op.REDUCE_TIED and t.device == device
+                and (not of_stage or (t.replica == r and s in graph.tied[t.part]))
             }  # fmt: skip
 
         def reorder(name: str, s: int = stage, any_of: Any = any_of) -> set[int]:
@@ -90,10 +105,16 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         elif op == Op.SEND_B:
             needed = any_of(stage, Op.B, Op.I)
         elif op == Op.STEP:
-            needed = of_batch(Op.REDUCE_GRAD) or of_batch(Op.B, Op.W)
-            if (graph.part[list(needed)] >= 0).any():  # buckets need a part of the backward
-                needed = needed | of_batch(Op.B, Op.W)
-            needed = needed | exchange("accumulated", stage)
+            needed = complete(replica, stage) | exchange("accumulated", stage) | sums(of_stage=True)
+            needed |= {t.id for t in tasks if t.op == Op.GRAD_NORM and t.device == device}
+        elif op == Op.REDUCE_TIED:
+            local = [s for s in graph.tied[part] if graph.homes[replica, s] == device]
+            needed = set().union(*(complete(replica, s) for s in local))
+        elif op == Op.GRAD_NORM:
+            needed = sums(of_stage=False)
+            for r, s in np.argwhere(graph.homes == device).tolist():
+                exchanged = any_of(s, Op.ALL_TO_ALL, r=r, part=EXCHANGES.index("accumulated"))
+                needed |= complete(r, s) | exchanged
         elif op == Op.REDUCE_GRAD:
             sync = graph.grad_sync[stage] if isinstance(graph.grad_sync, tuple) else graph.grad_sync
             k = {"every": 1, "last": size, "bucketed": size}.get(sync, sync)

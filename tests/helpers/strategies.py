@@ -52,8 +52,8 @@ replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 issue_orders = st.sampled_from(["clock_cycle", *ISSUE_ORDERS])
 #: Fields of `Costs` that replace what the network says of collectives.
-COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
-                      "exchange_accumulated")  # fmt: skip
+COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "reduce_tied", "exchange_counts",
+                      "exchange_vectors", "exchange_accumulated")  # fmt: skip
 #: Options of `pipesim.lower` that are for sharded stages.
 EXCHANGE_OPTIONS = ("exchange_work", "sparse_grad_sync", "prefetch_keys")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
@@ -67,6 +67,7 @@ def actions() -> st.SearchStrategy[Action]:
         st.builds(Action, stages, st.sampled_from(Op), microbatches, none, none),
         st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages, none),
         st.builds(Action, stages, reduce, microbatches, none, st.integers(0, 99)),
+        st.builds(Action, stages, st.just(Op.REDUCE_TIED), microbatches, none, st.integers(0, 99)),
         st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 4)),
         st.builds(Action, stages, st.just(Op.REORDER), microbatches, none, st.integers(2, 3)),
     )
@@ -195,6 +196,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     overlap = draw(st.booleans())
     options = draw(replicated(schedule))
     may_end = schedule.n_batches == 1 or options["n_replicas"] == 1
+    step = draw(st.sampled_from(["flush", "none"] if may_end else ["flush"]))
     return {
         "recompute": draw(st.sampled_from(["listed", "never", "always", "except_last"])),
         "overlap": overlap,
@@ -203,9 +205,26 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
         "host_threads": draw(st.booleans()),
         "issue_order": draw(issue_orders),
-        "step": draw(st.sampled_from(["flush", "none"] if may_end else ["flush"])),
+        "forward_only": draw(st.sampled_from([False, False, False, True])),
+        "step": step,
         **options,
+        **draw(device_collectives(schedule, step, options.get("sharded", []))),
     }
+
+
+@st.composite
+def device_collectives(
+    draw: st.DrawFn, schedule: ps.Schedule, step: str, sharded: list[int]
+) -> dict[str, Any]:
+    """Groups of tied stages, and the norm of the gradients, that suit the schedule."""
+    if schedule.n_batches > 1 or draw(st.booleans()):
+        return {}
+    dense = sorted(set(range(schedule.n_stages)) - set(sharded))
+    options: dict[str, Any] = {"grad_norm": step == "flush" and draw(st.booleans())}
+    if len(dense) > 1:
+        group = st.sets(st.sampled_from(dense), min_size=2, max_size=3).map(sorted)
+        options["tied"] = draw(st.lists(group, max_size=2))
+    return options
 
 
 @st.composite
@@ -334,7 +353,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         return tuple(draw(one) for _ in range(n_stages))
 
     times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
-             "optimizer_step", "dispatch", "reorder", "reorder_gradients")  # fmt: skip
+             "optimizer_step", "dispatch", "reorder", "reorder_gradients", "grad_norm")  # fmt: skip
     nbytes = (
         "output_bytes",
         "activation_bytes",
@@ -363,6 +382,8 @@ def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it; some options of `pipesim.lower` may be ``fixed``."""
     graph = draw(graphs(**fixed))
     drawn = draw(costs(graph.n_stages, graph.n_devices))
+    if graph.tied:
+        drawn = replace(drawn, tied_bytes=draw(sizes))
     if graph.sharded and draw(st.booleans()):
         drawn = replace(drawn, exchange_bytes=draw(uneven_bytes(graph)))
     n_buckets = int(graph.part[graph.op == Op.REDUCE_GRAD].max(initial=-1)) + 1

@@ -27,6 +27,8 @@ def test_text_form_parses_back(action: Action) -> None:
         ("0REDUCE_GRAD", Action(0, Op.REDUCE_GRAD)),
         ("3STEP", Action(3, Op.STEP)),
         ("2REDUCE_GRAD.1", Action(2, Op.REDUCE_GRAD, part=1)),
+        ("0REDUCE_TIED.3", Action(0, Op.REDUCE_TIED, part=3)),
+        ("1GRAD_NORM", Action(1, Op.GRAD_NORM)),
         ("2REDUCE_GRAD7.10", Action(2, Op.REDUCE_GRAD, 7, part=10)),
         ("0ALL_TO_ALL3.counts", Action(0, Op.ALL_TO_ALL, 3, part=0)),
         ("0ALL_TO_ALL3.gradients", Action(0, Op.ALL_TO_ALL, 3, part=3)),
@@ -44,7 +46,7 @@ def test_text_form_is_torchs(text: str, action: Action) -> None:
 
 def test_every_op_is_in_one_set() -> None:
     """A new operation has to say what it occupies: compute, a transfer, or (here) a collective."""
-    collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD}
+    collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD, Op.REDUCE_TIED, Op.GRAD_NORM}
     assert set(Op) == COMPUTE | TRANSFERS | collectives
     assert sum(map(len, (COMPUTE, SENDS, RECVS, collectives))) == len(Op)
     assert SCHEDULED < COMPUTE

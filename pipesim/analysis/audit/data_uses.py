@@ -10,7 +10,7 @@ own, between the predecessors of the backward and the end of the backward.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,7 @@ DATA_NAMES = {
     "vectors": "vectors of stage {stage}, micro-batch {microbatch}",
     "sums": "sums of gradients of keys of stage {stage}, micro-batch {microbatch}",
     "row_gradients": "gradients of rows of stage {stage}, micro-batch {microbatch}",
+    "norm": "norm of all gradients",
 }
 _NUMBERS = {name: number for number, name in enumerate(DATA_NAMES)}
 
@@ -108,6 +109,7 @@ def data_uses(graph: TaskGraph) -> Ints:
     _messages(uses)
     _exchanges(uses)
     _updates(uses)
+    _device_collectives(uses)
     return uses.columns()
 
 
@@ -276,3 +278,32 @@ def _updates(uses: _Uses) -> None:
         uses.note(tasks, "rw", name, microbatch=of_batch, part=parts)
         for replica in range(graph.n_replicas):
             uses.note(tasks, "r", name, microbatch=of_batch, part=parts, replica=replica)
+
+
+def _device_collectives(uses: _Uses) -> None:
+    """Add uses of gradients by REDUCE_TIED and GRAD_NORM, and of the norm by STEP."""
+    graph = uses.graph
+    for task in uses.tasks(Op.REDUCE_TIED):
+        own = np.array([task])
+        for stage in graph.tied[graph.part[task]]:
+            is_local = graph.homes[graph.replica[task], stage] == graph.device[task]
+            _use_gradients(uses, own, "rw" if is_local else "r", stage, graph.replica[own])
+    norms, steps = uses.tasks(Op.GRAD_NORM), uses.tasks(Op.STEP)
+    if not len(norms):
+        return
+    for replica, stage in np.ndindex(graph.homes.shape):
+        _use_gradients(uses, norms, "r", stage, replica)
+    uses.note(norms, "rw", "norm", microbatch=0)
+    of_device = np.zeros(graph.n_devices, dtype=np.int64)
+    of_device[graph.device[norms]] = norms
+    member = of_device[graph.device[steps]]
+    uses.note(steps, "r", "norm", microbatch=0, stage=graph.stage[member],
+              replica=graph.replica[member])  # fmt: skip
+
+
+def _use_gradients(uses: _Uses, tasks: Ints, how: str, stage: int, replica: Ints | int) -> None:
+    """Add uses of all gradients of a stage after its reductions."""
+    where: dict[str, Any] = {"microbatch": 0, "stage": stage, "replica": replica}
+    uses.note(tasks, how, "total", **where)
+    for part in _parts(uses.graph):
+        uses.note(tasks, how, "gradients", part=part, **where)

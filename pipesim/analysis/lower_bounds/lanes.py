@@ -149,7 +149,9 @@ def _rules_alone(graph: TaskGraph) -> CSR:
     kinds = replace(graph.kinds, overlapped=np.zeros_like(graph.kinds.overlapped))
     size = graph.n_microbatches // graph.n_batches
     groups = graph.reduction_groups
-    needs, _ = apply_rules(kinds, graph.kind, graph.microbatch, size, graph.stream_of_kind, groups)
+    needs, _ = apply_rules(
+        kinds, graph.kind, graph.microbatch, size, graph.stream_of_kind, groups, graph.tied
+    )
     return needs
 
 

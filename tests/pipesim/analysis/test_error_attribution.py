@@ -237,9 +237,12 @@ def test_parts_sum_to_the_error(data: st.DataObject) -> None:
 def test_other_durations_are_nothing_but_durations(
     case: tuple[ps.TaskGraph, ps.Costs], factor: float
 ) -> None:
-    """Where messages are free and all stages slow down alike, all of the error is theirs."""
+    """Where transfers are free and all stages slow down alike, all of the error is theirs.
+
+    The seconds of GRAD_NORM are those of a collective, which is a transfer.
+    """
     task_graph, prices = case
-    free = replace(prices, network=ps.Network(), launch=0.0, output_seconds=0.0)
+    free = replace(prices, network=ps.Network(), launch=0.0, output_seconds=0.0, grad_norm=0.0)
     predicted, ran = ps.simulate(task_graph, free), ps.simulate(task_graph, free.scaled(factor))
     causes = error_parts(predicted, without_costs(ran))
     assert causes["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)

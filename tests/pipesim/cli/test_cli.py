@@ -24,6 +24,7 @@ from pipesim.cli import main
 from pipesim.cli.help_texts import EPILOG
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.graph.grad_sync import GRAD_SYNC
+from pipesim.sweeps.settings import SECONDS
 
 # What is printed.
 
@@ -270,7 +271,7 @@ def test_every_cost_has_a_flag(
     values = {name: (k + 2) * 1e-3 for k, name in enumerate(VALUE_FIELDS) if name != left_out}
     flags: list[object] = ["--latency", "1e-4", "--bandwidth", "10", "--recompute", "always"]
     for name, value in values.items():
-        flag = "recompute-time" if name == "recompute" else name.replace("_", "-")
+        flag = SECONDS.get(name, name).replace("_", "-")
         flags += [f"--{flag}", f"{value},{value * 2}"]
     path = tmp_path / "timeline.csv"
     counts = ["--devices", 2, "--microbatches", 3]

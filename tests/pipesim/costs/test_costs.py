@@ -132,7 +132,7 @@ def test_algorithm_of_reductions(tmp_path: Path) -> None:
 OPTIONAL = {
     *("backward", "input_grad", "weight_grad", "overlapped", "recompute", "vector_bytes"),
     *("gradient_bytes", "reorder_gradients"),
-    *("reduce_grad", "unshard", "exchange_counts", "exchange_keys"),
+    *("reduce_grad", "unshard", "reduce_tied", "exchange_counts", "exchange_keys"),
     *("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
 }
 REQUIRED = sorted(set(VALUE_FIELDS) - OPTIONAL)

@@ -153,7 +153,8 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     )
     order = np.argsort(graph.stream, kind="stable")
     shuffled = ps.Tasks(*(column[order] for column in columns))
-    same = {name: getattr(graph, name) for name in ("rendezvous", "n_batches", "grad_sync")}
+    kept = ("rendezvous", "n_batches", "grad_sync", "tied")
+    same = {name: getattr(graph, name) for name in kept}
     again = TaskGraph.build(shuffled, **same)
     ps.verify(again)
     for rebuilt, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
@@ -221,8 +222,8 @@ def changed(name: str, row: int, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (changed("op", 2, 15), "row 2: op must be 0 to 14, got 15; operations are 0 F, 1 B"),
-        (changed("op", 2, -1), "row 2: op must be 0 to 14, got -1"),
+        (changed("op", 2, 17), "row 2: op must be 0 to 16, got 17; operations are 0 F, 1 B"),
+        (changed("op", 2, -1), "row 2: op must be 0 to 16, got -1"),
         (changed("device", 3, -1), "row 3: device must be 0 to 2147483646, got -1; number them f"),
         (changed("device", 3, 10**30), f"row 3: device must be 0 to 2147483646, got {10**30}"),
         (changed("stage", 1, -1), "row 1: stage must be 0 to 2147483646, got -1"),
@@ -241,7 +242,7 @@ def changed(name: str, row: int, value: object) -> dict[str, Any]:
         (changed("stage", 1, None), "row 1: stage must be an integer, got None"),
         ({"op": np.zeros(5)}, r"row 0: op must be an integer, got .*0\.0.*float64"),
         ({"op": np.zeros(5, dtype=bool)}, "row 0: op must be an integer, got .*False"),
-        ({"op": np.full(5, 2**64 - 1, np.uint64)}, f"row 0: op must be 0 to 14, got {2**64 - 1}"),
+        ({"op": np.full(5, 2**64 - 1, np.uint64)}, f"row 0: op must be 0 to 16, got {2**64 - 1}"),
         ({"op": None}, "column 'op' must be a sequence of integers, one a task, got None"),
         ({"op": 3}, "column 'op' must be a sequence of integers, one a task, got 3"),
         ({"op": "FFBBW"}, "column 'op' must be a sequence of integers, one a task, got 'FFBBW'"),

@@ -14,7 +14,17 @@ from strategies import Lowering, graphs, lowerings, schedules
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.graph.compute_tasks import compute_graph
-from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
+from pipesim.ops import (
+    COLLECTIVES,
+    COMPUTE,
+    LISTED,
+    OF_DEVICES,
+    RECVS,
+    SCHEDULED,
+    SENDS,
+    TRANSFERS,
+    Op,
+)
 
 
 def queue(graph: ps.TaskGraph, device: int, stream: str = "compute") -> str:
@@ -106,7 +116,7 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
     schedule, options = case
     kept = SCHEDULED if options.get("sharded") or options["recompute"] != "listed" else LISTED
     before = [str(action) for order in schedule.orders for action in order]
-    graph = ps.lower(schedule, **options)
+    graph = ps.lower(schedule, **options | {"forward_only": False})
     for device, order in enumerate(schedule.orders):
         flat = [a for x in order for a in (x if isinstance(x, ps.Overlapped) else (x,))]
         flat = [action for action in flat if action.op in kept]
@@ -132,7 +142,7 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
 def test_counts(case: Lowering) -> None:
     """As many R, messages and steps as the options say, and where they say."""
     schedule, options = case
-    graph = ps.lower(schedule, **options)
+    graph = ps.lower(schedule, **options | {"forward_only": False})
     paths, m = schedule.placement.paths, schedule.n_microbatches
     replicas, n_paths = options["n_replicas"], schedule.placement.n_paths
     crossings = replicas * sum(
@@ -261,7 +271,7 @@ def test_replicas_are_alike(case: Lowering) -> None:
     alone = ps.lower(schedule, **{**options, "n_replicas": 1})
     n_paths = schedule.placement.n_paths
     wanted = [alone.task(task) for task in range(len(alone))]
-    together = {Op.REDUCE_GRAD, Op.UNSHARD}
+    together = {Op.REDUCE_GRAD, Op.UNSHARD, Op.REDUCE_TIED}  # issued after the REDUCE_GRADs
     wanted = [str(task) for task in wanted if task.op not in together]
     for replica in range(3):
         of_copy = np.flatnonzero(many.replica // n_paths == replica)
@@ -272,6 +282,10 @@ def test_replicas_are_alike(case: Lowering) -> None:
             assert left == wanted
     for number in range(len(many.collectives)):
         members = [many.task(int(t)) for t in many.collectives[number]]
+        if members[0].op in OF_DEVICES:
+            assert len({task.device for task in members}) == len(members)
+            assert len({task.part for task in members}) == 1
+            continue
         assert sorted(task.replica for task in members) == list(range(3 * n_paths))
         assert len({task.action for task in members}) == 1
 

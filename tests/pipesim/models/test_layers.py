@@ -308,3 +308,17 @@ def test_every_field_but_launch_is_a_column() -> None:
     assert ps.Layers({name: [1.0, 2.0] for name in names}).costs([2]).gradient_bytes == (3,)
     with pytest.raises(CostsError, match="unknown column 'launch'"):
         ps.Layers({**columns, "launch": [1, 1, 1]})
+
+
+def test_joint_activation_bytes() -> None:
+    """Stages have the joint bytes of their layers, and not the sum of their columns."""
+    columns = {"forward": [1, 1, 1], "backward": [2, 2, 2], "activation_bytes": [3, 4, 5]}
+    joint = [[3, 6, 8], [0, 4, 7], [0, 0, 5]]
+    layers = ps.Layers(columns, joint_activation_bytes=joint)
+    assert layers.costs([1, 2]).activation_bytes == (3, 7)
+    assert layers.costs([2, 1]).activation_bytes == (6, 5)
+    assert layers.costs([3]).activation_bytes == (8,)
+    with pytest.raises(CostsError, match="must be 3 rows of 3 values, for 3 layers, got 2 rows"):
+        ps.Layers(columns, joint_activation_bytes=joint[:2])
+    with pytest.raises(CostsError, match="layers 1 to 2: must be finite bytes >= 0, got -7"):
+        ps.Layers(columns, joint_activation_bytes=[[3, 6, 8], [0, 4, -7], [0, 0, 5]])

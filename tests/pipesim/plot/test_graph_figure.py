@@ -201,10 +201,20 @@ def test_nodes_of_exchanges_are_told_apart(options: dict[str, Any], wanted: str)
     assert cells[:, 1].max() < high
 
 
+#: Codes, before a number that their nodes do not show.
+_WITHOUT_NUMBER = {"a0", "RG0", "ST0", "US0", "GN0"}
+
+
 def test_the_docstring_lists_all_codes() -> None:
     words = str(plot.dependencies.__doc__).replace(",", " ").split()
-    assert {f"{code}0" for code in CODES.values()} - set(words) == {"a0", "RG0", "ST0", "US0"}
-    assert {"a", "RG", "ST", "US"} <= set(words)
+    assert {f"{code}0" for code in CODES.values()} - set(words) == {
+        "a0",
+        "RG0",
+        "ST0",
+        "US0",
+        "GN0",
+    }
+    assert {"a", "RG", "ST", "US", "GN", "t0"} <= set(words)
 
 
 def test_small_nodes_have_a_sign_alone() -> None:

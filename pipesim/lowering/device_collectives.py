@@ -1,0 +1,153 @@
+"""Add the collectives that have one member a device: sums over tied stages, norm of all gradients.
+
+Tasks of two devices with one stage each, which are tied, in issue order::
+
+    device 0 | ... 0B1 0REDUCE_TIED.0 0GRAD_NORM 0STEP
+    device 1 | ... 1B1 1REDUCE_TIED.0 1GRAD_NORM 1STEP
+
+A REDUCE_TIED comes right after the last gradients of its stages. All optimizer steps, and the
+gathers after them, come after all other tasks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipesim.errors import ArgumentError, check_flag
+from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.tied_stages import Tied, tied_text
+from pipesim.lowering.clock_cycles import Issued
+from pipesim.ops import SENDS, Op
+from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
+
+__all__ = ["DeviceCollectives", "checked_device_collectives", "with_device_collectives"]
+
+_GRADIENTS = frozenset({Op.B, Op.W, Op.REDUCE_GRAD})
+_STEPS = frozenset({Op.STEP, Op.UNSHARD})
+
+
+class DeviceCollectives(NamedTuple):
+    """Groups of tied stages, and whether the norm of all gradients is computed before the steps."""
+
+    tied: Tied = ()
+    grad_norm: bool = False
+
+
+def checked_device_collectives(
+    schedule: Schedule, tied: Tied, grad_norm: bool, sharded: tuple[int, ...], step: str
+) -> DeviceCollectives:
+    """Return the options of `pipesim.lower`, checked to suit the schedule.
+
+    Raises
+    ------
+    ArgumentError
+        For several mini-batches, for a tied stage that is sharded, and for a norm without steps.
+    """
+    what = [f"tied={tied_text(tied)!r}"] * bool(tied)
+    what += ["grad_norm=True"] * check_flag("grad_norm", grad_norm)
+    if what and schedule.n_batches > 1:
+        raise ArgumentError(
+            f"{' and '.join(what)}, but schedule {schedule.name!r} steps {schedule.n_batches} "
+            "times while micro-batches are in flight: a stage would step before other stages have "
+            "the gradients of its mini-batch; take a schedule of one mini-batch"
+        )
+    if grad_norm and step == "none":
+        raise ArgumentError(
+            'grad_norm=True, but step="none": the norm of the gradients is for the optimizer '
+            "steps; leave step or grad_norm out"
+        )
+    for group in tied:
+        for stage in sorted(set(group) & set(sharded)):
+            raise ArgumentError(
+                f"tied names stage {stage}, which is sharded: each replica has other rows of its "
+                "embedding, so that no other stage has a copy; leave it out of tied or sharded"
+            )
+    return DeviceCollectives(tied, grad_norm)
+
+
+def with_device_collectives(
+    collectives: DeviceCollectives, kinds: Kinds, issued: Issued, overlap: bool
+) -> tuple[Kinds, Issued]:
+    """Add the collectives to the tasks of one replica; return all kinds and tasks.
+
+    Parameters
+    ----------
+    collectives
+        Collectives to add.
+    kinds, issued
+        Kinds and tasks without them.
+    overlap
+        As in `pipesim.lower`: whether sums are on the stream of collectives.
+    """
+    if not (collectives.tied or collectives.grad_norm):
+        return kinds, issued
+    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    late = kinds.is_op(_STEPS)[issued.kind]
+    phase[late] += len(issued.ends)
+    tables, added, places = [kinds], list[Ints](), list[int]()
+    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+    early_phase, early_kind = phase[~late], issued.kind[~late]
+    for group, stages in enumerate(collectives.tied):
+        for replica in range(len(kinds.homes)):
+            own = kinds.is_op(_GRADIENTS) & np.isin(kinds.stage, stages)
+            own &= kinds.replica == replica
+            last = np.flatnonzero(own[early_kind])[-1]
+            place = _next_phase(early_phase, last)
+            if place < len(early_kind) and kinds.op[early_kind[place]] in SENDS:
+                place = _next_phase(early_phase, place)  # messages first, as before reductions
+            places.append(place)
+            tables.append(_tied_kinds(kinds.homes, replica, group, stages, stream))
+    if collectives.grad_norm:
+        places.append(len(early_phase))
+        tables.append(_norm_kinds(kinds.homes))
+    number = len(kinds)
+    for table in tables[1:]:
+        added.append(number + np.arange(len(table)))
+        number += len(table)
+    return Kinds.joined(*tables), _inserted(issued, phase, late, places, added)
+
+
+def _next_phase(phase: Ints, task: int) -> int:
+    """Return the first task of the phase after that of a task."""
+    return int(np.searchsorted(phase, phase[task], side="right"))
+
+
+def _inserted(
+    issued: Issued, phase: Ints, late: Ints, places: list[int], added: list[Ints]
+) -> Issued:
+    """Return the tasks with each list of ``added`` kinds before a place, and late tasks last.
+
+    Places count the tasks that are not late. The members of a collective are one phase.
+    """
+    order = np.argsort(late, kind="stable")
+    sizes = [len(kinds) for kinds in added]
+    where = np.repeat(places, sizes)
+    new_phases = np.repeat(-1 - np.arange(len(added)), sizes)
+    kind = np.insert(issued.kind[order], where, np.concatenate(added))
+    microbatch = np.insert(issued.microbatch[order], where, -1)
+    phase = np.insert(phase[order], where, new_phases)
+    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
+    return Issued(kind, microbatch, ends)
+
+
+def _tied_kinds(
+    homes: Ints, replica: int, group: int, stages: tuple[int, ...], stream: int
+) -> Kinds:
+    """Return the members of a REDUCE_TIED of one replica: the lowest stage on each device."""
+    devices, first = np.unique(homes[replica, list(stages)], return_index=True)
+    stage = np.array(stages)[first]
+    same = np.ones_like(stage)
+    return Kinds(
+        Op.REDUCE_TIED * same, devices, stage, replica * same, stream * same, part=group * same
+    )
+
+
+def _norm_kinds(homes: Ints) -> Kinds:
+    """Return the members of GRAD_NORM: the lowest stage of the lowest replica on each device."""
+    devices, first = np.unique(homes, return_index=True)
+    replica, stage = np.divmod(first, homes.shape[1])
+    same = np.ones_like(stage)
+    return Kinds(Op.GRAD_NORM * same, devices, stage, replica, StreamKind.COMPUTE * same)
