@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeexec.demo_models.kernel_recorder import KernelRecorder
 from pipeexec.gpipe.layer_by_layer import DetachingShelf, backward_roots, isolated_layers
 from pipeexec.gpipe.skip import Key, Skippable
+from pipeexec.splitting.tracing.written_tensors import storage_of
 from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
@@ -233,17 +234,13 @@ class _SavedStorages:
 
     def counting(self, layer: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context that counts saved tensors, except parameters and buffers of a layer."""
-        own = {_identity(x) for x in (*layer.parameters(), *layer.buffers())}
+        own = {storage_of(x) for x in (*layer.parameters(), *layer.buffers())}
 
         def pack(tensor: Tensor) -> Tensor:
-            if _identity(tensor) not in own | self._held.keys():
-                self._held[_identity(tensor)] = tensor.untyped_storage()
+            if storage_of(tensor) not in own | self._held.keys():
+                self._held[storage_of(tensor)] = tensor.untyped_storage()
                 self.nbytes += tensor.untyped_storage().nbytes()
             return tensor
 
         unpack: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _identity(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

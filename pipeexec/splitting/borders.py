@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeexec.splitting.data_flow import DataFlow, Source
-from pipeexec.splitting.split_stage import Border
+from pipeexec.splitting.skeleton import Border
+from pipeexec.splitting.tracing.data_flow import DataFlow, Source
 from pipesim.errors import ArgumentError
 
 __all__ = ["borders", "check_flow", "outer_parameters"]
@@ -23,13 +23,13 @@ def _needs(flow: DataFlow, own: range, is_last: bool) -> frozenset[Source]:
 
 
 def outer_parameters(flow: DataFlow, own: range, is_last: bool) -> frozenset[str]:
-    """Return the parameters outside of uncut modules that a stage needs."""
+    """Return the parameters that a stage needs outside of calls."""
     return frozenset(x.name for x in _needs(flow, own, is_last) if x.kind == "parameter")
 
 
 def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
     """Raise if stages need values that do not pass from module to module."""
-    drawn: dict[str, int] = {}
+    drawn: dict[Source, int] = {}
     for stage, own in enumerate(calls):
         for source in sorted(_needs(flow, own, own is calls[-1])):
             if source.kind == "inside" and source.number not in own:
@@ -38,12 +38,26 @@ def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
                     "another stage computes and does not return, such as a cache; switch that off "
                     "in the model, or return the tensor"
                 )
-            if source.kind == "random" and drawn.setdefault(source.name, stage) != stage:
+            if source.kind == "parameter":
+                _check_parameter(source.name, stage, {flow.calls[k].name for k in own}, flow)
+            if source.kind == "random" and drawn.setdefault(source, stage) != stage:
                 raise ArgumentError(
-                    f"stages {drawn[source.name]} and {stage} both need the result of "
+                    f"stages {drawn[source]} and {stage} both need the result of "
                     f"{source.name}, which the model's forward calls outside of its blocks; they "
-                    "would draw different numbers. Call it inside a module, such as nn.Dropout"
+                    "would draw different numbers. Call it inside a module, such as nn.Dropout in "
+                    "place of F.dropout"
                 )
+
+
+def _check_parameter(name: str, stage: int, own: set[str], flow: DataFlow) -> None:
+    """Raise if a stage reads a parameter of a module inside a block of another stage."""
+    owner = next((x.name for x in flow.calls if name.startswith(f"{x.name}.")), None)
+    if owner is not None and owner not in own and "." in name.removeprefix(f"{owner}."):
+        raise ArgumentError(
+            f"stage {stage} reads {name!r}, a parameter inside of {owner!r} of another stage; pass "
+            f"it as an argument, read it in {owner!r} and return the result, or cut so that one "
+            "stage has both"
+        )
 
 
 def borders(flow: DataFlow, calls: Sequence[range], n_inputs: int) -> list[Border]:

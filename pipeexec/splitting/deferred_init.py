@@ -9,7 +9,7 @@ most one tensor of another module is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +19,8 @@ from torch.nn import init
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.splitting.nested_values import storage_of, tensors_of, written_tensors
+from pipeexec.nesting import tensors_in
+from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
 __all__ = ["DeferredModel", "deferred", "give_values"]
 
@@ -62,10 +63,10 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        is_new = not tensors_of((args, kwargs)) and _takes_device(func)
+        is_new = not tensors_in((args, kwargs)) and _takes_device(func)
         output = func(*args, **(kwargs | {"device": "meta"} if is_new else kwargs))
-        results = tensors_of(output)
-        if any(x.is_meta for x in (*tensors_of((args, kwargs)), *results)):
+        results = tensors_in(output)
+        if any(x.is_meta for x in (*tensors_in((args, kwargs)), *results)):
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             written = written_tensors(func, args, kwargs)
             self.operations.append(_Logged(func, args, kwargs, results, written, is_random))
@@ -122,7 +123,7 @@ class DeferredModel:
         needed = {storage_of(x) for x in chosen.values()}
         for operation in reversed(self._operations):
             if operation.storages() & needed:
-                arguments = tensors_of((operation.args, operation.kwargs))
+                arguments = tensors_in((operation.args, operation.kwargs))
                 needed |= {storage_of(x) for x in (*operation.results, *arguments)}
         real: dict[int, Tensor] = {}
         for operation in self._operations:
@@ -139,7 +140,7 @@ def _run(operation: _Logged, real: dict[int, Tensor]) -> None:
         Tensor, lambda x: _real(x, real), (operation.args, operation.kwargs)
     )
     with torch.no_grad():
-        results = tensors_of(operation.function(*args, **kwargs))
+        results = tensors_in(operation.function(*args, **kwargs))
     for empty, result in zip(operation.results, results, strict=False):
         real.setdefault(storage_of(empty), result)
 
@@ -164,13 +165,20 @@ def deferred(make: Callable[[], nn.Module]) -> DeferredModel:
     return DeferredModel(model, log.operations)
 
 
-def give_values(stages: Sequence[nn.Module | None], source: DeferredModel) -> None:
+def give_values(
+    stages: Sequence[nn.Module | None],
+    source: DeferredModel,
+    copies: Sequence[Mapping[int, nn.Parameter]],
+) -> None:
     """Replace parameters and buffers of stages that have no data, in the model of the stages too.
 
-    The parameters of stages are those of ``source.model``.
+    The parameters of stages are those of ``source.model``, and ``copies`` of some of them: for each
+    stage, by the ids of these.
     """
     model = source.model
     names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+    names |= {id(copy): names[key] for own in copies for key, copy in own.items()}
+    repeated = {id(copy) for own in copies for copy in own.values()}
     modules = [module for stage in stages if stage is not None for module in stage.modules()]
     empty = {
         id(x): x
@@ -181,7 +189,7 @@ def give_values(stages: Sequence[nn.Module | None], source: DeferredModel) -> No
     values = source.values(names[key] for key in empty)
     filled: dict[int, Tensor] = {}
     for key, tensor in empty.items():
-        value = values[names[key]]
+        value = values[names[key]].clone() if key in repeated else values[names[key]]
         is_parameter = isinstance(tensor, nn.Parameter)
         filled[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     for module in (*modules, *model.modules()):

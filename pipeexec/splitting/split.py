@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from inspect import signature
+from functools import cache, partial
+from numbers import Integral
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
+from pipeexec.data_parallel.compiled_modules import check_not_compiled
+from pipeexec.nesting import tensors_in
+from pipeexec.splitting.balance.cuts import Balance, Balancing, Cuts, first_calls
+from pipeexec.splitting.batch_form import ordered_batch, sample_arguments
 from pipeexec.splitting.borders import borders, check_flow, outer_parameters
-from pipeexec.splitting.cuts import Balance, Cuts, first_calls
-from pipeexec.splitting.data_flow import DataFlow, follow
-from pipeexec.splitting.deferred_init import deferred, give_values
-from pipeexec.splitting.module_calls import UncutModules, uncut_modules
-from pipeexec.splitting.nested_values import call_arguments, tensors_of
-from pipeexec.splitting.split_stage import Skeleton, SplitStage
+from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
+from pipeexec.splitting.sample_forward import SampleForward, exported_forward, sample_forward
+from pipeexec.splitting.skeleton import Skeleton
+from pipeexec.splitting.split_facts import SplitFacts
+from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.splitting.stages import Stages
-from pipeexec.splitting.stand_in import on_meta, to_meta, with_zeros
+from pipeexec.splitting.tied import Shared, copies, shared_parameters, tied_groups
+from pipeexec.splitting.tracing.data_flow import DataFlow
 from pipesim.errors import (
     ArgumentError,
-    ExecutionError,
+    ArgumentTypeError,
     check_count,
-    check_function,
     check_list,
     check_type,
+    number,
 )
+from pipesim.timeline.memory_limit import memory_limit_bytes
 
 __all__ = ["split"]
 
@@ -38,24 +41,33 @@ def split(
     *,
     sample: Any,
     balance: Balance = "blocks",
+    memory_limit: float | str | None = None,
+    optimizer_bytes: float = 2.0,
     only: Sequence[int] | None = None,
 ) -> Stages:
     """Cut a model into stages.
 
     One forward of the sample shows which modules call each other and which values they pass on. The
     elements of lists of modules, of which each takes an output of the one before, are *blocks*; so
-    are the blocks of transformers and of ResNets. Stages are cut between them, never inside. Each
-    stage runs the model's own forward. In it, modules of other stages are replaced by stand-ins,
-    which return the values that the stage receives. So masks, positions and other arguments reach
-    the stages that need them, and values that skip stages pass through the stages between.
+    are the blocks of transformers and of ResNets. Stages are cut between blocks, never inside.
+
+    Each stage runs the model's own forward. In it, modules of other stages are replaced by
+    stand-ins, which return the values that the stage receives. So masks, positions and other
+    arguments reach the stages that need them, and values that skip stages pass through the stages
+    between.
+
+    A model without such a list is cut between the modules of Hugging Face's ``base_model_pp_plan``,
+    between calls of one module, or between its largest modules. If it calls fewer than two modules,
+    a graph of torch.export is cut. That graph holds for the present mode of the model, and for
+    shapes of the sample but for the number of samples. `Stages.way` says which way was taken.
 
     Parameters
     ----------
     model
-        The model. Its parameters become those of the stages; nothing is copied. Or a function
-        without arguments that makes the model. It is called with tensors that have no data, and
-        each stage then gets the parameters that the model would have, from the same random numbers,
-        so that the whole model is never in memory.
+        The model. Its parameters become those of the stages, not copies of them; see the notes for
+        tied parameters. Or a function without arguments that makes the model. It is called with
+        tensors that have no data, and each stage then gets the parameters that the model would
+        have, from the same random numbers, so that the whole model is never in memory.
     stages
         Number of stages; or blocks of each stage, such as ``[7, 8, 8, 7]``; or names of the modules
         with which stages begin; or a layout string of Megatron-LM, such as ``"Et*3|(t*4|)*2t*3L"``.
@@ -63,10 +75,25 @@ def split(
         A batch: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors
         may be of any size, of later batches too. Other values hold for all batches.
     balance
-        What a number of stages has equally much of: ``"blocks"``, the first ones one more; or
-        ``"parameters"``, such that the largest stage has as few as possible.
+        What a number of stages has equally much of. Of all but blocks, the stage with the most has
+        as little as possible:
+
+        - ``"blocks"``: the first stages may have one more;
+        - ``"parameters"``: their number;
+        - ``"time"``: seconds of forward and backward of the modules, measured on the sample in this
+          thread, without parallel threads; for a model from a function, FLOPs of the forward;
+        - ``"memory"``: bytes as those of ``memory_limit``.
+    memory_limit
+        Bytes that a stage may need, such as ``8e9`` or ``"8GiB"``: for parameters, buffers,
+        gradients and optimizer state, and for the tensors that autograd saves in its modules for
+        the sample, as if it were a micro-batch. The other activations of a schedule are not
+        counted. With a number of stages, cuts are chosen that fit.
+    optimizer_bytes
+        Bytes of optimizer state for each byte of trained parameters, at most 1000: 2 for Adam, 0
+        for SGD.
     only
-        Numbers of the stages of this process; the others are None. By default all.
+        Numbers of the stages of this process; the others are None. By default all. With an empty
+        list no stage is made; the result tells where the model is cut.
 
     Returns
     -------
@@ -77,16 +104,19 @@ def split(
     ------
     ArgumentError
         - If there are fewer blocks than stages, and for numbers, names and layouts that do not fit.
-        - For a name of a module inside a block.
+        - For a name of a module inside a block, and for compiled models.
+        - If a stage needs more than ``memory_limit``; the message has the least possible limit.
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
     ExecutionError
-        If the model's forward fails on the sample.
+        If the model's forward fails on the sample, or, to measure it, its backward.
 
     Notes
     -----
-    Stages with a common parameter, such as a tied embedding, share it. `pipeexec.Pipeline` refuses
-    them so far.
+    A parameter that several stages need, such as an embedding that is also the head, stays that of
+    the model in the first of them. The others have copies of it; see `Stages.tied`. A step adds the
+    gradients of all copies, so that they stay equal, if the graph has ``tied=stages.tied_stages``
+    in `pipesim.lower`. So it is with modules that several stages call.
 
     The forward of the sample shows all values that later forwards need only if these take the same
     way. Numbers that are read from tensors, such as ``int(mask.sum())``, are equal on all stages.
@@ -100,60 +130,125 @@ def split(
     >>> stages.modules, stages.check(torch.ones(4, 8))
     ((('0', '2'), ('3',)), 0.0)
     """
-    source = None
-    if not isinstance(model, nn.Module):
-        check_function("model", model, "model(), a function that makes an nn.Module")
-        source = deferred(model)
-        model = check_type("model()", source.model, nn.Module)
-    args, kwargs = call_arguments(sample)
-    if not tensors_of((args, kwargs)):
+    model, source = _checked_model(model)
+    limit: float | None = memory_limit_bytes(memory_limit)
+    if limit is not None:
+        _check_range("memory_limit", limit, 1e30)
+    _check_range("optimizer_bytes", optimizer_bytes, 1000.0)
+    arguments = args, kwargs = sample_arguments(model, sample)
+    if not tensors_in(arguments):
         raise ArgumentError(
             f"sample has no tensor, got {type(sample).__name__}; give a batch as the model takes "
             "it: a tensor, a tuple of positional arguments, or a dict of keyword arguments"
         )
-    kwargs |= _without_cache(model, kwargs)
-    uncut, flow = _traced(model, args, kwargs, has_data=source is None)
+    is_whole = isinstance(stages, Integral) and stages == 1
+    forward = _forward_to_cut(model, args, kwargs, has_data=source is None, is_whole=is_whole)
+    uncut, flow = forward.uncut, forward.flow
     names = [call.name for call in flow.calls]
-    starts = first_calls(model, names, uncut.blocks, stages, balance)
+    weights = cache(
+        partial(forward.weights, has_data=source is None, optimizer_bytes=optimizer_bytes)
+    )
+    starts = first_calls(names, uncut.blocks, stages, Balancing(balance, limit, weights))
     calls = [range(a, b) for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
     check_flow(flow, calls)
-    skeleton = Skeleton(model, tuple(names), frozenset(uncut.names), (args, kwargs))
-    received = borders(flow, calls, skeleton.n_inputs)
-    chosen = _checked_stages(only, len(calls))
-    parts = [
-        SplitStage(
-            skeleton, own, received[k], received[k + 1] if k + 1 < len(calls) else None,
-            outer_parameters(flow, own, is_last=k + 1 == len(calls)),
-        ) if k in chosen else None
-        for k, own in enumerate(calls)
-    ]  # fmt: skip
-    if source is not None:
-        give_values(parts, source)
-    modules = [tuple(dict.fromkeys(names[k] for k in own)) for own in calls]
-    return Stages(model, parts, modules, partial(_tensors, skeleton))
+    body = model if source is not None else forward.model
+    skeleton = Skeleton(body, tuple(names), frozenset(uncut.names), arguments)
+    outer = [outer_parameters(flow, own, is_last=own is calls[-1]) for own in calls]
+    shared = shared_parameters(body, flow, calls, outer)
+    parts = _make_stages(
+        skeleton, flow, calls, outer, shared, _checked_stages(only, len(calls)), source
+    )
+    tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
+    facts = SplitFacts(len(parts), ordered, tied)
+    for index, stage in enumerate(parts):
+        if stage is not None:
+            stage.number, stage.facts = index, facts
+    return Stages(
+        model,
+        parts,
+        [tuple(dict.fromkeys(names[k] for k in own)) for own in calls],
+        ordered,
+        tied,
+        tuple(name for name in names if name in uncut.blocks or not uncut.blocks),
+        way=uncut.way,
+        ways_failed=uncut.ways_failed,
+        sample=tensors_in(arguments),
+    )
 
 
-def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_data: bool
-) -> tuple[UncutModules, DataFlow]:
-    """Return the modules that are not cut, and the data flow between them.
-
-    A model without data runs without, or on zeros if its forward reads values, as of masks.
-    """
-    if not has_data:
-        with suppress(Exception):  # a forward may read values anywhere
-            return _traced(
-                on_meta(model).train(model.training), *to_meta((args, kwargs)), has_data=True
+def _checked_model(
+    model: nn.Module | Callable[[], nn.Module],
+) -> tuple[nn.Module, DeferredModel | None]:
+    """Return a model, and its source if a function makes it."""
+    source = None
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise ArgumentTypeError(
+                f"model must be an nn.Module, or a function that makes one, got {model!r:.60} "
+                f"({type(model).__name__})"
             )
-        model = with_zeros(model)
-    try:
-        uncut = uncut_modules(model, args, kwargs)
-        return uncut, follow(model, uncut.names, args, kwargs)
-    except Exception as error:  # of the user's code
-        raise ExecutionError(
-            f"the forward of {type(model).__name__} fails on the sample: "
-            f"{type(error).__name__}: {error!s:.300}"
-        ) from error
+        source = deferred(model)
+        model = check_type("model()", source.model, nn.Module)
+    check_not_compiled(model)
+    return model, source
+
+
+def _forward_to_cut(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    has_data: bool,
+    is_whole: bool,
+) -> SampleForward:
+    """Return the forward of the sample; of a model of functions alone, that of its exported graph.
+
+    Raises
+    ------
+    ArgumentError
+        If the model calls nothing that has parameters.
+    """
+    forward = sample_forward(model, args, kwargs, has_data=has_data)
+    if has_data and not is_whole and len(forward.flow.calls) < 2:
+        forward = exported_forward(forward)
+    if not forward.flow.calls:
+        failed = dict(forward.uncut.ways_failed).get("torch.export", "no data")
+        raise ArgumentError(
+            "the model cannot be cut: its forward calls no module that has parameters, and "
+            f"torch.export does not help ({failed}); let modules have the parameters and use "
+            "them, such as nn.Linear"
+        )
+    return forward
+
+
+def _make_stages(
+    skeleton: Skeleton,
+    flow: DataFlow,
+    calls: Sequence[range],
+    outer: Sequence[frozenset[str]],
+    shared: list[Shared],
+    chosen: set[int],
+    source: DeferredModel | None,
+) -> list[SplitStage | None]:
+    """Return the chosen stages, with their parameters."""
+    received: list[Any] = [*borders(flow, calls, skeleton.n_inputs), None]
+    copied = [copies(shared, k) if k in chosen else {} for k in range(len(calls))]
+    parts = [
+        SplitStage(skeleton, own, received[k], received[k + 1], outer[k], copied[k])
+        if k in chosen
+        else None
+        for k, own in enumerate(calls)
+    ]
+    if source is not None and chosen:
+        give_values(parts, source, copied)
+    return parts
+
+
+def _check_range(name: str, value: float, most: float) -> None:
+    """Raise unless a value is a number from 0 to the most."""
+    nbytes = number(value)
+    if nbytes is None or not 0 <= nbytes <= most:
+        raise ArgumentError(f"{name} must be bytes, a number of 0 to {most:g}, got {value!r:.60}")
 
 
 def _checked_stages(only: Sequence[int] | None, n: int) -> set[int]:
@@ -161,40 +256,6 @@ def _checked_stages(only: Sequence[int] | None, n: int) -> set[int]:
     if only is None:
         return set(range(n))
     chosen = {check_count("only", k, 0) for k in check_list("only", only, "numbers of stages")}
-    if not chosen or max(chosen) >= n:
+    if max(chosen, default=0) >= n:
         raise ArgumentError(f"only={only!r:.60} must name stages of 0 to {n - 1}")
     return chosen
-
-
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the argument that switches off a transformer's cache of keys and values, if any."""
-    takes = "use_cache" in signature(model.forward).parameters and "use_cache" not in kwargs
-    return {"use_cache": False} if takes else {}
-
-
-def _tensors(skeleton: Skeleton, batch: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a batch that is nested as the sample was."""
-    args, kwargs = call_arguments(batch)
-    kwargs |= _without_cache(skeleton.model, kwargs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    if spec != skeleton.spec:
-        raise ArgumentError(
-            f"the batch is nested as {_outline(args, kwargs)}, the sample was "
-            f"{_outline(*skeleton.arguments)}; give it in the same form"
-        )
-    for value, expected in zip(leaves, skeleton.leaves, strict=True):
-        if isinstance(value, Tensor) != isinstance(expected, Tensor) or (
-            not isinstance(value, Tensor) and value != expected
-        ):
-            raise ArgumentError(
-                f"the batch has {value!r:.60} where the sample had {expected!r:.60}; values that "
-                "are no tensors are those of the sample: split again with a sample of these values"
-            )
-    return tuple(x for x in leaves if isinstance(x, Tensor))
-
-
-def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return names and types of arguments."""
-    parts = [type(x).__name__ for x in args]
-    parts += [f"{name}={type(x).__name__}" for name, x in kwargs.items()]
-    return f"({', '.join(parts)})"

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
 
-from pipeexec.splitting.nested_values import call_arguments, tensors_of
+from pipeexec.nesting import call_arguments, tensors_in
+from pipeexec.splitting.report import StagesReport, stages_report
+from pipeexec.splitting.sample_forward import unchanged
 from pipeexec.splitting.split_stage import SplitStage
-from pipesim.errors import ArgumentError, ExecutionError, check_function
+from pipeexec.splitting.tied import TiedGroup
+from pipesim.errors import ArgumentError, ExecutionError, check_count, check_function
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Stages"]
+
+#: A loss, and the gradient of each parameter.
+Gradients: TypeAlias = list[Tensor | None]
 
 
 class Stages(Sequence[SplitStage | None]):
     """Stages of a model, in order; `pipeexec.split` makes them.
 
     They share their parameters with the model, and have the modules of its forward in turn. Stages
-    of other processes are None. Each
-    takes what the stage before returns; the first one takes `arguments` of a batch, the last one
-    returns what the model returns.
+    of other processes are None. Each takes what the stage before returns; the first one takes
+    `arguments` of a batch, the last one returns what the model returns.
 
     Attributes
     ----------
@@ -29,6 +35,23 @@ class Stages(Sequence[SplitStage | None]):
         The model.
     modules
         Names of the modules of each stage, in the order of their calls.
+    tied
+        Parameters that several stages have, and train: a group each, of pairs of a stage and the
+        parameter's name in the stage's module. The first one is the model's own, others are copies.
+    blocks
+        Names of the modules between which stages are cut, one for each call, in their order.
+    way
+        How these modules were found:
+
+        - ``"nn.Sequential"``: those of the model, which is one;
+        - ``"blocks of transformer.h"``: a list, each module of which takes an output of the one
+          before; or several lists;
+        - ``"base_model_pp_plan of the configuration"``: Hugging Face's plan for pipelines;
+        - ``"calls of block"``: calls of one module, each of which takes an output of the last;
+        - ``"modules that the forward calls"``: the largest ones;
+        - ``"torch.export"``: functions with parameters, of a model that calls no two modules.
+    ways_failed
+        Ways that were tried before: pairs of a name, and why it was not taken.
     """
 
     def __init__(
@@ -36,10 +59,17 @@ class Stages(Sequence[SplitStage | None]):
         model: nn.Module,
         stages: Sequence[SplitStage | None],
         modules: Sequence[tuple[str, ...]],
-        arguments: Callable[[Any], tuple[Tensor, ...]],
+        ordered: Callable[[Any], Any],
+        tied: tuple[TiedGroup, ...],
+        blocks: tuple[str, ...],
+        *,
+        way: str,
+        ways_failed: tuple[tuple[str, str], ...],
+        sample: tuple[Tensor, ...],
     ) -> None:
-        self.model, self.modules = model, tuple(modules)
-        self._stages, self._arguments = tuple(stages), arguments
+        self.model, self.modules, self.tied, self.blocks = model, tuple(modules), tied, blocks
+        self.way, self.ways_failed = way, ways_failed
+        self._stages, self._ordered, self._sample = tuple(stages), ordered, sample
 
     @overload
     def __getitem__(self, index: int) -> SplitStage | None: ...
@@ -60,7 +90,27 @@ class Stages(Sequence[SplitStage | None]):
             + ("" if stage is None else f" ({sum(p.numel() for p in stage.parameters()):,})")
             for names, stage in zip(self.modules, self, strict=True)
         )
-        return f"<Stages of {type(self.model).__name__}: {'; '.join(parts)}>"
+        return f"<Stages of {type(self.model).__name__}, by {self.way}: {'; '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_parts import note_html, table_html
+
+        title = f"{len(self)} stages of {type(self.model).__name__}, by {self.way}"
+        rows = [
+            [str(k), f"{names[0]} to {names[-1]}", _n_parameters(stage)]
+            for k, (names, stage) in enumerate(zip(self.modules, self, strict=True))
+        ]
+        table = table_html(["stage", "modules", "parameters"], rows)
+        tied = [" = ".join(f"{name} (stage {k})" for k, name in group) for group in self.tied]
+        return note_html(title) + table + (note_html("Tied: " + "; ".join(tied)) if tied else "")
+
+    @property
+    def tied_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each group of `tied`, as `pipesim.lower` takes them; each set of stages once.
+
+        Such as ``((0, 3),)``, if the first of four stages has the embedding, and the last the head.
+        """
+        return tuple(sorted({tuple(stage for stage, _ in group) for group in self.tied}))
 
     def arguments(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the tensors of a batch, as the first stage takes them.
@@ -70,23 +120,77 @@ class Stages(Sequence[SplitStage | None]):
         ArgumentError
             If the batch is not nested as the sample was, or has other values that are no tensors.
         """
-        return self._arguments(batch)
+        return tensors_in(self._ordered(batch))
+
+    def ordered(self, batch: Any) -> Any:
+        """Return a batch whose tensors are in the order of `arguments`; raises as that does."""
+        return self._ordered(batch)
 
     def __call__(self, batch: Any) -> Any:
         """Return the output of all stages, one after the other."""
-        if None in self._stages:
+        values: Any = self.arguments(batch)
+        for stage in self._local():
+            values = stage(*values)
+        return values
+
+    def _local(self) -> list[SplitStage]:
+        """Return all stages, if they are in this process."""
+        stages = [stage for stage in self if stage is not None]
+        if len(stages) < len(self):
             raise ExecutionError(
                 f"stages {[k for k, x in enumerate(self) if x is None]} are those of other "
                 "processes; only a pipeexec.Pipeline of all processes can run them"
             )
-        values: Any = self.arguments(batch)
-        for stage in self:
-            assert stage is not None
-            values = stage(*values)
-        return values
+        return stages
+
+    def report(
+        self,
+        batch: Any = None,
+        *,
+        schedules: Sequence[str | Schedule] = ("gpipe", "1f1b"),
+        n_microbatches: int = 8,
+    ) -> StagesReport:
+        """Measure the stages, and predict steps of them.
+
+        Each stage runs some forwards and backwards on one thread of this machine. Parameters,
+        gradients, buffers and random numbers stay as they were.
+
+        Parameters
+        ----------
+        batch
+            A micro-batch, nested as the sample was. By default the sample.
+        schedules
+            Names of schedules, or schedules of as many stages. A name gets as many stages a device
+            as it has by default.
+        n_microbatches
+            Micro-batches of a step of the named schedules.
+
+        Returns
+        -------
+        StagesReport
+            ``table`` has a row a stage: modules, layers, parameters, FLOPs, seconds and bytes.
+            ``makespans`` has seconds by schedule, ``costs`` what they are predicted from.
+
+        Raises
+        ------
+        ArgumentError
+            If a schedule has another number of stages; and as `arguments`.
+        UnknownNameError
+            For an unknown schedule.
+        ExecutionError
+            If stages are those of other processes, or if one fails.
+        """
+        check_count("n_microbatches", n_microbatches)
+        values = self._sample if batch is None else self.arguments(batch)
+        title = f"{len(self)} stages of {type(self.model).__name__}, by {self.way}"
+        return stages_report(title, self._local(), self.blocks, values, schedules, n_microbatches)
 
     def check(self, batch: Any, loss_fn: Callable[[Any], Tensor] | None = None) -> float:
         """Compare loss and gradients of the stages with those of the model, for one batch.
+
+        Model and stages run one after the other in this thread, in the mode (training or not) that
+        they have. Dropout draws the same numbers for both. Parameters, gradients, buffers and the
+        states of torch's random numbers stay as they were.
 
         Parameters
         ----------
@@ -105,29 +209,53 @@ class Stages(Sequence[SplitStage | None]):
         Raises
         ------
         ArgumentError
-            If the model draws random numbers, so that two forwards differ; and as `arguments`.
+            If two forwards of the model differ, after the same state of torch's random numbers; and
+            as `arguments`.
         ExecutionError
-            If ``loss_fn`` fails, or returns no loss.
+            If ``loss_fn`` fails, or returns no loss; and if stages are those of other processes.
         """
         if loss_fn is None:
             loss_fn = _sum_of_squares
         check_function("loss_fn", loss_fn, "loss_fn(output), which returns a tensor")
         self.arguments(batch)
         args, kwargs = call_arguments(batch)
-        whole = self._gradients(lambda: self.model(*args, **kwargs), loss_fn)
-        again = self._gradients(lambda: self.model(*args, **kwargs), loss_fn)
+        stages = self._local()  # before the model runs
+
+        def gradients(forward: Callable[[], Any], copies: Sequence[TiedGroup]) -> Gradients:
+            with unchanged(self.model, *stages):  # all draw the same random numbers
+                values = self._gradients(forward, loss_fn, copies)
+                states.append(torch.get_rng_state())
+                return values
+
+        states: list[Tensor] = []
+
+        whole = gradients(lambda: self.model(*args, **kwargs), ())
+        again = gradients(lambda: self.model(*args, **kwargs), ())
         if any(not _equal(a, b) for a, b in zip(whole, again, strict=True)):
             raise ArgumentError(
-                "two forwards of the model differ, so that its stages cannot be compared with it; "
-                "call model.eval() first, which switches dropout off, and then split"
+                "two forwards of the model differ, with equal states of torch's random numbers, so "
+                "that its stages cannot be compared with it; let it draw no other random numbers, "
+                "and keep nothing but buffers from one forward to the next"
             )
-        parts = self._gradients(lambda: self(batch), loss_fn)
+        parts = gradients(lambda: self(batch), self.tied)
+        if not torch.equal(states[0], states[-1]):
+            raise ArgumentError(
+                "the stages draw other random numbers than the model, as its forward draws some "
+                "outside of its modules, such as F.dropout; call model.eval() and split again, to "
+                "compare without dropout"
+            )
         return max(_difference(a, b) for a, b in zip(whole, parts, strict=True))
 
     def _gradients(
-        self, forward: Callable[[], Any], loss_fn: Callable[[Any], Tensor]
-    ) -> list[Tensor | None]:
-        """Return a loss and the gradients of all parameters, which stay as they were."""
+        self,
+        forward: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        copies: Sequence[TiedGroup],
+    ) -> Gradients:
+        """Return a loss and the gradients of all parameters, which stay as they were.
+
+        Those of copies add to those of their parameters.
+        """
         output = forward()
         try:
             loss = loss_fn(output)
@@ -139,12 +267,37 @@ class Stages(Sequence[SplitStage | None]):
             raise ExecutionError(
                 f"loss_fn must return a tensor of one element that has a gradient, got {loss!r:.60}"
             )
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        return [loss.detach(), *torch.autograd.grad(loss, parameters, allow_unused=True)]
+        places = {id(p): [p] for p in self.model.parameters() if p.requires_grad}
+        for group in copies:
+            first, *others = (self._parameter(stage, name) for stage, name in group)
+            places[id(first)] += others
+        parameters = [p for row in places.values() for p in row]
+        gradients = iter(torch.autograd.grad(loss, parameters, allow_unused=True))
+        sums = [_sum([next(gradients) for _ in row]) for row in places.values()]
+        return [loss.detach(), *sums]
+
+    def _parameter(self, stage: int, name: str) -> nn.Parameter:
+        """Return a parameter of a stage of this process."""
+        part = self._stages[stage]
+        assert part is not None, "all stages have run"
+        return part.get_parameter(name)
+
+
+def _n_parameters(stage: nn.Module | None) -> str:
+    """Return the number of parameters of a stage, as text."""
+    if stage is None:
+        return "in another process"
+    return f"{sum(p.numel() for p in stage.parameters()):,}"
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of gradients, without those that are missing."""
+    values = [x for x in gradients if x is not None]
+    return torch.stack(values).sum(0) if len(values) > 1 else next(iter(values), None)
 
 
 def _sum_of_squares(output: Any) -> Tensor:
-    values = [x.square().sum() for x in tensors_of(output) if x.is_floating_point()]
+    values = [x.square().sum() for x in tensors_in(output) if x.is_floating_point()]
     return torch.stack(values).sum()
 
 

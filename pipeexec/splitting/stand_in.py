@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from pipeexec.nesting import mapped
 
 __all__ = ["StandIn", "on_meta", "to_meta", "with_zeros", "zeros"]
 
@@ -44,7 +45,7 @@ def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.
 
 def to_meta(values: Any) -> Any:
     """Return nested values whose tensors have no data."""
-    return pytree.tree_map_only(Tensor, lambda x: x.to("meta"), values)
+    return mapped(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
 
 
 class StandIn(nn.Module):
@@ -69,6 +70,8 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):  # such as __deepcopy__: not that of the other module
+                raise
             return getattr(self.__dict__["_module_without_data"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -94,6 +94,10 @@ class BatchShares:
             )
         return self._agreed
 
+    def forget_sizes(self) -> None:
+        """Let the next batch have other sizes than those that processes agreed on."""
+        self._agreed = None
+
     def _merge_sizes(
         self, by_rank: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
     ) -> list[int]:

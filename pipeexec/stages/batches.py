@@ -1,48 +1,61 @@
-"""Check a batch, split it into micro-batches, and move these to devices."""
+"""Split a batch of any nesting into micro-batches, and move these to devices.
+
+`pipeexec.stages.sample_dims` has the rules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeexec.devices.device import Values
+from pipeexec.nesting import leaves, tensors_in, with_tensors
+from pipeexec.stages.sample_dims import NO_DIMS, BatchDims, sample_dims
 from pipesim.errors import ArgumentError
 
-__all__ = ["Batch", "check_batch", "check_dense", "split_batch", "split_batches", "to_devices"]
+__all__ = [
+    "Batch",
+    "SplitBatch",
+    "check_batch",
+    "check_dense",
+    "repeated_samples",
+    "split_batches",
+    "to_devices",
+]
 
-Batch = Tensor | tuple[Tensor, ...]
-
-
-def to_devices(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
-    """Return each micro-batch on its device; empty for a device of another process."""
-    if not parts:
-        return [()] * len(devices)
-    return [
-        () if device.type == "meta"
-        else tuple(None if x is None else x.to(device, non_blocking=True) for x in part)
-        for part, device in zip(parts, devices, strict=True)
-    ]  # fmt: skip
+#: Tensors, nested in any way.
+Batch = Any
 
 
-def check_batch(inputs: object, targets: object) -> None:
-    """Raise unless inputs and targets are dense tensors of data; either may be None.
+class SplitBatch(NamedTuple):
+    """Tensors of each micro-batch, and its samples; inputs or targets of None have none."""
+
+    inputs: list[Values]
+    targets: list[Values]
+    sizes: list[int]
+
+
+def check_batch(inputs: Batch, targets: Batch) -> None:
+    """Raise unless the tensors of inputs and targets are dense data; either may be None.
 
     Raises
     ------
     ArgumentError
-        For an object that is no tensor of samples, tensors that require gradients, which a step
-        would not compute, and sparse tensors.
+        For tensors that require gradients, which a step would not compute, and sparse tensors.
     """
     for name, batch in (("inputs", inputs), ("targets", targets)):
-        for tensor in () if batch is None else _tensors(batch, name):
+        for path, tensor in leaves(batch, name):
+            if not isinstance(tensor, Tensor):
+                continue
             if tensor.requires_grad:
                 raise ArgumentError(
-                    f"{name} require gradients, which a step of a Pipeline does not compute; give "
-                    f"{name}.detach(), or use pipeexec.GPipe, whose backward does"
+                    f"{path} require gradients, which a step of a Pipeline does not compute; give "
+                    f"{path}.detach(), or use pipeexec.GPipe, whose backward does"
                 )
-            check_dense(name, tensor)
+            check_dense(path, tensor)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -55,70 +68,83 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def split_batches(
-    inputs: Batch | None, targets: Batch | None, n_microbatches: int, n_shares: int = 1
-) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], list[int]]:
-    """Return the micro-batches of inputs and of targets, and their sizes; see `split_batch`.
+    inputs: Batch,
+    targets: Batch,
+    n_microbatches: int,
+    n_shares: int = 1,
+    batch_dims: BatchDims = NO_DIMS,
+) -> SplitBatch:
+    """Return the tensors of each micro-batch, whose numbers of samples differ by one at most.
 
-    Either may be None, which has no micro-batches. Each of ``n_shares`` replicas has
+    Inputs or targets may be None, and then have no micro-batches. Each of ``n_shares`` replicas has
     ``n_microbatches`` of them.
 
     Raises
     ------
     ArgumentError
-        If there are not as many targets as inputs.
+        If there are too few samples, or the batch cannot be split; see `sample_dims`.
     """
-    parts: list[tuple[Tensor, ...]] = []
-    sizes: list[int] = []
-    if inputs is not None:
-        parts, sizes = split_batch(inputs, n_microbatches, "inputs", n_shares)
-    if targets is None:
-        return parts, [], sizes or [1] * (n_microbatches * n_shares)
-    labels, label_sizes = split_batch(targets, n_microbatches, "targets", n_shares)
-    if inputs is None:
-        return [], labels, label_sizes
-    if label_sizes != sizes:
-        raise ArgumentError(
-            f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"
-        )
-    return parts, labels, sizes
-
-
-def split_batch(
-    batch: Batch, n_microbatches: int, name: str, n_shares: int = 1
-) -> tuple[list[tuple[Tensor, ...]], list[int]]:
-    """Return the micro-batches of a batch, whose sizes differ by one at most, and the sizes.
-
-    Raises
-    ------
-    ArgumentError
-        If it holds no tensors, tensors of different length, or too few samples.
-    """
-    tensors = _tensors(batch, name)
-    lengths = {len(x) for x in tensors}
-    if len(lengths) > 1:
-        raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
     n_parts = n_shares * n_microbatches
-    if min(lengths) < n_parts:
+    if inputs is None and targets is None:
+        return SplitBatch([], [], [1] * n_parts)
+    dims = sample_dims(inputs, targets, batch_dims)
+    if dims.n_samples < n_parts:
         suffix = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
         raise ArgumentError(
-            f"{name} have {min(lengths)} samples, too few for {n_parts} micro-batches{suffix}; "
+            f"{'targets' if inputs is None else 'inputs'} have {dims.n_samples} samples, too few "
+            f"for {n_parts} micro-batches{suffix}; "
             "give a larger batch, or lower a schedule of fewer micro-batches"
         )
-    parts = list(zip(*(x.tensor_split(n_parts) for x in tensors), strict=True))
-    return parts, [len(part[0]) for part in parts]
+    least, n_larger = divmod(dims.n_samples, n_parts)
+    return SplitBatch(
+        [] if inputs is None else _parts(tensors_in(inputs), dims.inputs, n_parts),
+        [] if targets is None else _parts(tensors_in(targets), dims.targets, n_parts),
+        [least + (k < n_larger) for k in range(n_parts)],
+    )
 
 
-def _tensors(batch: object, name: str) -> tuple[Tensor, ...]:
-    """Return the tensors of a batch; raise `ArgumentError` for anything else."""
-    tensors = batch if isinstance(batch, tuple) else (batch,)
-    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
-        raise ArgumentError(
-            f"{name} must be a tensor of samples or a tuple of them, got "
-            f"{type(batch).__name__}"
-            + (f" of {', '.join(map(_describe, batch))}" if isinstance(batch, tuple) else "")
-        )
-    return tensors
+def repeated_samples(
+    inputs: Batch, targets: Batch, n_samples: int, batch_dims: BatchDims = NO_DIMS
+) -> tuple[Batch, Batch]:
+    """Return the first ``n_samples`` samples of a batch, repeating it if it has fewer."""
+    n, *rows = sample_dims(inputs, targets, batch_dims)
+    numbers = torch.arange(n_samples) % n
+    repeated = []
+    for batch, dims in zip((inputs, targets), rows, strict=True):
+        tensors = [
+            x if dim is None else x.index_select(dim, numbers.to(x.device))
+            for x, dim in zip(tensors_in(batch), dims, strict=True)
+        ]
+        repeated.append(with_tensors(batch, tensors))
+    return repeated[0], repeated[1]
 
 
-def _describe(value: object) -> str:
-    return f"{value.dim()}-d tensor" if isinstance(value, Tensor) else type(value).__name__
+def to_devices(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
+    """Return each micro-batch on its device; empty for a device of another process.
+
+    Micro-batches share a tensor that is not split, and its copy on a device.
+    """
+    if not parts:
+        return [()] * len(devices)
+    copies: dict[tuple[int, torch.device], Tensor] = {}
+
+    def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+        key = id(tensor), device
+        if key not in copies:
+            copies[key] = tensor.to(device, non_blocking=True)
+        return copies[key]
+
+    return [
+        () if device.type == "meta"
+        else tuple(None if x is None else on_device(x, device) for x in part)
+        for part, device in zip(parts, devices, strict=True)
+    ]  # fmt: skip
+
+
+def _parts(tensors: Sequence[Tensor], dims: Sequence[int | None], n_parts: int) -> list[Values]:
+    """Return the tensors of each micro-batch; all have the same ones that are not split."""
+    columns = [
+        (x,) * n_parts if dim is None else x.tensor_split(n_parts, dim)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+    return list(zip(*columns, strict=True)) if columns else [()] * n_parts

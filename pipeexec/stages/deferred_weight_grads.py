@@ -13,12 +13,15 @@ Autograd computes the other weight gradients in I:
 - of `torch.nn.MultiheadAttention`, whose layers torch calls where they cannot be intercepted;
 - of weights that are computed, frozen or complex, or have hooks;
 - of tensor subclasses, and sparse gradients;
-- of operations without gradients, under autocast, `torch.func` or `torch.compile`, or within
-  separate saved-tensor hooks, as in `torch.utils.checkpoint`.
+- of operations without gradients, under `torch.func` or `torch.compile`, or within separate
+  saved-tensor hooks, as in `torch.utils.checkpoint`.
+
+Under autocast, layers compute in its type, and gradients of weights are cast to the weights' type.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +36,8 @@ from pipeexec.stages.splittable_layers import LAYERS, Layer, LayerCall, WeightGr
 __all__ = ["DeferredGradients"]
 
 _PLAIN = (Tensor, nn.Parameter)
+#: Types that autocast casts to its own.
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DeferredGradients:
@@ -112,10 +117,30 @@ class _DeferredLayer(NamedTuple):
     counted: tuple[CountedTensor, ...]
 
     def gradients(self) -> WeightGradients:
-        weight = self.parameters[0]
-        return self.layer.weight_gradients(
-            self.gradient, self.input, weight, self.needed, self.options
-        )
+        weight, bias = self.parameters
+        with _without_autocast(weight.device):
+            return _cast(
+                self.layer.weight_gradients(
+                    self.gradient, self.input, weight, self.needed, self.options
+                ),
+                (weight, bias),
+            )
+
+
+def _cast(gradients: WeightGradients, parameters: tuple[Tensor, Tensor | None]) -> WeightGradients:
+    """Return gradients in the types of their parameters, as autograd does after a cast."""
+    first, second = (
+        g if g is None or p is None else g.to(p.dtype)
+        for g, p in zip(gradients, parameters, strict=True)
+    )
+    return first, second
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a backward computes in the types of its tensors."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
@@ -147,27 +172,31 @@ class _SplitLayer(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.store, ctx.layer, ctx.options, ctx.parameters = store, layer, options, (weight, bias)
-        ctx.needed = ctx.needs_input_grad[4:]
+        ctx.needed = ctx.needs_input_grad[4:6]
         ctx.set_materialize_grads(False)
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
         return layer.forward(x, weight, bias, options)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return (None,) * 6
+            return (None,) * 7
         x, weight = ctx.saved_tensors
         layer, options = ctx.layer, ctx.options
         input_gradient = None
-        if ctx.needs_input_grad[3]:
-            input_gradient = layer.input_gradient(gradient, x, weight, options)
-        if not ctx.store.is_collecting:
-            others = layer.weight_gradients(gradient, x, weight, ctx.needed, options)
-            return None, None, None, input_gradient, *others
+        with _without_autocast(x.device):
+            if ctx.needs_input_grad[3]:
+                input_gradient = layer.input_gradient(gradient, x, weight, options)
+            if not ctx.store.is_collecting:
+                others = layer.weight_gradients(gradient, x, weight, ctx.needed, options)
+                return None, None, None, input_gradient, *_cast(others, ctx.parameters), None
         ctx.store.defer(ctx, x, gradient)
-        return None, None, None, input_gradient, None, None
+        return None, None, None, input_gradient, None, None, None
 
 
 class _InterceptionMode(TorchFunctionMode):
@@ -197,10 +226,13 @@ class _InterceptionMode(TorchFunctionMode):
         if call is None or not self._can_defer(call):
             return func(*args, **kwargs)
         layer, x, weight, bias, options = call
+        dtype = _autocast_type(call)
+        if dtype is not None:
+            x = x.to(dtype)
         folds = layer.is_matrix and x.dim() > 2
         rows = x.flatten(0, -2) if folds else x
         y: Tensor
-        y = _SplitLayer.apply(self.store, layer, options, rows, weight, bias)  # type: ignore[no-untyped-call]
+        y = _SplitLayer.apply(self.store, layer, options, rows, weight, bias, dtype)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1]) if folds else y
 
     def _can_defer(self, call: LayerCall) -> bool:
@@ -210,11 +242,24 @@ class _InterceptionMode(TorchFunctionMode):
             and (bias is None or _is_deferrable(bias) or _is_frozen(bias))
             and type(x) in _PLAIN
             and torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(x.device.type)
+            and (_autocast_type(call) is None or _all_cast(x, call.weight, bias))
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
             and _saved_tensor_hooks() is self.hooks
         )
+
+
+def _autocast_type(call: LayerCall) -> torch.dtype | None:
+    """Return the type to which autocast casts the tensors of a layer; None without a cast."""
+    device = call.input.device.type
+    if not call.layer.is_autocast or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _all_cast(*tensors: Tensor | None) -> bool:
+    """Return whether autocast casts all tensors; it leaves those of double precision."""
+    return all(x is None or x.dtype in _CAST for x in tensors)
 
 
 def _is_deferrable(parameter: Tensor) -> bool:

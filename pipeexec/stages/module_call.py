@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from pipeexec.data_parallel.ddp_stage import ddp_stage
 from pipeexec.devices.thread_settings import ContextFactory
+from pipeexec.nesting import Arguments, with_tensors
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.random_numbers import OwnGenerator
@@ -45,6 +46,11 @@ class ModuleCaller:
         Makes the autocast context of a step; None without autocast.
     meter
         Counts the bytes that the stage holds; None if they are not counted.
+    arguments
+        Positional and keyword arguments of the first stage in a step, with other tensors; None for
+        a stage that takes tensors, all positional.
+    loss_scale
+        Gradient of the loss from which backwards start: 1, or that of a gradient scaler.
     """
 
     def __init__(
@@ -63,7 +69,9 @@ class ModuleCaller:
         self.modifies_input: dict[bool, bool] = {}
         self.autocast: ContextFactory | None = None
         self.meter: ActivationMeter | None = None
+        self.arguments: Arguments | None = None
         self._loss_gradient = torch.ones(())  # of a loss with respect to itself
+        self.loss_scale = 1.0
 
     def _call(
         self,
@@ -85,7 +93,7 @@ class ModuleCaller:
             output = self._module_output(arguments, microbatch, buffers)
             if self.loss_fn is not None:
                 outputs: tuple[Tensor, ...] = (self.loss_fn(output, microbatch),)
-                self._loss_gradient = torch.ones_like(outputs[0])
+                self._loss_gradient = torch.full_like(outputs[0], self.loss_scale)
             else:
                 outputs = self._output_tensors(output)
         if generator is not None:
@@ -118,9 +126,12 @@ class ModuleCaller:
         self, inputs: tuple[Tensor, ...], microbatch: int, buffers: dict[str, Tensor] | None
     ) -> object:
         weights = {} if self.versions is None else self.versions.weights(microbatch)
+        args, kwargs = inputs, None
+        if self.arguments is not None:
+            args, kwargs = with_tensors(self.arguments, inputs)
         if buffers or weights:
-            return functional_call(self.module, {**weights, **(buffers or {})}, inputs)
-        return self.module(*inputs)
+            return functional_call(self.module, {**weights, **(buffers or {})}, args, kwargs)
+        return self.module(*args, **(kwargs or {}))
 
     def _note_modified(
         self, arguments: tuple[Tensor, ...], counters: list[int], training: bool
@@ -148,5 +159,7 @@ class ModuleCaller:
                     f"the output of stage {self.index} must be a tensor or a tuple of tensors, "
                     f"got {type(output).__name__}"
                     + (f" with {type(value).__name__}" if output is not value else "")
+                    + "; return the tensors in a tuple, or let pipeexec.split cut the model, whose "
+                    "stages pass on nested values"
                 )
         return outputs

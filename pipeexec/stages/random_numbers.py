@@ -60,6 +60,11 @@ class OwnGenerator(TorchDispatchMode):
         """Return False: torch would load the compiler to skip this mode, 3 s in a first step."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled code runs under this mode, and is not replaced by eager code."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,

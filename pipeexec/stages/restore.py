@@ -35,12 +35,18 @@ def restore_afterwards(
         for module, state, values, grads in zip(modules, states, buffers, gradients, strict=True):
             module.load_state_dict(state)
             for buffer, value in zip(module.buffers(), values, strict=True):
-                buffer.copy_(value)
+                if not _is_expanded(buffer):  # no operation can write to it
+                    buffer.copy_(value)
             for parameter, gradient in zip(module.parameters(), grads, strict=True):
                 parameter.grad = gradient
         for optimizer, saved in zip(optimizers, optimizer_states, strict=True):
             if optimizer is not None and saved is not None:
                 restore_optimizer(optimizer, saved)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements have one address, as in stand-ins of parameters."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Layers whose weight gradient can be computed apart from that of their input.
 
 A `Layer` is three functions: forward, and the two halves of its backward. Their results equal
-autograd's for the same call, to the last bit. ``LAYERS`` lists the calls that are layers: a new
-kind is one row.
+autograd's for the same call, to the last bit; but for linear layers of three or more dimensions and
+16 bits, whose input is not contiguous: torch rounds their products before it adds the bias.
+``LAYERS`` lists the calls that are layers: a new kind is one row.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ class Layer(NamedTuple):
         needed, options)``, where ``gradient`` is that of the output.
     is_matrix
         Whether ``x`` and the output have two dimensions; further ones are folded into the first.
+    is_autocast
+        Whether autocast casts ``x``, weight and bias to its type.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
     input_gradient: Callable[[Tensor, Tensor, Tensor, Any], Tensor | None]
     weight_gradients: Callable[[Tensor, Tensor, Tensor, Needed, Any], WeightGradients]
     is_matrix: bool = False
+    is_autocast: bool = True
 
 
 class LayerCall(NamedTuple):
@@ -194,6 +198,7 @@ _EMBEDDING = Layer(
     lambda x, w, _, options: torch.embedding(w, x, *options),
     lambda g, x, w, _: None,  # indices have none
     _embedding_rows,
+    is_autocast=False,
 )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import ContextFactory
+from pipeexec.nesting import Arguments
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.module_call import LossCall, Seed
 from pipeexec.stages.weight_versions import WeightVersions
@@ -33,6 +34,9 @@ class StageLike(Protocol):
         Versions of the weights, for a stage that steps while micro-batches are in flight.
     meter
         Counts the bytes that the stage holds; None if they are not counted.
+    arguments
+        Positional and keyword arguments of the first stage in a step, with other tensors; None for
+        a stage that takes tensors, all positional.
     """
 
     module: nn.Module
@@ -42,6 +46,7 @@ class StageLike(Protocol):
     loss_fn: LossCall | None
     versions: WeightVersions | None
     meter: ActivationMeter | None
+    arguments: Arguments | None
 
     @property
     def is_ddp(self) -> bool:

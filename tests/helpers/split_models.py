@@ -134,3 +134,39 @@ class Writing(nn.Module):
         kept[:, :4] = self.blocks[0](x)[:, :4]
         y = self.blocks[2](self.blocks[1](x))
         return self.last(y + kept)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too: as a parameter of another module, or read by a function.
+
+    Another parameter belongs to a module inside the second and inside the third block.
+    """
+
+    def __init__(self, has_head: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks[2].mlp[0].weight = self.blocks[1].mlp[0].weight
+        self.head = nn.Linear(WIDTH, WORDS, bias=False) if has_head else None
+        if self.head is not None:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.words.weight) if self.head is None else self.head(x)
+
+
+class Repeating(nn.Module):
+    """One block that is called four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(WORDS, WIDTH), Block()
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for _ in range(4):
+            x = self.block(x)
+        return x

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.loss.loss_function import LossFunction
 from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -304,8 +304,56 @@ def test_losses_that_combine_are_not(loss_fn: Loss, options: dict[str, Any]) -> 
     assert not one_step(loss_fn, x, y, **options)[1]
 
 
+class Nested(nn.Module):
+    """Returns the output of a module as a model of transformers does, and further values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        logits = self.module(x)
+        return {
+            "unused": (x, logits * 2, None),
+            "logits": logits,
+            "width": torch.tensor(VOCABULARY),
+            "loss": logits.square().mean(),
+            "n": torch.tensor(len(x)),
+        }
+
+
+def nested_step(loss_fn: Loss, n_microbatches: int = 4) -> list[str]:
+    """Return the warnings of a step."""
+    first, last = model(2)
+    graph = ps.lower(ps.schedule("1f1b", 2, n_microbatches))
+    with (
+        px.Pipeline([first, Nested(last)], graph, ["cpu"] * 2, loss_fn) as pipeline,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipeline.step(*tokens(11))
+    return [str(w.message) for w in caught if w.category is LossWarning]
+
+
+@pytest.mark.parametrize("loss_fn", [_flat, _even, _ignoring])
+def test_losses_of_nested_outputs(loss_fn: Loss) -> None:
+    """They are checked as those of tensors."""
+    caught = nested_step(lambda o, y: loss_fn(o["logits"], y))
+    assert len(caught) == (loss_fn is _flat)
+    assert all("computed at once their loss is" in text for text in caught)
+
+
+def test_a_loss_that_the_model_computes() -> None:
+    """It cannot be checked, and is warned of; with one micro-batch it is exact."""
+    (text,) = nested_step(lambda o, y: o["loss"])
+    assert "the loss depends on output['loss'], a number that the model computes" in text
+    assert not nested_step(lambda o, y: o["loss"], 1)
+    assert not nested_step(lambda o, y: (o["loss"], 1.0))
+
+
 def test_the_check_keeps_two_outputs_of_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeexec.stages.loss_check.MOST_BYTES", 1)
+    monkeypatch.setattr("pipeexec.stages.loss.loss_check.MOST_BYTES", 1)
     x, y = tokens(11)
     (warning,) = one_step(_flat, x, y)[1]
     assert "the losses of 2 micro-batches" in str(warning.message)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import StageError
@@ -103,6 +104,30 @@ def test_i_and_w_are_b(name: str, how: str, index: int) -> None:
     assert split.counter.current == 0
 
 
+AUTOCAST = ["linear", "linear of a sequence", "linear of one sample", "in place", "embedding",
+            "tied embedding", "tied", "products", "transformer", "convolutions 1d",
+            "convolutions 2d", "batch norm", "attention", "partly without gradients", "doubles",
+            "half", "frozen weight", "frozen bias"]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_i_and_w_are_b_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """To the last bit: weights are cast in F, and their gradients in W."""
+    torch.manual_seed(0)
+    module, inputs = CASES[name]()
+    same = copy.deepcopy(module)
+    split, whole = stage(module), stage(same)
+    with torch.autocast("cpu", dtype):
+        for subject in (split, whole):
+            subject.begin_step(current_autocast())
+    with one_thread():
+        actual, expected = run(split, inputs, "FIW"), run(whole, inputs, "FB")
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert_same([module], [same])
+
+
 # What waits
 
 
@@ -128,14 +153,17 @@ WAITS = {
 }
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["linear", "linear of a sequence", "embedding", "tied embedding",
                                   "convolutions 1d", "convolutions 2d", "convolutions 3d",
                                   *WAITS])  # fmt: skip
-def test_what_waits_has_no_gradient_before_w(name: str) -> None:
+def test_what_waits_has_no_gradient_before_w(name: str, autocast: bool) -> None:
     """And nothing else gets one in W."""
     torch.manual_seed(0)
     module, inputs = CASES[name]()
     subject = stage(module)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        subject.begin_step(current_autocast())
     (output,) = subject.forward(0, inputs, 5, False, True)
     assert all(gradient is None for gradient in of_parameters(module).values())
     subject.input_grad(0, (torch.ones_like(output),))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
+from pipeexec.nesting import leaves
+from pipeexec.stages.loss.metrics import Metrics, checked_metrics
 from pipesim.errors import ExecutionError, check_function, check_name, number
 
 __all__ = ["Count", "Loss", "LossFunction", "combined_loss"]
 
 Count = Tensor | float
-#: Takes the output of the last stage and the targets of a micro-batch.
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Count]]
+#: Takes the output of the last stage and the targets of a micro-batch; returns a loss tensor, or
+#: the tuple ``(sum, count)``, or a tuple of one of these and a dict of metrics.
+Loss = Callable[[Any, Any], Any]
 
-_FORMS = "let loss_fn return a loss tensor, or the tuple (sum, count)"
+_FORMS = (
+    "let loss_fn return a loss tensor, or the tuple (sum, count), or a tuple of one of these and a "
+    "dict of metrics"
+)
 
 
 class LossFunction:
@@ -37,7 +43,7 @@ class LossFunction:
         Whether the function returns ``(sum, count)``; None before the first call.
     is_checked
         Whether a step has compared the combined loss with that of several micro-batches at once;
-        see `pipeexec.stages.loss_check`.
+        see `pipeexec.stages.loss.loss_check`.
     """
 
     def __init__(
@@ -57,7 +63,28 @@ class LossFunction:
         ExecutionError
             If the function returns something else, or another form than before.
         """
-        value = self.function(output, targets)
+        return self.with_metrics(output, targets)[:2]
+
+    def with_metrics(
+        self, output: object, targets: object
+    ) -> tuple[Tensor, Count | None, Metrics | None]:
+        """Return the loss of a micro-batch, its count and its metrics; raises as a call does."""
+        try:
+            value = self.function(output, targets)
+        except Exception as error:  # of the user's code
+            if not hasattr(error, "__notes__"):  # the same error object may be raised again
+                error.add_note(
+                    f"loss_fn was called with {_outline(output=output, targets=targets)}"
+                )
+            raise
+        metrics: Metrics | None = None
+        if _has_metrics(value):
+            metrics = checked_metrics(value[1], on_device=self.on_device)
+            value = value[0]
+        return *self._loss_and_count(value), metrics
+
+    def _loss_and_count(self, value: object) -> tuple[Tensor, Count | None]:
+        """Return the loss and its count, None without one."""
         if not isinstance(value, tuple) or len(value) != 2:
             loss = _check_loss(value)
             self._note(False)
@@ -107,6 +134,15 @@ class LossFunction:
         return value
 
 
+def _outline(**values: object) -> str:
+    """Return paths and shapes or types of the first leaves of nested values."""
+    rows = [leaf for name, value in values.items() for leaf in leaves(value, name)[:4]]
+    return ", ".join(
+        f"{path} {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+        for path, x in rows
+    )
+
+
 def _check_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         actual = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -118,9 +154,16 @@ def _check_loss(loss: object) -> Tensor:
     return loss.reshape(())
 
 
-def combined_loss(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
+def _has_metrics(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+
+
+def combined_loss(loss: Any) -> Tensor:
     """Return the loss of a whole batch from the value of a loss function."""
-    if not isinstance(loss, tuple):
+    if _has_metrics(loss):
+        loss = loss[0]
+    if isinstance(loss, Tensor):
         return loss
     total, count = loss
-    return total / count
+    mean: Tensor = total / count
+    return mean

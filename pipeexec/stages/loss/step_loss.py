@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from pipeexec.distributed.processes import Processes
 from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.loss_check import Difference, LossCheck
-from pipeexec.stages.loss_function import Count, LossFunction
+from pipeexec.stages.loss.loss_check import Difference, LossCheck
+from pipeexec.stages.loss.loss_function import Count, LossFunction
+from pipeexec.stages.loss.metrics import Metrics, MetricSum, metric_sums
 from pipesim.errors import ExecutionError
 
 __all__ = ["StepLoss"]
@@ -73,6 +74,8 @@ class StepLoss:
         #: Number of losses that `StepResult.loss` is a mean of.
         self.n_losses = n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * len(sizes)
+        #: Metrics of each micro-batch; empty without metrics.
+        self._metrics: dict[int, Metrics] = {}
         self._counts: list[_LossCounts | None] = [None] * len(sizes)
         self._gpus = [x for x in dict.fromkeys(devices) if x.type == "cuda"]
         self._totals: dict[int, float] = {}
@@ -81,11 +84,15 @@ class StepLoss:
         self._processes, self._own, self._owners = processes, set(own), sorted(set(owners))
         self._name = "" if processes is None else f"count/{processes.next_number()}"
         self.check = None if function.is_checked else LossCheck()
+        #: Factor of the gradients, and count of earlier steps whose gradients they are added to.
+        self.gradient_weight, self.earlier_count = 1.0, 0.0
 
     def microbatch_loss(self, microbatch: int, output: object) -> Tensor:
         """Return the loss of a micro-batch whose gradients add up over the step, and note it."""
         is_first = self.function.returns_count is None
-        loss, count = self.function(output, self.targets[microbatch])
+        loss, count, metrics = self.function.with_metrics(output, self.targets[microbatch])
+        if metrics is not None:
+            self._note_metrics(microbatch, metrics)
         if is_first and self._processes is not None:
             self._processes.publish(f"{self._name}/is", float(count is not None))
         if count is None:
@@ -95,7 +102,33 @@ class StepLoss:
         self.losses[microbatch] = loss.detach()
         if self.check is not None:
             self.check.note(microbatch, output)
-        return loss
+        return loss if self.gradient_weight == 1.0 else loss * self.gradient_weight
+
+    def _note_metrics(self, microbatch: int, metrics: Metrics) -> None:
+        """Keep the metrics of a micro-batch.
+
+        Raises
+        ------
+        ExecutionError
+            If another micro-batch has other metrics.
+        """
+        with self._lock:
+            self._metrics[microbatch] = metrics
+            first = next(iter(self._metrics.values()))
+        forms = [{name: x is None for name, (_, x) in row.items()} for row in (first, metrics)]
+        if forms[0] != forms[1]:
+            raise ExecutionError(
+                f"loss_fn returned the metrics {', '.join(first) or 'of no name'} for one "
+                f"micro-batch and {', '.join(metrics) or 'none'} for another; return the same for "
+                "all, with a count for all or for none"
+            )
+
+    def metric_sums(self) -> dict[str, MetricSum]:
+        """Return the sums of each metric over the micro-batches of this process."""
+        if not self._metrics:
+            return {}
+        numbers = range(len(self.sizes))
+        return metric_sums([self._metrics.get(k) for k in numbers], self.weights)
 
     def _note_count(self, microbatch: int, count: Count) -> None:
         """Keep a count. With the last of a mini-batch, publish their sum if all are on the host.
@@ -147,14 +180,30 @@ class StepLoss:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         if not gradients:
             return
-        total = mean(self._total(batch, gradients[0].device))
+        total = self.total_count(batch, gradients[0].device, mean)
+        for gradient in gradients:
+            gradient.div_(total)
+
+    def total_count(
+        self, batch: int, device: torch.device, mean: Callable[[Count], Count]
+    ) -> Count:
+        """Return the count by which the gradients of a mini-batch are divided; see `divide`."""
+        total = mean(self._total(batch, device) + self.earlier_count)
         if not isinstance(total, Tensor) and not total:
             raise ExecutionError(
                 f"the counts of mini-batch {batch} add up to 0, and gradients cannot be divided by "
                 "that; leave out batches without anything to count"
             )
-        for gradient in gradients:
-            gradient.div_(total)
+        return total
+
+    def unchecked_number(self) -> str | None:
+        """Return the path of a number in the output on which the mean of the first step depends.
+
+        It is a mean over samples or not: that cannot be checked. None with one micro-batch, for
+        sums, and for losses with counts.
+        """
+        is_exact = self.function.returns_count or self.function.reduction == "sum"
+        return None if self.check is None or is_exact or len(self.sizes) < 2 else self.check.number
 
     def difference(self) -> Difference | None:
         """Return the difference of the loss from that of several micro-batches at once.
@@ -163,8 +212,10 @@ class StepLoss:
         """
         if self.check is None:
             return None
-        self.function.is_checked = True
         check, self.check = self.check, None
+        if check.overflows():  # a later step can be compared
+            return None
+        self.function.is_checked = True
         return check.difference(self.function, self.targets, self.losses, self._factors)
 
     def _factors(self, microbatches: Sequence[int]) -> tuple[list[float], float]:
@@ -185,6 +236,15 @@ class StepLoss:
         if self.function.returns_count is None and self._processes is not None:
             self.function.returns_count = bool(self._processes.published(f"{self._name}/is"))
         return bool(self.function.returns_count)
+
+    def is_counted_before(self) -> bool:
+        """Return whether losses of earlier steps had counts."""
+        return bool(self.function.returns_count)
+
+    def batch_count(self) -> float:
+        """Return the count of the first mini-batch; the host waits for counts on a GPU."""
+        device = self._gpus[0] if self._gpus else torch.device("cpu")
+        return float(self._total(0, device))
 
     def _total(self, batch: int, device: torch.device) -> Count:
         """Return the count of a mini-batch, over all replicas; on a GPU for tensors there.

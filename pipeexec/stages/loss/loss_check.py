@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeexec.nesting import leaves, tensors_in, with_tensors
+
 __all__ = ["Difference", "LossCheck"]
 
 #: Bytes of outputs that the check keeps, unless two micro-batches have more.
@@ -58,29 +60,45 @@ class Difference(NamedTuple):
 
 
 class LossCheck:
-    """Keeps outputs of the last stage and their gradients in one step, and compares."""
+    """Keeps outputs of the last stage and their gradients in one step, and compares.
+
+    Attributes
+    ----------
+    scale
+        Factor of the gradients: that of a gradient scaler.
+    number
+        Path of a tensor without dimensions in the output, such as a loss that the model computes,
+        through which gradients flow: several of them cannot be joined. None without one.
+    """
 
     def __init__(self) -> None:
+        self.scale = 1.0
+        self.number: str | None = None
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
-        self._is_tuple = False
+        self._first: Any = None  # nested as all outputs are
         self._nbytes = 0
         self._lock = threading.Lock()  # last stages of several paths or replicas call `note`
 
     def note(self, microbatch: int, output: object) -> None:
         """Keep an output, and its gradient once the backward has computed it."""
-        tensors = output if isinstance(output, tuple) else (output,)
+        tensors = tensors_in(output)
+        for path, value in leaves(output, "output"):
+            if isinstance(value, Tensor) and value.requires_grad and value.dim() == 0:
+                value.register_hook(partial(self._keep_path, path))
         with self._lock:
             if (
                 microbatch in self._outputs
-                or not _are_samples(tensors)
+                or not any(_is_of_samples(x) for x in tensors)
                 or not self._has_room(tensors)
             ):
                 return
-            self._is_tuple = isinstance(output, tuple)
             self._outputs[microbatch] = tuple(x.detach() for x in tensors)
+            if self._first is None:
+                self._first = with_tensors(output, self._outputs[microbatch])
         for index, tensor in enumerate(tensors):
-            tensor.register_hook(partial(self._keep, microbatch, index))
+            if _is_of_samples(tensor):
+                tensor.register_hook(partial(self._keep, microbatch, index))
 
     def _has_room(self, tensors: tuple[Tensor, ...]) -> bool:
         nbytes = sum(x.nbytes for x in tensors)
@@ -92,6 +110,13 @@ class LossCheck:
 
     def _keep(self, microbatch: int, index: int, gradient: Tensor) -> None:
         self._gradients[microbatch, index] = gradient.detach().clone()
+
+    def _keep_path(self, path: str, _: Tensor) -> None:
+        self.number = path
+
+    def overflows(self) -> bool:
+        """Return whether gradients are not finite because of the scale."""
+        return self.scale != 1 and not all(x.isfinite().all() for x in self._gradients.values())
 
     def difference(
         self,
@@ -117,12 +142,14 @@ class LossCheck:
             return None
         scales, combined_count = factors(kept)
         try:
-            outputs, gradients = self._join_outputs(kept, scales)
+            joined = self._join_outputs(kept)
+            gradients = self._join_gradients(kept, scales)
+            outputs = [joined[index].requires_grad_() for index in gradients]
             labels = _join_targets([targets[number] for number in kept])
-            argument = outputs if self._is_tuple else outputs[0]
-            with torch.random.fork_rng(_gpu_indices(outputs)), torch.enable_grad():
+            argument = with_tensors(self._first, joined)
+            with torch.random.fork_rng(_gpu_indices(joined)), torch.enable_grad():
                 loss, count = function(argument, labels)
-                whole = torch.autograd.grad(loss, outputs, allow_unused=True)
+                whole = torch.autograd.grad(loss * self.scale, outputs, allow_unused=True)
                 again, _ = function(argument, labels)
         except Exception:  # the loss takes micro-batches of one size only: nothing to compare
             return None
@@ -134,7 +161,7 @@ class LossCheck:
         difference = Difference(
             sum(weighted) / (combined_count or math.nan),
             float(loss.detach()) / (float(1 if count is None else count) or math.nan),
-            _relative(gradients, whole),
+            _relative(list(gradients.values()), whole),
             combined_count,
             float(1 if count is None else count),
             len(kept),
@@ -144,22 +171,24 @@ class LossCheck:
         counts_differ = abs(difference.whole_count - combined_count) > limit * combined_count
         return difference if not draws and (difference.gradients > limit or counts_differ) else None
 
-    def _join_outputs(
-        self, kept: Sequence[int], factors: Sequence[float]
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the outputs of all micro-batches, as leaves, and their gradients."""
+    def _join_outputs(self, kept: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of the outputs of all micro-batches."""
         columns = zip(*(self._outputs[number] for number in kept), strict=True)
-        outputs = tuple(torch.cat(column).requires_grad_() for column in columns)
-        gradients = [
-            torch.cat(
+        return [_joined(column) for column in columns]
+
+    def _join_gradients(self, kept: Sequence[int], factors: Sequence[float]) -> dict[int, Tensor]:
+        """Return the gradients of all micro-batches, by the tensor's number in the output."""
+        return {
+            index: torch.cat(
                 [
                     self._gradients[number, index] * factor
+                    if (number, index) in self._gradients
+                    else torch.zeros_like(self._outputs[number][index])
                     for number, factor in zip(kept, factors, strict=True)
                 ]
             )
-            for index in range(len(outputs))
-        ]
-        return outputs, gradients
+            for index in sorted({index for _, index in self._gradients})
+        }
 
 
 def _relative(gradients: Sequence[Tensor], whole: Sequence[Tensor | None]) -> float:
@@ -169,16 +198,28 @@ def _relative(gradients: Sequence[Tensor], whole: Sequence[Tensor | None]) -> fl
     return float(difference / torch.stack([y.float().norm() for _, y in pairs]).norm())
 
 
-def _are_samples(tensors: tuple[object, ...]) -> bool:
-    """Return whether all are tensors of samples that get gradients."""
-    return all(isinstance(x, Tensor) and x.dim() > 0 and x.requires_grad for x in tensors)
+def _is_of_samples(tensor: Tensor) -> bool:
+    """Return whether a tensor gets a gradient, and is no single number."""
+    return tensor.requires_grad and tensor.dim() > 0
+
+
+def _joined(column: Sequence[Tensor]) -> Tensor:
+    """Return a value of all micro-batches; NaN for numbers that differ, which nothing equals."""
+    if column[0].dim() > 0:
+        return torch.cat(list(column))
+    is_equal = all(torch.equal(x, column[0]) for x in column)
+    return column[0] if is_equal else torch.tensor(math.nan, device=column[0].device)
 
 
 def _join_targets(targets: list[Any]) -> Any:
-    if isinstance(targets[0], tuple):
-        return tuple(torch.cat(column) for column in zip(*targets, strict=True))
-    return torch.cat(targets)
+    """Return the targets of all micro-batches; they share tensors that are not split."""
+    columns = zip(*(tensors_in(x) for x in targets), strict=True)
+    joined = [
+        column[0] if all(x is column[0] for x in column) else torch.cat(column)
+        for column in columns
+    ]
+    return with_tensors(targets[0], joined)
 
 
-def _gpu_indices(tensors: tuple[Tensor, ...]) -> list[int]:
+def _gpu_indices(tensors: Sequence[Tensor]) -> list[int]:
     return sorted({x.device.index or 0 for x in tensors if x.device.type == "cuda"})

@@ -8,6 +8,7 @@ are not followed further: any stage may depend on them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeexec.splitting.nested_values import storage_of, tensors_of, written_tensors
+from pipeexec.nesting import tensors_in
+from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
 __all__ = ["Call", "DataFlow", "Source", "follow"]
 
@@ -27,10 +29,10 @@ class Source(NamedTuple):
     ----------
     kind
         ``"input"``: a tensor of the model's arguments; ``"output"``: of a call; ``"parameter"``: a
-        parameter that the model reads outside of uncut modules; ``"inside"``: a tensor that a call
+        parameter that the model reads outside of calls; ``"inside"``: a tensor that a call
         made and did not return; ``"random"``: random numbers outside of uncut modules.
     number
-        Number of the input or of the call.
+        Number of the input, of the call, or of the random operation.
     position
         Position of the tensor in the call's output.
     name
@@ -88,6 +90,7 @@ class _Follow(TorchDispatchMode):
         self.sources = WeakIdKeyDictionary()
         self.inside: Source | None = None
         self.read: Sources = frozenset()
+        self.draws = count()
         # Storages that were written to, each with a tensor that keeps it, and what was written.
         self.written: dict[int, tuple[Tensor, Sources]] = {}
 
@@ -112,15 +115,16 @@ class _Follow(TorchDispatchMode):
         if self.inside is not None:
             sources = frozenset({self.inside})
         else:
-            sources = self.sources_of(tensors_of((args, kwargs)))
+            sources = self.sources_of(tensors_in((args, kwargs)))
             if torch.Tag.nondeterministic_seeded in func.tags:
-                sources |= {Source("random", name=func.name().removeprefix("aten::"))}
-            if not tensors_of(output):  # a number
+                name = func.name().removeprefix("aten::")
+                sources |= {Source("random", next(self.draws), name=name)}
+            if not tensors_in(output):  # a number
                 self.read |= sources
             for tensor in written_tensors(func, args, kwargs):  # may be a view of others
                 before = self.written.get(storage_of(tensor), (tensor, _NONE))[1]
                 self.written[storage_of(tensor)] = tensor, before | sources
-        for tensor in tensors_of(output):
+        for tensor in tensors_in(output):
             self.sources[tensor] = sources
         return output
 
@@ -134,13 +138,11 @@ def follow(
     stage runs them itself.
     """
     mode = _Follow()
-    for index, tensor in enumerate(tensors_of((args, kwargs))):
+    for index, tensor in enumerate(tensors_in((args, kwargs))):
         mode.sources[tensor] = frozenset({Source("input", index)})
     modules = dict(model.named_modules())
-    inside = {id(p) for name in uncut for p in modules[name].parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in inside:
-            mode.sources[parameter] = frozenset({Source("parameter", name=name)})
+        mode.sources[parameter] = frozenset({Source("parameter", name=name)})
     calls: list[Call] = []
     handles = []
     for name in uncut:
@@ -155,19 +157,19 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
-    return DataFlow(tuple(calls), mode.sources_of(tensors_of(output)), mode.read)
+    return DataFlow(tuple(calls), mode.sources_of(tensors_in(output)), mode.read)
 
 
 def _hooks(name: str, calls: list[Call], mode: _Follow) -> tuple[Any, Any]:
     """Return the hooks before and after a call of a module, which add it to the calls."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(Call(name, mode.sources_of(tensors_of((args, kwargs)))))
+        calls.append(Call(name, mode.sources_of(tensors_in((args, kwargs)))))
         mode.inside = Source("inside", len(calls) - 1)
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         mode.inside = None
-        for position, tensor in enumerate(tensors_of(output)):
+        for position, tensor in enumerate(tensors_in(output)):
             mode.set_sources(tensor, frozenset({Source("output", len(calls) - 1, position)}))
 
     return enter, leave

@@ -1,5 +1,7 @@
 """Find the modules of a model that a split does not cut, from the calls of one forward.
 
+`pipeexec.splitting.tracing.ways` says in which order this and other ways are taken.
+
 A *chain* is a list of modules of which each takes an output of the one before, such as the blocks
 of a transformer. Its elements are not cut, unless one is itself little more than a chain, as the
 stages of a ResNet are. Beside chains, the largest modules without a chain are not cut.
@@ -7,7 +9,6 @@ stages of a ResNet are. Beside chains, the largest modules without a chain are n
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.splitting.data_flow import follow
-from pipeexec.splitting.nested_values import tensors_of
+from pipeexec.nesting import tensors_in
+from pipeexec.splitting.tracing.data_flow import follow
 
-__all__ = ["UncutModules", "uncut_modules"]
+__all__ = ["Finder", "ModuleCall", "module_calls"]
 
 #: Share of a module's parameters in a chain from which on the module itself is cut.
 _DOMINANT = 0.9
 
 
-class _ModuleCall(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module.
 
     Attributes
@@ -41,31 +42,14 @@ class _ModuleCall(NamedTuple):
     outputs: tuple[Tensor, ...]
 
 
-class UncutModules(NamedTuple):
-    """Modules that a split does not cut.
-
-    Attributes
-    ----------
-    names
-        Their qualified names, in the order of the model's modules.
-    blocks
-        Those that are elements of chains.
-    """
-
-    names: tuple[str, ...]
-    blocks: frozenset[str]
-
-
-def _module_calls(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[_ModuleCall]:
+def module_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ModuleCall]:
     """Return the calls of all modules in one forward, in the order in which they end."""
-    calls: list[_ModuleCall] = []
+    calls: list[ModuleCall] = []
     handles = []
     for name, module in model.named_modules():
 
         def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.append(_ModuleCall(name, tensors_of((args, kwargs)), tensors_of(output)))
+            calls.append(ModuleCall(name, tensors_in((args, kwargs)), tensors_in(output)))
 
         handles.append(module.register_forward_hook(note, with_kwargs=True))
     try:
@@ -78,13 +62,30 @@ def _module_calls(
 
 
 @dataclass
-class _Finder:
-    """Finds chains and modules that are not cut."""
+class Finder:
+    """Finds chains and modules that are not cut.
+
+    Attributes
+    ----------
+    model
+        The model.
+    arguments
+        Positional and keyword arguments of its forward.
+    calls
+        Calls of each module.
+    names
+        Names of modules by their ids.
+    chosen
+        Modules that are not cut in any case, and whether they are blocks.
+    chains
+        Whether each module is a chain.
+    """
 
     model: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    calls: dict[str, list[_ModuleCall]]
+    calls: dict[str, list[ModuleCall]]
     names: dict[int, str]
+    chosen: dict[str, bool] = field(default_factory=dict)
     chains: dict[str, bool] = field(default_factory=dict)
 
     def is_chain(self, name: str, module: nn.Module) -> bool:
@@ -127,11 +128,18 @@ class _Finder:
         is_chain = self.is_chain(name, module)
         for key, child in module.named_children():
             inner = f"{name}.{key}" if name else key
-            is_called = self.names[id(child)] in self.calls
-            if not is_called or (self._is_dominated if is_chain else self.has_chain)(inner, child):
+            if inner in self.chosen:
+                yield inner, self.chosen[inner]
+            elif self.names[id(child)] not in self.calls or self._is_cut(inner, child, is_chain):
                 yield from self.uncut(inner, child)
             else:
                 yield inner, is_chain
+
+    def _is_cut(self, name: str, module: nn.Module, in_chain: bool) -> bool:
+        """Return whether a module that is called is cut."""
+        if any(x.startswith(f"{name}.") for x in self.chosen):
+            return True
+        return (self._is_dominated if in_chain else self.has_chain)(name, module)
 
     def _is_dominated(self, name: str, module: nn.Module) -> bool:
         """Return whether a module only passes its input through a chain of equal modules."""
@@ -149,15 +157,3 @@ class _Finder:
         """Return whether a module returns what the last element of a chain in it returns."""
         last = self.calls[self.names[id(chain[-1])]][0].outputs
         return bool({id(x) for x in last} & {id(x) for x in self.calls[name][0].outputs})
-
-
-def uncut_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UncutModules:
-    """Return the modules of a model that a split does not cut, by a forward of some arguments."""
-    by_name = defaultdict(list)
-    for call in _module_calls(model, args, kwargs):
-        by_name[call.name].append(call)
-    names = {id(module): name for name, module in model.named_modules()}
-    rows = list(_Finder(model, (args, kwargs), by_name, names).uncut("", model))
-    return UncutModules(
-        tuple(name for name, _ in rows), frozenset(name for name, is_block in rows if is_block)
-    )

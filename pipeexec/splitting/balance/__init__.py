@@ -1,0 +1,1 @@
+"""Cuts between stages, by weights of the calls of modules."""

@@ -1,0 +1,1 @@
+"""Modules that a forward calls, and the data flow between them."""

@@ -1,0 +1,27 @@
+"""Tensors that operations change, and their storages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pipeexec.nesting import tensors_in
+
+__all__ = ["storage_of", "written_tensors"]
+
+
+def written_tensors(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the arguments that an operation changes."""
+    arguments = function._schema.arguments
+    values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
+    changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    return tensors_in([values.get(name) for name in changed])
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage, which all its views share."""
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -1,0 +1,84 @@
+"""Models of the package transformers: their stages compute and train as the model does."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers_models import MODELS, batch
+
+import pipeexec as px
+import pipesim as ps
+
+pytestmark = pytest.mark.slow
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {}, "1f1b": {}, "interleaved_1f1b": {"n_chunks": 2}, "zb_h1": {}, "zbv": {},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Models are made from configurations; nothing is loaded."""
+
+    def refused(*args):
+        raise AssertionError(f"a test connects to {args[1:]}")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(socket.socket, "connect", refused)
+
+
+def loss_fn(output, targets):
+    """Mean over all logits of the cross entropy with the targets."""
+    logits = output.logits.flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten()[: len(logits)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_compute_what_the_model_computes(name):
+    """Gradients of tied parameters are sums over copies, in another order."""
+    case = MODELS[name]
+    model = case.make()
+    for n in (2, 3):
+        stages = px.split(model, n, sample=batch(case, 2))
+        assert bool(stages.tied) == case.is_tied
+        assert stages.check(batch(case, 3)) <= (1e-6 if case.is_tied else 0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+def test_a_stage_alone_has_the_weights_of_the_model(name):
+    """From a function that makes the model; copies of tied parameters, too."""
+    case = MODELS[name]
+    expected, state = case.make().state_dict(), {}
+    for k in range(2):
+        stage = px.split(case.make, 2, sample=batch(case, 2), only=[k])[k]
+        state |= {stage.model_name(key): x for key, x in stage.state_dict().items()}
+    assert all(torch.equal(x, expected[key]) for key, x in state.items())
+    assert set(expected) - set(state) <= {"encoder.embed_tokens.weight", "shared.weight"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_trains_as_the_model_does(name, schedule):
+    """The loss and the gradients of a step are those of the whole batch."""
+    case = MODELS[name]
+    model, inputs = case.make(), batch(case, 8)
+    whole = model(**inputs)
+    shape = whole.logits.shape[:-1]
+    targets = torch.arange(shape.numel()).reshape(shape) % whole.logits.shape[-1]
+    loss = loss_fn(whole, targets)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    order = ps.schedule(schedule, 2, 4, **SCHEDULES[schedule])
+    stages = px.split(model, order.n_stages, sample=batch(case, 2))
+    graph = ps.lower(order, tied=stages.tied_stages)
+    with px.Pipeline(stages, graph, ["cpu", "cpu"], loss_fn) as pipeline:
+        result = pipeline.step(inputs, targets)
+    for group in stages.tied:
+        first, *others = (stages[stage].get_parameter(name).grad for stage, name in group)
+        assert all(torch.equal(first, x) for x in others)
+    torch.testing.assert_close(result.loss, loss.detach())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
