@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from pipeexec.data_parallel.compiled_modules import compile_copy
 from pipesim.errors import ArgumentError
 
 __all__ = [
@@ -39,7 +40,7 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
     Raises
     ------
     ArgumentError
-        If a stage cannot be copied.
+        If a stage cannot be copied, or its copy not be compiled as it is.
     """
     modules: list[nn.Module] = []
     placed_stages: set[int] = set()
@@ -58,13 +59,15 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
 
 def _copy_stage(stage: nn.Module, index: int) -> nn.Module:
     try:
-        return copy.deepcopy(stage)
+        replica = copy.deepcopy(stage)
     except Exception as error:  # a user's module may raise anything
         raise ArgumentError(
             f"stage {index} cannot be copied ({type(error).__name__}: {error}), as each path of a "
             "bidirectional placement needs, and each further replica in one process; keep locks "
             "and results out of its attributes"
         ) from error
+    compile_copy(stage, replica, index)
+    return replica
 
 
 def _copies(modules: Sequence[nn.Module], n_stages: int) -> Iterator[tuple[nn.Module, nn.Module]]:

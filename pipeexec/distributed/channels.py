@@ -35,6 +35,8 @@ __all__ = [
 
 #: Most bytes of a message that is one piece; copying larger ones takes longer.
 _MAX_PIECE = 1 << 20
+#: Most signatures of which a channel keeps pieces of memory.
+_MOST_SIGNATURES = 32
 _ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -175,7 +177,7 @@ class Channel:
         if not message.in_one:
             offered = self.offer(message, values)
             return SentMessage([offered, *self.send(message, values).works])
-        free = self._free.setdefault(message.signature, [])
+        free = self._free.get(message.signature)
         piece = free.pop() if free else _Piece(message)
         piece.head.copy_(mark_absent(message.head, message.signature, values))
         for place, value in zip(piece.values, values, strict=True):
@@ -188,7 +190,9 @@ class Channel:
         for work in sent.works:
             self.wait(work, self.route.target_rank)
         if sent.piece is not None:
-            self._free[message.signature].append(sent.piece)
+            if message.signature not in self._free and len(self._free) >= _MOST_SIGNATURES:
+                self._free.clear()  # batches of evaluations may have any number of shapes
+            self._free.setdefault(message.signature, []).append(sent.piece)
 
     def post_receive(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Post the receives of the next message, into newly allocated memory."""

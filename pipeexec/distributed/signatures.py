@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeexec.devices.thread_settings import current_autocast
+from pipeexec.nesting import Arguments, with_tensors
 from pipesim.errors import ExecutionError
 
 __all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]
@@ -48,9 +49,15 @@ def to_json(entries: Signature) -> list[tuple[list[int], str]]:
 
 
 def output_signature(
-    module: nn.Module, inputs: Signature, device: torch.device, index: int
+    module: nn.Module,
+    inputs: Signature,
+    device: torch.device,
+    index: int,
+    arguments: Arguments | None = None,
 ) -> Signature:
     """Return the signature of a stage's output for inputs of a signature.
+
+    ``arguments`` are positional and keyword arguments in which the inputs replace the tensors.
 
     A module that one process alone cannot run, such as `EmbeddingStage`, has a method
     ``output_signature`` that returns it.
@@ -66,44 +73,62 @@ def output_signature(
         return output_entries
     try:
         # Under autocast, tensors without data would keep their types.
-        output = _run_on_meta(module, inputs) if current_autocast() is None else None
+        output = _run_on_meta(module, inputs, arguments) if current_autocast() is None else None
     except Exception:  # a module may need data anywhere
         output = None
     if output is None:
-        output = _run_on_zeros(module, inputs, device, index)
+        output = _run_on_zeros(module, inputs, device, index, arguments)
     outputs = output if isinstance(output, tuple) else (output,)
     if not all(isinstance(value, Tensor) for value in outputs):
         raise ExecutionError(
             f"the output of stage {index} must be a tensor or a tuple of tensors, got "
-            f"{type(output).__name__}"
+            f"{type(output).__name__}; return the tensors in a tuple, or let pipeexec.split cut "
+            "the model, whose stages pass on nested values"
         )
     return signature(outputs)
 
 
-def _run_on_meta(module: nn.Module, inputs: Signature) -> Any:
+def _run_on_meta(module: nn.Module, inputs: Signature, arguments: Arguments | None) -> Any:
     meta = torch.device("meta")
     tensors = (*module.named_parameters(), *module.named_buffers())
     with torch.no_grad(), meta:  # tensors that the module makes have no data either
         weights = {name: torch.empty_like(x, device=meta) for name, x in tensors}
-        return functional_call(module, weights, tuple(_zeros(inputs, meta)))
+        args, kwargs = _call_arguments(_zeros(inputs, meta), arguments)
+        return functional_call(module, weights, args, kwargs)
+
+
+def _call_arguments(values: list[Tensor], arguments: Arguments | None) -> Arguments:
+    """Return positional and keyword arguments with some tensors."""
+    if arguments is None:
+        return tuple(values), {}
+    result: Arguments = with_tensors(arguments, values)
+    return result
 
 
 def _zeros(inputs: Signature, device: torch.device) -> list[Tensor]:
     return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
 
 
-def _call_on_zeros(module: nn.Module, inputs: Signature, device: torch.device) -> Any:
+def _call_on_zeros(
+    module: nn.Module, inputs: Signature, device: torch.device, arguments: Arguments | None
+) -> Any:
     """Run a stage on zeros, with copies of its buffers, which it may change or replace."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    values = _zeros(inputs, device)
-    return functional_call(module, buffers, tuple(values)) if buffers else module(*values)
+    args, kwargs = _call_arguments(_zeros(inputs, device), arguments)
+    return functional_call(module, buffers, args, kwargs) if buffers else module(*args, **kwargs)
 
 
-def _run_on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index: int) -> Any:
+def _run_on_zeros(
+    module: nn.Module,
+    inputs: Signature,
+    device: torch.device,
+    index: int,
+    arguments: Arguments | None,
+) -> Any:
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
-            return _call_on_zeros(module, inputs, device)
+            return _call_on_zeros(module, inputs, device, arguments)
     except Exception as error:
         raise ExecutionError(
             f"stage {index} failed on zeros of {', '.join(map(str, inputs))}, with which its "

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim.errors import ArgumentError
 
-__all__ = ["check_row_state", "row_state"]
+__all__ = ["check_row_state", "row_numbers", "row_state"]
 
 
 def row_state(layout: RowLayout, rank: int, n_ranks: int) -> Tensor:
@@ -34,3 +34,14 @@ def check_row_state(state: Tensor, layout: RowLayout, rank: int, n_ranks: int) -
         f"cannot be loaded into rank {rank} of {n_ranks}, tables of {list(layout.n_rows)} rows "
         f"placed by {layout.placement}; keep full_weight() instead, and load it by from_full"
     )
+
+
+def row_numbers(layout: RowLayout, rank: int) -> Tensor:
+    """Return the number of the row at each place of a rank; -1 for an unused place.
+
+    A row's number is its key, plus the rows of the tables before its own.
+    """
+    numbers = torch.full((layout.rows_per_rank,), -1)
+    for table, place, keys in layout.shards(rank):
+        numbers[place] = keys + sum(layout.n_rows[:table])
+    return numbers

@@ -178,7 +178,7 @@ class ShardedEmbedding(nn.Module):
     @property
     def n_rows(self) -> tuple[int, ...]:
         """Number of rows of each table, over all processes."""
-        return self._config.layout.n_rows
+        return self.layout.n_rows
 
     @property
     def n_ranks(self) -> int:
@@ -191,6 +191,16 @@ class ShardedEmbedding(nn.Module):
         return tuple(self._peers.ranks)
 
     @property
+    def rank(self) -> int:
+        """Number of this process among those that share the rows."""
+        return self._peers.rank
+
+    @property
+    def layout(self) -> RowLayout:
+        """Rows of each table and rank."""
+        return self._config.layout
+
+    @property
     def combiner(self) -> str | None:
         """How the vectors of a bag are combined; None for one vector a key."""
         return self._config.combiner
@@ -198,7 +208,7 @@ class ShardedEmbedding(nn.Module):
     @property
     def placement(self) -> str:
         """Placement of rows on ranks: ``"modulo"``, ``"hash"`` or ``"frequency"``."""
-        return self._config.layout.placement
+        return self.layout.placement
 
     @property
     def unique(self) -> bool:
@@ -238,7 +248,7 @@ class ShardedEmbedding(nn.Module):
         options = {"dtype": first.dtype, "device": first.device, **options}
         sizes = [len(table) for table in tables]
         embedding = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
-        for table, place, keys in embedding._config.layout.shards(embedding._peers.rank):
+        for table, place, keys in embedding.layout.shards(embedding.rank):
             rows = tables[table]
             embedding.weight.detach()[place] = rows[keys.to(rows.device)].to(embedding.weight)
         return embedding
@@ -251,7 +261,7 @@ class ShardedEmbedding(nn.Module):
         LostConnection
             If a process has exited.
         """
-        layout = self._config.layout
+        layout = self.layout
         shards = self._peers.gather(self.weight.detach(), "rows")
         tables = [shards[0].new_empty(rows, self.dim) for rows in layout.n_rows]
         for rank, rows in enumerate(shards):
@@ -313,16 +323,16 @@ class ShardedEmbedding(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return a code of the rows that this process has; see `pipeexec.embedding.row_state`."""
-        return row_state(self._config.layout, self._peers.rank, self._peers.n)
+        return row_state(self.layout, self.rank, self.n_ranks)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise `ArgumentError` unless a state has the rows of this process."""
         check_type("state", state, Tensor)
-        check_row_state(state, self._config.layout, self._peers.rank, self._peers.n)
+        check_row_state(state, self.layout, self.rank, self.n_ranks)
 
     def extra_repr(self) -> str:
         """Return the rows, the dimension and the rank, for `repr`."""
-        return f"{list(self.n_rows)}, {self.dim}, rank {self._peers.rank} of {self._peers.n}"
+        return f"{list(self.n_rows)}, {self.dim}, rank {self.rank} of {self.n_ranks}"
 
 
 class _Lookup(torch.autograd.Function):

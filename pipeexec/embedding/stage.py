@@ -11,6 +11,7 @@ from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.nesting import Arguments
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.module_call import LossCall
 from pipeexec.stages.weight_versions import WeightVersions
@@ -153,6 +154,7 @@ class ShardedStage:
         self.is_random: dict[bool, bool] = {}
         self.modifies_input: dict[bool, bool] = {}
         self.loss_fn: LossCall | None = None
+        self.arguments: Arguments | None = None
         self.versions: WeightVersions | None = None
         self.meter: ActivationMeter | None = None
         self.embedding, self._reorders = module.embedding, reorders

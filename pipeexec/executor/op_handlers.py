@@ -16,7 +16,9 @@ from pipeexec.devices import transfer
 from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
-from pipeexec.executor.gradient_sync import assign_reduced_gradients, reduce_gradients
+from pipeexec.executor.gradients.grad_norm import clip_gradients, compute_grad_norm
+from pipeexec.executor.gradients.gradient_sync import assign_reduced_gradients, reduce_gradients
+from pipeexec.executor.gradients.tied_gradients import reduce_tied_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.ops import EXCHANGES, Op
@@ -85,6 +87,20 @@ def _reduce(step: Step, task: PlannedTask) -> None:
             reduce_gradients(step, task)
 
 
+def _reduce_tied(step: Step, task: PlannedTask) -> None:
+    """Sum gradients over tied stages, unless another task of this process does it."""
+    if task.copies:
+        with _convert_collective_errors(task.group):
+            reduce_tied_gradients(step, task)
+
+
+def _grad_norm(step: Step, task: PlannedTask) -> None:
+    """Compute the norm of all gradients, unless another task of this process does it."""
+    if task.copies:
+        with _convert_collective_errors(task.group):
+            compute_grad_norm(step, task)
+
+
 @contextmanager
 def _convert_collective_errors(group: ProcessGroup | None) -> Iterator[None]:
     """Raise errors of a collective as `LostConnection`."""
@@ -139,12 +155,13 @@ def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
 
 
 def _step(step: Step, task: PlannedTask) -> None:
-    """Assign and divide the gradients of a stage, then run its optimizer, if it has one."""
+    """Assign, divide and clip the gradients of a stage, then run its optimizer, if it has one."""
     assign_reduced_gradients(step, task.slot)
     batch = max(task.microbatch, 0) // step.inputs.shares.batch_size
     step.gradients.divide(task.slot, batch, step.inputs.loss)
+    clip_gradients(step, task)
     optimizer = step.gradients.optimizers[task.slot]
-    if optimizer is not None:
+    if optimizer is not None and not step.gradients.is_skipped:
         optimizer.step()
     task.stage.after_optimizer_step(zero_grad=optimizer is not None)
 
@@ -164,5 +181,7 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.ALL_TO_ALL: _exchange,
     Op.DISPATCH: _dispatch,
     Op.REORDER: _reorder,
+    Op.REDUCE_TIED: _reduce_tied,
+    Op.GRAD_NORM: _grad_norm,
     Op.STEP: _step,
 }

@@ -1,33 +1,44 @@
 """`Pipeline`: run the training steps of a task graph on devices.
 
 `PlacedModel` has what all graphs share: stages, devices, optimizers. `StepRunner` runs the steps of
-one graph. This file has the public methods. It is longer than 300 lines for their documentation.
+one graph. `MemoryMethods` has the methods that count bytes, `StateMethods` those that return
+and load state, `EvaluationMethods` those that run forwards alone, this file the others. It is
+longer than 300 lines for their documentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
-import numpy as np
 from torch import nn
+from torch.amp import GradScaler
 
 from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
-from pipeexec.executor.memory import probes
-from pipeexec.executor.memory.allocator_memory import Allocated
-from pipeexec.executor.memory.step_memory import Bytes, StepMemory
+from pipeexec.executor.evaluation.evaluation_methods import EvaluationMethods
+from pipeexec.executor.evaluation.evaluator import Evaluator
+from pipeexec.executor.memory.memory_methods import MemoryMethods
+from pipeexec.executor.optimizer_steps.accumulating_runner import AccumulatingRunner
+from pipeexec.executor.optimizer_steps.grad_scaling import make_scaling
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.results.process_results import ProcessResult, merge_results
-from pipeexec.executor.results.step_result import StepResult, gathered_result
+from pipeexec.executor.results.step_result import EvaluationResult, StepResult, gathered_result
 from pipeexec.executor.setup.argument_checks import check_graph, check_timeout
 from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
+from pipeexec.executor.setup.gradient_options import (
+    Clipping,
+    GradientOptions,
+    checked_tied_parameters,
+)
+from pipeexec.executor.state.names import StateNames
+from pipeexec.executor.state.state_methods import StateMethods
 from pipeexec.executor.step_checks import check_step_batch
 from pipeexec.executor.step_runner import StepRunner
-from pipeexec.splitting.stages import Stages
-from pipeexec.stages.activation_bytes import ActivationMeter
-from pipeexec.stages.loss_function import Loss, LossFunction
+from pipeexec.splitting.split_facts import split_facts
+from pipeexec.stages.batches import split_batches
+from pipeexec.stages.loss.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipesim.errors import (
     ArgumentError,
@@ -41,10 +52,10 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Pipeline", "StepResult"]
+__all__ = ["EvaluationResult", "Pipeline", "StepResult"]
 
 
-class Pipeline:
+class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     """Stages on devices, and the task graph that a step of them runs.
 
     Parameters
@@ -60,13 +71,15 @@ class Pipeline:
         With ``processes``, those of this process: the devices of rank 0 are the graph's first.
     loss_fn
         ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage. Returns the
-        loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. After the
+        loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. Or a tuple of
+        one of these and a dict of metrics, which are in ``result.metrics``. After the
         first step it is called twice more, with several micro-batches at once, to check that their
         losses combine.
     optimizer
-        Called with a stage's parameters, returns its `torch.optim.Optimizer`. STEP runs it, and
-        each step begins without gradients. With None, STEP does nothing, and gradients add up in
-        ``parameter.grad`` from step to step, as always in torch.
+        Called with a stage's parameters, returns its `torch.optim.Optimizer`. A function whose
+        first parameter is called ``named_parameters`` gets pairs of name and parameter. STEP runs
+        the optimizer, and each step begins without gradients. With None, STEP does nothing, and
+        gradients add up in ``parameter.grad`` from step to step, as always in torch.
     loss_reduction
         Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``.
     pin_threads
@@ -82,12 +95,34 @@ class Pipeline:
         is no part of a step. The first steps run eagerly. So does a step before which the host's
         state has changed, such as a learning rate that is no tensor. Needs one GPU, batches of one
         shape, no random numbers, and capturable optimizers.
+    batch_dims
+        Values of the batch that are not split along their first dimension, by their paths, such as
+        ``{"inputs['mask']": None, "targets": 1}``. The values are the dimension of the samples, or
+        None for what every micro-batch needs whole. See `step`; for `predict`, paths of outputs,
+        such as ``"output"`` or ``"output.logits"``, too.
+    tied
+        Copies of parameters in several stages that are cut by hand, one group a parameter, by stage
+        and name in its module: ``[[(0, "embedding.weight"), (3, "head.weight")]]``. They must begin
+        equal. The graph sums their gradients (``lower(..., tied=[(0, 3)])``). Stages of
+        `pipeexec.split` know theirs.
+    max_grad_norm
+        Largest norm of all gradients, over stages, replicas and processes, with which optimizers
+        step; larger ones are scaled down as torch.nn.utils.clip_grad_norm_ does. The graph computes
+        the norm (``lower(..., grad_norm=True)``); without ``max_grad_norm`` it is only reported.
+    error_if_nonfinite
+        Whether a norm that is NaN or infinite raises an error before any optimizer has stepped.
+        On a GPU, the host then waits for the norm. If False, the step goes on.
+    grad_scaler
+        Scales losses, so that gradients of 16 bits do not vanish. If the norm of a step's gradients
+        is not finite, no stage steps, and ``StepResult.skipped`` is True. The graph computes the
+        norm (``lower(..., grad_norm=True)``). Processes give scalers with the same state.
 
     Raises
     ------
     ArgumentError
-        If the number of stages or devices is not the graph's, stages share parameters, or processes
-        do not agree. With ``cuda_graph``, see `pipeexec.executor.cuda_graph`.
+        If the number of stages or devices is not the graph's, stages share parameters, copies of
+        tied parameters differ, the graph lacks the operations for ``tied`` or ``max_grad_norm``, or
+        processes do not agree. With ``cuda_graph``, see `pipeexec.executor.cuda_graph`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
 
@@ -151,6 +186,11 @@ class Pipeline:
         timeout: float | None = 60.0,
         processes: Processes | None = None,
         cuda_graph: bool = False,
+        batch_dims: Mapping[str, int | None] | None = None,
+        tied: Sequence[Sequence[tuple[int, str]]] | None = None,
+        max_grad_norm: float | None = None,
+        error_if_nonfinite: bool = True,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         if processes is not None:
             check_type("processes", processes, Processes, "give the result of pipeexec.join")
@@ -165,9 +205,11 @@ class Pipeline:
                     "are checked by the host; leave it out"
                 )
             loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
-            self._arguments = stages.arguments if isinstance(stages, Stages) else None
+            listed = check_list("stages", stages, "one nn.Module a stage of the graph")
+            facts = split_facts(listed)
+            self._ordered = None if facts is None else facts.ordered
             self._model = PlacedModel(
-                check_list("stages", stages, "one nn.Module a stage of the graph"),
+                listed,
                 graph,
                 check_list("devices", devices, "one name a device of the graph"),
                 optimizer,
@@ -175,6 +217,13 @@ class Pipeline:
                 timeout=timeout,
                 processes=processes,
                 cuda_graph=cuda_graph,
+                batch_dims=batch_dims,
+                is_split=facts is not None,
+                gradient_options=GradientOptions(
+                    checked_tied_parameters(tied, listed),
+                    Clipping.checked(max_grad_norm, error_if_nonfinite),
+                    make_scaling(grad_scaler),
+                ),
             )
             if processes is not None:
                 agree_on_pipeline(
@@ -183,12 +232,15 @@ class Pipeline:
                     processes,
                     loss_reduction=loss.reduction,
                     has_optimizer=self._model.zero_grad,
+                    gradient_options=self._model.gradient_options,
                 )
+            self.names = StateNames(self._model.modules, graph.n_stages, processes)
             self._set_runner(StepRunner(graph, self._model, loss))
 
     def _set_runner(self, runner: StepRunner) -> None:
         """Take the runner of the pipeline's graph, and show its parts and those of the model."""
-        self._runner, model = runner, runner.model
+        self._accumulating_runner: AccumulatingRunner | None = None
+        self._runner, self._evaluator, model = runner, Evaluator(runner), runner.model
         self.graph, self.shares, self.held, self.stages = (
             runner.graph, runner.shares, runner.held, runner.stages
         )  # fmt: skip
@@ -219,6 +271,12 @@ class Pipeline:
         return self._model.zero_grad
 
     @property
+    def grad_scaler(self) -> GradScaler | None:
+        """Gradient scaler of the steps; None without, or if it is disabled."""
+        scaling = self._model.gradient_options.scaling
+        return None if scaling is None else scaling.scaler
+
+    @property
     def n_steps(self) -> int:
         """Number of steps that have run; random numbers of a step depend on it.
 
@@ -229,6 +287,11 @@ class Pipeline:
     @n_steps.setter
     def n_steps(self, number: int) -> None:
         self._runner.n_steps = check_count("n_steps", number, 0)
+
+    @property
+    def batch_dims(self) -> Mapping[str, int | None]:
+        """Dimensions of the samples by path, as given."""
+        return self._model.batch_dims
 
     @property
     def loss_fn(self) -> Loss:
@@ -283,22 +346,30 @@ class Pipeline:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ArgumentTypeError(
             "a Pipeline has threads, and can neither be copied nor pickled; with_graph runs "
-            "another graph, and state_dict() of its stages is what to save"
+            "another graph, and state_dict() is what to save"
         )
 
-    def step(self, inputs: Any, targets: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any, *, accumulate: bool = False) -> StepResult:
         """Run one training step.
 
         Parameters
         ----------
         inputs, targets
-            A tensor or a tuple of tensors each, whose first dimension is the batch. The inputs of a
-            split model are nested as its sample was, such as a dict of keyword arguments. Both are
-            split into the graph's micro-batches, as evenly as possible. With several processes,
+            Tensors whose first dimension is the batch, nested in any way in tuples, lists, mappings
+            and dataclasses; see the notes. The first stage is called with the elements of a tuple,
+            with a mapping as keyword arguments, or with one other value. ``loss_fn`` gets the
+            targets of a micro-batch nested as they are here. With several processes,
             ``inputs`` may be None in a process without the first stage, ``targets`` in one without
             the last. With data-parallel replicas, a process gives the samples of the replicas of
             which it has a stage, concatenated: in one process, the whole batch; if each replica has
             separate processes, its share of the batch.
+        accumulate
+            Whether gradients add up, and no optimizer steps. The next step without it adds its own,
+            and runs the optimizers: all these steps train as one with their batches together,
+            weighted by samples or counts, as losses of micro-batches are. More micro-batches in one
+            step do the same with less idle time. Gradients are reduced over replicas in each step.
+            The graph of such a step is ``timeline.graph`` of its result: the pipeline's without
+            STEP. After a step that fails, gradients add up afresh.
 
         Raises
         ------
@@ -323,17 +394,46 @@ class Pipeline:
             If the pipeline is closed, before the step or while it runs; if its step cannot be
             captured as a CUDA graph; if the call comes from a second thread, a stage, or a forked
             process; or if gradients are switched off.
-        """
-        with self._model.locked_open("step"):
-            return self._runner.step(self._tensors(inputs), targets)
 
-    def _tensors(self, inputs: Any) -> Any:
-        """Return the tensors that the first stage takes; of a split model, those of its batch."""
-        return inputs if inputs is None or self._arguments is None else self._arguments(inputs)
+        Warns
+        -----
+        BatchWarning
+            In the first step, of matrices of as many rows and columns as there are samples.
+
+        Notes
+        -----
+        A batch is split into the graph's micro-batches, as evenly as possible:
+
+        - The batch size is the first dimension of the first tensor of the inputs for which it is
+          not 1. Targets have as many samples.
+        - A tensor whose first dimension is the batch size is split along it.
+        - A tensor of first dimension 1 or without dimensions, such as a mask that broadcasts, is
+          given whole to every micro-batch. So are numbers, text and None.
+        - Everything else is refused, unless its path is in ``batch_dims`` of the pipeline.
+        """
+        check_flag("accumulate", accumulate)
+        with self._model.locked_open("step"):
+            if accumulate:
+                return self._accumulating().step(self._checked(inputs), targets)
+            return self._runner.step(self._checked(inputs), targets)
+
+    def _accumulating(self) -> AccumulatingRunner:
+        """Return the runner of steps that leave their gradients; made at the first call."""
+        if self._accumulating_runner is None:
+            with guard_processes(self.processes):
+                self._accumulating_runner = AccumulatingRunner(self._runner)
+        return self._accumulating_runner
+
+    def _checked(self, inputs: Any) -> Any:
+        """Return inputs whose tensors are in the order in which the first stage takes them."""
+        return inputs if inputs is None or self._ordered is None else self._ordered(inputs)
 
     def check_batch(self, inputs: Any, targets: Any) -> None:
         """Raise unless a step can train on a batch, and this process is given all that it needs."""
-        check_step_batch(self._tensors(inputs), targets, self.graph, self.devices)
+        inputs = self._checked(inputs)
+        check_step_batch(inputs, targets, self.graph, self.devices)
+        n, n_shares = self.graph.n_microbatches, len(self.shares.local)
+        split_batches(inputs, targets, n, n_shares, self.batch_dims)
 
     def align(self) -> None:
         """Measure the differences of the processes' clocks again; all processes must call this.
@@ -383,67 +483,6 @@ class Pipeline:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
         with self._model.locked_open("preserved"), self._runner.preserved():
             yield
-
-    def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each stage holds in a step, replica by replica.
-
-        They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
-        were. Weights do not count. All processes must call this.
-        """
-        meters = self._count_activations(inputs, targets, range(len(self.stages)))
-        return list(map(int, self.total([meter.peak for meter in meters])))
-
-    def left_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes that each stage holds at the end of an I; see `held_bytes`."""
-        meters = self._count_activations(inputs, targets, range(len(self.stages)))
-        return list(map(int, self.total([meter.deferred_peak for meter in meters])))
-
-    def device_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each device holds; see `held_bytes`."""
-        meters = self._count_activations(inputs, targets, self.graph.homes.ravel().tolist())
-        return list(map(int, self.total([meter.peak for meter in meters])))
-
-    def _count_activations(
-        self, inputs: Any, targets: Any, groups: Sequence[int]
-    ) -> list[ActivationMeter]:
-        with self._model.locked_open("held_bytes, left_bytes or device_bytes"):
-            return probes.count_activations(self._runner, self._tensors(inputs), targets, groups)
-
-    def memory(self, inputs: Any, targets: Any) -> StepMemory:
-        """Return the bytes of activations and gradients over a step, counted task by task.
-
-        The simulator's counterpart is ``timeline.memory()``. Counting delays the host, so this runs
-        a step of its own, which leaves no trace. All processes must call this.
-        """
-        with self._model.locked_open("memory"):
-            nbytes, result = probes.count_task_bytes(self._runner, self._tensors(inputs), targets)
-        one_gradient = [
-            float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
-            for stage in self.stages
-        ]
-        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(6, -1)
-        return StepMemory(
-            self.gather(result).timeline,
-            Bytes(*columns[:2]),
-            Bytes(*columns[2:4]),
-            Bytes(*columns[4:]),
-            np.array(self.total(one_gradient)).reshape(self.graph.homes.shape),
-        )
-
-    def allocated(self, inputs: Any, targets: Any) -> Allocated:
-        """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
-
-        The simulator's counterpart is ``timeline.memory()``. Sampling delays the host, so this runs
-        a step of its own, which leaves no trace. Freed blocks that other streams may still read
-        count in ``most_active`` alone.
-
-        Raises
-        ------
-        ArgumentError
-            If the devices are CPU workers, whose memory torch does not count.
-        """
-        with self._model.locked_open("allocated"):
-            return probes.sample_allocator(self._runner, self._tensors(inputs), targets)
 
     @property
     def notes(self) -> tuple[str, ...]:

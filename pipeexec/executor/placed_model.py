@@ -20,10 +20,21 @@ from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
+from pipeexec.executor.gradients.tied_copies import TiedCopies
+from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
 from pipeexec.executor.setup.argument_checks import check_stages
 from pipeexec.executor.setup.devices_and_stages import make_pipeline_devices
+from pipeexec.executor.setup.gradient_options import (
+    Clipping,
+    GradientOptions,
+    check_copies,
+    check_gradient_options,
+    check_optimizers_of_copies,
+)
+from pipeexec.splitting.parameter_names import named_model_parameters
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
-from pipesim.errors import ExecutionError
+from pipeexec.stages.sample_dims import BatchDims, check_batch_dims
+from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
 __all__ = ["PlacedModel"]
@@ -37,8 +48,10 @@ class PlacedModel:
 
     Parameters
     ----------
-    stages, devices, optimizer, pin_threads, timeout, processes, cuda_graph
+    stages, devices, optimizer, pin_threads, timeout, processes, cuda_graph, batch_dims
         See `Pipeline`.
+    gradient_options
+        Tied parameters and clipping.
     graph
         Gives the placement of stages.
 
@@ -54,8 +67,16 @@ class PlacedModel:
         One a module, or None.
     zero_grad
         Whether each step begins without gradients.
-    timeout, processes, cuda_graph
+    timeout, processes, cuda_graph, batch_dims, gradient_options
         As given.
+    has_checked_squares
+        Whether a step has looked for masks as large as the batch.
+    is_split
+        Whether the stages are those of `pipeexec.split`, which take tensors alone.
+    accumulated
+        Steps whose gradients add up until the optimizers step.
+    tied_copies
+        Copies of tied parameters, which follow the first if it changes between steps.
     captures
         Captured steps of all pipelines that share this model.
     """
@@ -71,7 +92,13 @@ class PlacedModel:
         timeout: float | None,
         processes: Processes | None,
         cuda_graph: bool,
+        batch_dims: BatchDims | None = None,
+        is_split: bool = False,
+        gradient_options: GradientOptions,
     ) -> None:
+        self.batch_dims = check_batch_dims(batch_dims)
+        self.has_checked_squares = False
+        self.is_split = is_split
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         self.homes: list[list[int]] = graph.homes.tolist()
         self.devices = make_pipeline_devices(devices, graph, pin_threads, processes)
@@ -86,8 +113,17 @@ class PlacedModel:
         for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
             if not isinstance(module, RemoteStage):
                 module.to(self.devices[device].torch_device)
-        self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
+        self.optimizers = make_optimizers(
+            optimizer, self.modules, graph.n_stages, named_model_parameters
+        )
         self.zero_grad = optimizer is not None
+        self.gradient_options = gradient_options
+        check_gradient_options(
+            gradient_options, graph, has_optimizer=self.zero_grad, cuda_graph=cuda_graph
+        )
+        check_copies(gradient_options.tied, self.modules, processes)
+        check_optimizers_of_copies(gradient_options.tied, self.modules, self.optimizers, processes)
+        _check_trainable(gradient_options.clipping, self.modules, processes)
         self.check_batch_norms = BatchNormCheck(
             (
                 (f"{name} of stage {stage}".strip(), module)
@@ -97,6 +133,8 @@ class PlacedModel:
             "pipeexec.gpipe.batchnorm.DeferredBatchNorm makes the running statistics alone "
             "those of the mini-batch.",
         )
+        self.accumulated = AccumulatedSteps()
+        self.tied_copies = TiedCopies(gradient_options.tied, self.modules)
         self.captures: WeakSet[StepCapture] = WeakSet()
 
     @contextmanager
@@ -138,3 +176,20 @@ class PlacedModel:
         if not may_run:
             for capture in self.captures:
                 capture.drop()
+
+
+def _check_trainable(
+    clipping: Clipping, modules: Sequence[nn.Module], processes: Processes | None
+) -> None:
+    """Raise if gradients are to be clipped, and no stage of any process has a parameter to train.
+
+    Without any gradient in a step, the norm is 0, as in torch.
+    """
+    if clipping.max_norm is None:
+        return
+    trains = any(p.requires_grad for module in modules for p in module.parameters())
+    if not any([trains] if processes is None else processes.share(trains)):
+        raise ArgumentError(
+            f"max_grad_norm={clipping.max_norm:g}, but no parameter of any stage is trained, so "
+            "that there are no gradients to clip; leave it out, or set requires_grad of some"
+        )

@@ -12,7 +12,7 @@ from pipeexec.devices.device import Device
 from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.gradient_sync import add_per_group, mark_buckets
+from pipeexec.executor.gradients.gradient_sync import add_per_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
 from pipeexec.executor.remote_messages import RemoteParts
@@ -22,7 +22,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.rules import data_sources
 from pipesim.graph.tasks import Task
-from pipesim.ops import RECVS, Op
+from pipesim.ops import OF_DEVICES, RECVS, Op
 
 __all__ = ["plan"]
 
@@ -151,15 +151,30 @@ class _SyncPlan:
         earlier = [t for t in members if t < index]
         return ReplicaSync(
             leader=earlier[0] if earlier else -1,
-            copies=() if earlier else tuple(
-                int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]) for t in members
-            ),
+            copies=() if earlier else self._copies(members),
             n_buckets=self._n_buckets.get(self._backward.get(index, -1), 0),
             n_buckets_marked=n_buckets_marked,
             milestones=tuple(
                 (self._backward[t], int(graph.part[index])) for t in members if t in self._backward
             ),
         )  # fmt: skip
+
+    def _copies(self, members: list[int]) -> tuple[int, ...]:
+        """Return the slots of this process whose gradients the members of a collective reduce.
+
+        A member of a REDUCE_TIED or a GRAD_NORM stands for several stages of its device.
+        """
+        graph = self.graph
+        if not members:
+            return ()
+        n, first = graph.n_stages, graph.task(members[0])
+        if first.op not in OF_DEVICES:
+            return tuple(int(graph.replica[t]) * n + int(graph.stage[t]) for t in members)
+        slots = np.flatnonzero(np.isin(graph.homes.ravel(), graph.device[members]))
+        if first.op == Op.REDUCE_TIED:
+            group = list(graph.tied[first.part])
+            slots = slots[(slots // n == first.replica) & np.isin(slots % n, group)]
+        return tuple(slots.tolist())
 
     def waits(self, index: int) -> tuple[int, ...]:
         """Return the tasks on other streams of this process whose end a task waits for.

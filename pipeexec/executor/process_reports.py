@@ -20,6 +20,9 @@ from pipesim.timeline.timeline import Timeline
 
 __all__ = ["ProcessReports"]
 
+#: Shapes of batches whose messages are kept; others are agreed on anew.
+_MOST_SHAPES = 32
+
 
 class ProcessReports:
     """Reports the steps of one graph to the other processes, which describe failures with them.
@@ -33,6 +36,12 @@ class ProcessReports:
     processes
         Processes of the pipeline.
 
+    Attributes
+    ----------
+    shapes
+        Those of the batch of a forward-only graph, as text that is equal in all processes; None for
+        a graph of steps, whose batches have one shape.
+
     Raises
     ------
     ArgumentError
@@ -44,17 +53,20 @@ class ProcessReports:
     def __init__(self, graph: TaskGraph, model: PlacedModel, processes: Processes) -> None:
         self.graph, self.model, self.processes = graph, model, processes
         self._graph_number = agree_on_graph(graph, processes)
-        self._messages: dict[int, ExpectedMessage] | None = None
+        self.shapes: object = None
+        self._messages: dict[object, dict[int, ExpectedMessage]] = {}
 
     def start(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
-        """Agree on the messages of the first step, and report that a step starts."""
+        """Agree on the messages of the first step of `shapes`, and report that a step starts."""
         processes = self.processes
-        if self._messages is None:
+        if self.shapes not in self._messages:
             modules, devices = self.model.modules, self.model.devices
-            self._messages = agree_on_messages(
+            if len(self._messages) >= _MOST_SHAPES:
+                del self._messages[next(iter(self._messages))]
+            self._messages[self.shapes] = agree_on_messages(
                 self.graph, tasks, modules, devices, step.inputs, processes
             )
-        step.expected_messages = self._messages
+        step.expected_messages = self._messages[self.shapes]
         set_step((message.head for message in step.expected_messages.values()), step.number)
         number = processes.recorder.own[GRAPH] = self._graph_number
         describe = partial(describe_last_task, self.graph, number, processes)

@@ -21,6 +21,7 @@ from pipeexec.executor.planned_task import PlannedTask, Remote
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task
 from pipesim.ops import RECVS, SENDS, Op
 
 __all__ = ["RemoteParts", "expected_messages"]
@@ -244,7 +245,18 @@ def _process_groups(
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
         member_ranks = sorted({ranks[graph.device[t]] for t in members})
-        if len(member_ranks) > 1:  # a group a stage: no stage waits for collectives of another
-            stage = int(graph.stage[members[0]])
-            groups[number] = processes.group(member_ranks, key=f"gradients {stage}")
+        if len(member_ranks) > 1:
+            key = _group_key(graph.task(int(members[0])))
+            groups[number] = processes.group(member_ranks, key=key)
     return groups
+
+
+def _group_key(task: Task) -> str:
+    """Return the key of a collective's group, with one of its members.
+
+    There is one a stage, so that no stage waits for collectives of another; one for each group of
+    tied stages and replica; and one for the norm of all gradients.
+    """
+    if task.op == Op.REDUCE_TIED:
+        return f"tied {task.part} of replica {task.replica}"
+    return "norm" if task.op == Op.GRAD_NORM else f"gradients {task.stage}"

@@ -16,12 +16,13 @@ from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
+from pipeexec.executor.gradients.step_gradients import StepGradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.progress import StallDetector, StepHeads
 from pipeexec.executor.results.process_results import ProcessResult
 from pipeexec.executor.results.task_times import Readings
 from pipeexec.executor.step_events import StepEvents
-from pipeexec.executor.step_inputs import StepGradients, StepInputs
+from pipeexec.executor.step_inputs import StepInputs
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -283,6 +284,10 @@ class Step:
             loss_dtype=dtype,
             clock_error=self.clock_error,
             host_times=readings.host_times,
+            metrics={
+                name: x.numbers()
+                for name, x in ({} if self.has_stopped else self.inputs.loss.metric_sums()).items()
+            },
         )
 
 

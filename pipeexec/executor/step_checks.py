@@ -9,34 +9,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeexec.data_parallel.compiled_modules import is_compiled
 from pipeexec.devices.device import Device
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.stages.batches import Batch, check_batch
+from pipeexec.stages.loss.step_loss import StepLoss
 from pipeexec.stages.stage_like import StageLike
-from pipeexec.stages.step_loss import StepLoss
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
     LossWarning,
     NanLossWarning,
     RandomnessWarning,
+    SplitBackwardWarning,
 )
 from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
 
-__all__ = ["check_step_batch", "warn_of_loss", "warn_of_nan", "warn_of_randomness"]
+__all__ = [
+    "check_batch_is_here",
+    "check_step_batch",
+    "warn_of_compiled",
+    "warn_of_loss",
+    "warn_of_nan",
+    "warn_of_randomness",
+]
 
 
 def check_step_batch(
     inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]
 ) -> None:
     """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
+    if graph.forward_only:
+        raise ExecutionError(
+            f"a step trains, but {graph.name!r} was lowered with forward_only=True; call evaluate "
+            "or predict, or lower the schedule without it"
+        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise ExecutionError(
             "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
             "call it outside"
         )
+    check_batch_is_here(inputs, targets, graph, devices)
+
+
+def check_batch_is_here(
+    inputs: Batch | None,
+    targets: Any,
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    *,
+    needs_targets: bool = True,
+) -> None:
+    """Raise unless a batch is valid, and this process has the tensors that it needs."""
     check_batch(inputs, targets)
-    for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
+    rows = [("inputs", inputs, 0), ("targets", targets, -1)]
+    for name, batch, stage in rows if needs_targets else rows[:1]:
         where = {devices[d] for d in graph.homes[:, stage]}
         if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
             raise ArgumentError(
@@ -46,8 +74,17 @@ def check_step_batch(
 
 
 def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
-    """Warn if the losses of micro-batches do not combine to the loss of several at once."""
-    difference = loss.difference()
+    """Warn if losses of micro-batches do not combine to that of several, or may not."""
+    number, difference = loss.unchecked_number(), loss.difference()
+    if number is not None:
+        warnings.warn(
+            f"the loss depends on {number}, a number that the model computes for each micro-batch: "
+            "a step is that of the whole batch only if it is a mean over samples; if it is a mean "
+            "over anything else (tokens that are not ignored), leave labels out of the inputs, and "
+            "compute the loss in loss_fn, which can return the tuple (sum, count)",
+            LossWarning,
+            stacklevel=5,
+        )
     if difference is not None:
         warnings.warn(
             f"the losses of {difference.n_microbatches} micro-batches combine to "
@@ -65,6 +102,20 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
             ),
             LossWarning,
             stacklevel=5,
+        )
+
+
+def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Warn if backwards are split, and stages are compiled."""
+    compiled = sorted({stage.index for stage in stages if is_compiled(stage.module)})
+    if compiled and (graph.op == Op.W).any():
+        warnings.warn(
+            f"stage {', '.join(map(str, compiled))}: torch computes all gradients of a compiled "
+            "module at once, so I computes those of its weights too, and W only those of layers "
+            "that are not compiled; run a schedule without I and W, such as 1f1b, or do not "
+            "compile",
+            SplitBackwardWarning,
+            stacklevel=4,
         )
 
 

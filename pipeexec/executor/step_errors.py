@@ -107,7 +107,8 @@ def _optimizer_note(step: Step, ran: NDArray[np.bool_]) -> str:
 def _task_error_text(step: Step, index: int, cause: BaseException) -> str:
     """Return the task, place and error of a failed task, as text."""
     task, place = step.graph.task(index), task_place(step.graph, index)
-    return f"{task} failed ({place}): {type(cause).__name__}: {cause}"
+    notes = "".join(f" ({note!s:.300})" for note in getattr(cause, "__notes__", ()))
+    return f"{task} failed ({place}): {type(cause).__name__}: {cause}{notes}"
 
 
 def _local_failure(

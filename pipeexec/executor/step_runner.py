@@ -11,39 +11,46 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
+from pipeexec.data_parallel.stage_replicas import check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.embedding.stage import check_keys
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
-from pipeexec.executor.gradient_sync import assign_reduced_gradients
+from pipeexec.executor.gradients.completion import complete_gradients
+from pipeexec.executor.gradients.step_gradients import StepGradients
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
+from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_reports import ProcessReports
 from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.executor.setup.devices_and_stages import make_stages
+from pipeexec.executor.setup.gradient_options import check_gradient_options, clear_later_copies
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_checks import (
     check_step_batch,
+    warn_of_compiled,
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
 )
 from pipeexec.executor.step_errors import raise_failure
-from pipeexec.executor.step_inputs import StepGradients, split_inputs
+from pipeexec.executor.step_inputs import split_inputs
+from pipeexec.nesting import Arguments
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
-from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.loss.loss_function import LossFunction
 from pipeexec.stages.restore import restore_afterwards
-from pipesim.errors import ExecutionError
+from pipeexec.stages.sample_dims import warn_of_squares
+from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage_like import StageLike
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
@@ -88,10 +95,23 @@ class StepRunner:
         Captures steps as CUDA graphs; None for eager steps.
     """
 
+    #: Class of the results of steps.
+    result_type: ClassVar[type[StepResult]] = StepResult
+
+    #: Whether steps change gradients, and whether these are left for a later step.
+    trains, accumulates = True, False
+
     def __init__(
         self, graph: TaskGraph, model: PlacedModel, loss: LossFunction, n_steps: int = 0
     ) -> None:
         verify(graph)
+        if self.trains and not self.accumulates:
+            check_gradient_options(
+                model.gradient_options,
+                graph,
+                has_optimizer=model.zero_grad,
+                cuda_graph=model.cuda_graph,
+            )
         self.graph, self.model, self.loss, self.n_steps = graph, model, loss, n_steps
         self.timeout = model.timeout
         devices, processes = model.devices, model.processes
@@ -100,10 +120,17 @@ class StepRunner:
         self._has_optimizer_steps = bool((graph.op == Op.STEP).any())
         self.held = [ActivationCounter() for _ in devices]
         self._microbatch_loss = MicrobatchLoss()
-        self.stages = make_stages(model.modules, graph, devices, self.held, self._microbatch_loss)
+        self.stages = self._make_stages()
         self.tasks = plan(graph, self.stages, devices, self.shares, processes)
+        warn_of_compiled(graph, self.stages)
         self._hosts = make_host_threads(graph, self.tasks, processes)
         self.capture = self._make_capture()
+
+    def _make_stages(self) -> list[StageLike]:
+        model = self.model
+        return make_stages(
+            model.modules, self.graph, model.devices, self.held, self._microbatch_loss
+        )
 
     def _make_capture(self) -> StepCapture | None:
         model = self.model
@@ -164,36 +191,45 @@ class StepRunner:
         losses, nan_losses = copy_losses(step.inputs.loss.loss_shares())
         warn_of_nan(nan_losses, self.n_steps - 1)
         held = tuple(held.peak for held in self.held)
-        n_losses = step.inputs.loss.n_losses
-        if may_wait:
-            return lazy_result(step.readings(), losses, held, step.events.host_seconds, n_losses)
+        fields: dict[str, Any] = {
+            "losses": losses,
+            "peak_held": held,
+            "host_seconds": step.events.host_seconds,
+            "n_losses": step.inputs.loss.n_losses,
+            "metric_sums": step.inputs.loss.metric_sums(),
+            "grad_norm": None if step.gradients.norm is None else step.gradients.norm.norm,
+            "skipped": step.gradients.is_skipped,
+        }
         readings, part = step.readings(), None
+        if may_wait:
+            return lazy_result(self.result_type, readings, fields)
         timeline = readings.timeline
         if self.reports is not None:
             part = replace(step.process_result(), peak_held=held)
             timeline = part.timeline
             self.reports.keep_timeline(timeline)
-        return StepResult(
-            losses=losses,
+        return self.result_type(
             timeline=timeline,
-            peak_held=held,
-            host_seconds=step.events.host_seconds,
             part=part,
-            n_losses=n_losses,
             clock_error=step.clock_error,
             milestones=readings.milestone_shares,
             host_times=readings.host_times,
+            **fields,
         )
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore all that steps change at the end of a block; see `Pipeline.preserved`."""
-        n_steps = self.n_steps
+        n_steps, accumulated = self.n_steps, self.model.accumulated
         try:
-            with restore_afterwards(self.model.modules, self.model.optimizers):
+            with ExitStack() as stack:
+                stack.enter_context(restore_afterwards(self.model.modules, self.model.optimizers))
+                if self.model.gradient_options.scaling is not None:
+                    stack.enter_context(self.model.gradient_options.scaling.preserved())
+                self.model.accumulated = AccumulatedSteps()
                 yield
         finally:
-            self.n_steps = n_steps
+            self.n_steps, self.model.accumulated = n_steps, accumulated
 
     def _start(self, inputs: Batch | None, targets: Any) -> Step:
         """Prepare a step; where several processes need it, a failure ends all of them."""
@@ -212,7 +248,10 @@ class StepRunner:
     def _prepare(self, inputs: Batch | None, targets: Any) -> Step:
         """Return a step whose tasks can be issued, once its batch and modules are ready."""
         graph, model = self.graph, self.model
-        check_step_batch(inputs, targets, graph, model.devices)
+        self._check(inputs, targets)
+        if not model.has_checked_squares and inputs is not None:
+            model.has_checked_squares = True
+            warn_of_squares(inputs, model.batch_dims)
         step = Step(
             graph,
             model.devices,
@@ -225,49 +264,87 @@ class StepRunner:
                 loss=self.loss,
                 number=self.n_steps,
                 processes=model.processes,
+                batch_dims=model.batch_dims,
+                is_split=model.is_split,
             ),
-            StepGradients(self.stages, model.optimizers),
+            StepGradients(
+                self.stages,
+                model.optimizers,
+                graph.n_stages,
+                options=model.gradient_options,
+                scale=self._scale(),
+            ),
             timeout=self.timeout,
             processes=model.processes,
             hosts=self._hosts,
         )
+        if step.inputs.loss.check is not None:
+            step.inputs.loss.check.scale = step.gradients.scale
         if 0 in graph.sharded:  # others get their keys from the stage before
             check_keys(model.modules[:: graph.n_stages], step.inputs.microbatches)
         if self.reports is not None:
             self.reports.start(step, self.tasks)
         self._prepare_modules()
-        self._begin_stages()
-        if not model.zero_grad and not model.cuda_graph:
+        self._begin_stages(step.inputs.arguments)
+        self._keep_earlier_gradients(step)
+        return step
+
+    def _check(self, inputs: Batch | None, targets: Any) -> None:
+        """Raise unless a batch can be run."""
+        check_step_batch(inputs, targets, self.graph, self.model.devices)
+
+    def _keep_earlier_gradients(self, step: Step) -> None:
+        """Keep gradients from before a step that adds to them, or weigh them."""
+        self.model.accumulated.weigh(step.inputs.loss, self.model.modules)
+        if not self.model.zero_grad and not self.model.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
             step.gradients.earlier = EarlierGradients(
                 {slot: stage.module for slot, stage in enumerate(self.stages) if not stage.is_ddp},
                 is_separate=self.loss.returns_count is not False,
             )
-        return step
+        if not self.model.zero_grad:
+            # The sum of the first copy has the earlier gradients of the others.
+            clear_later_copies(self.model.gradient_options.tied, self.model.modules)
 
     def _prepare_modules(self) -> None:
         """Give copies of a stage the values of the first, and clear gradients."""
         graph, modules = self.graph, self.model.modules
         if len(self.stages) > graph.n_stages or graph.n_batches > 1:
             check_hooks(modules, graph.n_stages, graph.n_batches > 1)
+        if self.model.gradient_options.tied:
+            self.model.tied_copies.sync()
         sync_from_first(modules, graph.n_stages)
         for slot, module in enumerate(modules):
             # The sum of the first copy has the gradients of the others; shards have separate rows.
             is_copy = slot >= graph.n_stages and slot % graph.n_stages not in graph.sharded
-            if self.model.zero_grad or is_copy:
+            if is_copy or (self.model.zero_grad and not self.model.accumulated.n_steps):
                 module.zero_grad(set_to_none=True)
 
-    def _begin_stages(self) -> None:
-        """Begin a step in every stage, and count its activations from zero."""
+    def _begin_stages(self, arguments: Arguments | None) -> None:
+        """Begin a step in every stage, and count its activations from zero.
+
+        ``arguments`` are those of the first stage; see `StepInputs`.
+        """
         autocast = current_autocast()
         for stage, number in zip(self.stages, self.graph.homes.ravel().tolist(), strict=False):
             stage.begin_step(autocast)
+            stage.arguments = arguments if stage.index == 0 else None
             # Versions of weights are made on the caller's stream, and freed within the step.
             for weight in () if stage.versions is None else stage.versions.parameters():
                 device = self.model.devices[number]
                 device.adopt(weight, device.stream("compute"))
         for held in self.held:
             held.current = held.peak = 0
+
+    def _scale(self) -> float:
+        """Return the factor of the loss of the next step, and let last stages take it."""
+        scaling = self.model.gradient_options.scaling
+        if scaling is None:
+            return 1.0
+        for stage in self.stages:
+            if isinstance(stage, Stage):
+                stage.loss_scale = scaling.scale
+        return scaling.scale
 
     def _run_tasks(self, step: Step, walk: Walk) -> None:
         """Run the tasks of a step, and finish it; raise the error that stopped it."""
@@ -300,24 +377,20 @@ class StepRunner:
 
     def _complete_gradients(self, step: Step) -> None:
         """Complete the gradients of a step whose tasks have all run."""
-        for slot in list(step.gradients.reduced):  # of graphs without STEP
-            assign_reduced_gradients(step, slot)
-        if not self._has_optimizer_steps and step.inputs.loss.is_counted():
-            if self.model.cuda_graph or self.graph.n_batches > 1:
-                raise ExecutionError(
-                    "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
-                    "has none, but several mini-batches, or is captured as a CUDA graph; lower "
-                    "with step='flush'"
-                )
-            for slot, module in enumerate(self.model.modules[: len(self.stages)]):
-                if not isinstance(module, RemoteStage):
-                    step.gradients.divide(slot, 0, step.inputs.loss)
-        if step.gradients.earlier is not None:
-            step.gradients.earlier.add()
+        complete_gradients(
+            step,
+            self.model,
+            accumulates=self.accumulates,
+            has_optimizer_steps=self._has_optimizer_steps,
+        )
 
     def _end(self, step: Step) -> None:
         """End a step; after a failure, restore the gradients from before it where they are kept."""
         self.n_steps += 1
+        if self.model.gradient_options.tied and step.failure is None and not step.abandoned:
+            self.model.tied_copies.note()
+        if self.trains and (step.failure is not None or step.abandoned):
+            self.model.accumulated = AccumulatedSteps()
         if step.gradients.earlier is not None and (step.failure is not None or step.abandoned):
             step.gradients.earlier.restore()
         if step.abandoned or (step.failure is not None and self.reports is not None):

@@ -39,6 +39,7 @@ from pipeexec.executor.cuda_graph.capture_checks import (
 from pipeexec.executor.cuda_graph.recorder import Recorder
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.nesting import leaves, mapped, tensors_in
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
@@ -255,24 +256,22 @@ def _restore(static: Tensor | None, gradient: Tensor | None) -> None:
         static.copy_(gradient)
 
 
-def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
-
-
 def _copy_on(device: torch.device, batch: Batch) -> Batch:
     """Return a copy of a batch on a device."""
-    copies = tuple(x.to(device, copy=True) for x in _tensors(batch))
-    return copies if isinstance(batch, tuple) else copies[0]
+    return mapped(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, batch)
 
 
 def _copy(static: Batch, batch: Batch) -> None:
     """Copy the values of a batch into the tensors that the graph reads."""
-    for target, source in zip(_tensors(static), _tensors(batch), strict=True):
+    for target, source in zip(tensors_in(static), tensors_in(batch), strict=True):
         target.copy_(source, non_blocking=True)
 
 
 def _check_same_shape(name: str, static: Batch, batch: Batch) -> None:
-    expected, shapes = ([_shape(x) for x in _tensors(b)] for b in (static, batch))
+    expected, shapes = (
+        [f"{path} {_shape(x)}".removeprefix(f"{name} ") for path, x in leaves(b, name)]
+        for b in (static, batch)
+    )
     if expected != shapes:
         raise ArgumentError(
             f"the step was captured as a CUDA graph for {name} of {', '.join(expected)}, got "
@@ -282,4 +281,5 @@ def _check_same_shape(name: str, static: Batch, batch: Batch) -> None:
 
 
 def _shape(x: object) -> str:
-    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+    """Return the shape of a tensor, and the value of anything else, which a graph repeats."""
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.60}"

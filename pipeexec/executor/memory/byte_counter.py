@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeexec.executor.gradient_sync import last_microbatch_in_group, reduced_parameters
+from pipeexec.executor.gradients.gradient_sync import last_microbatch_in_group, reduced_parameters
 from pipeexec.executor.memory.step_memory import Bytes
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step

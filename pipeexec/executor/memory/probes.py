@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from pipeexec.executor.memory.allocator_memory import Allocated, sample_tasks
 from pipeexec.executor.memory.byte_counter import ByteCounter
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.results.step_result import StepResult
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_runner import StepRunner
+from pipeexec.nesting import tensors_in
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.stage import attach_meters
@@ -72,8 +71,7 @@ def _activation_meters(
     check_batch(inputs, targets)
     modules = [stage.module for stage in runner.stages]
     weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-    tuples = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
-    batch = [x for values in tuples for x in values if isinstance(x, Tensor)]
+    batch = tensors_in((inputs, targets))
     return [ActivationMeter(weights, batch) for _ in range(n)]
 
 

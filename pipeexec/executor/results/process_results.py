@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,11 @@ class ProcessResult:
         Largest error of time differences between two of its devices (s).
     host_times
         Time in which its host issued each task (s); NaN for tasks of other processes.
+    metrics
+        Total and count of each metric of ``loss_fn``; no count for weighted values.
+    votes
+        1 if this process asks to end the training after this step, as after Ctrl-C; the sum over
+        all of them in a merged result.
     """
 
     zero: float
@@ -49,6 +55,8 @@ class ProcessResult:
     loss_dtype: str = ""
     clock_error: float = 0.0
     host_times: Floats | None = None
+    metrics: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+    votes: int = 0
 
     def pack(self) -> bytes:
         """Return the result as bytes: a line of JSON, then the columns of the tasks that ran."""
@@ -57,14 +65,14 @@ class ProcessResult:
                    self.timeline.nbytes[tasks], _issue_times(self.timeline)[tasks],
                    _values_or_nan(self.host_times, len(self.timeline))[tasks]]  # fmt: skip
         head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
-                self.loss_dtype, self.clock_error]  # fmt: skip
+                self.loss_dtype, self.clock_error, dict(self.metrics), self.votes]  # fmt: skip
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
 
     @classmethod
     def unpack(cls, graph: TaskGraph, text: bytes) -> ProcessResult:
         """Return the result from the bytes of `pack`."""
         line, _, body = text.partition(b"\n")
-        zero, losses, host_seconds, peak_held, dtype, clock_error = json.loads(line)
+        zero, losses, host_seconds, peak_held, dtype, clock_error, metrics, votes = json.loads(line)
         tasks, *columns = np.frombuffer(body).reshape(6, -1)
         all_columns = _columns_before_run(len(graph))
         for column, values in zip(all_columns, columns, strict=True):
@@ -80,6 +88,8 @@ class ProcessResult:
             dtype,
             clock_error,
             none_if_all_nan(issue_seconds),
+            {name: (total, count) for name, (total, count) in metrics.items()},
+            votes,
         )
 
 
@@ -145,4 +155,18 @@ def merge_results(graph: TaskGraph, parts: Iterable[ProcessResult]) -> ProcessRe
         max(part.loss_dtype for part in parts),
         sum(sorted(part.clock_error for part in parts)[-2:]),
         none_if_all_nan(issue_seconds),
+        _merged_metrics([part.metrics for part in parts]),
+        sum(part.votes for part in parts),
     )
+
+
+def _merged_metrics(
+    rows: Sequence[Mapping[str, tuple[float, float | None]]],
+) -> dict[str, tuple[float, float | None]]:
+    """Return the sums of totals and counts over processes."""
+    merged: dict[str, tuple[float, float | None]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        pairs = [row[name] for row in rows if name in row]
+        counts = [count for _, count in pairs if count is not None]
+        merged[name] = math.fsum(total for total, _ in pairs), math.fsum(counts) if counts else None
+    return merged

@@ -14,18 +14,19 @@ from torch import Tensor
 
 from pipeexec.executor.results.process_results import ProcessResult
 from pipeexec.executor.results.task_times import Readings
+from pipeexec.stages.loss.metrics import MetricSum
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["StepResult", "copy_losses", "gathered_result", "lazy_result"]
+__all__ = ["EvaluationResult", "StepResult", "copy_losses", "gathered_result", "lazy_result"]
 
 #: Fields that are read from events, and the attribute that holds the events until then.
 _EVENT_FIELDS = frozenset({"timeline", "clock_error", "milestones", "host_times"})
 _READINGS = "_readings"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """Result of one training step.
 
@@ -59,6 +60,15 @@ class StepResult:
         Share of the last backward, 0 to 1, at which all gradients of a bucket were computed. The
         key is the number of the bucket's REDUCE_GRAD. Only buckets of this process; empty after
         `Pipeline.gather`.
+    metric_sums
+        Sums of each metric of ``loss_fn`` over the micro-batches of this process, from which
+        `metrics` are computed.
+    grad_norm
+        Norm of all gradients over stages, replicas and processes, before clipping; no dimensions.
+        None if the graph was lowered without ``grad_norm=True``.
+    skipped
+        Whether no optimizer stepped, since a gradient was not finite; see ``grad_scaler`` of
+        `pipeexec.Pipeline`.
     """
 
     losses: tuple[Tensor, ...]
@@ -71,6 +81,9 @@ class StepResult:
     milestones: Mapping[int, float] = field(default_factory=dict)
     #: A default factory leaves no class attribute, which would bypass `__getattr__`.
     host_times: NDArray[np.float64] | None = field(default_factory=lambda: None)
+    metric_sums: Mapping[str, MetricSum] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
+    skipped: bool = False
 
     if not TYPE_CHECKING:
 
@@ -103,35 +116,80 @@ class StepResult:
         ExecutionError
             If a last stage is in another process, and the result was not gathered.
         """
-        if len(self.losses) < self.n_microbatches:
-            raise ExecutionError(
-                "the loss is computed in another process; every process can have it from "
-                "pipeline.gather(result), which all must call"
-            )
+        self._check_complete("the loss is")
         first = self.losses[0]
         return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
 
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metrics that ``loss_fn`` returns, combined over all micro-batches.
+
+        A metric that is a number is a mean weighted by samples, or a sum if losses are sums; over
+        several mini-batches it is the mean of theirs. One that is ``(sum, count)`` is the sum of
+        all sums over that of all counts. The first access waits for values on GPUs.
+
+        Raises
+        ------
+        ExecutionError
+            If a last stage is in another process, and the result was not gathered.
+        """
+        self._check_complete("metrics are")
+        return {name: x.value(self.n_losses) for name, x in self.metric_sums.items()}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._text()}, {self.timeline!r}>"
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_parts import note_html
+
+        text = f"{type(self).__name__}: {self._text()}"
+        return note_html(text) + self.timeline._repr_html_()
+
+    def _text(self) -> str:
+        """Return loss, metrics and norm of the gradients, as far as this process has them."""
+        if not self._is_complete:
+            parts = [f"{len(self.losses)} of {self.n_microbatches} losses in this process"]
+        else:
+            values = {"loss": float(self.loss), **self.metrics}
+            parts = [f"{name} {value:.6g}" for name, value in values.items()]
+        if self.grad_norm is not None:
+            parts.append(f"grad_norm {float(self.grad_norm):.6g}")
+        if self.skipped:
+            parts.append("skipped, since a gradient is not finite")
+        return ", ".join(parts)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether this process has the losses of all micro-batches."""
+        return len(self.losses) >= self.n_microbatches
+
+    def _check_complete(self, what: str) -> None:
+        if not self._is_complete:
+            raise ExecutionError(
+                f"{what} computed in another process; every process can have it from "
+                "pipeline.gather(result), which all must call"
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EvaluationResult(StepResult):
+    """Result of an evaluation; its fields are those of `StepResult`.
+
+    ``losses`` has the share of each micro-batch in the loss of the batch. ``timeline`` has the
+    tasks of the forward-only graph. ``peak_held`` is 0, as no activations are kept.
+    """
+
 
 def lazy_result(
-    readings: Readings,
-    losses: tuple[Tensor, ...],
-    peak_held: tuple[int, ...],
-    host_seconds: float,
-    n_losses: int,
+    result_type: type[StepResult], readings: Readings, fields: Mapping[str, Any]
 ) -> StepResult:
-    """Return the result of a step of one process; its events are read at the first access."""
-    result = object.__new__(StepResult)
+    """Return the result of a step of one process; its events are read at the first access.
+
+    ``fields`` are those that are not read from events, without ``part``.
+    """
+    result = object.__new__(result_type)
     # `__getattr__` adds the missing fields.
-    result.__dict__.update(
-        {
-            "losses": losses,
-            "peak_held": peak_held,
-            "host_seconds": host_seconds,
-            "part": None,
-            "n_losses": n_losses,
-            _READINGS: readings,
-        }
-    )
+    result.__dict__.update({**fields, "part": None, _READINGS: readings})
     return result
 
 
@@ -139,7 +197,7 @@ def gathered_result(result: StepResult, merged: ProcessResult) -> StepResult:
     """Return the result of a whole step, from that of one process and the merged ones of all."""
     dtype = getattr(torch, merged.loss_dtype)
     losses = (torch.tensor(merged.losses[m], dtype=dtype) for m in range(result.n_microbatches))
-    return StepResult(
+    return type(result)(
         losses=tuple(losses),
         timeline=merged.timeline,
         peak_held=merged.peak_held,
@@ -148,6 +206,12 @@ def gathered_result(result: StepResult, merged: ProcessResult) -> StepResult:
         n_losses=result.n_losses,
         clock_error=merged.clock_error,
         host_times=merged.host_times,
+        metric_sums={
+            name: MetricSum((total,), () if count is None else (count,))
+            for name, (total, count) in merged.metrics.items()
+        },
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
     )
 
 

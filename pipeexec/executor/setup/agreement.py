@@ -26,6 +26,7 @@ from pipeexec.distributed.signatures import (
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import expected_messages
 from pipeexec.executor.step_inputs import StepInputs
+from pipeexec.nesting import Arguments
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
@@ -103,6 +104,7 @@ def agree_on_shapes(
     devices: Sequence[Device],
     inputs: Sequence[Values],
     processes: Processes,
+    arguments: Arguments | None = None,
 ) -> list[list[Signature]]:
     """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
 
@@ -114,6 +116,8 @@ def agree_on_shapes(
         Stages and their devices.
     inputs
         Micro-batches; empty for those of another process.
+    arguments
+        Those of the first stage; see `StepInputs`.
     """
     outputs: list[list[Signature]] = []
     local = [signature([x for x in values if x is not None]) for values in inputs]
@@ -122,7 +126,9 @@ def agree_on_shapes(
         local = [()] * len(inputs_of_stage)
         if not isinstance(device, RemoteDevice):
             output_by_input = {
-                s: output_signature(modules[stage], s, device.torch_device, stage)
+                s: output_signature(
+                    modules[stage], s, device.torch_device, stage, None if stage else arguments
+                )
                 for s in dict.fromkeys(inputs_of_stage)
             }
             local = [output_by_input[s] for s in inputs_of_stage]
@@ -161,6 +167,7 @@ def agree_on_messages(
             [devices[d] for d in graph.homes[replica]],
             inputs.microbatches[share * m : (share + 1) * m],
             processes,
+            inputs.arguments,
         )
         for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
     ]

@@ -61,5 +61,7 @@ def check_stages(
             if owner.setdefault(parameter, index) != index:
                 raise ArgumentError(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
-                    "run at the same time, so each needs separate parameters"
+                    "run at the same time, so each needs separate parameters: give each stage a "
+                    "copy, name the copies in Pipeline(..., tied=[[(0, 'name'), (3, 'name')]]), "
+                    f"and lower with tied=[({owner[parameter]}, {index})]; pipeexec.split does so"
                 )

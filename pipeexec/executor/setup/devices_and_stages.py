@@ -14,6 +14,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.setup.agreement import agree_on_weights
+from pipeexec.executor.setup.gradient_options import GradientOptions
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
@@ -54,6 +55,8 @@ def make_stages(
     devices: Sequence[Device],
     counters: Sequence[ActivationCounter],
     loss: MicrobatchLoss,
+    stage_type: type[Stage] = Stage,
+    sharded_type: type[ShardedStage] = ShardedStage,
 ) -> list[StageLike]:
     """Return the stages of all replicas, replica after replica.
 
@@ -65,20 +68,22 @@ def make_stages(
         Counter of held activations of each device.
     loss
         Computes the losses of micro-batches.
+    stage_type, sharded_type
+        Classes of stages, and of sharded embeddings.
     """
     n = graph.n_stages
     several = graph.n_batches > 1
     size = graph.n_microbatches // graph.n_batches
     delayed = graph.weight_versions == "double_buffered"
     return [
-        ShardedStage(
+        sharded_type(
             module,
             index % n,
             counters[device],
             **exchange_options(graph),
         )
         if index % n in graph.sharded and isinstance(module, EmbeddingStage)
-        else Stage(
+        else stage_type(
             module,
             index % n,
             devices[device].torch_device,
@@ -100,8 +105,14 @@ def agree_on_pipeline(
     *,
     loss_reduction: str,
     has_optimizer: bool,
+    gradient_options: GradientOptions,
 ) -> None:
     """Check that every process makes the same pipeline."""
+    processes.agree("max_grad_norm and error_if_nonfinite", repr(gradient_options.clipping))
+    scaling = gradient_options.scaling
+    state = None if scaling is None else repr(scaling.scaler.state_dict())
+    processes.agree("the state of grad_scaler", state)
+    processes.agree("tied", repr(gradient_options.tied))
     processes.agree("loss_reduction", loss_reduction)
     processes.agree("whether there is an optimizer", has_optimizer)
     processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())

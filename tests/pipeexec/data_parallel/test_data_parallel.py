@@ -28,7 +28,7 @@ from pipeexec.demo_models.registry import build_model
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.streams import Stream
 from pipeexec.executor import op_handlers
-from pipeexec.executor.gradient_sync import reduce_gradients
+from pipeexec.executor.gradients.gradient_sync import reduce_gradients
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import StageError

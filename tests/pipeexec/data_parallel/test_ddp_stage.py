@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -187,6 +188,29 @@ def _buffers_case(processes: px.Processes, recompute: str) -> None:
             assert bool((mean < 1e2).all()) == (is_broadcast or processes.rank == 0)
 
 
+def _evaluation_case(processes: px.Processes) -> None:
+    """Evaluate in one replica alone, with buffers of its own; then train together."""
+    graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
+    stages = _stages("batch_norm")
+    mean = stages[0].get_buffer("1.running_mean")
+    own, _ = _batches(processes.rank, 4, 0)
+    with pipeline(Replicated(stages).stages, graph, mse, sgd) as subject:
+        subject.step(*own)
+        mean.fill_(processes.rank)
+        if processes.rank:
+            with torch.no_grad():
+                expected = nn.Sequential(*copy.deepcopy(stages)).eval()(own[0])
+            torch.testing.assert_close(subject.predict(own[0]), expected)
+            assert torch.isfinite(subject.evaluate(*own).loss)
+        assert (mean == processes.rank).all()
+        subject.step(*own)
+
+
+def test_evaluation_of_one_replica(two_ranks: Ranks) -> None:
+    """It neither waits for the others, nor takes their buffers."""
+    two_ranks.run(_evaluation_case)
+
+
 def _failure_case(processes: px.Processes, backward: int, schedule: str) -> None:
     """Fail in a backward of every replica, then train."""
     graph = ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4))
@@ -243,3 +267,21 @@ def test_what_cannot_be_a_stage(two_ranks: Ranks) -> None:
 def test_buffers_are_those_of_the_first_replica(two_ranks: Ranks, recompute: str) -> None:
     """In each step after one that has added up gradients, as with DDP alone."""
     two_ranks.run(_buffers_case, recompute=recompute)
+
+
+def _names_case(processes: px.Processes) -> None:
+    graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
+    names: list[list[str]] = []
+
+    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        pairs = list(named_parameters)
+        names.append([name for name, _ in pairs])
+        return torch.optim.SGD([p for _, p in pairs], lr=0.1)
+
+    stages: list[nn.Module] = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    with pipeline(Replicated(stages).stages, graph, mse, factory):
+        assert names == [["weight", "bias"]] * 2
+
+
+def test_names_for_optimizers_are_those_inside_ddp(two_ranks: Ranks) -> None:
+    two_ranks.run(_names_case)

@@ -411,17 +411,16 @@ def step(inputs: Any, targets: Any, m: int = 4) -> Any:
     [
         (data(3)[0], data(3)[1], "inputs have 3 samples, too few for 4 micro-batches; give a larg"),
         (data(8)[0], data(7)[1], "inputs have 8 samples, targets 7; give as many"),
-        (data(8)[0], data(3)[1], "targets have 3 samples, too few for 4 micro-batches"),
+        (data(8)[0], data(3)[1], "inputs have 8 samples, targets 3; give as many"),
         (data(0)[0], data(0)[1], "inputs have 0 samples"),
-        ((data(8)[0], data(7)[0]), data(8)[1], r"tensors of inputs have \[7, 8\] samples; give as"),
-        (torch.tensor(3.0), data(8)[1], "inputs must be a tensor of samples .* got Tensor"),
-        ([data(8)[0]], data(8)[1], "inputs must be a tensor of samples .* got list"),
-        ((), data(8)[1], "inputs must be a tensor of samples or a tuple of them, got tuple"),
         (
-            (data(8)[0], torch.tensor(1.0), 3),
+            (data(8)[0], data(7)[0]),
             data(8)[1],
-            "got tuple of 2-d tensor, 0-d tensor, int",
+            r"inputs\[1\] has shape \(7, 16\), the batch 8 samp",
         ),
+        (torch.tensor(3.0), data(8)[1], "inputs must be a tensor of samples .* got 0-d tensor"),
+        ((), data(8)[1], "inputs must be a tensor of samples or hold one, got tuple"),
+        ((torch.tensor(1.0), 3), data(8)[1], "got tuple of 0-d tensor, int"),
         (data(8)[0], None, "targets are None, but this process has the last stage; give them"),
     ],
 )

@@ -27,7 +27,7 @@ from torch import nn
 
 import pipesim as ps
 from pipeexec.executor.op_handlers import HANDLERS
-from pipeexec.stages.batches import split_batch
+from pipeexec.stages.batches import split_batches
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 from pipesim.scheduling.registry import schedule_info
@@ -100,7 +100,16 @@ def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=30)
-@given(graph=graphs(n_replicas=1, sharded=(), shard_optimizer=False))
+@given(
+    graph=graphs(
+        forward_only=False,
+        n_replicas=1,
+        sharded=(),
+        shard_optimizer=False,
+        tied=(),
+        grad_norm=False,
+    )
+)
 def test_parity_on_any_graph(graph: ps.TaskGraph) -> None:
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(graph.n_stages)]
     result = check(stages, graph, *data(2 * graph.n_microbatches + 1))
@@ -322,7 +331,7 @@ def test_host_seconds_are_counted() -> None:
 @pytest.mark.parametrize(("n", "m", "sizes"), [(13, 4, [4, 3, 3, 3]), (4, 4, [1] * 4), (5, 1, [5])])
 def test_batches_are_split_as_evenly_as_can_be(n: int, m: int, sizes: list[int]) -> None:
     batch = torch.arange(n), torch.arange(n) * 2
-    parts, actual = split_batch(batch, m, "inputs")
+    parts, _, actual = split_batches(batch, None, m)
     assert actual == sizes
     assert torch.equal(torch.cat([part[0] for part in parts]), batch[0])
     assert all(torch.equal(part[0] * 2, part[1]) for part in parts)

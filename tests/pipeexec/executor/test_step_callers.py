@@ -288,7 +288,7 @@ def test_batches_that_are_not_data_are_refused(
 ) -> None:
     batch = dict(zip(("inputs", "targets"), data(4), strict=True))
     batch[name] = change(batch[name])
-    with make(nn.Identity()) as pipeline, pytest.raises(ArgumentError, match=f"{name} .*{message}"):
+    with make(nn.Identity()) as pipeline, pytest.raises(ArgumentError, match=f"{name}.*{message}"):
         pipeline.step(**batch)
 
 

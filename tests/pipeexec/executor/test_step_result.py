@@ -127,12 +127,22 @@ def _values(result: px.StepResult) -> list[Any]:
 
 
 @pytest.mark.usefixtures("reads")
-def test_a_result_is_printed_with_its_times() -> None:
-    text = repr(_pipeline().step(*data(8)))
-    assert text.startswith("StepResult(losses=(tensor(")
-    assert "timeline=" in text
+def test_a_result_is_printed_with_its_loss_and_times() -> None:
+    """In notebooks the picture of the timeline follows."""
+    with px.Pipeline(cut(dense(2), [1, 1]), GRAPH, ["cpu"] * 2, mse) as pipeline:
+        result = pipeline.step(*data(8))
+        evaluation = pipeline.evaluate(*data(8))
+    assert f"loss {float(result.loss):.6g}, <Timeline 1f1b: {len(GRAPH)} tasks" in repr(result)
+    assert "array(" not in repr(result)
+    assert repr(evaluation).startswith("<EvaluationResult: loss ")
+    assert "<img" in result._repr_html_()
+    partial = replace(result, losses=result.losses[:1], grad_norm=torch.tensor(2.0), skipped=True)
+    text = repr(partial)
+    assert "1 of 4 losses in this process, grad_norm 2, skipped" in text
+    on_gpus = _pipeline().step(*data(8))
+    assert repr(on_gpus).startswith("<StepResult: loss ")
     with pytest.raises(AttributeError, match="'StepResult' object has no attribute 'time'"):
-        _pipeline().step(*data(8)).time  # type: ignore[attr-defined]  # noqa: B018
+        on_gpus.time  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], None])

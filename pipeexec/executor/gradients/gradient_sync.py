@@ -25,6 +25,8 @@ from pipesim.errors import ExecutionError
 __all__ = [
     "add_per_group",
     "assign_reduced_gradients",
+    "copy_sums",
+    "gradient_bytes",
     "last_microbatch_in_group",
     "mark_buckets",
     "reduce_gradients",
@@ -158,7 +160,7 @@ def reduce_gradients(step: Step, task: PlannedTask) -> None:
     _record_bytes(step, task, gradients)
     sums = sum_gradients(gradients, parameters_by_copy[0], task.group)
     for number, (slot, parameters) in enumerate(zip(task.copies, parameters_by_copy, strict=True)):
-        totals = sums if number == 0 else _copy_sums(sums, gradients[number], parameters)
+        totals = sums if number == 0 else copy_sums(sums, gradients[number], parameters)
         if is_per_group:
             earlier = step.gradients.reduced.get(slot)
             step.gradients.reduced[slot] = (
@@ -169,7 +171,7 @@ def reduce_gradients(step: Step, task: PlannedTask) -> None:
             parameter.grad = total
 
 
-def _copy_sums(
+def copy_sums(
     sums: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
@@ -196,10 +198,10 @@ def _record_bytes(step: Step, task: PlannedTask, gradients: list[list[Tensor | N
     slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
     for slot, row in zip(task.copies, gradients, strict=True):
         member = int(members[slots.index(slot)])
-        step.events.nbytes[member] = sum(_gradient_bytes(x) for x in row if x is not None)
+        step.events.nbytes[member] = sum(gradient_bytes(x) for x in row if x is not None)
 
 
-def _gradient_bytes(gradient: Tensor) -> int:
+def gradient_bytes(gradient: Tensor) -> int:
     """Return the bytes of a gradient; of a sparse one, those of its values and indices."""
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes

@@ -1,0 +1,253 @@
+"""`load_checkpoint`: load the state of a training run, whole or not at all; `read_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeexec.checkpoints.directory import present
+from pipeexec.checkpoints.encoding import decode, tensor_keys
+from pipeexec.checkpoints.manifest import check_files, read_manifest
+from pipeexec.checkpoints.random_state import load_random_state, random_tensors
+from pipeexec.checkpoints.rows import all_rows, check_rows, load_rows
+from pipeexec.checkpoints.tensor_files import read_tensors
+from pipeexec.distributed.processes import Processes
+from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.state.model_state import check_model_state, load_model_state
+from pipeexec.executor.state.names import StateNames
+from pipeexec.executor.state.optimizer_state import apply_optimizer_states, prepared_states
+from pipeexec.executor.state.state_methods import raise_together
+from pipeexec.executor.state.tied_values import check_tied_values, tied_values
+from pipesim.errors import CheckpointError, check_type
+from pipesim.utils.files import check_path
+from pipesim.utils.texts import CHECKSUM
+
+__all__ = ["load_checkpoint", "read_checkpoint"]
+
+
+def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load model, optimizers, random state and number of steps; all processes must call this.
+
+    The pipeline may have another number of stages, replicas or processes than that which was saved.
+    Each process reads the tensors that it needs. Nothing that is read is executed. torch is seeded
+    as it was. Gradients of steps with ``accumulate=True`` are dropped. After another number of
+    stages, random numbers of steps (dropout) are others, since they depend on the stage; everything
+    else is the same.
+
+    Parameters
+    ----------
+    pipeline
+        The pipeline, between two steps. Without optimizers, their state is left out.
+    path
+        Folder that `save_checkpoint` has written.
+
+    Returns
+    -------
+    dict
+        State of each object that was saved: of an object with ``state_dict``, what that returned.
+
+    Raises
+    ------
+    CheckpointError
+        Names the first file that is missing, cut or edited, or the first key whose shape differs
+        from the model's. Also for copies of a tied parameter that would get different values.
+        Nothing has been changed then.
+    PeerError
+        If another process has such an error.
+    """
+    check_type("pipeline", pipeline, Pipeline)
+    folder = check_path("path", path)
+    processes = pipeline.processes
+    rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
+    with pipeline._model.locked("load_checkpoint"):
+        with raise_together(processes), _plain_errors(folder):
+            folder = present(folder)
+            manifest = read_manifest(folder)
+        _agree(processes, manifest)
+        with raise_together(processes), _plain_errors(folder):
+            check_files(folder, manifest, rank, n_ranks)
+        with raise_together(processes), _plain_errors(folder):
+            names, rows = pipeline.names, {}
+            _check_model(names, manifest)
+            for prefix, embedding in names.embeddings().items():
+                rows[prefix] = load_rows(folder, prefix, embedding, manifest)
+            state = _model_state(folder, names, manifest, rows)
+            prepared = []
+            if pipeline.zero_grad:
+                optimizer = _optimizer_state(folder, manifest, _parameters(names), rows)
+                prepared = prepared_states(
+                    names, pipeline.optimizers, optimizer, error=CheckpointError
+                )
+            states = manifest["random"]
+            random = random_tensors(states[rank] if rank < len(states) else states[0])
+            objects = _objects(folder, manifest)
+            tied = pipeline._model.gradient_options.tied
+            values = tied_values(names, tied, pipeline._model.modules, state)
+        check_tied_values(tied, values, processes, error=CheckpointError, label="the checkpoint")
+        load_model_state(names, state)
+        apply_optimizer_states(prepared)
+        pipeline.n_steps = manifest["n_steps"]
+        pipeline._model.accumulated = AccumulatedSteps()
+        load_random_state(manifest["seed"], random)
+    return objects
+
+
+def _agree(processes: Processes | None, manifest: Mapping[str, Any]) -> None:
+    if processes is not None:
+        processes.agree("the checkpoint (its checksum)", manifest[CHECKSUM])
+
+
+@contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Turn errors about values of a manifest into a `CheckpointError` that names the folder."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"the manifest of {folder} is not valid ({type(error).__name__}: {error!s:.100}); give "
+            "another checkpoint"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {folder}: {error.strerror or error}; give another checkpoint"
+        ) from error
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"cannot read {folder}: {error}; give another checkpoint") from error
+
+
+class _Spec(NamedTuple):
+    """Shape and type of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _check_model(names: StateNames, manifest: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless a checkpoint is that of the model."""
+    shapes: dict[str, Any] = {
+        key: _Spec(tuple(shape), dtype)
+        for key, (shape, dtype) in manifest["tensors"]["model"].items()
+    }
+    shapes |= dict.fromkeys(manifest["others"])
+    for prefix in manifest["rows"]:
+        shapes |= {f"{prefix}weight": None, f"{prefix}_extra_state": None}
+    for prefix, embedding in names.embeddings().items():
+        check_rows(prefix, embedding, manifest)
+        shapes[f"{prefix}weight"] = embedding.weight
+        shapes[f"{prefix}_extra_state"] = embedding.get_extra_state()
+    check_model_state(names, shapes, error=CheckpointError, label="the checkpoint")
+    for key, value in names.local_state().items():
+        saved = shapes.get(names.find(shapes, key) or "")
+        if isinstance(saved, _Spec) and saved.dtype != str(value.dtype):
+            raise CheckpointError(
+                f"{key!r} is {saved.dtype} in the checkpoint, and {value.dtype} in the model; to "
+                "convert it, use pipeline.load_state_dict(read_checkpoint(path)['model'])"
+            )
+
+
+def _model_state(
+    folder: Path,
+    names: StateNames,
+    manifest: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Tensor]],
+) -> dict[str, Any]:
+    """Return the entries of the local stages."""
+    specs = manifest["tensors"]["model"]
+    own = names.local_state()
+    keys = {names.find(specs, key) for key in own} - {None}
+    state: dict[str, Any] = dict(
+        read_tensors(folder / "model", {key: specs[key] for key in specs if key in keys})
+    )
+    others = {key: x for key, x in manifest["others"].items() if key in own}
+    state |= _decoded(folder, "objects", manifest, others)
+    return state | {f"{prefix}weight": columns["weight"] for prefix, columns in rows.items()}
+
+
+def _parameters(names: StateNames) -> set[str]:
+    """Return the keys of the local stages' parameters in the optimizers' state."""
+    return {key for slot, _ in names.local_slots() for key in names.parameter_keys(slot).values()}
+
+
+def _optimizer_state(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    keys: set[str] | None,
+    rows: Mapping[str, Mapping[str, Tensor]],
+) -> dict[str, Any]:
+    """Return the groups of all parameters, and the state of some; all with None."""
+    saved = manifest["optimizer"]
+    if saved is None:
+        raise CheckpointError(
+            f"the checkpoint {folder} has no state of optimizers; load the model alone, by "
+            "pipeline.load_state_dict(pipeexec.read_checkpoint(path)['model'])"
+        )
+    chosen = {name: x for name, x in saved["state"].items() if keys is None or name in keys}
+    state = _decoded(folder, "optimizer", manifest, chosen)
+    for prefix, columns in rows.items():
+        values = {name.removeprefix("state."): x for name, x in columns.items() if name != "weight"}
+        if values or f"{prefix}weight" in state:
+            state[f"{prefix}weight"] = {**state.get(f"{prefix}weight", {}), **values}
+    return {"state": state, "param_groups": decode(saved["param_groups"], {})}
+
+
+def _decoded(
+    folder: Path, part: str, manifest: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return decoded values, with their tensors from a folder of the checkpoint."""
+    specs = manifest["tensors"][part]
+    tensors = read_tensors(folder / part, {key: specs[key] for key in tensor_keys(dict(values))})
+    return {name: decode(value, tensors) for name, value in values.items()}
+
+
+def _objects(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return _decoded(folder, "objects", manifest, manifest["objects"])
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a checkpoint without a pipeline, such as for the unsplit model.
+
+    Parameters
+    ----------
+    path
+        Folder that `save_checkpoint` has written.
+
+    Returns
+    -------
+    dict
+        - ``"model"``: for ``model.load_state_dict``. The tables of a sharded embedding are one
+          tensor of all rows.
+        - ``"optimizer"``: for `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`;
+          None if the pipeline had none.
+        - ``"objects"``: the state of each object.
+        - ``"n_steps"`` and ``"seed"``.
+
+    Raises
+    ------
+    CheckpointError
+        Names the first file that is missing, cut or edited.
+    """
+    folder = check_path("path", path)
+    with _plain_errors(folder):
+        folder = present(folder)
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        rows = {prefix: all_rows(folder, prefix, manifest) for prefix in manifest["rows"]}
+        model: dict[str, Any] = dict(read_tensors(folder / "model", manifest["tensors"]["model"]))
+        model |= _decoded(folder, "objects", manifest, manifest["others"])
+        model |= {f"{prefix}weight": columns["weight"] for prefix, columns in rows.items()}
+        has_optimizer = manifest["optimizer"] is not None
+        return {
+            "model": model,
+            "optimizer": _optimizer_state(folder, manifest, None, rows) if has_optimizer else None,
+            "objects": _objects(folder, manifest),
+            "n_steps": manifest["n_steps"],
+            "seed": manifest["seed"],
+        }

@@ -1,0 +1,1 @@
+"""Evaluations and predictions: forward-only graphs on the stages of a pipeline."""

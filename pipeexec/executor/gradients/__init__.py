@@ -1,0 +1,1 @@
+"""Sums and norms of gradients over stages, replicas and processes."""

@@ -1,0 +1,103 @@
+"""`MemoryMethods`: the methods of `pipeexec.Pipeline` that count the bytes of a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeexec.executor.memory import probes
+from pipeexec.executor.memory.allocator_memory import Allocated
+from pipeexec.executor.memory.step_memory import Bytes, StepMemory
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.results.step_result import StepResult
+from pipeexec.executor.step_runner import StepRunner
+from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.stage_like import StageLike
+from pipesim.graph.graph import TaskGraph
+
+__all__ = ["MemoryMethods"]
+
+
+class MemoryMethods(ABC):
+    """Methods of a pipeline that count bytes; each runs a step that leaves no trace."""
+
+    graph: TaskGraph
+    stages: list[StageLike]
+    _model: PlacedModel
+    _runner: StepRunner
+
+    @abstractmethod
+    def _checked(self, inputs: Any) -> Any:
+        """Return inputs whose tensors are in the order in which the first stage takes them."""
+
+    @abstractmethod
+    def gather(self, result: StepResult) -> StepResult:
+        """Return the result of the whole pipeline."""
+
+    @abstractmethod
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sum of the processes' values, element by element."""
+
+    def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
+        """Return the most bytes of activations that each stage holds in a step, replica by replica.
+
+        They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
+        were. Weights do not count. All processes must call this.
+        """
+        meters = self._count_activations(inputs, targets, range(len(self.stages)))
+        return list(map(int, self.total([meter.peak for meter in meters])))
+
+    def left_bytes(self, inputs: Any, targets: Any) -> list[int]:
+        """Return the most bytes that each stage holds at the end of an I; see `held_bytes`."""
+        meters = self._count_activations(inputs, targets, range(len(self.stages)))
+        return list(map(int, self.total([meter.deferred_peak for meter in meters])))
+
+    def device_bytes(self, inputs: Any, targets: Any) -> list[int]:
+        """Return the most bytes of activations that each device holds; see `held_bytes`."""
+        meters = self._count_activations(inputs, targets, self.graph.homes.ravel().tolist())
+        return list(map(int, self.total([meter.peak for meter in meters])))
+
+    def _count_activations(
+        self, inputs: Any, targets: Any, groups: Sequence[int]
+    ) -> list[ActivationMeter]:
+        with self._model.locked_open("held_bytes, left_bytes or device_bytes"):
+            return probes.count_activations(self._runner, self._checked(inputs), targets, groups)
+
+    def memory(self, inputs: Any, targets: Any) -> StepMemory:
+        """Return the bytes of activations and gradients over a step, counted task by task.
+
+        The simulator's counterpart is ``timeline.memory()``. Counting delays the host, so this runs
+        a step of its own, which leaves no trace. All processes must call this.
+        """
+        with self._model.locked_open("memory"):
+            nbytes, result = probes.count_task_bytes(self._runner, self._checked(inputs), targets)
+        one_gradient = [
+            float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
+            for stage in self.stages
+        ]
+        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(6, -1)
+        return StepMemory(
+            self.gather(result).timeline,
+            Bytes(*columns[:2]),
+            Bytes(*columns[2:4]),
+            Bytes(*columns[4:]),
+            np.array(self.total(one_gradient)).reshape(self.graph.homes.shape),
+        )
+
+    def allocated(self, inputs: Any, targets: Any) -> Allocated:
+        """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
+
+        The simulator's counterpart is ``timeline.memory()``. Sampling delays the host, so this runs
+        a step of its own, which leaves no trace. Freed blocks that other streams may still read
+        count in ``most_active`` alone.
+
+        Raises
+        ------
+        ArgumentError
+            If the devices are CPU workers, whose memory torch does not count.
+        """
+        with self._model.locked_open("allocated"):
+            return probes.sample_allocator(self._runner, self._checked(inputs), targets)

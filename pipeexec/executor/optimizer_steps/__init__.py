@@ -1,0 +1,1 @@
+"""Control the optimizer steps of all stages together: learning rates, scaled gradients."""

@@ -1,0 +1,1 @@
+"""State of a pipeline's model and optimizers, by the names of the original model."""

@@ -1,0 +1,150 @@
+"""`StateMethods`: the methods of `pipeexec.Pipeline` that return and load its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pipeexec.distributed.processes import Processes
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.state.model_state import check_model_state, load_model_state
+from pipeexec.executor.state.names import StateNames
+from pipeexec.executor.state.optimizer_state import (
+    apply_optimizer_states,
+    optimizer_state,
+    prepared_states,
+)
+from pipeexec.executor.state.tied_values import check_tied_values, tied_values
+from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, check_flag
+
+__all__ = ["StateMethods", "raise_together"]
+
+
+class StateMethods:
+    """Methods of a pipeline that return its state by the names of the original model.
+
+    Attributes
+    ----------
+    names
+        Keys of the entries of all stages.
+    """
+
+    names: StateNames
+    optimizers: list[torch.optim.Optimizer | None]
+    processes: Processes | None
+    _model: PlacedModel
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters and persistent buffers by the keys of the original model.
+
+        The tensors share memory with the stages, as in torch. The keys are
+
+        - for stages of `pipeexec.split`: those of the model. A tied parameter has all its keys.
+        - for slices of an `nn.Sequential`, such as ``model[:2], model[2:]``: those of the whole.
+          Stages are taken for slices if each is an `nn.Sequential`, and no two have a child of the
+          same name.
+        - for other stages: those of ``nn.Sequential(*stages)``, such as ``"0.weight"``.
+
+        In several processes, the entries are those of the local stages. Of an embedding whose rows
+        are spread over processes, they are the rows of this process.
+        """
+        with self._model.locked("state_dict"):
+            return self.names.local_state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load parameters and buffers into all stages and their copies; all processes must call it.
+
+        Parameters
+        ----------
+        state
+            As `state_dict` returns it, or the original model's ``state_dict()``. It may have the
+            entries of other processes, too. A tied parameter needs one of its keys.
+        strict
+            Whether missing and unexpected keys are refused.
+
+        Raises
+        ------
+        ArgumentError
+            Names the first key that is missing or unexpected, or whose shape differs; and for
+            copies of a tied parameter that would get different values. Nothing has been changed
+            then.
+        PeerError
+            If another process has refused its state.
+        """
+        with self._model.locked("load_state_dict"):
+            with raise_together(self.processes):
+                _check_mapping(state)
+                check_model_state(self.names, state, strict=check_flag("strict", strict))
+                tied = self._model.gradient_options.tied
+                values = tied_values(self.names, tied, self._model.modules, state)
+            check_tied_values(tied, values, self.processes)
+            load_model_state(self.names, state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizers by the names of parameters of the original model.
+
+        The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, and
+        does not depend on the number of stages. `torch.distributed.checkpoint.state_dict`'s
+        ``set_optimizer_state_dict`` loads it into the optimizer of the unsplit model. Groups of
+        stages with equal options are one group.
+        """
+        with self._model.locked("optimizer_state_dict"):
+            return optimizer_state(self.names, self.optimizers)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the optimizers of all stages; all processes must call this.
+
+        Options such as ``fused``, which do not change results, stay as they are.
+
+        Parameters
+        ----------
+        state
+            As `optimizer_state_dict` returns it, of any number of stages.
+
+        Raises
+        ------
+        ArgumentError
+            Names the first parameter that is missing or unexpected, or whose state has another
+            shape; for groups that differ, and the state of another kind of optimizer. Nothing has
+            been changed then.
+        PeerError
+            If another process has refused its state.
+        """
+        with self._model.locked("load_optimizer_state_dict"):
+            with raise_together(self.processes):
+                if not self._model.zero_grad:
+                    raise ArgumentError(
+                        "the pipeline has no optimizer to load a state; give Pipeline an optimizer"
+                    )
+                prepared = prepared_states(self.names, self.optimizers, state)
+            apply_optimizer_states(prepared)
+
+
+def _check_mapping(state: object) -> None:
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ArgumentTypeError(
+            f"state must be a dict of keys to tensors, got {state!r:.60}; give what state_dict "
+            "returns"
+        )
+
+
+@contextmanager
+def raise_together(processes: Processes | None) -> Iterator[None]:
+    """Raise an error of a block in every process; all of them must run it.
+
+    The process that has the error raises it. Others raise a `PeerError` with its message.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    texts = [] if processes is None else processes.share(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise PeerError(f"rank {rank} stopped the call, and nothing was changed: {text}")

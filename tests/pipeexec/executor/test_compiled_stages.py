@@ -1,0 +1,210 @@
+"""Stages that `torch.compile` has compiled, against the same stages without."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from parity import lowered
+from small_pipelines import assert_same, cut, data, dense, mse, pipeline
+from split_models import Block, Language, Residual
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import pipeexec as px
+from pipesim.errors import ArgumentError, SplitBackwardWarning
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning"),
+    pytest.mark.slow,
+]
+
+
+class Backend:
+    """Counts the runs of compiled graphs; runs them as they are."""
+
+    def __init__(self) -> None:
+        self.n_runs = 0
+
+    def __deepcopy__(self, _: object) -> Backend:
+        return self  # copies of stages have copies of their options
+
+    def __call__(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.n_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    torch._dynamo.reset()
+    yield Backend()
+    torch._dynamo.reset()
+
+
+class Layers(nn.Module):
+    """Two layers and a dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.dropout(torch.tanh(self.first(x))))
+
+
+def layers(dropout: float) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Layers(dropout) for _ in range(2)]
+
+
+def in_place(stages: list[nn.Module], backend: Any) -> list[nn.Module]:
+    for stage in stages:
+        stage.compile(backend=backend)
+    return stages
+
+
+def wrapped(stages: list[nn.Module], backend: Any) -> list[nn.Module]:
+    return [torch.compile(stage, backend=backend) for stage in stages]
+
+
+ways = pytest.mark.parametrize("compile", [in_place, wrapped])
+
+
+@ways
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "dropout"),
+    [("1f1b", "never", 0.0), ("1f1b", "never", 0.5), ("gpipe", "always", 0.5),
+     ("zb_h1", "never", 0.5)],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::pipesim.errors.SplitBackwardWarning")
+def test_compiled_stages_train_as_others(
+    schedule: str, recompute: Any, dropout: float, compile: Any, backend: Backend
+) -> None:
+    """They run compiled from the first step; dropout draws the same numbers."""
+    graph, expected = lowered(schedule, 2, 3, recompute=recompute), layers(dropout)
+    stages = layers(dropout)
+    with pipeline(expected, graph) as subject:
+        losses = [subject.step(*data(12)).loss for _ in range(2)]
+    with pipeline(compile(stages, backend), graph) as subject:
+        n_runs = []
+        for loss in losses:
+            assert torch.equal(subject.step(*data(12)).loss, loss)
+            n_runs.append(backend.n_runs)
+    assert_same(stages, expected)
+    n_forwards = 2 * 3 * (2 if recompute == "always" else 1)
+    assert n_runs == [n_forwards, 2 * n_forwards]
+
+
+def test_split_backwards_of_compiled_stages_warn(backend: Backend) -> None:
+    """I computes all gradients, so that times of I and W are no split ones."""
+    for compile in (in_place, wrapped):
+        with pytest.warns(SplitBackwardWarning, match="stage 0, 1: torch computes all gradients"):
+            pipeline(compile(layers(0.0), backend), lowered("zb_h1", 2, 3)).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SplitBackwardWarning)
+        pipeline(layers(0.0), lowered("zb_h1", 2, 3)).close()
+        pipeline(in_place(layers(0.0), backend), lowered("1f1b", 2, 3)).close()
+
+
+def test_replicas_of_compiled_stages(backend: Backend) -> None:
+    """Copies of a wrapped stage are compiled; those of one compiled in place would not be."""
+    graph = lowered("1f1b", 2, 2, n_replicas=2)
+    with pipeline(wrapped(layers(0.0), backend), graph) as subject:
+        subject.step(*data(12))
+        assert backend.n_runs == 2 * 2 * 2
+    with pytest.raises(ArgumentError, match=r"stage 0 .* give torch.compile\(stage\) instead"):
+        pipeline(in_place(layers(0.0), backend), graph)
+
+
+@ways
+def test_evaluation_and_prediction(compile: Any, backend: Backend) -> None:
+    """They run compiled; names of the state have no trace of it."""
+    graph, expected = lowered("1f1b", 2, 2), layers(0.5)
+    with pipeline(expected, graph) as subject:
+        output, names = subject.predict(data(8)[0]), set(subject.state_dict())
+    with pipeline(compile(layers(0.5), backend), graph) as subject:
+        assert torch.equal(subject.predict(data(8)[0]), output)
+        torch.testing.assert_close(subject.evaluate(*data(8)).loss, mse(output, data(8)[1]))
+        assert set(subject.state_dict()) == names
+    assert backend.n_runs == 2 * 2 * 2
+
+
+# Stages of split models
+
+WORDS = torch.arange(24).reshape(4, 6) % 11
+
+
+def logits_loss(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2])
+def test_blocks_of_split_models(n_replicas: int, backend: Backend) -> None:
+    """Each block is compiled, in copies of the stage too; the names of the state stay."""
+    torch.manual_seed(0)
+    model = Language(3)
+    whole = copy.deepcopy(model)
+    stages = px.split(model, 2, sample=WORDS)
+    for stage in stages:
+        assert stage is not None
+        stage.compile(backend=backend)
+    graph = lowered("1f1b", 2, 2, n_replicas=n_replicas)
+    with pipeline(stages, graph, logits_loss) as subject:
+        result = subject.step(WORDS, WORDS)
+        assert backend.n_runs >= 3 * 2 * n_replicas
+        assert set(subject.state_dict()) == set(whole.state_dict())
+    loss = logits_loss(whole(WORDS), WORDS)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss)
+    own = dict(model.named_parameters())
+    for name, p in whole.named_parameters():
+        torch.testing.assert_close(own[name].grad, p.grad)
+
+
+def test_blocks_that_are_containers(backend: Backend) -> None:
+    """Torch compiles no code of containers, so their parts are compiled."""
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 8, 8)
+    stages = px.split(Residual(), 2, sample=images)
+    for stage in stages:
+        assert stage is not None
+        stage.compile(backend=backend)
+    with pipeline(stages, lowered("1f1b", 2, 2), mse) as subject:
+        subject.step(images, torch.zeros(4, 5))
+    assert backend.n_runs >= 4 * 2
+
+
+@pytest.mark.parametrize("compile", ["in place", "wrapped", "a block's part"])
+def test_compiled_models_cannot_be_split(compile: str, backend: Backend) -> None:
+    model = Language(2)
+    if compile == "in place":
+        model.compile(backend=backend)
+    elif compile == "wrapped":
+        model.blocks[1] = torch.compile(Block(), backend=backend)
+    else:
+        model.blocks[1].mlp.compile(backend=backend)
+    with pytest.raises(ArgumentError, match=r"compiled.*then compile each stage"):
+        px.split(model, 2, sample=WORDS)
+
+
+@pytest.mark.parametrize("compile", [in_place, wrapped])
+def test_aot_autograd_gives_equal_gradients(compile: Any, backend: Backend) -> None:
+    """To rounding; the backward is compiled too."""
+    model = dense(4)
+    expected = copy.deepcopy(model)
+    stages = compile(cut(model, [2, 2]), "aot_eager")
+    graph = lowered("1f1b", 2, 3, recompute="always")
+    with pipeline(cut(expected, [2, 2]), graph) as subject:
+        loss = subject.step(*data(12)).loss
+    with pipeline(stages, graph) as subject:
+        torch.testing.assert_close(subject.step(*data(12)).loss, loss)
+    for p, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
