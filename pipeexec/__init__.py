@@ -1,5 +1,8 @@
 """Run pipesim task graphs on real devices and compare measured times with predictions."""
 
+from pipeexec.checkpoints.directory import latest_checkpoint
+from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
+from pipeexec.checkpoints.save import save_checkpoint
 from pipeexec.data_parallel.accumulation import GradientAccumulation
 from pipeexec.data_parallel.learning_rate import scaled_learning_rate
 from pipeexec.data_parallel.sync_lint.report import sync_report
@@ -10,14 +13,19 @@ from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.optimizer_steps.lr_schedulers import LRSchedulers
+from pipeexec.executor.pipeline import EvaluationResult, Pipeline, StepResult
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.measure import measure, profile
 from pipeexec.profiling.profile import Profile
+from pipeexec.projection.project import project
+from pipeexec.projection.projection import Projection
 from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
+from pipeexec.training.train import train
+from pipeexec.training.training_run import TrainingRun
 from pipeexec.validation.equivalence.check_equivalent import check_equivalent
 from pipeexec.validation.equivalence.report import Equivalence
 from pipeexec.validation.result import Validation, load_run
@@ -26,15 +34,19 @@ from pipeexec.validation.validate import validate
 __all__ = [
     "EmbeddingStage",
     "Equivalence",
+    "EvaluationResult",
     "GPipe",
     "GradientAccumulation",
+    "LRSchedulers",
     "Pipeline",
     "Processes",
     "Profile",
+    "Projection",
     "ShardedEmbedding",
     "Slice",
     "Stages",
     "StepResult",
+    "TrainingRun",
     "Validation",
     "Worker",
     "check_equivalent",
@@ -42,15 +54,21 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "join",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_run",
     "measure",
     "profile",
+    "project",
+    "read_checkpoint",
+    "save_checkpoint",
     "scaled_learning_rate",
     "slices",
     "split",
     "sync_report",
     "to_torch",
     "torch_schedule_order",
+    "train",
     "validate",
     "watch_sync",
     "workers",

@@ -1,4 +1,4 @@
-"""The command ``pipeexec``: ``validate``, ``run``, ``profile`` and ``show``.
+"""The command ``pipeexec``: ``train``, ``validate``, ``run``, ``profile`` and ``show``.
 
 Under torchrun every process runs the same command; rank 0 prints and writes.
 """

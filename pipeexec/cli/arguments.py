@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeexec.cli.workload_options import add_workload, integer
+from pipeexec.cli.workload_options import add_workload, integer, real
 from pipesim.utils.argument_parser import RaisingParser
 
 __all__ = ["make_parser"]
@@ -21,6 +21,8 @@ _EPILOG = """examples:
   torchrun --nproc-per-node 2 -m pipeexec run        two processes, gloo; NCCL with --devices cuda
   torchrun --nproc-per-node 4 -m pipeexec validate --replicas 2 --grad-sync every,last,bucketed
   pipeexec run --devices cuda:0 --slices 4           one GPU as four devices
+  pipeexec train config.toml                         train, or continue after Ctrl-C or a crash
+  torchrun --nproc-per-node 2 -m pipeexec train config.toml
   pipeexec show results/demo                         the tables of a run directory
 """
 
@@ -49,6 +51,23 @@ def make_parser() -> argparse.ArgumentParser:
                        "run directory that has it")  # fmt: skip
     measure = commands.add_parser("profile", help="measure costs of stages and messages, and plot")
     add_workload(measure, steps=7, what="calibration steps", name="profile")
+    _add_train(commands.add_parser("train", help="train from a TOML file, with checkpoints"))
     show = commands.add_parser("show", help="print the tables of a run directory")
     show.add_argument("directory", type=Path)
     return parser
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``train``."""
+    add = parser.add_argument
+    add("config", type=Path, help="TOML file; a factory that it names is imported and called")
+    add("--steps", type=integer, help="steps in all, in place of the file's")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="continue from the last checkpoint, "
+                       "if there is one (the default)")  # fmt: skip
+    start.add_argument("--fresh", action="store_true", help="begin anew, and delete what is in the "
+                       "directory of the training")  # fmt: skip
+    add("--no-progress", action="store_true", help="show no progress bar")
+    add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
+        "step is given up (default: 60)")  # fmt: skip
+    parser.set_defaults(results=Path("results"), name="train")

@@ -1,13 +1,15 @@
-"""The commands ``validate``, ``run``, ``profile`` and ``show``: each takes parsed arguments.
+"""The commands ``train``, ``validate``, ``run``, ``profile`` and ``show``.
 
-Modules that load torch are imported when a command runs, so that ``--help`` is quick.
+Each takes parsed arguments. Modules that load torch are imported when a command runs, so that
+``--help`` is quick.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from pipeexec.cli.workload import Workload
     from pipeexec.distributed.processes import Processes
     from pipeexec.executor.pipeline import Pipeline
+    from pipeexec.training.training_run import TrainingRun
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
     from pipesim.timeline.timeline import Timeline
@@ -89,8 +92,8 @@ def _pipeline(
 
 
 def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.cli.report import training_report
-    from pipeexec.cli.train import train
+    from pipeexec.cli.measured_steps import measure_steps
+    from pipeexec.cli.report import steps_report
 
     path, costs = _run_path(arguments), _costs(arguments.costs)
     run = workload(arguments, processes)
@@ -101,7 +104,7 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
         )
     (graph,) = run.graphs.values()
     with _pipeline(arguments, run, graph, processes) as pipeline:
-        training = train(
+        steps = measure_steps(
             pipeline,
             run.batches,
             n_steps=arguments.steps,
@@ -110,10 +113,40 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
             progress=print_progress,
         )
     if is_printer():
-        training.save(path, record=run.record)
-    print_result(training_report(training))
-    print_result(f"\nwrote {path}: the figure is {path / training.figure}")
+        steps.save(path, record=run.record)
+    print_result(steps_report(steps))
+    print_result(f"\nwrote {path}: the figure is {path / steps.figure}")
     return 0
+
+
+def _train(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.training.config.read_config import read_config
+    from pipeexec.training.config.train_config import train_config
+
+    config = read_config(arguments.config)
+    directory = Path(config["training"]["directory"])
+    arguments.results, arguments.name = directory.parent, directory.name  # for partial timelines
+    run = train_config(
+        config,
+        processes,
+        n_steps=arguments.steps,
+        resume=not arguments.fresh,
+        progress=False if arguments.no_progress else None,
+        on_evaluation=None if sys.stderr.isatty() else _print_evaluation,
+        timeout=arguments.timeout,
+    )
+    print_result(run.summary())
+    if run.interrupted:
+        print_progress(f"interrupted after step {run.n_steps}: the same command continues")
+        return 130
+    return 0
+
+
+def _print_evaluation(run: TrainingRun, row: Mapping[str, float]) -> None:
+    """Print a line in place of a progress bar, which only terminals show."""
+    print_progress(
+        f"step {run.n_steps}: loss {run.losses[-1]:.4f}, evaluation loss {row['loss']:.4f}"
+    )
 
 
 def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
@@ -182,14 +215,18 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the tables of a run directory."""
+    """Print the tables of a run directory, or the summary of a training."""
     from pipeexec.cli.report import profile_report, report
     from pipeexec.profiling.files import TABLE
     from pipeexec.profiling.profile import Profile
     from pipeexec.run_directory import read_record
+    from pipeexec.training.training_run import TrainingRun, has_log
     from pipeexec.validation.result import load_run
 
     folder = arguments.directory
+    if has_log(folder):
+        print(TrainingRun.load(folder).summary())
+        return 0
     if "rows" not in read_record(folder) and (folder / TABLE).is_file():
         print(profile_report(Profile.load(folder)))
     else:
@@ -199,6 +236,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 #: Commands that torchrun can start too.
 COMMANDS: dict[str, Command] = {
+    "train": _train,
     "run": _with_run_lock(_run),
     "validate": _with_run_lock(_validate),
     "profile": _with_run_lock(_profile),

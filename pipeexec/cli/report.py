@@ -12,11 +12,11 @@ from pipesim.analysis.error_attribution import PARTS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeexec.cli.train import Training
+    from pipeexec.cli.measured_steps import MeasuredSteps
     from pipeexec.profiling.profile import Profile
     from pipeexec.validation.result import Validation
 
-__all__ = ["profile_report", "report", "training_report"]
+__all__ = ["profile_report", "report", "steps_report"]
 
 
 def report(validation: Validation) -> str:
@@ -42,22 +42,22 @@ def report(validation: Validation) -> str:
     return "\n\n".join(parts)
 
 
-def training_report(training: Training) -> str:
+def steps_report(steps: MeasuredSteps) -> str:
     """Return the report of training steps: makespans, and errors of their prediction."""
-    makespans = np.array(training.makespans) * 1e3
+    makespans = np.array(steps.makespans) * 1e3
     low, middle, high = np.quantile(makespans, (0.1, 0.5, 0.9))
     lines = [
         f"{len(makespans)} steps: makespan {middle:.1f} ms (median; {low:.1f} to {high:.1f} ms "
-        f"without the outer tenths), bubble {training.measured.bubble_fraction:.1%}, "
-        f"loss {training.losses[0]:.4f} to {training.losses[-1]:.4f}"
+        f"without the outer tenths), bubble {steps.measured.bubble_fraction:.1%}, "
+        f"loss {steps.losses[0]:.4f} to {steps.losses[-1]:.4f}"
     ]
-    if training.predicted is not None:
-        errors = np.array(training.errors)
+    if steps.predicted is not None:
+        errors = np.array(steps.errors)
         lines.append(
-            f"predicted {training.predicted.makespan * 1e3:.1f} ms: error {np.median(errors):+.1%} "
+            f"predicted {steps.predicted.makespan * 1e3:.1f} ms: error {np.median(errors):+.1%} "
             f"(median), {errors[np.abs(errors).argmax()]:+.1%} (worst step)"
         )
-    for rank, clock in enumerate(training.clocks[1:], start=1):
+    for rank, clock in enumerate(steps.clocks[1:], start=1):
         lines.append(
             f"clock of rank {rank}: {clock['offset'] * 1e6:+.0f} us from rank 0's, drift "
             f"{clock['drift'] * 1e6:+.2f} us/s, residual {clock['residual'] * 1e6:.0f} us, round "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeexec.demo_models.registry import DemoModel
     from pipeexec.devices.device import DeviceLike
     from pipeexec.distributed.processes import Processes
-    from pipeexec.stages.loss_function import Loss
+    from pipeexec.stages.loss.loss_function import Loss
     from pipesim.graph.graph import TaskGraph
     from pipesim.scheduling.registry import ScheduleInfo
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipesim.utils.texts import parse_float, parse_int
 
-__all__ = ["add_workload", "integer"]
+__all__ = ["add_workload", "integer", "real"]
 
 
 def words(text: str) -> list[str]:
@@ -31,7 +31,8 @@ def integer(text: str) -> int:
     return number
 
 
-def _real(text: str) -> float:
+def real(text: str) -> float:
+    """Read a number; for argparse."""
     number = parse_float(text)
     if number is None:
         raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
@@ -93,7 +94,7 @@ def add_workload(
         "those of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
     add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
-    add("--timeout", type=_real, default=60.0, help="seconds without any progress after which a "
+    add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
         "step is given up (default: 60)")  # fmt: skip
     add(
         "--no-overlap",
@@ -103,12 +104,12 @@ def add_workload(
     )
     add("--steps", type=integer, default=steps, help=f"{what} (default: {steps})")
     add("--warm-up", type=integer, default=2, help="steps before them (default: 2)")
-    add("--learning-rate", type=_real, default=3e-4, help="of AdamW (default: 3e-4)")
+    add("--learning-rate", type=real, default=3e-4, help="of AdamW (default: 3e-4)")
     add("--seed", type=integer, default=0, help="of weights and data (default: 0)")
     add("--name", default=name, help=f"of the run directory (default: {name})")
     add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
     model = parser.add_argument_group("sizes of the model")
     for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
         model.add_argument(f"--{option}", type=integer)
-    model.add_argument("--dropout", type=_real)
+    model.add_argument("--dropout", type=real)
     model.add_argument("--text", type=Path, help="train on this file, not on Python's library")

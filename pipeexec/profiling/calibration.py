@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.profiling.accuracy_warnings import warn_of_poor_accuracy
@@ -28,6 +26,7 @@ from pipeexec.profiling.collectives import (
     lower_for_replicas,
     max_buckets,
     measured_buckets,
+    norm_seconds,
 )
 from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.profiling.link_fit import fits, network_of, with_fits
@@ -35,7 +34,7 @@ from pipeexec.profiling.link_speed import measure_transfers, pairs_of
 from pipeexec.profiling.profile import Profile
 from pipeexec.profiling.stage_bytes import optimizer_bytes, with_stage_bytes
 from pipeexec.profiling.task_seconds import mean_task_seconds
-from pipeexec.stages.batches import Batch, split_batches
+from pipeexec.stages.batches import Batch, repeated_samples, split_batches
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import Costs
@@ -73,9 +72,7 @@ class Calibration:
         graph = pipeline.graph
         for name, batch in (("inputs", inputs), ("targets", targets)):
             if batch is None:  # `Pipeline.step` accepts it; here each process needs the shapes
-                raise ArgumentError(
-                    f"{name} must be a tensor of samples or a tuple of them, got None"
-                )
+                raise ArgumentError(f"{name} must be a tensor of samples or hold one, got None")
         self.pipeline = pipeline
         graphs = _checked_graphs(graphs) or [graph]
         check_exchanges(graph, graphs)
@@ -83,10 +80,11 @@ class Calibration:
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.local)
-        *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here)
+        dims = pipeline.batch_dims
+        *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here, dims)
         self.microbatch_size = min(sizes)
         self.batch, self.one_microbatch = (
-            tuple(_repeated(x, n_here * n * self.microbatch_size) for x in (inputs, targets))
+            repeated_samples(inputs, targets, n_here * n * self.microbatch_size, dims)
             for n in (n_microbatches, 1)
         )
         self.loaded, self.isolated = (
@@ -175,14 +173,16 @@ class Calibration:
             timelines, [step.timeline for step in self.isolated_steps], with_split=self.splits
         )
         launch = self._launch()
+        network = network_of(transfers, fitted, timelines)
         costs = Costs(
             **values,
             launch=launch,
             activation_bytes=tuple(map(float, self.held_bytes)),
             weight_grad_bytes=tuple(map(float, self.left_bytes)),
-            network=network_of(transfers, fitted, timelines),
+            network=network,
             output_bytes=tuple(output_bytes(timelines[-1]).tolist()),
             **collective_seconds(timelines),
+            **norm_seconds(timelines, network),
         )
         costs = replace(
             with_stage_bytes(costs, self.pipeline),
@@ -240,10 +240,3 @@ def _checked_graphs(graphs: object) -> list[TaskGraph]:
     """Return graphs as a list; an empty one for None."""
     listed = () if graphs is None else check_list("graphs", graphs, "such as [pipeline.graph]")
     return [check_type("graphs: each", graph, TaskGraph) for graph in listed]
-
-
-def _repeated(batch: Batch, n_samples: int) -> Batch:
-    """Return the first ``n_samples`` samples, repeating the batch if it has fewer."""
-    if isinstance(batch, tuple):
-        return tuple(x[torch.arange(n_samples) % len(x)] for x in batch)
-    return batch[torch.arange(n_samples) % len(batch)]

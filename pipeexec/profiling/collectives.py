@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.stages.batch_shares import BatchShares
-from pipesim.analysis.measured_collectives import measured_collectives
+from pipesim.analysis.measured_collectives import grad_norm_seconds, measured_collectives
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
@@ -30,6 +30,7 @@ __all__ = [
     "lower_for_replicas",
     "max_buckets",
     "measured_buckets",
+    "norm_seconds",
 ]
 
 
@@ -46,6 +47,7 @@ def lower_for_replicas(
     A bidirectional pipeline is lowered for the first path of the first replica alone. The hosts
     are those of the graph if both have the same devices.
     """
+    options |= {"tied": graph.tied, "grad_norm": graph.has_grad_norm}
     if shares.n_shares * schedule.n_devices == graph.n_devices:
         options |= {"hosts": graph.host, "host_threads": graph.host_threads}
     if shares.n_shares == 1:
@@ -93,6 +95,15 @@ def _exchanges(graph: TaskGraph) -> dict[str, Any]:
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the mean seconds of each collective in the timelines, as fields of `Costs`."""
     measured = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
+    return {
+        name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
+        for name in measured[0]
+    }
+
+
+def norm_seconds(timelines: Sequence[Timeline], network: Network) -> dict[str, Any]:
+    """Return ``grad_norm`` of `Costs`, on average over timelines; empty without GRAD_NORM."""
+    measured = [grad_norm_seconds(timeline, network, np.mean) for timeline in timelines]
     return {
         name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
         for name in measured[0]

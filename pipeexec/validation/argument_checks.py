@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeexec.stages.loss_function import Loss
+from pipeexec.stages.loss.loss_function import Loss
 from pipeexec.validation.run_files import check_rows
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, CostsError, PipeError, check_function, check_type
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["check_costs", "check_gpipe_options", "check_loss", "widest_graph"]
+__all__ = [
+    "check_costs",
+    "check_gpipe_options",
+    "check_loss",
+    "check_no_pipeline_options",
+    "widest_graph",
+]
 
 
 def check_loss(loss_fn: Loss | None) -> Loss:
@@ -31,6 +37,13 @@ def check_gpipe_options(
         raise ArgumentError(
             "a GPipe runs in one process, without a CUDA graph; leave out processes and cuda_graph"
         )
+
+
+def check_no_pipeline_options(**options: object) -> None:
+    """Raise `ArgumentError` for an option of `Pipeline` that a GPipe has not."""
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"a GPipe has no {name}, got {value!r:.60}; leave it out")
 
 
 def widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:

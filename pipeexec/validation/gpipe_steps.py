@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss_function import Loss, combined_loss
+from pipeexec.stages.loss.loss_function import Loss, combined_loss
 from pipeexec.stages.restore import restore_afterwards, temporary_attribute
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError

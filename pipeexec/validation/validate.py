@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import nn
+from torch.amp import GradScaler
 
 from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.host_memory import check_results
@@ -20,13 +21,14 @@ from pipeexec.executor.pipeline import Pipeline
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.stage_bytes import with_stage_bytes
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss_function import Loss
+from pipeexec.stages.loss.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation.accuracy import warn_of_other_sizes
 from pipeexec.validation.argument_checks import (
     check_costs,
     check_gpipe_options,
     check_loss,
+    check_no_pipeline_options,
     widest_graph,
 )
 from pipeexec.validation.gpipe_steps import (
@@ -64,6 +66,11 @@ def validate(
     timeout: float | None = 60.0,
     processes: Processes | None = None,
     cuda_graph: bool = False,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    batch_dims: Mapping[str, int | None] | None = None,
+    tied: Sequence[Sequence[tuple[int, str]]] | None = None,
+    max_grad_norm: float | None = None,
+    grad_scaler: GradScaler | None = None,
 ) -> Validation: ...
 
 
@@ -98,6 +105,11 @@ def validate(
     timeout: float | None = 60.0,
     processes: Processes | None = None,
     cuda_graph: bool = False,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    batch_dims: Mapping[str, int | None] | None = None,
+    tied: Sequence[Sequence[tuple[int, str]]] | None = None,
+    max_grad_norm: float | None = None,
+    grad_scaler: GradScaler | None = None,
 ) -> Validation:
     """Profile, simulate, execute and compare.
 
@@ -119,8 +131,9 @@ def validate(
     repeat
         Number of times to calibrate and measure. Two or more give the uncertainty of the mean
         error over calibrations.
-    timeout, processes, cuda_graph
-        As for `Pipeline`. With several processes, each calls this and gets the whole result.
+    timeout, processes, cuda_graph, loss_reduction, batch_dims, tied, max_grad_norm, grad_scaler
+        As for `Pipeline`. With several processes, each calls this and gets the whole result. All
+        graphs have the operations for ``tied``, ``max_grad_norm`` and ``grad_scaler``.
     costs
         Costs to predict from, without calibration; from `px.profile` or `Costs.load`.
     progress
@@ -151,6 +164,10 @@ def validate(
         check_rows(models)
         check_results([], n_steps=options.n_steps, repeat=options.repeat)
         check_gpipe_options(graphs, devices, processes, cuda_graph)
+        check_no_pipeline_options(
+            loss_reduction=None if loss_reduction == "mean" else loss_reduction,
+            batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
+        )  # fmt: skip
         return _validate_gpipes(models, check_loss(loss_fn), options)
     if graphs is None or devices is None:
         raise ArgumentError("validate needs graphs and devices; only a GPipe has its own")
@@ -162,7 +179,8 @@ def validate(
         check_results(graphs.values(), n_steps=options.n_steps, repeat=options.repeat)
     with Pipeline(
         stages, first, devices, loss_fn, optimizer,
-        timeout=timeout, processes=processes, cuda_graph=cuda_graph,
+        timeout=timeout, processes=processes, cuda_graph=cuda_graph, loss_reduction=loss_reduction,
+        batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
     ) as pipeline:  # fmt: skip
         repeats, peaks = _run_graphs(pipeline, graphs, options)
         clocks, notes = pipeline.clocks(), pipeline.notes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeexec.stages.batches import Batch, check_batch
-from pipeexec.stages.loss_function import Loss, LossFunction
+from pipeexec.stages.loss.loss_function import Loss, LossFunction
 from pipeexec.validation.equivalence.layer_isolation import broken_layers, broken_loss
 from pipeexec.validation.equivalence.real_steps import (
     check_layers,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.loss.loss_function import LossFunction
 from pipeexec.validation.equivalence.real_steps import Layers
 
 __all__ = ["BrokenLayer", "broken_layers", "broken_loss"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss_function import Loss
+from pipeexec.stages.loss.loss_function import Loss
 from pipeexec.validation.equivalence.small_runs import SmallRun
 from pipesim.errors import (
     ArgumentError,

@@ -555,6 +555,31 @@ def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> Non
     assert min(result.rows["x"].peak_memory) > 2 * 80
 
 
+class Shifted(nn.Linear):
+    """A first stage that takes a shift of all samples."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) + shift.sum(0)
+
+
+def test_options_of_the_pipeline() -> None:
+    """Tied copies stay equal, steps are clipped, and what all samples share is not split."""
+    torch.manual_seed(0)
+    stages = [Shifted(4, 4), nn.Linear(4, 4)]
+    stages[1].load_state_dict(stages[0].state_dict())
+    start = stages[0].weight.detach().clone()
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), tied=[(0, 1)], grad_norm=True)
+    px.validate(
+        stages, {"x": graph}, ["cpu"] * 2, lambda output, target: (output - target).square().sum(),
+        itertools.repeat(((torch.ones(8, 4), torch.ones(2, 4)), torch.zeros(8, 4)), 3),
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        n_steps=2, warm_up=1, costs=ps.Costs(1e-3, 1e-3), loss_reduction="sum",
+        batch_dims={"inputs[1]": None}, tied=[[(0, "weight"), (1, "weight")]], max_grad_norm=1e-3,
+    )  # fmt: skip
+    assert torch.equal(stages[0].weight, stages[1].weight)
+    assert 1e-4 < (stages[0].weight - start).norm() < 3.1e-3
+
+
 @pytest.mark.parametrize(
     ("costs", "message"),
     [

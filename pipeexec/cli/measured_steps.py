@@ -1,4 +1,4 @@
-"""Run training steps of one graph, in one process or in several, and keep their results."""
+"""Measure training steps of one graph, in one process or in several, and keep their results."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.run_directory import command, write_directory
 from pipeexec.stages.batches import Batch
+from pipeexec.training.loop import run_loop
+from pipeexec.training.options import TrainingOptions
+from pipeexec.training.training_run import TrainingRun
 from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
-from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
 
-__all__ = ["Training", "train"]
+__all__ = ["MeasuredSteps", "measure_steps"]
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class MeasuredSteps:
     """Steps that were run.
 
     Attributes
@@ -115,7 +117,7 @@ class Training:
                 save(figure, to / f"overlay.{suffix}")
 
 
-def train(
+def measure_steps(
     pipeline: Pipeline,
     batches: Iterable[tuple[Batch, Any]],
     *,
@@ -123,7 +125,7 @@ def train(
     warm_up: int = 2,
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Training:
+) -> MeasuredSteps:
     """Run training steps; every process of the pipeline calls this, and gets all results.
 
     Parameters
@@ -147,22 +149,22 @@ def train(
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
     with guard_processes(pipeline.processes):
         check_results([pipeline.graph], n_steps=n_steps)
-    predicted = None if costs is None else simulate(pipeline.graph, costs)
-    report_progress = progress or (lambda _: None)
-    source = iter(batches)
-    steps = []
-    for number in range(warm_up + n_steps):
-        batch = next(source, None)
-        if batch is None:
-            raise ArgumentError(
-                f"got {number} batches, but {warm_up + n_steps} are needed: one a step"
-            )
-        pipeline.align()
-        result = pipeline.gather(pipeline.step(*batch))
-        if number >= warm_up:
+    steps: list[StepResult] = []
+
+    def keep(run: TrainingRun, result: StepResult) -> None:
+        if run.n_steps > warm_up:
             steps.append(result)
-            report_progress(
-                f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
-                f"{result.timeline.makespan * 1e3:.1f} ms"
-            )
-    return Training(tuple(steps), predicted, pipeline.clocks(), pipeline.notes)
+            if progress is not None:
+                progress(
+                    f"step {len(steps)} of {n_steps}: loss {float(result.loss):.4f}, "
+                    f"{result.timeline.makespan * 1e3:.1f} ms"
+                )
+
+    total = warm_up + n_steps
+    options = TrainingOptions(
+        n_steps=total, costs=costs, timelines=range(1, total + 1), on_step=keep, progress=False
+    )
+    run = run_loop(pipeline, batches, options, takes_signals=False)
+    if run.n_steps < total:
+        raise ArgumentError(f"got {run.n_steps} batches, but {total} are needed: one a step")
+    return MeasuredSteps(tuple(steps), run.predicted, pipeline.clocks(), pipeline.notes)

@@ -1,0 +1,309 @@
+"""`project`: profile the layers of a model on one device, to predict steps on many."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeexec.devices.make_devices import available_cores, parse_device
+from pipeexec.projection.layer_bytes import LayerBytes
+from pipeexec.projection.layer_modules import (
+    FirstLayer,
+    LastLayer,
+    LayerLoss,
+    SquareSum,
+    Values,
+    layer_loss,
+)
+from pipeexec.projection.layer_seconds import LayerSeconds, measure_layers
+from pipeexec.projection.layer_stages import LayerStages, layer_stages
+from pipeexec.projection.projection import Projection
+from pipeexec.stages.optimizers import OptimizerFactory
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    check_count,
+    check_flag,
+    check_function,
+    check_name,
+    check_text,
+    check_type,
+)
+from pipesim.models.layers import Layers
+from pipesim.network.presets import MACHINES
+from pipesim.planning.cluster import Cluster
+
+__all__ = ["project"]
+
+#: Spread of the steps' mean durations, over their mean, above which the machine is too busy.
+_UNSTEADY = 0.2
+
+
+def project(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    cluster: Cluster | str,
+    *,
+    targets: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    device: str = "cpu",
+    microbatch_size: int | None = None,
+    layers_at_once: int | None = None,
+    split_backward: bool = True,
+    n_busy: int = 0,
+    n_steps: int = 7,
+    warm_up: int = 2,
+) -> Projection:
+    """Profile the layers of a model one after the other on one device, to predict steps on many.
+
+    `pipeexec.split` finds the blocks of the model. Each is a layer, and so are the modules before
+    the first one and after the last one. Steps of a pipeline that has these layers on one device
+    give the seconds of F, B, I, W, R and STEP of each, as in `pipeexec.profile`: means over all
+    tasks of the steps. Bytes are counted in one forward and backward of each layer.
+
+    Parameters
+    ----------
+    model
+        The model, which stays as it is. Or a function without arguments that makes it, as in
+        `pipeexec.split`: then only ``layers_at_once`` layers have data at the same time.
+    sample
+        One micro-batch, as the model takes it: a tensor, a tuple of positional arguments, or a dict
+        of keyword arguments. All results are for micro-batches of this size; those of another size
+        need another projection.
+    cluster
+        Devices to predict steps on: their network and memory. Or the name of a machine
+        (`pipesim.machines`), for one node of it. The seconds are those of the profiled device.
+    targets, loss_fn
+        ``loss_fn(output, targets)`` of the micro-batch, as in `pipeexec.Pipeline`; it is part of
+        the last layer. Without it, the loss is the sum of the squares of the output.
+    optimizer
+        As in `pipeexec.Pipeline`; None for steps without optimizer.
+    device
+        ``"cpu"`` for one worker, or a GPU such as ``"cuda:0"``.
+    microbatch_size
+        Samples of the micro-batch; by default the first dimension of the first tensor of the
+        sample.
+    layers_at_once
+        Layers on the device at the same time, with their gradients and optimizer state. By default
+        all layers of a model, and one of a model that a function makes: the values of its
+        parameters are drawn again for each. Inputs of later layers are the outputs of the layers
+        before.
+    split_backward
+        Whether I and W are measured, for schedules with split backwards.
+    n_busy
+        CPU workers that run copies of the layers meanwhile, so that contention between workers of
+        one machine counts: 1 for two workers in all. By default nothing else runs.
+    n_steps, warm_up
+        Number of measured steps of 4 micro-batches, and of steps before them that are not measured.
+
+    Raises
+    ------
+    ArgumentError
+        As `pipeexec.split` for a model that cannot be cut or a sample that it does not take; for
+        anything but a cluster, for counts below 1, and for more busy workers than
+        cores. `UnknownNameError` for an unknown machine.
+    ExecutionError
+        If the model fails on the sample, or its loss has no gradient.
+    StageError
+        If a layer, the loss or the optimizer fails in a step.
+
+    Warns
+    -----
+    AccuracyWarning
+        If the mean duration of an operation varies by more than 20 % between steps.
+
+    Notes
+    -----
+    A projection is a prediction from one device, which runs nothing else. It does not see:
+
+    - contention: workers of one machine share memory bandwidth, caches and the interpreter. With
+      ``n_busy`` it sees that of so many threads;
+    - clocks: a machine of which all devices work may run at lower clock speeds;
+    - interference: messages and reductions slow down computation at the same time;
+    - the host: launches of several devices by one host thread wait for each other. Its time for a
+      task on one device counts as `pipesim.Costs.launch`;
+    - tensors that layers share: a parameter of several layers counts in each, and so do bytes
+      between I and W of an input of several layers. Activations count once;
+    - the sum of layers: a stage may take less time than its layers one by one, if the host's time
+      to launch short kernels hides behind long ones.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px, pipesim as ps
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+    >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+    >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+    >>> projection.predict("1f1b", n_devices=2, n_microbatches=4, split=[2, 2]).n_devices
+    2
+    """
+    chosen = _checked_cluster(cluster)
+    layer_loss_fn = _checked_loss(loss_fn, targets)
+    if optimizer is not None:
+        check_function("optimizer", optimizer, "optimizer(parameters)")
+    torch_device = parse_device(check_text("device", device))
+    is_function = not isinstance(model, nn.Module)
+    at_once = None if layers_at_once is None else check_count("layers_at_once", layers_at_once)
+    options = {
+        "split": check_flag("split_backward", split_backward),
+        "n_steps": check_count("n_steps", n_steps),
+        "warm_up": check_count("warm_up", warm_up, 0),
+        "n_busy": _checked_busy(n_busy, torch_device),
+    }
+    gpus = [torch_device] if torch_device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.enable_grad():
+        layers = layer_stages(model, sample)
+        size = _microbatch_size(layers.arguments, microbatch_size)
+        n = at_once or (1 if is_function else len(layers))
+        seconds, columns, joint = _profile(
+            layers, layer_loss_fn, torch_device, optimizer, min(n, len(layers)), options
+        )
+    spread = [x for part in seconds for x in part.spread]
+    _warn_of_spread(layers, spread)
+    return Projection(
+        layers=Layers(columns, "projection", joint),
+        modules=layers.modules,
+        n_blocks=layers.n_blocks,
+        cluster=chosen,
+        microbatch_size=size,
+        device=device,
+        launch=sum(part.launch for part in seconds) / len(seconds),
+        spread=tuple(spread),
+        tied=layers.tied,
+    )
+
+
+def _profile(
+    layers: LayerStages,
+    loss: LayerLoss,
+    device: torch.device,
+    optimizer: OptimizerFactory | None,
+    at_once: int,
+    options: dict[str, Any],
+) -> tuple[list[LayerSeconds], dict[str, list[float]], list[list[float]]]:
+    """Return the seconds of all layers, part by part, the columns of `Layers`, and joint bytes."""
+    nbytes = LayerBytes([x.to(device) for x in layers.arguments])
+    seconds: list[LayerSeconds] = []
+    sizes: dict[str, list[float]] = {"parameter_bytes": [], "gradient_bytes": []}
+    for first in range(0, len(layers), at_once):
+        part = range(first, min(first + at_once, len(layers)))
+        modules = [module.to(device) for module in layers.make(part)]
+        for module in modules:
+            for name, trained in (("parameter_bytes", False), ("gradient_bytes", True)):
+                sizes[name].append(_parameter_bytes(module, trained))
+        is_last = part.stop == len(layers)
+        if is_last:
+            modules[-1] = LastLayer(modules[-1], loss)
+        received = nbytes.values
+        for k, module in enumerate(modules):
+            nbytes.run(module, split=options["split"], is_last=is_last and k + 1 == len(modules))
+        seconds.append(
+            _part_seconds(modules, received, first == 0, is_last, device, optimizer, options)
+        )
+    columns = {
+        name: [x for part in seconds for x in part.columns[name]] for name in seconds[0].columns
+    }
+    if not any(sizes["gradient_bytes"]):
+        raise ArgumentError(
+            "no parameter of the model is trained, so that a step has no backward; set "
+            "requires_grad of at least one"
+        )
+    columns |= sizes | {
+        "output_bytes": nbytes.output_bytes,
+        "activation_bytes": nbytes.activation_bytes,
+        "weight_grad_bytes": nbytes.left_bytes,
+        "backward_workspace_bytes": nbytes.workspace_bytes,
+        "optimizer_bytes": [x for part in seconds for x in part.optimizer_bytes],
+    }
+    return seconds, columns, nbytes.joint().tolist()
+
+
+def _part_seconds(
+    modules: list[nn.Module],
+    received: tuple[Tensor, ...],
+    is_first: bool,
+    is_last: bool,
+    device: torch.device,
+    optimizer: OptimizerFactory | None,
+    options: dict[str, Any],
+) -> LayerSeconds:
+    """Return the seconds of some layers, which receive values of the layers before."""
+    before = [] if is_first else [Values(received)]
+    chain = [FirstLayer(modules[0], received), *modules[1:]] if is_first else modules
+    after = [] if is_last else [SquareSum()]
+    result = measure_layers([*before, *chain, *after], str(device), optimizer, **options)
+    own = slice(len(before), len(before) + len(modules))
+    return LayerSeconds(
+        {name: column[own] for name, column in result.columns.items()},
+        result.spread[own], result.optimizer_bytes[own], result.launch,
+    )  # fmt: skip
+
+
+def _parameter_bytes(module: nn.Module, trained: bool) -> float:
+    """Return the bytes of parameters, all or those that are trained."""
+    return float(sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained))
+
+
+def _checked_cluster(cluster: object) -> Cluster:
+    """Return the cluster; of a name, one node of that machine."""
+    if isinstance(cluster, str):
+        nodes = MACHINES[check_name("machine of cluster", cluster, MACHINES)].nodes
+        return Cluster(cluster, n_gpus=nodes.gpus_per_node)
+    return check_type(
+        "cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=8)'
+    )
+
+
+def _checked_busy(n_busy: int, device: torch.device) -> int:
+    """Return the number of busy workers."""
+    n, n_cores = check_count("n_busy", n_busy, 0), len(available_cores())
+    if n and device.type != "cpu":
+        raise ArgumentError(
+            f"n_busy={n} is for CPU workers, but device is {str(device)!r}; leave it out"
+        )
+    if n and n >= n_cores:
+        raise ArgumentError(
+            f"n_busy={n} workers beside the profiled one need {n + 1} cores, and this process has "
+            f"{n_cores}; give at most {n_cores - 1}"
+        )
+    return n
+
+
+def _checked_loss(loss_fn: Callable[[Any, Any], Any] | None, targets: Any) -> LayerLoss:
+    """Return the loss of the last layer's output."""
+    if loss_fn is not None:
+        check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
+    elif targets is not None:
+        raise ArgumentError("targets are given, but no loss_fn that takes them; give loss_fn=")
+    return layer_loss(loss_fn, targets)
+
+
+def _microbatch_size(arguments: tuple[Tensor, ...], size: int | None) -> int:
+    """Return the samples of the micro-batch."""
+    if size is not None:
+        return check_count("microbatch_size", size)
+    if not arguments[0].dim() or not len(arguments[0]):
+        raise ArgumentError(
+            f"the first tensor of the sample has shape {tuple(arguments[0].shape)}, and tells no "
+            "number of samples; give microbatch_size="
+        )
+    return len(arguments[0])
+
+
+def _warn_of_spread(layers: LayerStages, spread: list[float]) -> None:
+    """Warn of the layer whose seconds vary most between steps."""
+    most = max(range(len(spread)), key=spread.__getitem__)
+    if spread[most] > _UNSTEADY:
+        warnings.warn(
+            f"the mean of an operation of layer {most} ({layers.modules[most][0]}) moves by "
+            f"{spread[most]:.0%} from step to step: the machine is busy, and predictions are no "
+            "better than that",
+            AccuracyWarning,
+            stacklevel=3,
+        )

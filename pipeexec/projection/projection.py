@@ -1,0 +1,289 @@
+"""`Projection`: profiled layers of a model, and predictions of steps on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeexec.projection.files import load_parts, save_parts
+from pipeexec.projection.priced_step import priced_step, schedule_name, warn_of_short_tasks
+from pipesim.costs.costs import Costs
+from pipesim.costs.layer_split import Split
+from pipesim.errors import ArgumentError, check_count, check_list
+from pipesim.models.layers import Layers
+from pipesim.models.splits.placed_split import Placed
+from pipesim.planning.cluster import Cluster
+from pipesim.planning.configurations.plan import plan
+from pipesim.planning.configurations.plans import Plans
+from pipesim.scheduling.registry import schedule_info
+from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.simulate import predict_timeline, simulate
+from pipesim.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Projection"]
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Profiled layers of a model, and predictions of steps on a cluster; `project` makes it.
+
+    Attributes
+    ----------
+    layers
+        Seconds and bytes of each layer for one micro-batch. `pipesim.plan` and
+        `pipesim.Costs.from_layers` take them, too.
+    modules
+        Names of the modules of each layer, in the order of their calls.
+    n_blocks
+        Blocks of each layer, as `pipeexec.split` counts them: 0 of a layer of the modules before
+        the first block or after the last one, else 1.
+    cluster
+        Network, memory and number of devices.
+    microbatch_size
+        Samples of the profiled micro-batch. All predictions are for this size.
+    device
+        Name of the device that the layers ran on.
+    launch
+        Seconds of the host to issue a task.
+    spread
+        For each layer, the largest standard deviation of an operation's mean from step to step,
+        over the mean.
+    tied
+        Parameters of which several layers have copies: these layers, and bytes.
+    """
+
+    layers: Layers
+    modules: tuple[tuple[str, ...], ...]
+    n_blocks: tuple[int, ...]
+    cluster: Cluster
+    microbatch_size: int
+    device: str
+    launch: float
+    spread: tuple[float, ...]
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Projection of {len(self.layers)} layers ({self.modules[0][0]} to "
+            f"{self.modules[-1][-1]}) on {self.device}, {self.microbatch_size} samples a "
+            f"micro-batch, for {self.cluster!r}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from pipeexec.projection.html import projection_html
+
+        return projection_html(repr(self)[1:-1], self.table)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a layer: its modules, the columns of `layers` in seconds and bytes, `spread`."""
+        import pandas as pd
+
+        names = [", ".join(names) for names in self.modules]
+        columns = {"modules": names, **self.layers.columns, "spread": self.spread}
+        return pd.DataFrame(columns).rename_axis("layer")
+
+    def costs(self, split: Split, *, placement: Placed | None = None) -> Costs:
+        """Return the costs of stages on the cluster.
+
+        Parameters
+        ----------
+        split, placement
+            As in `pipesim.Layers.costs`.
+
+        Raises
+        ------
+        ArgumentError
+            As `pipesim.Layers.costs`, such as for more stages than layers.
+        """
+        network = self.cluster.network()
+        sizes = self.layers.split(split, placement=placement, network=network)
+        costs = self.layers.costs(sizes, launch=self.launch, network=network)
+        nbytes = tuple(self._tied_groups(sizes).values())
+        return replace(costs, tied_bytes=nbytes) if nbytes else costs
+
+    def tied_stages(
+        self, split: Split, *, placement: Placed | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of stages with copies of a parameter, as `pipesim.lower` takes them."""
+        return tuple(self._tied_groups(self.layers.split(split, placement=placement)))
+
+    def _tied_groups(self, sizes: Sequence[int]) -> dict[tuple[int, ...], float]:
+        """Return the bytes that each group of tied stages has copies of."""
+        stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        groups: dict[tuple[int, ...], float] = {}
+        for layers, nbytes in self.tied:
+            stages = tuple(sorted({stage_of[layer] for layer in layers}))
+            if len(stages) > 1:
+                groups[stages] = groups.get(stages, 0.0) + nbytes
+        return dict(sorted(groups.items()))
+
+    def blocks(self, split: Split, *, placement: Placed | None = None) -> list[int]:
+        """Return the blocks of each stage, for `pipeexec.split`; arguments are those of `costs`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> stages = px.split(model, projection.blocks([1, 3]), sample=torch.ones(8, 64))
+        >>> stages.modules
+        (('0',), ('1', '2', '3'))
+        """
+        sizes = self.layers.split(split, placement=placement)
+        ends = list(accumulate(sizes))
+        return [sum(self.n_blocks[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+    def predict(
+        self,
+        schedule: Schedule | str,
+        n_devices: int | None = None,
+        n_microbatches: int | None = None,
+        *,
+        split: Split = "balanced",
+        n_chunks: int | None = None,
+        **lowering: Any,
+    ) -> Timeline:
+        """Return the predicted timeline of a step on devices of the cluster.
+
+        `Timeline.fits` tells whether it fits in the memory of its GPUs, and ``timeline.graph`` is
+        the graph that a `pipeexec.Pipeline` runs.
+
+        Parameters
+        ----------
+        schedule
+            Name of a schedule; or a `pipesim.Schedule`, which has its own counts and options.
+        n_devices, n_microbatches
+            Counts of a named schedule. With ``n_replicas``, those of one replica.
+        split
+            Layers of each stage, or ``"balanced"`` (the default) or ``"even"``, as in
+            `pipesim.Layers.costs`. Balanced: the busiest device has as little work as possible.
+        n_chunks
+            Stages of each device, for named schedules with chunks.
+        **lowering
+            Options of `pipesim.lower`, such as ``recompute="always"`` and ``n_replicas=2``. By
+            default ``tied`` is that of the stages.
+
+        Raises
+        ------
+        ArgumentError
+            For more devices than the cluster has, more stages than layers, and counts that are
+            missing or given twice.
+
+        Warns
+        -----
+        AccuracyWarning
+            If F or B of a stage takes less than 1 ms on CPU workers.
+        MemoryLimitWarning
+            If a device needs more bytes than it has.
+        """
+        graph, costs = priced_step(
+            self, schedule, n_devices, n_microbatches, split, n_chunks, lowering
+        )
+        warn_of_short_tasks(self.device, costs, graph.n_stages, stacklevel=3)
+        return simulate(graph, costs, memory_limit=self.cluster.memory).with_name(
+            schedule_name(schedule)
+        )
+
+    def compare(
+        self,
+        schedules: Sequence[Schedule | str],
+        n_devices: int | None = None,
+        n_microbatches: int | None = None,
+        *,
+        split: Split = "balanced",
+        n_chunks: int | None = None,
+        **lowering: Any,
+    ) -> pd.DataFrame:
+        """Return predictions of several schedules, a row each; see `predict` for the arguments.
+
+        Counts and chunks are for named schedules with these options.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by schedule: ``makespan`` (s), ``samples_per_second``, ``bubble`` (idle share of
+            the devices), ``peak_memory`` (bytes of the fullest device), ``fits``, ``split``.
+        """
+        import pandas as pd
+
+        numbers = {"n_devices": n_devices, "n_microbatches": n_microbatches, "n_chunks": n_chunks}
+        for name, count in numbers.items():
+            if count is not None:
+                check_count(name, count)
+        rows = []
+        for one in check_list("schedules", schedules, 'names such as ["gpipe", "1f1b"]'):
+            counts = (None, None) if isinstance(one, Schedule) else (n_devices, n_microbatches)
+            takes_chunks = isinstance(one, str) and "n_chunks" in schedule_info(one).options
+            chunks = n_chunks if takes_chunks else None
+            graph, costs = priced_step(self, one, *counts, split, chunks, lowering)
+            timeline = predict_timeline(graph, costs, memory_limit=self.cluster.memory)
+            samples = self.microbatch_size * graph.n_microbatches * graph.n_replicas
+            rows.append(
+                {
+                    "schedule": schedule_name(one),
+                    "makespan": timeline.makespan,
+                    "samples_per_second": samples / timeline.makespan,
+                    "bubble": timeline.bubble_fraction,
+                    "peak_memory": float(timeline.peak_memory.max()),
+                    "fits": timeline.fits,
+                }
+            )
+        if not rows:
+            raise ArgumentError('schedules is empty; give names such as ["gpipe", "1f1b"]')
+        return pd.DataFrame(rows).set_index("schedule")
+
+    def plan(self, global_batch: int, **options: Any) -> Plans:
+        """Return the best configurations for a batch of so many samples on all GPUs of the cluster.
+
+        Parameters
+        ----------
+        global_batch
+            Samples of a step, of all replicas.
+        **options
+            Of `pipesim.plan`.
+
+        Raises
+        ------
+        ArgumentError
+            For a ``microbatch_size`` other than the profiled one, and as `pipesim.plan`.
+        """
+        size = options.pop("microbatch_size", self.microbatch_size)
+        if size != self.microbatch_size:
+            raise ArgumentError(
+                f"microbatch_size={size!r:.30}, but layers were profiled with "
+                f"{self.microbatch_size} samples a micro-batch; their seconds do not grow in "
+                "proportion: make another projection from a sample of this size"
+            )
+        return plan(self.layers, self.cluster, global_batch=global_batch,
+                    microbatch_size=self.microbatch_size, **options)  # fmt: skip
+
+    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
+        """Write a complete run directory, or nothing: ``run.json``, ``layers.csv``, ``joint.csv``.
+
+        Raises
+        ------
+        RunDirectoryError
+            If it cannot be written, or the path exists and is no run directory.
+        """
+        save_parts(path, self, record)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Projection:
+        """Read a run directory of `save`.
+
+        Raises
+        ------
+        RunDirectoryError
+            If a file is missing, truncated or edited, or the run is no projection.
+        """
+        return cls(**load_parts(path))

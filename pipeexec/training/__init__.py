@@ -1,0 +1,1 @@
+"""Train a pipeline for many steps: the loop, its log, evaluations and checkpoints."""

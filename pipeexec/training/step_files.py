@@ -1,0 +1,35 @@
+"""Files of the timelines of chosen steps, and of their prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeexec.training.training_directory import step_folder
+from pipesim.analysis.compare import Comparison
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["save_prediction", "save_step"]
+
+
+def save_prediction(predicted: Timeline, directory: Path) -> None:
+    """Write ``predicted.csv``."""
+    predicted.save(directory / "predicted.csv")
+
+
+def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
+    """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
+    from matplotlib.figure import Figure
+
+    from pipesim.plot.comparisons import overlay
+    from pipesim.plot.lanes import rows
+    from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+
+    folder = step_folder(directory, step)
+    measured.save(folder / "timeline.csv")
+    if predicted is not None:
+        save(overlay({measured.name: Comparison(predicted, measured)}), folder / "overlay.png")
+        return
+    # Not a figure of pyplot, which would have to be closed.
+    figure, ax = figure_with_axes(Figure, TWO_COLUMNS, rows(measured.graph, transfers=False))
+    measured.plot(ax=ax)
+    save(figure, folder / "timeline.png")

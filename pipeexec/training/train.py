@@ -1,0 +1,144 @@
+"""`train`: train a pipeline for many steps; `pipeexec.training.loop` has the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeexec.distributed.processes import guard_processes
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.training.batch_source import Batches
+from pipeexec.training.loop import run_loop
+from pipeexec.training.options import (
+    CheckpointHook,
+    EvaluationHook,
+    StepHook,
+    TrainingOptions,
+)
+from pipeexec.training.training_run import TrainingRun
+from pipesim.costs.costs import Costs
+from pipesim.errors import check_type
+
+__all__ = ["train"]
+
+
+def train(
+    pipeline: Pipeline,
+    batches: Batches,
+    *,
+    n_steps: int | None = None,
+    epochs: int | None = None,
+    scheduler: Any = None,
+    evaluation: Batches | None = None,
+    evaluate_every: int | None = None,
+    directory: Path | str | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    resume: bool = True,
+    objects: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
+    costs: Costs | str | None = None,
+    timelines: Iterable[int] = (),
+    on_step: StepHook | None = None,
+    on_evaluation: EvaluationHook | None = None,
+    on_checkpoint: CheckpointHook | None = None,
+    progress: bool | None = None,
+) -> TrainingRun:
+    """Train for many steps: log, evaluate, save checkpoints, and continue where a run ended.
+
+    In several processes, all of them call this with the same arguments. Each gives the batches of
+    its replicas, as to `Pipeline.step`, and saves its part of a checkpoint. Rank 0 writes the other
+    files and shows the progress.
+
+    Parameters
+    ----------
+    pipeline
+        The pipeline; it stays open.
+    batches
+        A DataLoader or another iterable, which is iterated once an epoch, or a function from the
+        number of an epoch, from 0, to an iterable. An iterator has one epoch. Each batch is a tuple
+        or list ``(inputs, targets)``, or a mapping with ``"labels"``, which are the targets.
+    n_steps, epochs
+        Steps and epochs after which the training ends, with those of the runs that it continues. By
+        default one epoch, or as many as ``n_steps`` needs.
+    scheduler
+        Learning-rate scheduler, such as `LRSchedulers`: ``step()`` is called after each step that
+        a gradient scaler has not skipped.
+    evaluation
+        Batches for evaluations, as ``batches``, but with an end.
+    evaluate_every
+        Steps between evaluations. There is always one at the end, unless it is interrupted.
+    directory
+        Directory of all files; see the notes. None for none.
+    checkpoint_every, keep
+        Steps between checkpoints, and how many of the last are kept. There is always one at the
+        end.
+    resume
+        Whether to continue from the last checkpoint in ``directory``. Otherwise the training begins
+        anew, and the files of an earlier one there are deleted.
+    objects
+        What checkpoints save beside model, optimizers, ``scheduler`` and the pipeline's gradient
+        scaler, by name: objects with ``state_dict`` and ``load_state_dict``, such as
+        ``{"average": averaged_model}``. Their states are equal in all processes.
+    record
+        What identifies this training, such as its configuration, and may not change when it is
+        continued; JSON can hold it.
+    costs
+        Costs for a prediction, or ``"measure"``: they are measured before the first step of each
+        call, in nine steps that leave no trace.
+    timelines
+        Numbers of steps, from 1, whose measured timelines are kept and saved.
+    on_step, on_evaluation, on_checkpoint
+        Called as ``on_step(run, result)``, ``on_evaluation(run, row)`` and
+        ``on_checkpoint(run, path)``, in all processes. What they return does not matter. To end the
+        training after this step, they call ``run.stop()``, in one process at least. If one raises,
+        the training ends with an `ExecutionError`, and without a checkpoint.
+    progress
+        Whether to show a progress bar; by default in terminals and notebooks.
+
+    Returns
+    -------
+    TrainingRun
+        Tables of all steps and evaluations, and why the training ended.
+
+    Raises
+    ------
+    ArgumentError
+        For arguments that do not fit together, and batches that ``pipeline.step`` does not accept.
+    RunDirectoryError
+        If ``directory`` is in use, of another training, or damaged.
+    StageError, StallError, PeerError, ExecutionError
+        As ``pipeline.step``. The files of the steps before stay.
+
+    Warns
+    -----
+    ResumeWarning
+        If the batches of a continued training are not those of the run before.
+
+    Notes
+    -----
+    Ctrl-C and SIGTERM end the training after the step that runs, with a checkpoint; ``run.end`` is
+    then ``"interrupted"``. A second one, two seconds later or more, ends it at once.
+
+    A continued training has the same losses to the last bit as one without an interruption, if
+
+    - its batches are the same. The states of the random-number generators of torch, `random`,
+      NumPy and the DataLoader at the beginning of the epoch are restored, and the batches that were
+      taken from it are skipped. A loader with ``state_dict`` continues from its own state. The last
+      batch is compared with the one before;
+    - it runs the same stages and schedule, on the same number of threads. Another number of stages
+      may continue it, but rounds otherwise.
+
+    Files: ``log.csv`` has a row a step, ``evaluation.csv`` a row an evaluation, ``training.json``
+    the ``record``, command and versions. ``checkpoints/`` has the last checkpoints, ``steps/`` the
+    chosen timelines. With costs, there are ``costs.json`` and ``predicted.csv``.
+    """
+    check_type("pipeline", pipeline, Pipeline)
+    with guard_processes(pipeline.processes):
+        options = TrainingOptions(
+            n_steps, epochs, scheduler, evaluation, evaluate_every, directory, checkpoint_every,
+            keep, resume, objects, record, costs, timelines, on_step, on_evaluation, on_checkpoint,
+            progress,
+        )  # fmt: skip
+        return run_loop(pipeline, batches, options)
