@@ -12,6 +12,7 @@ import torch
 from attack_table import Good, graph, schedule
 from small_pipelines import mse, sgd
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
 import pipeexec as px
 import pipesim as ps
@@ -70,6 +71,14 @@ def validation() -> px.Validation:
     return px.validate(**short())
 
 
+def training(to: Path) -> px.TrainingRun:
+    """Return the training of one step in a directory."""
+    folder = to / "training"
+    if not folder.exists():
+        px.train(pipeline(), [tuple(batch().values())], n_steps=1, directory=folder, progress=False)
+    return px.TrainingRun.load(folder)
+
+
 def gpipe() -> px.GPipe:
     return px.GPipe(nn.Sequential(*stages()), [1, 1], devices=["cpu"] * 2, chunks=2, threads=False)
 
@@ -94,6 +103,15 @@ def in_block() -> px.GradientAccumulation:
 
 def embedding() -> px.ShardedEmbedding:
     return px.ShardedEmbedding(4, 2)
+
+
+@cache
+def with_optimizers() -> px.Pipeline:
+    return px.Pipeline(stages(), graph(), ["cpu"] * 2, mse, sgd, pin_threads=False)
+
+
+def lr_schedulers() -> px.LRSchedulers:
+    return px.LRSchedulers(with_optimizers(), LinearLR)
 
 
 KEYS = torch.tensor([0, 1])
@@ -128,14 +146,38 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Pipeline.clocks": lambda _: {"self": pipeline()},
     "px.Pipeline.close": lambda _: {"self": new_pipeline()},
     "px.Pipeline.device_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.evaluate": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.gather": lambda _: {"self": pipeline(), "result": result()},
     "px.Pipeline.held_bytes": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.left_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.load_optimizer_state_dict": lambda _: {
+        "self": with_optimizers(), "state": with_optimizers().optimizer_state_dict()},
+    "px.Pipeline.load_state_dict": lambda _: {
+        "self": pipeline(), "state": pipeline().state_dict(), "strict": True},
     "px.Pipeline.memory": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.optimizer_state_dict": lambda _: {"self": pipeline()},
+    "px.Pipeline.predict": lambda _: {"self": pipeline(), "inputs": batch()["inputs"]},
     "px.Pipeline.preserved": lambda _: {"self": pipeline()},
-    "px.Pipeline.step": lambda _: {"self": pipeline(), **batch()},
+    "px.LRSchedulers": lambda _: {
+        "pipeline": with_optimizers(), "factory": LinearLR},
+    "px.LRSchedulers.get_last_lr": lambda _: {"self": lr_schedulers()},
+    "px.LRSchedulers.state_dict": lambda _: {"self": lr_schedulers()},
+    "px.LRSchedulers.load_state_dict": lambda _: {
+        "self": lr_schedulers(), "state_dict": lr_schedulers().state_dict()},
+    "px.Pipeline.state_dict": lambda _: {"self": pipeline()},
+    "px.Pipeline.step": lambda _: {"self": pipeline(), **batch(), "accumulate": False},
     "px.Pipeline.total": lambda _: {"self": pipeline(), "values": [1.0]},
     "px.Pipeline.with_graph": lambda _: {"self": pipeline(), "graph": graph()},
+    "px.Projection.blocks": lambda _: {"self": projection(), "split": 2},
+    "px.Projection.compare": lambda _: {
+        "self": projection(), "schedules": ["1f1b"], "n_devices": 2, "n_microbatches": 2},
+    "px.Projection.costs": lambda _: {"self": projection(), "split": 2},
+    "px.Projection.load": lambda to: {"path": _saved(to / "projection", projection())},
+    "px.Projection.plan": lambda _: {"self": projection(), "global_batch": 4},
+    "px.Projection.predict": lambda _: {
+        "self": projection(), "schedule": "1f1b", "n_devices": 2, "n_microbatches": 2},
+    "px.Projection.tied_stages": lambda _: {"self": projection(), "split": 2},
+    "px.Projection.save": lambda to: {"self": projection(), "path": to / "saved"},
     "px.Profile.load": lambda to: {"path": _saved(to / "profile", measured())},
     "px.Profile.plot": lambda _: {"self": measured()},
     "px.Profile.save": lambda to: {"self": measured(), "path": to / "saved"},
@@ -155,22 +197,43 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.from_torch": lambda _: {"schedule": ORDER},
     "px.is_checkpointing": lambda _: {},
     "px.is_recomputing": lambda _: {},
+    "px.latest_checkpoint": lambda to: {"directory": _saved_checkpoint(to / "checkpoint").parent},
+    "px.load_checkpoint": lambda to: {
+        "pipeline": with_optimizers(), "path": _saved_checkpoint(to / "checkpoint")},
+    "px.read_checkpoint": lambda to: {"path": _saved_checkpoint(to / "checkpoint")},
+    "px.save_checkpoint": lambda to: {
+        "pipeline": with_optimizers(), "path": to / "checkpoint", "keep": 3},
     "px.load_run": lambda to: {"path": _saved(to / "run", validation())},
     "px.measure": lambda _: {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
     "px.profile": lambda _: {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
+    "px.project": lambda _: {
+        "model": nn.Sequential(*stages()), "sample": torch.ones(2, 2), "cluster": cluster(),
+        "n_steps": 1, "warm_up": 0},
     "px.check_equivalent": lambda _: {
         "model": nn.Linear(2, 1), "a": {}, "b": {"n_microbatches": 2},
         "batch": (torch.ones(2, 2), torch.ones(2, 1)), "loss_fn": nn.functional.mse_loss,
         "loss_reduction": "mean", "learning_rate": 0.1, "dtype": None, "seed": 0},
     "px.split": lambda _: {
         "model": nn.Sequential(*stages()), "stages": 2, "sample": torch.ones(2, 2),
-        "balance": "blocks", "only": [0]},
+        "balance": "blocks", "memory_limit": 1e9, "optimizer_bytes": 2.0, "only": [0]},
     "px.Stages.arguments": lambda _: {"self": split(), "batch": torch.ones(2, 2)},
+    "px.Stages.report": lambda _: {
+        "self": split(), "batch": torch.ones(2, 2), "schedules": ("gpipe",), "n_microbatches": 2},
+    "px.Stages.ordered": lambda _: {"self": split(), "batch": torch.ones(2, 2)},
     "px.Stages.check": lambda _: {
         "self": split(), "batch": torch.ones(2, 2), "loss_fn": lambda output: output.sum()},
     "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
+    "px.TrainingRun.load": lambda to: {"directory": training(to).directory},
+    "px.TrainingRun.plot": lambda to: {"self": training(to)},
+    "px.TrainingRun.stop": lambda to: {"self": training(to)},
+    "px.TrainingRun.summary": lambda to: {"self": training(to)},
+    "px.train": lambda _: {
+        "pipeline": pipeline(), "batches": [tuple(batch().values())], "n_steps": 1, "epochs": 1,
+        "scheduler": None, "evaluation": [tuple(batch().values())], "evaluate_every": 1,
+        "directory": None, "checkpoint_every": None, "keep": 1, "resume": True, "objects": None,
+        "record": None, "costs": None, "timelines": [1], "progress": False},
     "px.validate": lambda _: short(),
     "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
     "px.scaled_learning_rate": lambda _: {
@@ -192,7 +255,22 @@ def split() -> px.Stages:
     return px.split(nn.Sequential(*stages()), 2, sample=torch.ones(2, 2))
 
 
-def _saved(path: Path, what: px.Profile | px.Validation) -> Path:
+@cache
+def projection() -> px.Projection:
+    sample = torch.ones(2, 2)
+    return px.project(nn.Sequential(*stages()), sample, cluster(), n_steps=1, warm_up=0)
+
+
+def cluster() -> ps.Cluster:
+    gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+    return ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+
+
+def _saved_checkpoint(path: Path) -> Path:
+    return path if path.exists() else px.save_checkpoint(with_optimizers(), path)
+
+
+def _saved(path: Path, what: px.Profile | px.Projection | px.Validation) -> Path:
     if not path.exists():
         what.save(path)
     return path
@@ -200,6 +278,6 @@ def _saved(path: Path, what: px.Profile | px.Validation) -> Path:
 
 #: Whose calls take long, and are attacked with fewer values.
 SLOW = {
-    "px.check_equivalent", "px.validate", "px.measure", "px.profile", "px.Pipeline",
+    "px.check_equivalent", "px.validate", "px.measure", "px.profile", "px.project", "px.Pipeline",
     "px.Validation.save", "px.Profile.save", "px.Validation.figure",
 }  # fmt: skip

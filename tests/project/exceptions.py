@@ -55,6 +55,8 @@ UNATTACKED: dict[str, str] = {
     "ps.trace.write": _INSIDE,
     "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
     "px.Equivalence": "check_equivalent makes it",
+    "px.EvaluationResult": _PLAIN,
+    "px.LRSchedulers.step": "arguments are torch's, and so are its errors",
     "px.GPipe.cpu": "is refused, whatever the arguments",
     "px.GPipe.cuda": "is refused, whatever the arguments",
     "px.GPipe.to": "arguments are torch's, and so are its errors",
@@ -64,18 +66,25 @@ UNATTACKED: dict[str, str] = {
         "agree", "barrier", "blame", "channel", "check", "close", "fail", "gather", "group",
         "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
     "px.Profile": _PLAIN,
+    "px.Projection": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
         "abandon", "adopt", "await_link", "carry", "close", "has_thread", "host", "mark",
         "rejoin", "stream", "synchronize", "wait_for_host")},
     "px.Slice": "slices makes it",
     "px.Stages": "split makes it",
     "px.StepResult": _PLAIN,
+    "px.TrainingRun": "train makes it",
     "px.Validation": _PLAIN,
     "px.Worker": "workers makes it",
 }  # fmt: skip
 
 #: By callable and parameter: values that are accepted though no rule of `bad_values` allows them.
 ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("px.latest_checkpoint", "directory"): (
+        ("folder", "missing folder"),
+        "without a checkpoint the answer is None",
+    ),
+    ("px.save_checkpoint", "path"): (("missing folder",), "its parents are made"),
     ("px.Pipeline.total", "values"): (("[nan]",), "NaN is a number, and so is its sum"),
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
@@ -101,6 +110,12 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         "no row: stands for no key",
     ),
     ("px.ShardedEmbedding.dispatch", "keys"): (("*",), "raised by its phases, once others know"),
+    **{
+        ("px.train", name): (("lambda", "class"), "a function; what it returns does not matter")
+        for name in ("on_step", "on_evaluation", "on_checkpoint")
+    },
+    ("px.train", "directory"): (("missing folder",), "its parents are made"),
+    ("px.Projection.save", "record"): (("{None: None}",), "JSON writes null"),
     ("px.Profile.save", "record"): (("{None: None}",), "JSON writes null"),
     ("px.Validation.save", "record"): (("{None: None}",), "JSON writes null"),
 }

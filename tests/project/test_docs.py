@@ -46,6 +46,20 @@ def test_links(page: Path) -> None:
 
 
 @pages
+def test_anchors(page: Path) -> None:
+    """A link to a section names one that its page has, in GitHub's spelling."""
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    pages = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    assert [f"{x.name}#{anchor}" for x, anchor in pages if anchor not in anchors(x)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
 def test_paths(page: Path) -> None:
     """A path may begin with its room, such as ``graph/rules.py``."""
     text = page.read_text()

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from places import ROOT
+from small_pipelines import mse
 
 import pipeexec as px
 import pipesim as ps
@@ -138,6 +140,17 @@ def loaded_run(folder: Path) -> list[Any]:
     return [loaded.costs, loaded.table.to_csv(), loaded.clocks, loaded.notes, *rows]
 
 
+def checkpoint(folder: Path) -> list[Path]:
+    """Save a checkpoint that has all kinds of files."""
+    torch.manual_seed(0)
+    stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    graph = ps.lower(ps.schedule("1f1b", 2, 2))
+    with px.Pipeline(stages, graph, ["cpu"] * 2, mse, torch.optim.AdamW) as pipeline:
+        pipeline.step(torch.ones(4, 2), torch.zeros(4, 2))
+        px.save_checkpoint(pipeline, folder / "x", more=[1.5, torch.ones(3)])
+    return sorted(path for path in (folder / "x").rglob("*") if path.is_file())
+
+
 def settings(path: Path) -> list[Any]:
     """Return what a TOML file makes of a simulation, and its grid."""
     timelines = [run(case) for case in cases([], path, {}, other_tables=("grid",))]
@@ -183,6 +196,11 @@ KINDS = {
     "run directory": Kind(copied_run, loaded_run),
     "record of a run": Kind(
         lambda f: [file for file in copied_run(f) if file.name == "run.json"], loaded_run
+    ),
+    "checkpoint": Kind(checkpoint, lambda f: str(px.read_checkpoint(f / "x"))),
+    "manifest of a checkpoint": Kind(
+        lambda f: [file for file in checkpoint(f) if file.suffix == ".json"],
+        lambda f: str(px.read_checkpoint(f / "x")),
     ),
     "network CSV": Kind(
         written("x.csv", lambda path: path.write_text(LINKS)),

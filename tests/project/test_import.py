@@ -22,10 +22,11 @@ lower_bound machines optimize order_by plan read_layout register replay schedule
 simulate_many sweep trace transformers v_shaped verify waves write_layout
 """
 PUBLIC_EXEC = """
-EmbeddingStage Equivalence GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding
-Slice Stages StepResult Validation Worker check_equivalent from_torch is_checkpointing
-is_recomputing join load_run measure profile scaled_learning_rate slices split sync_report to_torch
-torch_schedule_order validate watch_sync workers
+EmbeddingStage Equivalence EvaluationResult GPipe GradientAccumulation LRSchedulers Pipeline
+Processes Profile Projection ShardedEmbedding Slice Stages StepResult TrainingRun Validation Worker
+check_equivalent from_torch is_checkpointing is_recomputing join latest_checkpoint load_checkpoint
+load_run measure profile project read_checkpoint save_checkpoint scaled_learning_rate slices split
+sync_report to_torch torch_schedule_order train validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

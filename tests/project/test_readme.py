@@ -11,6 +11,7 @@ import matplotlib as mpl
 import pytest
 from places import ROOT
 from ranks import Ranks
+from torch import nn
 
 import pipeexec as px
 from pipeexec.demo_models.registry import build_model
@@ -49,6 +50,8 @@ def run(code: str) -> None:
         "inputs": inputs,
         "targets": targets,
         "loss": workload.loss,
+        "model": nn.Sequential(*workload.layers),
+        "loader": [(inputs, targets)] * 2,
     }
     exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own text
 

@@ -46,5 +46,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
 DIRECTORIES: dict[str, Callable[[Any], Any]] = {
     "hta.save": lambda path: ps.hta.save(path, TIMELINE),
     "load_run": px.load_run,
+    "read_checkpoint": px.read_checkpoint,
+    "latest_checkpoint": px.latest_checkpoint,
     "Profile.load": px.Profile.load,
+    "Projection.load": px.Projection.load,
 }
