@@ -46,9 +46,11 @@ def save(
 ) -> None:
     """Write timelines as one Chrome trace, whole or not at all; open it in ui.perfetto.dev.
 
-    Each device is a process, each of its streams a thread, and each task a slice. Arrows lead
-    from a SEND to its RECV. For timelines with costs, a counter shows the bytes that a device
-    holds. A task that has not ended lasts to the end of the trace and is marked ``unfinished``.
+    Each device is a process, each of its streams a thread, and each task a slice. A slice's
+    category is its operation, such as ``F``; its arguments are the operation, the stage,
+    the micro-batch, and the bytes of a message. Arrows lead from a SEND to its RECV. For
+    timelines with costs, a counter shows the bytes that a device holds. A task that has not ended
+    lasts to the end of the trace and is marked ``unfinished``.
     Tasks that take no time last 1 ns if there is room, since arrows need slices to attach to.
 
     Parameters
@@ -142,16 +144,20 @@ def _events(timeline: Timeline, label: str, first_id: int, first_pid: int) -> It
 def _slices(
     timeline: Timeline, start: Microseconds, end: Microseconds, places: Sequence[Place]
 ) -> Iterator[Event]:
-    """Yield a slice for each task that started."""
-    shown, nbytes = names(timeline), timeline.nbytes
+    """Yield a slice for each task that started, in the category of its operation."""
+    graph, shown, nbytes = timeline.graph, names(timeline), timeline.nbytes
+    stages, ops, microbatches = graph.stage.tolist(), graph.op.tolist(), graph.microbatch.tolist()
     for task in np.flatnonzero(~np.isnan(timeline.start)).tolist():
-        args: Event = {"task": task}
+        op = Op(ops[task])
+        args: Event = {"task": task, "operation": op.name, "stage": stages[task]}
+        if microbatches[task] >= 0:
+            args["microbatch"] = microbatches[task]
         if nbytes[task]:
             args["nbytes"] = float(nbytes[task])
         if np.isnan(timeline.end[task]):
             args["unfinished"] = True
         yield slice_event(
-            shown[task], "task", float(start[task]), float(end[task]), places[task], args
+            shown[task], op.name, float(start[task]), float(end[task]), places[task], args
         )
 
 

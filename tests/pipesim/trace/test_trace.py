@@ -143,6 +143,20 @@ def test_a_partial_timeline(timeline: ps.Timeline, tmp_path: Path) -> None:
     assert len(events(tmp_path / "t.json", "s")) == 1
 
 
+def test_slices_tell_their_task(tmp_path: Path) -> None:
+    """Perfetto colours by category, and shows the arguments of a slice."""
+    costs = ps.Costs(1, 2, output_bytes=8, activation_bytes=1)
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), costs)
+    ps.trace.save(tmp_path / "t.json", timeline)
+    slices = {e["name"]: e for e in events(tmp_path / "t.json", "X")}
+    forward, send = slices["1F1"], slices["0SEND_F1"]
+    assert (forward["cat"], send["cat"]) == ("F", "SEND_F")
+    arguments = {"operation": "F", "stage": 1, "microbatch": 1}
+    assert forward["args"] == {"task": forward["args"]["task"], **arguments}
+    assert send["args"]["nbytes"] == 8
+    assert "microbatch" not in slices["0STEP"]["args"]
+
+
 @pytest.mark.parametrize(
     ("path", "what", "message"),
     [
