@@ -36,6 +36,8 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (1.5, 1)), (0, (5, 1, 1, 1))
 def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = None) -> Axes:
     """Draw the bytes that each device holds over time; later devices are lighter.
 
+    Where the costs give no bytes, the axes say so.
+
     Parameters
     ----------
     timeline
@@ -75,6 +77,9 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
         line.set_gid(f"memory:{device}")
     ax.set_xlim(0, end_of_axis(timeline) * scale)
     ax.set_ylim(bottom=0)
+    if not held["nbytes"].any():
+        ax.text(0.5, 0.5, "no bytes in the costs", transform=ax.transAxes, ha="center",
+                va="center", fontsize=FONT)  # fmt: skip
     label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL,
               handlelength=2.4, borderaxespad=0.3)  # fmt: skip

@@ -25,6 +25,7 @@ __all__ = [
     "TWO_COLUMNS",
     "add_legend",
     "axes_or_new",
+    "axes_size",
     "check_drawable",
     "end_of_axis",
     "figure",
@@ -187,13 +188,15 @@ def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
     """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top."""
     ax.set_xlim(0.0, end)
     ax.set_ylim(n_devices - 0.5, -0.5)
-    ax.set_yticks(thinned_ticks(n_devices, max(1, int(_size(ax)[1] / (SMALL + 1.5)))))
+    from pipesim.plot.device_ticks import DeviceTicks
+
+    ax.yaxis.set_major_locator(DeviceTicks(ax, n_devices, SMALL + 1.5))
     label(ax, f"Time ({unit})", "Device")
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
 
 
-def _size(ax: Axes) -> tuple[float, float]:
+def axes_size(ax: Axes) -> tuple[float, float]:
     """Return width and height of the axes in points."""
     box = ax.bbox
     per_pixel = 72.0 / ax.figure.dpi
@@ -226,7 +229,7 @@ def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
     engine = whole.get_layout_engine()
     if engine is not None:
         engine.execute(whole)  # sets the axes' width
-    options = legend_options(labels, _size(ax)[0])
+    options = legend_options(labels, axes_size(ax)[0])
     ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
               **options)  # fmt: skip
     lines = math.ceil(len(labels) / int(options["ncols"]))
@@ -243,4 +246,4 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
 def titles_fit(ax: Axes, *texts: str) -> bool:
     """Return whether titles fit side by side above the axes."""
     needed = sum(map(len, texts)) * FONT * LETTER + 10.0
-    return needed < _size(ax)[0]
+    return needed < axes_size(ax)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -213,6 +214,29 @@ def test_memory_steps_up_to_each_devices_peak() -> None:
     line = artist_of(ax, "memory:2")
     assert line.get_drawstyle() == "steps-post"
     assert line.get_xdata()[-1] == timeline.makespan * 1e3
+
+
+def test_memory_without_bytes_says_so() -> None:
+    """An empty panel would be taken for a model without memory."""
+    drawn, empty = (
+        plot.memory(ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), costs), ax=axes())
+        for costs in (ps.Costs(1, 2, activation_bytes=1), ps.Costs(1, 2))
+    )
+    assert [text.get_text() for text in empty.texts] == ["no bytes in the costs"]
+    assert not drawn.texts
+
+
+@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
+def test_labels_of_devices_do_not_overlap(layout: Any) -> None:
+    """The height that counts is that of the axes as drawn, which a layout may make less."""
+    figure, ax = plt.subplots(figsize=(3.3, 1.2), layout=layout)
+    plot.timeline(simulated("1f1b", 12, 8), ax=ax)
+    figure.draw_without_rendering()
+    labels = [tick.label1.get_window_extent() for tick in ax.yaxis.get_major_ticks()]
+    assert len(labels) >= 3
+    for low, high in pairwise(sorted(labels, key=lambda box: box.y0)):
+        assert low.y1 <= high.y0
+    plt.close(figure)
 
 
 @pytest.mark.slow
