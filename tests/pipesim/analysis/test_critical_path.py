@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
+from kernels import as_python, compiled
 from rules import all_reduced, issue_times
-from simulated_runs import run
+from simulated_runs import run, without_costs
 from strategies import cases
 
 import pipesim as ps
 from pipesim.analysis.critical_path import device_table
+from pipesim.analysis.waits import WaitReason, last_waits
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, RECVS, Op
 
@@ -26,6 +29,16 @@ def path(timeline: ps.Timeline) -> str:
         f"{timeline.graph.task(int(task))}({row.waited_for}{f' {row.gap:g}' if row.gap else ''})"
         for task, row in timeline.critical_path().iterrows()
     )
+
+
+def waits_by_task(timeline: ps.Timeline) -> dict[str, str]:
+    """Return the last wait of each task as text: ``reason predecessor``."""
+    graph, waits = timeline.graph, last_waits(timeline)
+    names = [str(graph.task(task)) for task in range(len(graph))]
+    return {
+        name: f"{WaitReason(reason)} {names[task] if task >= 0 else ''}".rstrip()
+        for name, task, reason in zip(names, waits.task, waits.reason, strict=True)
+    }
 
 
 def test_totals_by_hand() -> None:
@@ -179,6 +192,95 @@ def test_critical_path_of_those_that_meet() -> None:
     # Device 1 is issued its part at 12, when all gradients have been there since 10.
     graph = all_reduced(hosts="per_device")
     assert path(ps.simulate(graph, ps.Costs(1, 1, launch=(1, 4)))) == "0REDUCE_GRAD(host 12)"
+
+
+def test_a_circle_of_waits_is_refused() -> None:
+    """Times that contradict the order of a stream: 0SEND_F1 before 0SEND_F0, on one link."""
+    timeline = run("gpipe", 2, 2, ps.Costs(1, 1, output_bytes=2, network=SLOW))
+    ids = {str(timeline.graph.task(task)): task for task in range(len(timeline))}
+    start, end = timeline.start.copy(), timeline.end.copy()
+    for name, since, until in (("0SEND_F1", 2, 5), ("0SEND_F0", 5, 6)):
+        start[ids[name]], end[ids[name]] = since, until
+    contradictory = replace(timeline, start=start, end=end)
+    assert waits_by_task(contradictory)["0SEND_F0"] == "link 0SEND_F1"
+    assert waits_by_task(contradictory)["0SEND_F1"] == "stream 0SEND_F0"
+    with pytest.raises(TimelineError, match=r"'gpipe' has no critical path.*\(0SEND_F0\) waited"):
+        contradictory.critical_path()
+
+
+def test_last_waits_of_1f1b_by_hand() -> None:
+    """Two devices; messages take no time."""
+    # 0 | F0 F1 .. .. B0 B0 .. B1 B1
+    # 1 | .. F0 B0 B0 F1 B1 B1 .. ..
+    assert waits_by_task(run("1f1b", 2, 2, ps.Costs(1, 2))) == {
+        "0F0": "start",
+        "0SEND_F0": "dependency 0F0",
+        "1RECV_F0": "message 0SEND_F0",
+        "1F0": "dependency 1RECV_F0",
+        "0F1": "stream 0F0",
+        "0SEND_F1": "dependency 0F1",
+        "1RECV_F1": "message 0SEND_F1",
+        "1B0": "dependency 1F0",
+        "1SEND_B0": "dependency 1B0",
+        "0RECV_B0": "message 1SEND_B0",
+        "0B0": "dependency 0RECV_B0",
+        "1F1": "stream 1B0",
+        "1B1": "dependency 1F1",
+        "1SEND_B1": "dependency 1B1",
+        "0RECV_B1": "message 1SEND_B1",
+        "0B1": "dependency 0RECV_B1",
+    }
+
+
+def test_last_waits_of_a_rendezvous_by_hand() -> None:
+    """Both ends of the first message are free at 3; of the two, the larger id counts."""
+    costs = ps.Costs(1, 1, output_bytes=2, network=SLOW)
+    waits = waits_by_task(run("gpipe", 2, 2, costs, rendezvous=True))
+    assert waits["0SEND_F1"] == "rendezvous 1RECV_F0"
+
+
+def test_last_waits_of_a_group_by_hand() -> None:
+    """Members wait for 0B0 together; only device 0 needs its result."""
+    waits = waits_by_task(ps.simulate(all_reduced(), ps.Costs(1, 1)))
+    assert waits["0REDUCE_GRAD"] == "dependency 0B0"
+    assert waits["1REDUCE_GRAD"] == "group 0B0"
+
+
+@pytest.mark.parametrize("options", [{}, {"rendezvous": True}, {"n_replicas": 2}])
+def test_last_waits_agree_with_the_critical_path(options: dict[str, Any]) -> None:
+    """The path is the chain of last waits; of measured and of partial timelines too."""
+    costs = ps.Costs(
+        (1, 2, 1), 2, output_bytes=1, parameter_bytes=3, launch=0.0625, network=ps.Network(0.5, 2)
+    )
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 3, 4), **options), costs)
+    failed = timeline.start > timeline.makespan / 2
+    start, end = (np.where(failed, np.nan, seconds) for seconds in (timeline.start, timeline.end))
+    partial = replace(timeline, start=start, end=end)
+    measured = without_costs(timeline, issued=np.maximum(timeline.issue_times - 0.01, 0.0))
+    for variant in (timeline, partial, measured):
+        waits, chain = last_waits(variant), variant.critical_path()
+        tasks = chain.index.to_numpy()
+        assert len(tasks) > 5
+        assert waits.task[tasks].tolist() == [-1, *tasks[:-1].tolist()]
+        assert [str(WaitReason(reason)) for reason in waits.reason[tasks]] == (
+            chain["waited_for"].tolist()
+        )
+    waits = last_waits(partial)
+    assert waits.task[failed].tolist() == [-1] * failed.sum()
+    assert waits.reason[failed].tolist() == [WaitReason.START] * failed.sum()
+
+
+@pytest.mark.slow
+def test_last_waits_compiled_and_plain() -> None:
+    """The loop gives the same answer, compiled or not."""
+    costs = ps.Costs((1, 2, 1), 2, output_bytes=1, launch=0.125, network=ps.Network(0.25, 2))
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 3, 6), n_replicas=2), costs)
+    with as_python():
+        plain = last_waits(timeline)
+    with compiled():
+        for column, expected in zip(last_waits(timeline), plain, strict=True):
+            assert column.dtype == expected.dtype
+            assert column.tolist() == expected.tolist()
 
 
 @pytest.mark.slow

@@ -1,0 +1,211 @@
+"""Last wait of every task: the task that stopped blocking it last, and the reason of the wait."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.analysis.blocking import joint_issue_times, last_link_holder, release_times
+from pipesim.ops import RECVS, SENDS
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
+
+__all__ = ["LastWaits", "WaitReason", "last_waits"]
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+
+class WaitReason(IntEnum):
+    """Reason of the last wait of a task. ``str`` gives its word in tables.
+
+    Attributes
+    ----------
+    DEPENDENCY
+        The task needs the result of the other task.
+    STREAM
+        The other task is the one before it on its stream.
+    MESSAGE
+        The task is a RECV, and the other task is its SEND.
+    RENDEZVOUS
+        The task is a SEND, and the other task is before its RECV on the receiver's stream.
+    LINK
+        The other task held a link that the task needs.
+    GROUP
+        The task is a member of a collective, and another member waited for the other task.
+    HOST
+        The host issued the task late. There is no other task.
+    START
+        The task waited for the start of the step alone. There is no other task.
+    """
+
+    DEPENDENCY = 0
+    STREAM = 1
+    MESSAGE = 2
+    RENDEZVOUS = 3
+    LINK = 4
+    GROUP = 5
+    HOST = 6
+    START = 7
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+# Reasons as plain numbers for compiled loops.
+_DEPENDENCY, _STREAM, _MESSAGE, _RENDEZVOUS, _LINK, _GROUP, _HOST, _START = map(int, WaitReason)
+
+
+class LastWaits(NamedTuple):
+    """Last wait of every task; arrays of shape ``(len(graph),)``.
+
+    Attributes
+    ----------
+    task
+        Id of the task that each task waited for last; -1 for `WaitReason.HOST` and
+        `WaitReason.START`.
+    reason
+        Value of `WaitReason`, as int8.
+    """
+
+    task: NDArray[np.int64]
+    reason: NDArray[np.int8]
+
+
+def last_waits(timeline: Timeline) -> LastWaits:
+    """Return the task that each task waited for last, and the reason of that wait.
+
+    The order in which candidates count:
+
+    - A RECV with a duration waits for its SEND, as both end together.
+    - If the last of ``graph.precedence`` that stopped blocking the task did so at its start or
+      later, the task waits for it. If several did so at the same time, the largest id counts. The
+      SEND of a RECV is not among them.
+    - Otherwise the host, the SEND of a RECV, or the task that held a link, if it explains the
+      start.
+    - Otherwise the last of ``graph.precedence``, although the task started later.
+
+    Tasks that did not start have -1 and `WaitReason.START`. Tasks that did not run to their end
+    block no other task. Where times contradict the order of the graph, as those of a measurement
+    can, tasks may wait for each other in a circle.
+    """
+    graph = timeline.graph
+    columns = _Columns(
+        precedence_ptr=graph.precedence.ptr,
+        precedence=graph.precedence.values,
+        released=release_times(timeline),
+        dependency_ptr=graph.dependencies.ptr,
+        dependencies=graph.dependencies.values,
+        queue_predecessor=graph.queue_predecessor,
+        pair=graph.pair,
+        receives=graph.is_op(RECVS),
+        sends=graph.is_op(SENDS),
+        ran=timeline.ran,
+        start=timeline.start,
+        end=timeline.end,
+        issued=joint_issue_times(graph, timeline.issue_times),
+        link_holder=last_link_holder(timeline),
+        has_recorded_issues=timeline.issued is not None,
+    )
+    waits = LastWaits(
+        np.full(len(graph), -1, dtype=np.int64), np.full(len(graph), _START, dtype=np.int8)
+    )
+    _fill_last_waits(columns, waits)
+    return waits
+
+
+class _Columns(NamedTuple):
+    """Columns of a timeline and its graph; one entry a task, but for the two CSR.
+
+    ``released`` has one entry for each of ``precedence``: the time at which it stopped blocking its
+    successor (s). ``issued`` includes partners (s). ``link_holder`` is -1 if none.
+    """
+
+    precedence_ptr: Ints
+    precedence: Ints
+    released: Floats
+    dependency_ptr: Ints
+    dependencies: Ints
+    queue_predecessor: Ints
+    pair: Ints
+    receives: Bools
+    sends: Bools
+    ran: Bools
+    start: Floats
+    end: Floats
+    issued: Floats
+    link_holder: Ints
+    has_recorded_issues: bool
+
+
+def _last_blocker(columns: _Columns, task: int, sender: int) -> int:
+    """Return the position in ``precedence`` of the last blocker of ``task``; -1 if none.
+
+    ``sender`` does not count. If several stopped blocking at the same time, the largest id counts.
+    """
+    last = -1
+    for k in range(columns.precedence_ptr[task], columns.precedence_ptr[task + 1]):
+        other = columns.precedence[k]
+        if other == sender or not columns.ran[other]:
+            continue
+        if (
+            last < 0
+            or columns.released[k] > columns.released[last]
+            or (columns.released[k] == columns.released[last] and other > columns.precedence[last])
+        ):
+            last = k
+    return last
+
+
+def _blocker_reason(columns: _Columns, task: int, blocker: int) -> int:
+    """Return the reason why ``task`` waits for one of its ``precedence``."""
+    if columns.pair[task] == blocker:
+        return _MESSAGE
+    for k in range(columns.dependency_ptr[task], columns.dependency_ptr[task + 1]):
+        if columns.dependencies[k] == blocker:
+            return _DEPENDENCY
+    if columns.queue_predecessor[task] == blocker:
+        return _STREAM
+    return _RENDEZVOUS if columns.sends[task] else _GROUP
+
+
+def _last_wait(columns: _Columns, task: int) -> tuple[int, int]:
+    """Return the task that ``task`` waited for last, -1 if none, and the reason."""
+    start = columns.start[task]
+    sender = int(columns.pair[task]) if columns.receives[task] else -1
+    # A RECV ends with its SEND, whenever it was reached.
+    if sender >= 0 and columns.ran[sender] and columns.end[task] > start:
+        return sender, _MESSAGE
+    blocker, free = -1, 0.0
+    position = _last_blocker(columns, task, sender)
+    if position >= 0:
+        blocker, free = int(columns.precedence[position]), columns.released[position]
+        if free >= start:
+            return blocker, _blocker_reason(columns, task, blocker)
+    issued = columns.issued[task]
+    if issued >= start > 0:
+        return -1, _HOST
+    if sender >= 0:
+        return sender, _MESSAGE
+    holder = int(columns.link_holder[task])
+    held_until = columns.end[holder] if holder >= 0 else 0.0
+    if holder >= 0 and held_until == start:
+        return holder, _LINK
+    # A recorded issue time is a little before the start of its task.
+    if columns.has_recorded_issues and max(free, held_until) < issued <= start:
+        return -1, _HOST
+    if blocker >= 0:
+        return blocker, _blocker_reason(columns, task, blocker)
+    return -1, _START
+
+
+@kernel(_last_blocker, _blocker_reason, _last_wait, allocates=False)
+def _fill_last_waits(columns: _Columns, waits: LastWaits) -> None:
+    """Fill ``waits`` for each task that started; it comes in as -1 and `WaitReason.START`."""
+    for task in range(len(columns.start)):
+        if not np.isnan(columns.start[task]):
+            waits.task[task], waits.reason[task] = _last_wait(columns, task)
