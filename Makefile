@@ -12,6 +12,10 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard ben
 # thread of OpenMP each: threads of several processes would spin on the same cores.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 
+# Deno checks the JavaScript of the interactive timeline; deno.json has the rules.
+PAGE := pipesim/plot/page
+DENO := DENO_DIR=.venv/.deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
+
 # Without its bytecode, torch takes seconds more to load in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -34,11 +38,14 @@ test: lint  ## lint, then every test (docstring examples and notebooks included)
 quick: $(STAMP)  # beside mypy, which has one thread
 	$(TESTS) -n 2 -m 'not slow and not measures_time'
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter, names that say nothing
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, names that say nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
+	$(DENO) lint --quiet --permit-no-files
+	$(DENO) fmt --check --permit-no-files
+	$(DENO) check --quiet $(PAGE)
 	$(BIN)/python tools/plain_names.py
 
 fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
