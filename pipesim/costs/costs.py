@@ -235,7 +235,7 @@ class Costs:
         return costs_text(self)
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.html import costs_html
+        from pipesim.plot.html_tables import costs_html
 
         return costs_html(self)
 

@@ -130,6 +130,11 @@ class GPU:
             )
         check_text("name", self.name)
 
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_tables import gpu_html
+
+        return gpu_html(self)
+
     @property
     def peak(self) -> float:
         """``peak_flops``, or ``flops`` if it was not given (FLOP/s)."""

@@ -118,6 +118,11 @@ class Layers:
             joint = joint_values(self.source, self.joint_activation_bytes, len(self))
             object.__setattr__(self, "joint_activation_bytes", joint)
 
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_tables import layers_html
+
+        return layers_html(self)
+
     def __len__(self) -> int:
         return len(self.columns["forward"])
 

@@ -130,6 +130,11 @@ class Transformer:
             check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
         check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
 
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_tables import transformer_html
+
+        return transformer_html(self)
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Transformer:
         """Return a published model; `pipesim.transformers` lists them with their sources.

@@ -131,6 +131,11 @@ class Network:
         """Return the fields, for copies and pickles: equal networks have equal pickles."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
+    def _repr_html_(self) -> str:
+        from pipesim.plot.network_html import network_html
+
+        return network_html(self)
+
     @functools.cached_property
     def _router(self) -> Router:
         """The links as arrays, which are prepared once."""

@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison, known_results
-from pipesim.costs.costs import Costs
-from pipesim.costs.costs_text import n_stages_of
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -21,6 +19,8 @@ from pipesim.plot.html_parts import (
     cell_html,
     figure_html,
     note_html,
+    omitted_html,
+    omitted_text,
     table_html,
 )
 from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes
@@ -36,51 +36,10 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.units import format_numbers
 
-__all__ = ["comparison_html", "costs_html", "graph_html", "schedule_html", "timeline_html"]
+__all__ = ["comparison_html", "graph_html", "schedule_html", "timeline_html"]
 
 #: Most devices and clock cycles that are shown of large schedules and graphs.
 MAX_DEVICES, MAX_CYCLES = 32, 64
-
-
-#: Columns of a table of costs: fields with seconds, and with bytes.
-_SECONDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input_grad",
-    "W": "weight_grad",
-    "R": "recompute",
-    "STEP": "optimizer_step",
-    "GRAD_NORM": "grad_norm",
-}
-_BYTES = {
-    "message": "output_bytes",
-    "activations": "activation_bytes",
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-}
-
-
-def costs_html(costs: Costs) -> str:
-    """Return costs as a table: a row a stage, and a column for each field that is given."""
-    n_stages = n_stages_of(costs)
-    shown, columns = min(n_stages or 1, MAX_CYCLES), {}
-    for head, name in {**_SECONDS, **_BYTES}.items():
-        value = getattr(costs, name)
-        if value is not None and np.max(value) > 0:
-            values = [value] * shown if isinstance(value, float) else value
-            columns[head] = list(map(format_time if head in _SECONDS else format_bytes, values))
-    names = ["each stage" if n_stages is None else f"stage {stage}" for stage in range(shown)]
-    rows = [
-        [name, *(column[row] if row < len(column) else "" for column in columns.values())]
-        for row, name in enumerate(names)
-    ]
-    omitted = _omitted(n_stages or 1, shown, "stages")
-    return (
-        note_html(repr(costs))
-        + table_html(["costs", *columns], rows)
-        + (note_html(f"Not shown: {', '.join(omitted)}.") if omitted else "")
-    )
 
 
 def schedule_html(schedule: Schedule) -> str:
@@ -113,7 +72,7 @@ def schedule_html(schedule: Schedule) -> str:
             present, shades(np.array(present, int), np.zeros(len(present), int)), strict=True
         )
     )
-    omitted = _omitted(schedule.n_devices, MAX_DEVICES, "devices") + _omitted(
+    omitted = omitted_text(schedule.n_devices, MAX_DEVICES, "devices") + omitted_text(
         int(columns.max(initial=-1)) + 1, MAX_CYCLES, "cycles"
     )
     title = (
@@ -126,7 +85,7 @@ def schedule_html(schedule: Schedule) -> str:
         + (note_html(f"It cannot run. {problem}") if problem else "")
         + f'<table style="{TABLE}">{"".join(rows)}</table>'
         + f'<div style="{TABLE}">{key}</div>'
-        + (note_html(f"Not shown: {', '.join(omitted)}.") if omitted else "")
+        + omitted_html(omitted)
     )
 
 
@@ -151,7 +110,7 @@ def graph_html(graph: TaskGraph) -> str:
     total = counts.sum(axis=0)
     names = [*(f"{op.name} {LABELS[op]}" for op in present), "all"]
     lines.append([*map(str, total[:shown]), str(total.sum())])
-    omitted = _omitted(graph.n_devices, shown, "devices")
+    omitted = omitted_text(graph.n_devices, shown, "devices")
     options = f"recompute {graph.recompute}, transfers {'' if graph.overlap else 'not '}overlapped"
     return (
         note_html(
@@ -160,7 +119,7 @@ def graph_html(graph: TaskGraph) -> str:
             f"{graph.n_stages} stages, {graph.n_microbatches} micro-batches; {options}"
         )
         + table_html(["tasks", *head], [[n, *row] for n, row in zip(names, lines, strict=True)])
-        + (note_html(f"Not shown: {', '.join(omitted)}.") if omitted else "")
+        + omitted_html(omitted)
     )
 
 
@@ -212,8 +171,3 @@ def comparison_html(comparison: Comparison) -> str:
     ]
     head = ["mean of each operation", "tasks", "predicted", "measured", "error"]
     return figure_html(figure, repr(comparison)) + table_html(head, rows)
-
-
-def _omitted(count: int, shown: int, noun: str) -> list[str]:
-    """Return a text for omitted items, such as ``devices 32 to 63``; [] if all are shown."""
-    return [f"{noun} {shown} to {count - 1}"] if count > shown else []

@@ -15,7 +15,18 @@ from pipesim.plot.style import text_colours
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CELL", "HEAD", "TABLE", "cell_html", "figure_html", "note_html", "table_html"]
+__all__ = [
+    "CELL",
+    "HEAD",
+    "TABLE",
+    "cell_html",
+    "figure_html",
+    "figure_png",
+    "note_html",
+    "omitted_html",
+    "omitted_text",
+    "table_html",
+]
 
 #: CSS of tables, of their coloured cells, and of the first cell of a row.
 TABLE = "border-collapse:separate;border-spacing:1px;font-size:11px;line-height:1.5"
@@ -24,13 +35,18 @@ HEAD = "text-align:left;padding:0 8px 0 0;font-weight:normal"
 _NOTE = "margin:2px 0 4px;font-size:12px"
 
 
-def figure_html(figure: Figure, text: str) -> str:
-    """Return a figure as an inline PNG, with ``text`` as its alternative text."""
+def figure_png(figure: Figure) -> bytes:
+    """Return a figure as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(buffer, format="png", dpi=200)
-    image = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return buffer.getvalue()
+
+
+def figure_html(figure: Figure, text: str) -> str:
+    """Return a figure as an inline PNG, with ``text`` as its alternative text."""
+    image = base64.b64encode(figure_png(figure)).decode("ascii")
     width = round(figure.get_figwidth() * 110)
     return (
         f'<img alt="{escape(text)}" src="data:image/png;base64,{image}" '
@@ -41,6 +57,16 @@ def figure_html(figure: Figure, text: str) -> str:
 def note_html(text: str) -> str:
     """Return a line of text."""
     return f'<div style="{_NOTE}">{escape(text)}</div>'
+
+
+def omitted_text(count: int, shown: int, noun: str) -> list[str]:
+    """Return a text for omitted items, such as ``devices 32 to 63``; [] if all are shown."""
+    return [f"{noun} {shown} to {count - 1}"] if count > shown else []
+
+
+def omitted_html(omitted: list[str]) -> str:
+    """Return a line that names omitted items; "" if there are none."""
+    return note_html(f"Not shown: {', '.join(omitted)}.") if omitted else ""
 
 
 def table_html(head: list[str], rows: list[list[str]]) -> str:

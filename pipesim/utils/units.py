@@ -13,6 +13,7 @@ __all__ = [
     "TIME_UNITS",
     "byte_unit",
     "format_bytes",
+    "format_decimal",
     "format_numbers",
     "format_time",
     "parse_bytes",
@@ -23,6 +24,7 @@ __all__ = [
 #: Units in a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 #: Bytes of each unit that a text of bytes may have, by its lower case.
 _SIZES = {unit.lower(): 1024.0**k for k, unit in enumerate(_BYTE_UNITS)} | {
     unit.lower(): 1000.0**k for k, unit in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))
@@ -73,6 +75,16 @@ def format_bytes(nbytes: float) -> str:
     """Return bytes in a fitting unit, such as ``"3.25 GiB"``."""
     sign, size = byte_unit(nbytes)
     return f"{significant(nbytes / size)} {sign}"
+
+
+def format_decimal(value: float, unit: str) -> str:
+    """Return a value with a decimal prefix, such as ``"450 GB/s"`` or ``"312 TFLOP/s"``."""
+    power = 0
+    while abs(value) >= 999.5 * 1000.0**power and power < len(_PREFIXES) - 1:
+        power += 1
+    scaled = value / 1000.0**power
+    number = significant(scaled) if abs(scaled) < 999.5 else f"{scaled:.3g}"
+    return f"{number} {_PREFIXES[power]}{unit}"
 
 
 def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:

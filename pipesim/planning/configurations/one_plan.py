@@ -12,6 +12,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.megatron import megatron_flags
+from pipesim.planning.configurations.plan_texts import plan_html
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
@@ -125,3 +126,6 @@ class Plan:
         results = "" if math.isnan(step) else f": {format_time(step)} a step"
         results += "" if math.isnan(memory) else f", {format_bytes(memory)} on the fullest device"
         return f"<Plan {self.choice}{results}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipesim.errors import check_count
 from pipesim.planning.configurations.choice import PlanChoice, layers_text
-from pipesim.planning.configurations.plan_tables import shown_columns
+from pipesim.planning.configurations.plan_tables import SETTINGS, ranked_table, shown_columns
 from pipesim.plot.html_parts import note_html, table_html
 from pipesim.utils.text_tables import align_columns
 from pipesim.utils.units import format_time
 
 if TYPE_CHECKING:
+    from pipesim.planning.configurations.one_plan import Plan
     from pipesim.planning.configurations.plans import Plans
 
-__all__ = ["plans_html", "plans_line", "plans_text", "short_names"]
+__all__ = ["plan_html", "plans_html", "plans_line", "plans_text", "short_names"]
 
 #: Rows of a table in a notebook.
 _BEST = 5
@@ -88,6 +90,39 @@ def plans_html(plans: Plans) -> str:
     columns = _columns(plans, _BEST)
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return notes + table_html(list(columns), rows)
+
+
+def plan_html(plan: Plan) -> str:
+    """Return one configuration as two tables: its results, if it was simulated, and its settings.
+
+    Nothing is simulated. Without a simulation there is a note of the reason.
+    """
+    evaluation, problem = plan.evaluation, plan.problem
+    sequences = f"{problem.global_batch:,} sequence{'s' * (problem.global_batch > 1)} a step"
+    cluster = repr(problem.cluster)[1:-1]
+    notes = [f"Plan {plan.choice}", f"{sequences}. {cluster:.200}."]
+    results = ""
+    if not math.isnan(evaluation.step):
+        noisy = not math.isnan(evaluation.noisy_step)
+        table = ranked_table(problem, [evaluation], noisy=noisy)
+        columns = shown_columns(table, [plan.choice.schedule])
+        columns = {"schedule": columns.pop("configuration"), **columns}
+        del columns["rank"]
+        results = table_html(list(columns), [[cells[0] for cells in columns.values()]])
+    elif evaluation.reason:
+        notes.append(f"{evaluation.status}: {evaluation.reason}")
+    else:
+        notes.append("Not simulated yet; plan.timeline simulates it.")
+    settings = {name: _setting(getattr(plan.choice, name)) for name in SETTINGS}
+    rows = list(map(list, settings.items()))
+    return "".join(map(note_html, notes)) + results + table_html(["setting", "value"], rows)
+
+
+def _setting(value: object) -> str:
+    """Return the value of a setting as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return layers_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _columns(plans: Plans, n_best: int) -> dict[str, list[str]]:

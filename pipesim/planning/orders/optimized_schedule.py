@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipesim.order_search import Objective
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.units import format_time
 
 __all__ = ["OptimizedSchedule"]
 
@@ -65,10 +66,32 @@ class OptimizedSchedule(Schedule):
         return self.value / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
     def __repr__(self) -> str:
-        proof = "optimal" if self.proved else f"at most {self.gap:.2%} above the optimum"
-        if not math.isfinite(self.gap):
-            proof = "no lower bound"
         return (
             f"<OptimizedSchedule {self.name}: {self.n_devices} devices, {self.n_stages} stages, "
-            f"{self.n_microbatches} micro-batches, {self.objective} {self.value:.6g} s, {proof}>"
+            f"{self.n_microbatches} micro-batches, {self.objective} {self.value:.6g} s, "
+            f"{self._proof()}>"
         )
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot.html_parts import note_html, table_html
+
+        head = [self.objective, "time", "above the lower bound"]
+        has_bound = self.lower_bound > 0.0
+        rows = [["this order", format_time(self.value), f"{self.gap:.2%}" if has_bound else "-"]]
+        if self.first_schedule:
+            above = f"{self.first_value / self.lower_bound - 1:.2%}" if has_bound else "-"
+            first = f"{self.first_schedule}, where the search started"
+            rows.append([first, format_time(self.first_value), above])
+        if has_bound:
+            rows.append(["lower bound of all orders", format_time(self.lower_bound), "0.00%"])
+        text = f"Optimized order: {self._proof()}"
+        if self.noisy_makespan is not None:
+            text += f"; makespan with noise {format_time(self.noisy_makespan)}"
+        text += f"; {self.evaluations:,} moves in {format_time(self.seconds)}"
+        return note_html(text) + table_html(head, rows) + super()._repr_html_()
+
+    def _proof(self) -> str:
+        """Return in words how far from the optimum the order can be."""
+        if not math.isfinite(self.gap):
+            return "no lower bound"
+        return "optimal" if self.proved else f"at most {self.gap:.2%} above the optimum"

@@ -7,9 +7,11 @@ import sys
 import textwrap
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from html_cells import tables_of
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
@@ -117,6 +119,30 @@ def test_result_is_a_schedule(tmp_path):
     schedule.save(tmp_path / "order.csv")
     assert ps.Schedule.load(tmp_path / "order.csv") == schedule
     assert "makespan" in repr(schedule)
+
+
+def test_result_shows_its_bound_above_the_order():
+    """Objective, where the search started, and lower bound; then the table of a schedule."""
+    placement = ps.linear(3)
+    optimized = ps.optimize(placement, 4, uneven(placement, False), evaluations=50, progress=False)
+    schedule = replace(optimized, makespan=22.0, lower_bound=20.0, proved=False, first_value=25.0,
+                       first_schedule="<script>", evaluations=1234, seconds=0.5)  # fmt: skip
+    html = schedule._repr_html_()
+    bounds, order = tables_of(html)
+    assert bounds == [
+        ["makespan", "time", "above the lower bound"],
+        ["this order", "22.0 s", "10.00%"],
+        ["<script>, where the search started", "25.0 s", "25.00%"],
+        ["lower bound of all orders", "20.0 s", "0.00%"],
+    ]
+    assert [row[0] for row in order] == ["device 0", "device 1", "device 2"]
+    assert "at most 10.00% above the optimum; 1,234 moves in 500 ms" in html
+    assert "<script>" not in html
+    assert "optimal" in replace(schedule, lower_bound=22.0, proved=True)._repr_html_()
+    assert "with noise 30.0 s" in replace(schedule, noisy_makespan=30.0)._repr_html_()
+    unknown = replace(schedule, lower_bound=0.0)._repr_html_()
+    assert "no lower bound" in unknown
+    assert "inf" not in unknown
 
 
 def test_many_microbatches_repeat_a_period():

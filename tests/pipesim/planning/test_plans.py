@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from html_cells import cells_of, tables_of
 from hypothesis import given
 from hypothesis import strategies as st
 from small_plans import CHOICE, GPIPE, SPLIT, choice_of, evaluation, plans, problem
@@ -232,6 +233,58 @@ def test_notes_and_interruptions_are_shown() -> None:
     assert "500 ms, interrupted" in repr(result)
     assert "Links between nodes are shared." in result.summary()
     assert "Links between nodes are shared." in result._repr_html_()
+
+
+def test_a_plan_shows_its_results_and_settings() -> None:
+    """Results are those of its row of the table."""
+    html = plans()[2]._repr_html_()
+    results, settings = tables_of(html)
+    assert dict(zip(*results, strict=True)) == {
+        "schedule": "1f1b",
+        "step": "2.00 s",
+        "tokens/s": "16384",
+        "MFU": f"{plans().table['mfu'][2]:.1%}",
+        "bubble": "25.0%",
+        "memory (GiB)": "2.7940",
+        "gap": "100.0%",
+    }
+    shown = dict(settings[1:])
+    assert set(shown) == {field.name for field in fields(PlanChoice)}
+    assert shown["pipeline_parallel"] == "4"
+    assert shown["layers_per_stage"] == "3+2x2+1"
+    assert shown["sequence_parallel"] == "no"
+    assert "16 sequences a step. Cluster of 8 h100_sxm" in html
+    noisy = plans().evaluations[0]._replace(noisy_step=1.2)
+    assert "1.20 s" in cells_of(Plan(problem(), noisy)._repr_html_())[1]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "reason"),
+    [
+        (plans().evaluations[3], "cannot win: its bound is 2.5 s"),
+        (plans().evaluations[4], "does not fit: needs 9 GB of 8 GB"),
+        (evaluation(CHOICE, NAN, NAN), "Not simulated yet"),
+    ],
+)
+def test_a_plan_without_a_step_shows_the_reason(evaluated: Evaluation, reason: str) -> None:
+    """It is not simulated to be shown."""
+    plan = Plan(problem(), evaluated)
+    html = plan._repr_html_()
+    assert reason in html
+    assert len(tables_of(html)) == 1
+    assert "timeline" not in vars(plan)
+
+
+def test_plans_escape_reasons_and_names() -> None:
+    """Such as those of the user's own schedules and GPUs."""
+    evil = "<script>alert(1)</script>"
+    gpu = ps.GPU(flops=1e14, bandwidth=1e12, memory=80e9, name=evil)
+    network = ps.Network(nodes=ps.Nodes(8))
+    named = replace(problem(), cluster=ps.Cluster(gpu=gpu, n_gpus=8, network=network))
+    plan = Plan(named, plans().evaluations[4]._replace(reason=evil))
+    for shown in (plan, replace(plans(), notes=(evil,))):
+        assert "<script>" not in shown._repr_html_()
+        assert "&lt;script&gt;" in shown._repr_html_()
 
 
 def test_the_file_has_all_configurations(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -24,6 +23,7 @@ from figure_artists import (
     partial,
     simulated,
 )
+from html_cells import cells_of, parsed
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -364,16 +364,6 @@ def test_mistakes_are_named(call: Any, error: type[Exception], message: str) -> 
 
 
 # What notebooks show.
-
-
-def parsed(html: str) -> ElementTree.Element:
-    """The elements of HTML that must be well-formed."""
-    return ElementTree.fromstring(f"<div>{html}</div>")
-
-
-def cells_of(html: str) -> list[list[str]]:
-    """The texts of a table's cells, row by row."""
-    return [[cell.text or "" for cell in row] for row in parsed(html).iter("tr")]
 
 
 def test_a_schedule_shows_itself_in_clock_cycles() -> None:
