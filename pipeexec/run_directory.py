@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ __all__ = [
     "write_directory",
 ]
 
-#: File with the command, versions and hardware of a run, and the checksum of every file, also of
-#: itself.
+#: File with the command, date (UTC), versions and hardware of a run, and the checksum of every
+#: file, also of itself.
 RECORD = "run.json"
 
 
@@ -133,7 +134,8 @@ def _write_files(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
-        content = {**record, **environment(), "files": files}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        content = {"date": date, **record, **environment(), "files": files}
         content[CHECKSUM] = checksum(content)
         (folder / RECORD).write_text(json.dumps(content, indent=2) + "\n")
         _rename(folder, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 from pipeexec.profiling.profile import Profile
 from pipeexec.validation.result_row import Row
 from pipeexec.validation.run_files import read_run, write_run
+from pipeexec.validation.summary import validation_html, validation_text
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs
 
@@ -27,7 +28,7 @@ __all__ = ["Validation", "load_run"]
 _INTERVAL_COLUMNS = ("error_mean", "error_low", "error_high")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Validation:
     """Predictions of graphs and their measured steps.
 
@@ -43,6 +44,9 @@ class Validation:
         `pipeexec.distributed.process_clock.Alignment`.
     notes
         Notes on the measured times, such as that links are imposed.
+    record
+        Entries of the ``run.json`` that `load_run` read: ``command``, ``date`` in UTC,
+        ``versions``, ``hardware`` and those that the user gave `save`. Empty for others.
     """
 
     rows: dict[str, Row]
@@ -50,6 +54,13 @@ class Validation:
     profile: Profile | None = None
     clocks: tuple[dict[str, float], ...] = ()
     notes: tuple[str, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return validation_text(self)
+
+    def _repr_html_(self) -> str:
+        return validation_html(self)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -68,9 +79,9 @@ class Validation:
         rows = {
             name: {
                 "predicted": row.prediction,
-                "measured": float(np.median(row.makespans)),
-                "error": float(np.median(row.errors)),
-                "worst": float(row.errors[np.abs(row.errors).argmax()]),
+                "measured": row.measurement,
+                "error": row.error,
+                "worst": row.worst_error,
                 "replay": float(np.median(row.replay_errors)),
                 **dict(zip(_INTERVAL_COLUMNS, row.error_interval, strict=True)),
                 "bubble_predicted": row.predicted.bubble_fraction,
@@ -181,7 +192,7 @@ class Validation:
 
 
 def load_run(path: Path | str) -> Validation:
-    """Read a run directory.
+    """Read a run directory; the result prints its command, hardware, makespans and errors.
 
     Raises
     ------

@@ -65,6 +65,11 @@ class Row:
         return float(np.mean(self.predictions or [self.predicted.makespan]))
 
     @property
+    def measurement(self) -> float:
+        """Measured makespan, median over the steps (s)."""
+        return float(np.median(self.makespans))
+
+    @property
     def comparison(self) -> Comparison:
         """Comparison of the prediction with the median step."""
         return Comparison(self.predicted, self.measured)
@@ -76,6 +81,16 @@ class Row:
         measured = np.array(self.makespans).reshape(len(predicted), -1)
         errors: NDArray[np.float64] = (predicted[:, None] / measured - 1.0).ravel()
         return errors
+
+    @property
+    def error(self) -> float:
+        """Median of `errors`."""
+        return float(np.median(self.errors))
+
+    @property
+    def worst_error(self) -> float:
+        """The largest of `errors` by magnitude, with its sign."""
+        return float(self.errors[np.abs(self.errors).argmax()])
 
     @property
     def error_interval(self) -> Interval:

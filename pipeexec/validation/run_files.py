@@ -23,6 +23,7 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
+from pipesim.utils.texts import CHECKSUM
 
 if TYPE_CHECKING:
     from pipeexec.validation.result import Validation
@@ -34,6 +35,9 @@ _PARTS, _OPS = "parts.csv", "ops.csv"
 #: Files of a run directory beside the rows' folders.
 _FILES = (RECORD, "costs.json", "table.csv", "overlay.png", "overlay.pdf", TABLE, TRANSFERS, FITS,
           "transfers.png")  # fmt: skip
+
+#: Entries of a record that are fields of a validation, or about files.
+_OTHER_ENTRIES = ("rows", "clocks", "notes", "files", CHECKSUM)
 
 
 def check_rows(names: Iterable[object]) -> None:
@@ -132,6 +136,7 @@ def read_run(path: Path | str) -> dict[str, Any]:
         "profile": profile,
         "clocks": tuple(record.get("clocks", ())),
         "notes": tuple(record.get("notes", ())),
+        "record": {name: value for name, value in record.items() if name not in _OTHER_ENTRIES},
     }
 
 
