@@ -40,6 +40,7 @@ Floats = NDArray[np.float64]
 #: One colour an operation: Okabe and Ito's, and two of Tol's; colour-blind readers can tell all
 #: apart.
 #: F and B, which take the most area, also differ in lightness, as do SEND and RECV.
+#: STEP is brown, not grey: legends have greys for chunks.
 PALETTE: Mapping[Op, str] = {
     Op.F: "#74B9E7",
     Op.B: "#2A9D78",
@@ -52,7 +53,7 @@ PALETTE: Mapping[Op, str] = {
     Op.RECV_B: "#EDB08A",
     Op.REDUCE_GRAD: "#332288",
     Op.ALL_TO_ALL: "#882255",
-    Op.STEP: "#5F5F5F",
+    Op.STEP: "#5C3D00",
     Op.UNSHARD: "#6A5ACD",
     Op.DISPATCH: "#999933",
     Op.REORDER: "#DDCC77",
