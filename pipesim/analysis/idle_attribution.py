@@ -1,4 +1,4 @@
-"""Attribute idle seconds of devices to causes: the loop behind `idle`.
+"""Attribute the seconds of each idle gap of devices to causes: the loop behind `idle`.
 
 Two chains of tasks and waits lead up to each gap, one to its end and one to its beginning. The
 difference of the two is the gap's causes.
@@ -11,9 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.idle_chains import (
+    CHAIN_HELPERS,
+    Jumps,
+    add_chain,
+    add_task,
+    add_waits,
+    make_jumps,
+    meeting_task,
+)
 from pipesim.analysis.idle_gaps import (
     COMPUTE_ROLE,
-    RECV_ROLE,
     SEND_ROLE,
     Cause,
     Chain,
@@ -24,14 +32,17 @@ from pipesim.analysis.idle_gaps import (
     make_durations,
 )
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import bincount
 from pipesim.utils.jit import kernel
 
-__all__ = ["Cause", "seconds_of_causes"]
+__all__ = ["Cause", "causes_of_gaps", "seconds_of_causes"]
 
 Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
-_WARM_UP, _COOL_DOWN, _IMBALANCE, _LATENCY = map(int, list(Cause)[:4])
-_CONTENTION, _HOST, _STRAGGLER = map(int, (Cause.CONTENTION, Cause.HOST, Cause.STRAGGLER))
+_WARM_UP, _COOL_DOWN = int(Cause.WARM_UP), int(Cause.COOL_DOWN)
+_LATENCY, _HOST = int(Cause.LATENCY), int(Cause.HOST)
+#: Most steps of both chains of a gap, together, that are walked without jumps.
+_FEW_STEPS = 64
 
 
 def seconds_of_causes(timeline: Timeline) -> Floats:
@@ -39,13 +50,25 @@ def seconds_of_causes(timeline: Timeline) -> Floats:
 
     Shape ``(n_devices, len(Cause))``. All tasks of the timeline must have run.
     """
-    seconds = np.zeros((timeline.n_devices, len(Cause)))
+    gaps, seconds = causes_of_gaps(timeline)
+    columns = [bincount(gaps.device, column, timeline.n_devices) for column in seconds.T]
+    return np.stack(columns, axis=1)
+
+
+def causes_of_gaps(timeline: Timeline) -> tuple[Gaps, Floats]:
+    """Return the idle gaps of all devices, and the seconds of each cause of each gap.
+
+    The seconds have shape ``(n_gaps, len(Cause))``. A row sums to the length of its gap, up to
+    rounding. All tasks of the timeline must have run.
+    """
     gaps = find_gaps(timeline)
+    seconds = np.zeros((len(gaps.task), len(Cause)))
     if len(gaps.task):
         space = _GapSpace(np.empty(len(Cause)), np.empty(2), np.empty(2))
         chain, durations = make_chain(timeline), make_durations(timeline)
-        _attribute_gaps(gaps, chain, durations, space, seconds)
-    return seconds
+        jumps = make_jumps(chain, durations)
+        _attribute_gaps(gaps, chain, durations, jumps, space, seconds)
+    return gaps, seconds
 
 
 class _GapSpace(NamedTuple):
@@ -80,73 +103,42 @@ def _scale_to_gap(space: _GapSpace, rounding: float, lasts: float, seconds: Floa
         seconds[_HOST] += lasts
 
 
-def _add_task(
+@kernel(_scale_to_gap, *CHAIN_HELPERS, allocates=False)
+def _attribute_gaps(
+    gaps: Gaps,
     chain: Chain,
     durations: Durations,
-    parts: Floats,
-    task: int,
-    now: float,
-    counts: bool,
-    sign: int,
-) -> float:
-    """Add the time of a task until ``now`` on its chain; return its start.
-
-    The task after a gap has yet to start there: ``counts`` is False for it.
-    """
-    then = min(now, chain.transfer_end[task])
-    parts[_LATENCY] += sign * (now - then)
-    begin = min(then, chain.start[task])
-    rest = then - begin
-    if rest > 0 or counts:
-        share = 1.0  # the part of the task that is on the chain
-        lasted = chain.end[task] - chain.start[task]
-        if chain.role[task] == COMPUTE_ROLE and rest < lasted:
-            share = rest / lasted
-        parts[_STRAGGLER] += sign * share * durations.straggles[task]
-        parts[_IMBALANCE] += sign * share * durations.uneven[task]
-        rest -= share * (durations.straggles[task] + durations.uneven[task])
-    parts[chain.task_cause[task]] += sign * rest
-    return float(begin)
-
-
-def _add_waits(chain: Chain, parts: Floats, task: int, now: float, sign: int) -> float:
-    """Add the waits of a task until ``now``, latest first; return the start of its wait."""
-    blocker = chain.blocker[task]
-    earlier = max(chain.ready[task], chain.issued[task])
-    latest = max(earlier, chain.queued[task])
-    in_flight = chain.role[task] == RECV_ROLE and blocker >= 0 and chain.role[blocker] == SEND_ROLE
-    then = min(now, latest)
-    cause = _LATENCY if in_flight and chain.ready[task] >= latest else _HOST
-    parts[cause] += sign * (now - then)
-    now = min(then, earlier)
-    parts[_CONTENTION] += sign * (then - now)
-    then = min(now, chain.ready[task])
-    parts[_HOST] += sign * (now - then)
-    return float(then)
-
-
-@kernel(_scale_to_gap, _add_task, _add_waits, allocates=False)
-def _attribute_gaps(
-    gaps: Gaps, chain: Chain, durations: Durations, space: _GapSpace, seconds: Floats
+    jumps: Jumps,
+    space: _GapSpace,
+    seconds: Floats,
 ) -> None:
-    """Add the causes of each gap to its device's ``seconds``.
+    """Fill row ``gap`` of ``seconds`` with the causes of each gap; rows come in as zeros.
 
-    Walk both chains backwards until they meet, always advancing the one at the larger task id: a
-    task only waits for tasks of smaller ids. The chain of the task after the gap counts, and that
-    of the task before it counts off.
+    The chain of the task after the gap counts, and that of the task before it counts off, each up
+    to the task at which they meet. There are two ways, with the same sums up to rounding:
+
+    - Up to `_FEW_STEPS` are walked one by one in the order of time, on both chains together. Equal
+      seconds of both cancel before larger sums round them, so that small examples have round
+      numbers.
+    - More steps are walked in jumps, one chain after the other.
     """
     parts = space.parts
     for gap in range(len(gaps.task)):
         for cause in range(len(parts)):
             parts[cause] = 0.0
-        task, other = gaps.task[gap], gaps.previous[gap]
+        task, other, waiting = gaps.task[gap], gaps.previous[gap], gaps.task[gap]
         now, other_now, sign = gaps.until[gap], gaps.since[gap], 1
-        while task != other:
+        meeting = meeting_task(chain, jumps, task, other)
+        depth = jumps.blocker_depth
+        if depth[task] + depth[other] - 2 * depth[meeting] > _FEW_STEPS:
+            now = add_chain(chain, durations, jumps, parts, task, now, meeting, sign)
+            other_now = add_chain(chain, durations, jumps, parts, other, other_now, meeting, -sign)
+            task = other = meeting
+        while task != other:  # advance the larger id: a task only waits for smaller ids
             if other > task:
                 task, other, now, other_now, sign = other, task, other_now, now, -sign
-            counts = task != gaps.task[gap]
-            now = _add_task(chain, durations, parts, task, now, counts, sign)
-            now = _add_waits(chain, parts, task, now, sign)
+            now = add_task(chain, durations, parts, task, now, task != waiting, sign)
+            now = add_waits(chain, parts, task, now, sign)
             task = chain.blocker[task]
         if task >= 0:  # one may have a message later than the end of its SEND, or a part of it
             cause = _LATENCY if chain.role[task] == SEND_ROLE else _HOST
@@ -159,4 +151,4 @@ def _attribute_gaps(
             parts[_WARM_UP] = parts[_COOL_DOWN] = 0.0
             parts[gaps.phase[gap]] = cycle
         lasts = gaps.until[gap] - gaps.since[gap]
-        _scale_to_gap(space, durations.rounding, lasts, seconds[gaps.device[gap]])
+        _scale_to_gap(space, durations.rounding, lasts, seconds[gap])

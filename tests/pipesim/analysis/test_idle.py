@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,10 @@ from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.analysis import idle_attribution
 from pipesim.analysis.idle import CAUSES, Cause, idle_shares
+from pipesim.analysis.idle_attribution import causes_of_gaps
+from pipesim.analysis.idle_gaps import Chain, Gaps, make_chain
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.plot import paper_figure
@@ -62,6 +66,51 @@ def test_phases_by_hand() -> None:
         {"warm_up": 2, "cool_down": 1},
         {"warm_up": 1, "cool_down": 2},
     ]
+
+
+def test_causes_of_gaps_by_hand() -> None:
+    """1F1B as above: each device waits twice, and each wait is of one phase."""
+    gaps, seconds = causes_of_gaps(run("1f1b", 2, 3, ps.Costs(1, 2)))
+    spans = zip(gaps.device.tolist(), gaps.since.tolist(), gaps.until.tolist(), strict=True)
+    named = [{str(Cause(c)): row[c] for c in np.flatnonzero(row)} for row in seconds]
+    assert list(zip(spans, named, strict=True)) == [
+        ((0, 2, 4), {"warm-up": 2}),
+        ((0, 9, 10), {"cool-down": 1}),
+        ((1, 0, 1), {"warm-up": 1}),
+        ((1, 10, 12), {"cool-down": 2}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("with_costs", [True, False])
+def test_gaps_sum_to_their_device(name: str, with_costs: bool) -> None:
+    """Causes of a gap sum to its length, and those of all gaps of a device to its row."""
+    link = ps.Link(latency=0.25, bandwidth=2, pairs=((0, 1), (1, 2)))
+    costs = ps.Costs(
+        (1, 2, 1), 3, input_grad=2, weight_grad=1, output_bytes=1, parameter_bytes=5, launch=0.125,
+        network=ps.Network(latency=0.5, bandwidth=4, links=(link,)),
+    )  # fmt: skip
+    graph = ps.lower(ps.schedule(name, 3, 4), n_replicas=2, hosts="per_device")
+    noise = ps.Noise(seed=1, task=ps.LogNormal(0.1))
+    timeline = ps.simulate(graph, costs, noise=noise)
+    if not with_costs:
+        timeline = without_costs(timeline)
+    gaps, seconds = causes_of_gaps(timeline)
+    lengths = gaps.until - gaps.since
+    assert (lengths > 0).all()
+    assert (seconds >= 0).all()
+    assert seconds.sum(axis=1) == pytest.approx(lengths)
+    table = timeline.idle_by_cause()
+    for device in range(timeline.n_devices):
+        own = seconds[gaps.device == device].sum(axis=0)
+        assert own == pytest.approx(table.loc[device].to_numpy(), abs=1e-9)
+
+
+def test_no_gaps() -> None:
+    """A device that always computes has none."""
+    gaps, seconds = causes_of_gaps(run("gpipe", 1, 2, ps.Costs(1, 2)))
+    assert len(gaps.device) == 0
+    assert seconds.shape == (0, len(Cause))
 
 
 def test_latency_and_bandwidth_by_hand() -> None:
@@ -292,6 +341,77 @@ def test_a_partial_timeline_is_refused() -> None:
     end[-2:] = np.nan
     with pytest.raises(TimelineError, match=r"'gpipe' is partial: 2 of 16 tasks did not run"):
         ps.Timeline(whole.graph, whole.start, end).idle_by_cause()
+
+
+# Chains that meet many tasks before their gap.
+
+
+def chain_seconds(chain: Chain, task: int, now: float) -> dict[int, tuple[float, Counter[int]]]:
+    """Walk a chain: return when it reaches each task, and its seconds by cause until then.
+
+    It is a chain of tasks with equal times that the host never delays.
+    """
+    reached, seconds = {}, Counter[int]()
+    while task >= 0:
+        reached[task] = now, seconds.copy()
+        start, transferred = chain.start[task], min(now, chain.transfer_end[task])
+        seconds[Cause.LATENCY] += now - transferred
+        seconds[chain.task_cause[task]] += transferred - start
+        seconds[Cause.CONTENTION] += start - chain.ready[task]
+        now, task = chain.ready[task], chain.blocker[task]
+    return reached
+
+
+def walked(chain: Chain, gaps: Gaps, gap: int) -> tuple[int, list[float]]:
+    """Return the number of steps until both chains of a gap meet, and the seconds of each cause."""
+    chain_to_end = chain_seconds(chain, gaps.task[gap], gaps.until[gap])
+    chain_to_start = chain_seconds(chain, gaps.previous[gap], gaps.since[gap])
+    meeting = next(task for task in chain_to_end if task in chain_to_start)
+    (now, seconds), (other_now, others) = chain_to_end[meeting], chain_to_start[meeting]
+    seconds.subtract(others)
+    seconds[chain.task_cause[meeting]] += now - other_now
+    if gaps.phase[gap] >= 0:
+        seconds[gaps.phase[gap]] = seconds.pop(Cause.WARM_UP) + seconds.pop(Cause.COOL_DOWN)
+    n_steps = list(chain_to_end).index(meeting) + list(chain_to_start).index(meeting)
+    return n_steps, [seconds[cause] for cause in Cause]
+
+
+def test_a_long_pipeline_by_a_walk() -> None:
+    """Jumps along chains of thousands of tasks add up the same seconds as single steps."""
+    network = ps.Network(latency=0.125, bandwidth=4)
+    timeline = run("1f1b", 16, 220, ps.Costs(1, 2, output_bytes=1, network=network))
+    assert len(timeline) > 20_000
+    assert (timeline.idle_by_cause().sum(axis=1) == timeline.idle).all()
+    gaps, seconds = causes_of_gaps(timeline)
+    assert (seconds.sum(axis=1) == gaps.until - gaps.since).all()
+    chain, n_steps = make_chain(timeline), []
+    for gap in range(100, len(gaps.task), 300):
+        n, expected = walked(chain, gaps, gap)
+        assert seconds[gap].tolist() == expected
+        n_steps.append(n)
+    assert min(n_steps) < 500 < 2_000 < max(n_steps)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_jumps_where_clocks_are_inexact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain may reach a task before its start: jumps then leave out this task, as steps do."""
+    network = ps.Network(latency=0.5, bandwidth=4)
+    costs = ps.Costs(
+        (1, 2, 1), 3, input_grad=2, weight_grad=1, output_bytes=1, parameter_bytes=5, launch=0.125,
+        network=network,
+    )  # fmt: skip
+    timeline = run(name, 3, 8, costs, n_replicas=2)
+    late = 3 * np.random.default_rng(0).random(len(timeline))
+    timeline = replace(timeline, start=timeline.start + late, end=timeline.end + late)
+    chain = make_chain(timeline)
+    waits = np.flatnonzero(chain.blocker >= 0)
+    reached = np.minimum(chain.start, chain.ready)[waits]
+    assert (reached < chain.start[chain.blocker[waits]]).sum() > 20
+    with as_python():
+        _, in_steps = causes_of_gaps(timeline)
+        monkeypatch.setattr(idle_attribution, "_FEW_STEPS", 0)
+        _, in_jumps = causes_of_gaps(timeline)
+    assert in_jumps == pytest.approx(in_steps, abs=1e-12)
 
 
 # The figure, and the command line.
