@@ -43,6 +43,7 @@ from pipesim.planning.configurations.plan import plan
 from pipesim.planning.configurations.plans import Plan, Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
+from pipesim.plot.page.save import to_html
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
@@ -116,6 +117,7 @@ __all__ = [
     "simulate",
     "simulate_many",
     "sweep",
+    "to_html",
     "trace",
     "transformers",
     "v_shaped",

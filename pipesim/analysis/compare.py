@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
@@ -36,7 +37,10 @@ MOST_TASKS = 200_000
 
 
 def compare(
-    timelines: Mapping[str, Timeline], *, memory_limit: float | Sequence[float] | None = None
+    timelines: Mapping[str, Timeline],
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    to_html: Path | str | None = None,
 ) -> pd.DataFrame:
     """Return one row a timeline, in the given order.
 
@@ -47,6 +51,9 @@ def compare(
     memory_limit
         Bytes that a device may hold, one number or one a device; by default each timeline's own
         `Timeline.memory_limit`.
+    to_html
+        A file to write an interactive page of all timelines to, below each other on one time axis;
+        see `pipesim.to_html`.
 
     Returns
     -------
@@ -70,7 +77,7 @@ def compare(
     ------
     ArgumentError
         If the mapping is empty, a value is no `Timeline`, or ``memory_limit`` is negative, NaN or
-        for another number of devices.
+        for another number of devices, or the page cannot be written.
 
     Warns
     -----
@@ -95,6 +102,11 @@ def compare(
         for name, timeline in timelines.items()
         if timeline.costs is not None
     )
+    if to_html is not None:
+        from pipesim.plot.page.save import page_path
+        from pipesim.plot.page.save import to_html as write_page
+
+        write_page(page_path("to_html", to_html), timelines)
     return with_gaps(table_of(timelines), timelines)
 
 
@@ -270,6 +282,12 @@ class Comparison:
 
         return comparison(self, ax=ax, **options)
 
+    def to_html(self, path: Path | str, **options: Any) -> None:
+        """Write an interactive page of both, one over the other; see `pipesim.to_html`."""
+        from pipesim.plot.page.save import to_html
+
+        to_html(path, self, **options)
+
     def __repr__(self) -> str:
         return (
             f"<Comparison {self.measured.name}: predicted {self.predicted.makespan:.6g} s, "
@@ -280,3 +298,8 @@ class Comparison:
         from pipesim.plot.html import comparison_html
 
         return comparison_html(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        from pipesim.plot.notebook import mimebundle
+
+        return mimebundle(self)

@@ -22,7 +22,7 @@ from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.scheduling.registry import schedule as build_schedule
-from pipesim.scheduling.schedule import Schedule
+from pipesim.scheduling.schedule import Recipe, Schedule
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import bincount
@@ -84,11 +84,23 @@ class Configuration:
             other = changed._named(name, other.n_microbatches, {"costs": changed.costs})
         return replace(changed, schedule=other)
 
-    def with_smaller_microbatches(self, factor: int) -> Configuration:
-        """Divide micro-batches by ``factor``, and take as many times more of them."""
+    def with_n_microbatches(self, count: int) -> Configuration:
+        """Take another number of micro-batches of the same size."""
+        recipe = self._recipe()
+        other = self._named(recipe.name, count, recipe.options)
+        self._check_same_updates(other)
+        return replace(self, schedule=other)
+
+    def _recipe(self) -> Recipe:
+        """Return name and options of the schedule; raise `ScheduleError` if it has been changed."""
         recipe = self.schedule.recipe
         if recipe is None or not self._is_built_from(recipe.name, recipe.options):
             raise ScheduleError("only a named schedule is known for other micro-batches")
+        return recipe
+
+    def with_smaller_microbatches(self, factor: int) -> Configuration:
+        """Divide micro-batches by ``factor``, and take as many times more of them."""
+        recipe = self._recipe()
         if self.settings:
             size, rest = divmod(self.settings["microbatch_size"], factor)
             if rest:

@@ -375,6 +375,15 @@ class TaskGraph:
             f"recompute={self.recompute}>"
         )
 
+    def to_html(self, path: Path | str, **options: Any) -> None:
+        """Write an interactive page of the graph; see `pipesim.to_html`.
+
+        Each task is one level after those that it waits for.
+        """
+        from pipesim.plot.page.save import to_html
+
+        to_html(path, self, **options)
+
     def _repr_html_(self) -> str:
         from pipesim.plot.html import graph_html
 

@@ -11,7 +11,6 @@ from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
-from pipesim.plot.comparisons import ROWS_PER_DEVICE
 from pipesim.plot.html_parts import (
     CELL,
     HEAD,
@@ -23,7 +22,7 @@ from pipesim.plot.html_parts import (
     omitted_text,
     table_html,
 )
-from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes
+from pipesim.plot.notebook import frame_html, picture
 from pipesim.plot.style import (
     LABELS,
     chunks,
@@ -124,9 +123,7 @@ def graph_html(graph: TaskGraph) -> str:
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Return a timeline as an inline figure and a line of numbers."""
-    from matplotlib.figure import Figure
-
+    """Return a timeline as its page in a frame, a picture, and a line of numbers."""
     line = (
         f"{timeline.name}: makespan {format_time(timeline.makespan)}, bubble "
         f"{timeline.bubble_fraction:.1%}, {timeline.throughput:.4g} micro-batches/s"
@@ -136,9 +133,7 @@ def timeline_html(timeline: Timeline) -> str:
     line += _known_results_text(timeline)
     if not timeline.complete:
         line += f"; {int(timeline.ran.sum())} of {len(timeline)} tasks ran"
-    figure, ax = figure_with_axes(Figure, TWO_COLUMNS, timeline.n_devices)
-    timeline.plot(ax=ax)
-    return figure_html(figure, line) + note_html(line)
+    return _with_picture(timeline, line) + note_html(line)
 
 
 def _known_results_text(timeline: Timeline) -> str:
@@ -153,12 +148,7 @@ def _known_results_text(timeline: Timeline) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Return a comparison as an inline figure and a table of its operations."""
-    from matplotlib.figure import Figure
-
-    n_rows = comparison.predicted.n_devices * ROWS_PER_DEVICE
-    figure, ax = figure_with_axes(Figure, TWO_COLUMNS, n_rows)
-    comparison.plot(ax=ax)
+    """Return a comparison as its page in a frame, a picture, and a table of its operations."""
     rows = [
         [
             f"{op} {LABELS[Op[str(op)]]}",
@@ -170,4 +160,13 @@ def comparison_html(comparison: Comparison) -> str:
         for op, row in comparison.by_op.iterrows()
     ]
     head = ["mean of each operation", "tasks", "predicted", "measured", "error"]
-    return figure_html(figure, repr(comparison)) + table_html(head, rows)
+    return _with_picture(comparison, repr(comparison)) + table_html(head, rows)
+
+
+def _with_picture(item: Timeline | Comparison, text: str) -> str:
+    """Return the page of an item in a frame, and below it the picture, which opens on demand.
+
+    Viewers that remove frames, such as those of notebooks on the web, keep the picture.
+    """
+    shown = figure_html(picture(item), text)
+    return f"{frame_html(item)}<details><summary>picture</summary>{shown}</details>"

@@ -343,6 +343,15 @@ class Schedule:
         """
         return grid_text(self.orders, mark, width)
 
+    def to_html(self, path: Path | str, **options: Any) -> None:
+        """Write an interactive page of the schedule; see `pipesim.to_html`.
+
+        An action takes one clock cycle.
+        """
+        from pipesim.plot.page.save import to_html
+
+        to_html(path, self, **options)
+
     def _repr_html_(self) -> str:
         from pipesim.plot.html import schedule_html
 

@@ -117,6 +117,11 @@ class Timeline:
 
         return timeline_html(self)
 
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        from pipesim.plot.notebook import mimebundle
+
+        return mimebundle(self)
+
     @cached_property
     def nbytes(self) -> NDArray[np.float64]:
         """Bytes of each message, 0 for other tasks; shape ``(len(graph),)``."""
@@ -438,6 +443,12 @@ class Timeline:
         from pipesim.plot.timelines import timeline
 
         return timeline(self, ax=ax, **options)
+
+    def to_html(self, path: Path | str, **options: Any) -> None:
+        """Write an interactive page: one file, no server, no network; see `pipesim.to_html`."""
+        from pipesim.plot.page.save import to_html
+
+        to_html(path, self, **options)
 
     def with_name(self, name: str) -> Timeline:
         """Return the same timeline under another name."""

@@ -16,7 +16,7 @@ from places import ROOT
 
 __all__ = ["PAGE", "answering", "run_module"]
 
-PAGE = ROOT / "pipesim" / "plot" / "page"  # modules of the interactive timeline
+PAGE = ROOT / "pipesim" / "plot" / "page" / "program"  # modules of the interactive timeline
 
 
 def run_module(

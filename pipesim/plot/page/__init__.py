@@ -1,0 +1,1 @@
+"""Interactive pages: timelines, schedules and graphs in one HTML file, with its own program."""

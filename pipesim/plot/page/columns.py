@@ -1,0 +1,116 @@
+"""Typed columns of a page: numbers as bytes, and where each column lies among them.
+
+Integers are stored as differences from the value before, zigzag-coded, the low bytes of all values
+first. Floats are stored as a table of few values, as decimal fractions, or as they are; each of
+these gives back equal doubles. `pipesim/plot/page/program/data/columns.js` reads them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ColumnWriter", "Spec", "decimal_digits", "ticks_of"]
+
+#: Place and encoding of a column, as JSON.
+Spec = dict[str, Any]
+Floats = NDArray[np.float64]
+#: Integers beyond this are no exact doubles.
+_EXACT = 2.0**53
+#: Digits after the point that decimal fractions may have.
+_DIGITS = (0, 3, 6, 9, 12)
+#: Columns of at most so many values, and of a quarter as many different ones, get a table.
+_MAX_TABLE = 65536
+
+
+class ColumnWriter:
+    """Columns of numbers, written one after the other into one block of bytes."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def packed(self, text: bytes = b"") -> bytes:
+        """Return a text and all columns, compressed in the zlib format.
+
+        Before compression, the first four bytes are the length of the text, lowest byte first.
+        """
+        return zlib.compress(b"".join([len(text).to_bytes(4, "little"), text, *self._parts]), 9)
+
+    def integers(self, values: NDArray[Any]) -> Spec:
+        """Add integers below 2^52 and above -2^52; return their place."""
+        values = np.asarray(values, dtype=np.int64)
+        if len(values) and (values == values[0]).all():
+            return {"type": "constant", "n": len(values), "value": int(values[0])}
+        difference = np.diff(values, prepend=0)
+        code = (difference << 1) ^ (difference >> 63)
+        width = max(1, (int(code.max(initial=0)).bit_length() + 7) // 8)
+        planes = code.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T
+        return {"type": "integers", "n": len(values), "width": width, **self._add(planes)}
+
+    def flags(self, values: NDArray[Any]) -> Spec:
+        """Add numbers from 0 to 255; return their place."""
+        return {"type": "bytes", "n": len(values), **self._add(values.astype(np.uint8))}
+
+    def floats(self, values: NDArray[Any]) -> Spec:
+        """Add doubles, which are read as equal doubles; return their place."""
+        values = np.asarray(values, dtype=np.float64)
+        if len(values) > 64 and len(values) <= _MAX_TABLE * 64:
+            table, index = np.unique(values, return_inverse=True)
+            if len(table) <= min(_MAX_TABLE, len(values) // 4):
+                return {
+                    "type": "table",
+                    "values": self.floats(table),
+                    "index": self.integers(index.ravel()),
+                }
+        missing = np.isnan(values)
+        digits = decimal_digits(values[~missing])
+        if digits is None:
+            return {"type": "floats", "n": len(values), **self._add(_float_planes(values))}
+        spec = {
+            "type": "decimals",
+            "digits": digits,
+            "integers": self.integers(ticks_of(np.where(missing, 0.0, values), digits)),
+        }
+        if missing.any():
+            spec["missing"] = self.integers(np.flatnonzero(missing))
+        return spec
+
+    def _add(self, values: NDArray[np.uint8]) -> Spec:
+        """Add bytes; return where they begin."""
+        data = np.ascontiguousarray(values).tobytes()
+        place = {"offset": self._size}
+        self._parts.append(data)
+        self._size += len(data)
+        return place
+
+
+def _float_planes(values: Floats) -> NDArray[np.uint8]:
+    """Return the bytes of doubles, those of the same place together; shape ``(8, n)``."""
+    planes: NDArray[np.uint8] = values.astype("<f8").view(np.uint8).reshape(-1, 8).T
+    return planes
+
+
+def ticks_of(values: Floats, digits: int) -> NDArray[np.int64]:
+    """Return values in units of ``10 ** -digits``, rounded to integers."""
+    return np.rint(values * 10.0**digits).astype(np.int64)
+
+
+def decimal_digits(values: Floats) -> int | None:
+    """Return the digits after the point with which all values are exact; None if none are.
+
+    A value is exact if the double nearest to its integer over a power of ten is the value itself.
+    """
+    if not len(values):
+        return 0
+    largest = float(np.abs(values).max())
+    for digits in _DIGITS:
+        scale = 10.0**digits
+        if largest * scale >= _EXACT / 4:
+            return None
+        if (np.rint(values * scale) / scale == values).all():
+            return digits
+    return None
