@@ -1,4 +1,4 @@
-"""The command ``pipesim``: simulate a schedule, compare several, sweep, calibrate, plan.
+"""The command ``pipesim``: simulate a schedule, compare several, sweep, calibrate, plan, view.
 
 Settings come from arguments, from a TOML file, or from both; see `pipesim.sweeps.settings`.
 """
@@ -15,7 +15,9 @@ from typing import Any
 from pipesim.cli.arguments import Command, parse_arguments
 from pipesim.cli.calibrate import calibrate
 from pipesim.cli.commands import compare, list_schedules, simulate, sweep
+from pipesim.cli.gallery import demo_page
 from pipesim.cli.plan import plan
+from pipesim.cli.view import view
 from pipesim.errors import PipeError, PipeWarning
 
 __all__ = ["main"]
@@ -28,12 +30,15 @@ COMMANDS: Mapping[str, tuple[Command, str]] = {
     "calibrate": (calibrate, "fit constants of a GPU to measured steps; print them and errors"),
     "plan": (plan, "find the best configurations of a model on a cluster; print a row for each"),
     "schedules": (list_schedules, "list the named schedules with their closed forms"),
+    "view": (view, "show timelines, schedules, traces and runs as a page in a browser"),
+    "demo-page": (demo_page, "write a page of all named schedules on one time axis"),
 }
 #: What to write in a TOML file or on the command line, for advice of Python in a message.
 _ADVICE = {
     "network=pipesim.Network.preset(": 'network = { preset = "dgx_h100" } in [costs]',
     'partition="balanced"': 'partition = "balanced" in [costs.transformer]',
     "such as constants=(": "such as --constants flops",
+    "or n_ranks=": "the folder of these files, or --ranks N",
 }
 
 

@@ -11,10 +11,11 @@ from pipesim.errors import ArgumentError
 from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import parse_float, parse_int
 
-__all__ = ["FIGURES", "figure_path", "parse_option", "parse_value", "writable_path"]
+__all__ = ["FIGURES", "figure_path", "page_path", "parse_option", "parse_value", "writable_path"]
 
-#: Endings of files of figures.
+#: Endings of files of figures, and of pages.
 FIGURES = (".pdf", ".png", ".svg")
+_PAGES = (".html", ".htm")
 
 
 def parse_value(text: str) -> Any:
@@ -54,4 +55,11 @@ def figure_path(text: str) -> Path:
     """Return the path of a figure, if its ending is known and it can be written."""
     if not text.lower().endswith(FIGURES):
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(FIGURES)}")
+    return writable_path(text)
+
+
+def page_path(text: str) -> Path:
+    """Return the path of an interactive page, if its ending is known and it can be written."""
+    if not text.lower().endswith(_PAGES):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PAGES)}")
     return writable_path(text)

@@ -6,6 +6,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from pipesim.cli.argument_values import (
 )
 from pipesim.cli.help_texts import CALIBRATE_EPILOG, EPILOG, SWEEP_EPILOG
 from pipesim.cli.plan_arguments import add_plan_arguments
+from pipesim.cli.view_arguments import add_demo_page_arguments, add_view_arguments
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import suggestion
 from pipesim.sweeps.grid import version
@@ -128,15 +130,7 @@ def parse_arguments(
         )
         command.set_defaults(run=run, parser=command, verbose=False)
         command.add_argument("--verbose", action="store_true", help="show all lines of an error")
-        if name == "schedules":
-            _add_flags(command, _FLAGS[:2])
-            _add_option(command)
-        elif name == "calibrate":
-            _add_calibration(command)
-        elif name == "plan":
-            add_plan_arguments(command)
-        else:
-            _add_settings(command, sweeps=name == "sweep")
+        _ADD_ARGUMENTS[name](command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = suggestion(unknown[0], re.findall(r"--[\w-]+", args.parser.format_usage()))
@@ -144,7 +138,7 @@ def parse_arguments(
     return args
 
 
-def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
+def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool = False) -> None:
     """Add the arguments of simulate and compare, or of sweep.
 
     Settings are stored as ``settings.`` and their path.
@@ -171,6 +165,12 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
         add(flag, dest=f"settings.{flag[2:].replace('-', '_')}", action=action, help=text)
     _add_option(command)
     _add_costs(command)
+
+
+def _add_counts(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of schedules."""
+    _add_flags(command, _FLAGS[:2])
+    _add_option(command)
 
 
 def _add_calibration(command: argparse.ArgumentParser) -> None:
@@ -237,6 +237,19 @@ def _add_option(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="of the schedule itself, such as n_chunks=2",
     )
+
+
+#: Adds the arguments of each command.
+_ADD_ARGUMENTS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
+    "simulate": _add_settings,
+    "compare": _add_settings,
+    "sweep": partial(_add_settings, sweeps=True),
+    "calibrate": _add_calibration,
+    "plan": add_plan_arguments,
+    "schedules": _add_counts,
+    "view": add_view_arguments,
+    "demo-page": add_demo_page_arguments,
+}
 
 
 def argument_settings(args: argparse.Namespace) -> Settings:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["CALIBRATE_EPILOG", "EPILOG", "PLAN_EPILOG", "SWEEP_EPILOG"]
+__all__ = [
+    "CALIBRATE_EPILOG",
+    "DEMO_PAGE_EPILOG",
+    "EPILOG",
+    "PLAN_EPILOG",
+    "SWEEP_EPILOG",
+    "VIEW_EPILOG",
+]
 
 EPILOG = """\
 A TOML file (--config) holds the same settings; arguments override it:
@@ -101,4 +108,34 @@ A TOML file (--config) holds the same settings; arguments override it:
   machine = "dgx_h100"      # or a list: [["dgx_h100", 32], ["dgx_a100", 32]]
   n_gpus = 64
   usable_memory = 0.95
+"""
+DEMO_PAGE_EPILOG = """\
+A device takes 1 ms for a forward and 2 ms for a backward of a micro-batch. A message of 4 MiB
+takes 0.02 ms and its bytes at 25 GB/s. Stages of one device share its seconds and bytes.
+Schedules that do not take these counts are left out. The page opens in any browser:
+
+  pipesim demo-page -p 8 -m 16 --out schedules.html
+
+Without --out, a file gallery.html that is no such page is not replaced.
+"""
+VIEW_EPILOG = """\
+The kind of a FILE is recognised by its content:
+
+  timeline.csv              a timeline that pipesim simulate --csv, Timeline.save or pipeexec wrote
+  orders.csv, grid.txt      a schedule: torch's CSV with a row a device, or a grid as text; an
+                            action takes a clock cycle, or with --costs it is simulated
+  trace.json, trace.json.gz a Chrome trace of Timeline.to_chrome or torch.profiler
+  traces                    a folder of such traces, one file a rank
+  results/quickstart        a run directory of pipeexec: predictions over measured steps, with
+                            the costs of the run
+
+Several files are below each other on one time axis, or with --layout steps one at a time:
+
+  pipesim view results/quickstart
+  pipesim view before.csv after.csv --layout steps --out change.html
+  pipesim view traces --pattern '(?P<op>fwd|bwd) (?P<microbatch>[0-9]+)' --step 2
+
+Without --out the page is NAME.html in the current folder, after the first FILE. There a file
+that is no such page is not replaced; a file that --out names is. The page is one file, which
+needs no server. It opens in the browser, unless there is none, or no display.
 """

@@ -150,6 +150,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Comparison": lambda _: {"predicted": timeline(), "measured": timeline()},
     "ps.Comparison.error_parts": lambda _: {"self": ps.Comparison(timeline(), timeline())},
     "ps.Comparison.plot": lambda _: {"self": ps.Comparison(timeline(), timeline())},
+    "ps.Comparison.to_html": lambda to: {
+        "self": ps.Comparison(timeline(), timeline()), "path": to / "page.html"},
     "ps.Costs": lambda _: {"forward": 1.0, "backward": 2.0},
     "ps.Costs.from_dict": lambda _: {"values": {"forward": 1.0, "backward": 1.0}},
     "ps.Costs.from_layers": lambda _: {"layers": layers(), "split": 2},
@@ -244,6 +246,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Schedule.load": lambda to: {"path": _written(to / "orders.csv", schedule().save)},
     "ps.Schedule.place": lambda _: {"self": schedule(), "index": 0},
     "ps.Schedule.save": lambda to: {"self": schedule(), "path": to / "saved.csv"},
+    "ps.Schedule.to_html": lambda to: {"self": schedule(), "path": to / "page.html"},
     "ps.Schedule.with_name": lambda _: {"self": schedule(), "name": "x"},
     "ps.Schedule.with_updates": lambda _: {
         "self": schedule(), "n_batches": 1, "weight_versions": "one"},
@@ -261,6 +264,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.TaskGraph.save_torch_csv": lambda to: {"self": graph(), "path": to / "torch.csv"},
     "ps.TaskGraph.task": lambda _: {"self": graph(), "index": 0},
     "ps.TaskGraph.wire": lambda _: {"tasks": tasks()},
+    "ps.TaskGraph.to_html": lambda to: {"self": graph(), "path": to / "page.html"},
     "ps.TaskGraph.with_name": lambda _: {"self": graph(), "name": "x"},
     "ps.Tasks.kinds": lambda _: {"self": tasks()},
     "ps.Timeline": lambda _: {
@@ -280,6 +284,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.plot": lambda _: {"self": timeline()},
     "ps.Timeline.plot_idle": lambda _: {"self": timeline()},
     "ps.Timeline.save": lambda to: {"self": timeline(), "path": to / "saved.csv"},
+    "ps.Timeline.to_html": lambda to: {"self": timeline(), "path": to / "page.html"},
     "ps.Timeline.to_chrome": lambda to: {"self": timeline(), "path": to / "saved.json"},
     "ps.Timeline.with_name": lambda _: {"self": timeline(), "name": "x"},
     "ps.Transformer": lambda _: {
@@ -323,6 +328,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "graph": graph(), "costs": costs(), "noise": noise(), "n": 2, "n_jobs": 1,
         "progress": False},
     "ps.sweep": swept,
+    "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
     "ps.v_shaped": lambda _: {"n_devices": 2},

@@ -19,7 +19,7 @@ _TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": (),
-        "--json": _FILE, "--order": _FILE}  # fmt: skip
+        "--json": _FILE, "--order": _FILE, "--title": _TEXTS}  # fmt: skip
 #: Texts that a command which trains for a second is spared as names of files: to it they are names
 #: such as "x", and the other commands are given all of them.
 _REPETITIONS = ("nan", "1e999", "1_0")
@@ -40,6 +40,8 @@ COMMANDS: dict[str, list[str]] = {
     "pipesim plan": ["plan", "gpt2_xl", "--cluster", "dgx_h100", "--gpus", "2",
                      "--global-batch", "2", "--tensor-parallel", "1", "--pipeline-parallel", "2",
                      "--microbatch-size", "1", "--schedules", "1f1b", "--recompute", "none"],
+    "pipesim view": ["view", str(DATA / "torch_interleaved"), "--no-open"],
+    "pipesim demo-page": ["demo-page", "-p", "2", "-m", "2"],
     "pipeexec run": ["run", *_SHORT],
     "pipeexec validate": ["validate", *_SHORT],
     "pipeexec profile": ["profile", *_SHORT],

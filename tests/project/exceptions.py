@@ -36,8 +36,8 @@ UNATTACKED: dict[str, str] = {
     "ps.Scenarios": _PLAIN,
     "ps.OptimizedSchedule": "optimize makes it",
     **{f"ps.OptimizedSchedule.{name}": "that of ps.Schedule, which is attacked" for name in (
-        "from_columns", "from_orders", "grid", "load", "place", "save", "with_name",
-        "with_updates")},
+        "from_columns", "from_orders", "grid", "load", "place", "save", "to_html",
+        "with_name", "with_updates")},
     "ps.Plan": "plan makes it",
     "ps.PlanChoice": "choice makes it; what takes a configuration checks it",
     "ps.Plans": "plan makes it",

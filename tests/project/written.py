@@ -29,12 +29,18 @@ WRITERS: dict[str, Callable[[Any], Any]] = {
     "Costs.save": COSTS.save,
     "Timeline.save": TIMELINE.save,
     "Timeline.to_chrome": TIMELINE.to_chrome,
+    "Timeline.to_html": TIMELINE.to_html,
     "trace.save": lambda path: ps.trace.save(path, TIMELINE),
     "plot.save": lambda path: save_figure(TIMELINE.plot(), path),
     "sweep": sweep,
 }
 #: Endings that some writers insist on.
-ENDINGS = {"Timeline.to_chrome": ".json", "trace.save": ".json", "plot.save": ".svg"}
+ENDINGS = {
+    "Timeline.to_chrome": ".json",
+    "Timeline.to_html": ".html",
+    "trace.save": ".json",
+    "plot.save": ".svg",
+}
 READERS: dict[str, Callable[[Any], Any]] = {
     "Schedule.load": ps.Schedule.load,
     "Costs.load": ps.Costs.load,
