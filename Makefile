@@ -43,16 +43,16 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
-	$(DENO) lint --quiet --permit-no-files
-	$(DENO) fmt --check --permit-no-files
+	$(DENO) lint --quiet
+	$(DENO) fmt --check
 	$(DENO) check --quiet $(PAGE)
 	$(BIN)/python tools/plain_names.py
 
-fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
+fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py \
 	  tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/pipesim/analysis/test_replay.py --hypothesis-show-statistics
-	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py
+	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py tests/pipesim/plot/page/test_page_numbers.py
 
 chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
 	FAULTS=all $(BIN)/python -m pytest tests/pipeexec/distributed/test_faults.py
