@@ -44,6 +44,7 @@ from pipesim.planning.configurations.plans import Plan, Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
 from pipesim.plot.page.save import to_html
+from pipesim.plot.widget.make_widget import widget
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
@@ -123,5 +124,6 @@ __all__ = [
     "v_shaped",
     "verify",
     "waves",
+    "widget",
     "write_layout",
 ]

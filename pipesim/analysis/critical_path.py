@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesim.analysis.waits import WaitReason, last_waits
+from pipesim.analysis.waits import WaitReason, chain_to, last_waits
 from pipesim.errors import TimelineError
 from pipesim.timeline.timeline import Timeline
 
@@ -59,16 +59,7 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
     waits = last_waits(timeline)
-    path = [int(np.nanargmax(timeline.end))]
-    while (before := int(waits.task[path[-1]])) >= 0:
-        path.append(before)
-        if len(path) > len(timeline):
-            raise TimelineError(
-                f"timeline {timeline.name!r} has no critical path: by its times, task {before} "
-                f"({timeline.graph.task(before)}) waited for itself, through other tasks; check "
-                "that start and end keep the order of streams and messages"
-            )
-    path.reverse()
+    path = chain_to(timeline, waits, int(np.nanargmax(timeline.end)))
     previous_end = np.concatenate([[0.0], timeline.end[path[:-1]]])
     frame = timeline.frame.loc[path].copy()
     frame["waited_for"] = [str(WaitReason(reason)) for reason in waits.reason[path]]

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle_attribution import Cause, seconds_of_causes
+from pipesim.analysis.idle_attribution import Cause, causes_of_gaps
+from pipesim.analysis.idle_gaps import Gaps
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import bincount
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CAUSES", "Cause", "idle_by_cause", "idle_shares"]
+__all__ = ["CAUSES", "Cause", "exact_sums", "idle_by_cause", "idle_shares"]
 
 Floats = NDArray[np.float64]
 
@@ -83,17 +85,21 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     """
     import pandas as pd
 
-    graph = timeline.graph
     timeline.check_complete("the causes of idle time need")
-    seconds = seconds_of_causes(timeline)
-    exact = np.stack(
-        [
-            _summing_to(*device_seconds)
-            for device_seconds in zip(timeline.idle, seconds, strict=True)
-        ]
-    )
-    index = pd.RangeIndex(graph.n_devices, name="device")
+    exact = exact_sums(timeline, *causes_of_gaps(timeline))
+    index = pd.RangeIndex(timeline.n_devices, name="device")
     return pd.DataFrame(exact, index=index, columns=list(CAUSES))
+
+
+def exact_sums(timeline: Timeline, gaps: Gaps, seconds: Floats) -> Floats:
+    """Return the seconds of each cause on each device, from those of each gap.
+
+    Rows of the result sum exactly to ``timeline.idle``, as in `idle_by_cause`. ``gaps`` and
+    ``seconds`` are the results of `causes_of_gaps`. Shape ``(n_devices, len(Cause))``.
+    """
+    columns = [bincount(gaps.device, column, timeline.n_devices) for column in seconds.T]
+    sums = np.stack(columns, axis=1)
+    return np.stack([_summing_to(*row) for row in zip(timeline.idle, sums, strict=True)])
 
 
 def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:

@@ -32,10 +32,9 @@ from pipesim.analysis.idle_gaps import (
     make_durations,
 )
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.csr import bincount
 from pipesim.utils.jit import kernel
 
-__all__ = ["Cause", "causes_of_gaps", "seconds_of_causes"]
+__all__ = ["Cause", "causes_of_gaps"]
 
 Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
@@ -43,16 +42,6 @@ _WARM_UP, _COOL_DOWN = int(Cause.WARM_UP), int(Cause.COOL_DOWN)
 _LATENCY, _HOST = int(Cause.LATENCY), int(Cause.HOST)
 #: Most steps of both chains of a gap, together, that are walked without jumps.
 _FEW_STEPS = 64
-
-
-def seconds_of_causes(timeline: Timeline) -> Floats:
-    """Return the seconds of each cause on each device, up to rounding.
-
-    Shape ``(n_devices, len(Cause))``. All tasks of the timeline must have run.
-    """
-    gaps, seconds = causes_of_gaps(timeline)
-    columns = [bincount(gaps.device, column, timeline.n_devices) for column in seconds.T]
-    return np.stack(columns, axis=1)
 
 
 def causes_of_gaps(timeline: Timeline) -> tuple[Gaps, Floats]:

@@ -6,8 +6,8 @@ with the sum of the seconds that it jumps over. The jump goes to the next task, 
 of that task and the jump after it, where both are equally long (Myers, "An applicative
 random-access stack", 1983). A walk to any earlier task takes ``O(log n)`` steps and jumps.
 
-Sums of jumps equal those of single steps, up to rounding in another order: some ``1e-16`` of the
-makespan. They are no differences of larger sums, and so need no compensation.
+Sums of jumps equal those of single steps, up to the rounding of another order. They are no
+differences of larger sums, and so need no compensation.
 """
 
 from __future__ import annotations

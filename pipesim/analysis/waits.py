@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import joint_issue_times, last_link_holder, release_times
+from pipesim.errors import TimelineError
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["LastWaits", "WaitReason", "last_waits"]
+__all__ = ["LastWaits", "WaitReason", "chain_to", "last_waits"]
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -116,6 +117,27 @@ def last_waits(timeline: Timeline) -> LastWaits:
     )
     _fill_last_waits(columns, waits)
     return waits
+
+
+def chain_to(timeline: Timeline, waits: LastWaits, task: int) -> list[int]:
+    """Return the chain of tasks that led to a task, each of which waited for the one before.
+
+    Raises
+    ------
+    TimelineError
+        If tasks waited for each other in a circle: times of a measurement can contradict the order
+        of the graph.
+    """
+    chain = [task]
+    while (before := int(waits.task[chain[-1]])) >= 0:
+        chain.append(before)
+        if len(chain) > len(timeline):
+            raise TimelineError(
+                f"timeline {timeline.name!r} has no chain to task {task}: by its times, task "
+                f"{before} ({timeline.graph.task(before)}) waited for itself, through other tasks; "
+                "check that start and end keep the order of streams and messages"
+            )
+    return chain[::-1]
 
 
 class _Columns(NamedTuple):

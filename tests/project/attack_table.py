@@ -334,5 +334,6 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.v_shaped": lambda _: {"n_devices": 2},
     "ps.verify": lambda _: {"what": schedule()},
     "ps.waves": lambda _: {"n_devices": 2, "n_waves": 1},
+    "ps.widget": lambda _: {"items": timeline()},
     "ps.write_layout": lambda _: {"layers_per_stage": [2, 1]},
 }  # fmt: skip

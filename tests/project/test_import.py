@@ -19,7 +19,7 @@ Keys Layers Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule Overl
 PlanChoice Plans Routes Scenarios Schedule Shard Task TaskCosts TaskGraph Tasks Timeline Transformer
 Workload audit autograd_orders balanced_split bidirectional compare gpus hta linear looped lower
 lower_bound machines optimize order_by plan read_layout register replay schedule schedules simulate
-simulate_many sweep to_html trace transformers v_shaped verify waves write_layout
+simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
 """
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence EvaluationResult GPipe GradientAccumulation LRSchedulers Pipeline

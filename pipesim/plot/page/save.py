@@ -23,7 +23,15 @@ from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_text
 
-__all__ = ["MAX_TASKS", "Showable", "packed_page", "page_path", "to_html"]
+__all__ = [
+    "MAX_TASKS",
+    "Showable",
+    "check_size",
+    "named_items",
+    "packed_page",
+    "page_path",
+    "to_html",
+]
 
 #: What a page shows.
 Showable = Timeline | Comparison | Schedule | TaskGraph
@@ -91,9 +99,9 @@ def packed_page(
 ) -> tuple[str, bytes]:
     """Return title and packed document of a page; arguments and errors are those of `to_html`."""
     check_name("layout", layout, LAYOUTS)
-    named = _named(items)
+    named = named_items(items)
     counts = _counts(microbatches)
-    _check_size(named)
+    check_size(named)
     panels = [_panel(name, item, counts) for name, item in named]
     if title is not None:
         check_text("title", title)
@@ -103,7 +111,7 @@ def packed_page(
     return title, packed_document(title, layout, panels)
 
 
-def _named(items: object) -> list[tuple[str, Showable]]:
+def named_items(items: object) -> list[tuple[str, Showable]]:
     """Return items with their names."""
     pairs: list[tuple[str, object]]
     if isinstance(items, Mapping):
@@ -147,7 +155,7 @@ def _contents(item: Showable) -> list[Track]:
     return [Track("", item)]
 
 
-def _check_size(named: Sequence[tuple[str, Showable]]) -> None:
+def check_size(named: Sequence[tuple[str, Showable]]) -> None:
     """Raise `CapacityError` for more tasks than a page shows."""
     total = 0
     for _, item in named:

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle import CAUSES, idle_by_cause
+from pipesim.analysis.idle import CAUSES, exact_sums
 from pipesim.analysis.idle_attribution import causes_of_gaps
 from pipesim.analysis.waits import last_waits
 from pipesim.ops import COMPUTE
@@ -118,7 +118,7 @@ def _digits_that_fit(start: Floats, end: Floats, room: float) -> int:
 def _gaps(writer: ColumnWriter, timeline: Timeline) -> Spec:
     """Add the causes of idle gaps: seconds of each device, and shares of each gap in 255ths."""
     gaps, seconds = causes_of_gaps(timeline)
-    table = idle_by_cause(timeline).to_numpy()
+    table = exact_sums(timeline, gaps, seconds)
     shares = np.rint(255 * seconds / (gaps.until - gaps.since)[:, None])
     return {
         "n": len(gaps.task),

@@ -29,8 +29,13 @@ export class Page {
   constructor(root, bytes, { embedded = false, onselect = () => {} } = {}) {
     this.onselect = onselect;
     this.isEmbedded = embedded;
-    const prefersDark = globalThis.matchMedia?.("(prefers-color-scheme: dark)").matches;
-    this.state = newState(prefersDark ? "dark" : "light");
+    const dark = globalThis.matchMedia("(prefers-color-scheme: dark)");
+    this.state = newState(dark.matches ? "dark" : "light");
+    // Until the user chooses a theme, that of the system counts, also when it changes.
+    this.isThemeChosen = false;
+    dark.addEventListener("change", () => {
+      if (!this.isThemeChosen) this.#setTheme(dark.matches ? "dark" : "light");
+    });
     this.state.marks = (track) => this.search.ofTrack.get(track) ?? null;
     this.isDarkExport = false;
     /** The selected task or gap, and the chains that lead to it and follow it; or null. */
@@ -56,22 +61,35 @@ export class Page {
 
   /** Show another document in place of this one; the view keeps its settings. */
   update(bytes) {
-    const { step, panels } = this, wasLast = step === panels.length - 1;
+    const { step, panels, selection } = this, wasLast = step === panels.length - 1;
     this.read(bytes);
     if (this.isStepwise) this.step = wasLast ? this.panels.length - 1 : step;
     this.step = Math.min(this.step, this.panels.length - 1);
     this.bar.heading.textContent = this.title;
+    this.#keep(selection);
+  }
+
+  /** Show the panels anew, and keep the selected task if they have it. */
+  #keep(selection) {
+    const place = this.scene.panels.findIndex(({ tracks }) => tracks.includes(selection?.track));
     this.#choose(null);
     this.#showPanels(true);
+    const tracks = this.scene.panels[place]?.tracks ?? [];
+    const track = tracks.find(({ role }) => role === selection.track.role);
+    if (selection?.type !== "task" || !track || selection.task >= track.graph.n) return;
+    this.#choose({ ...selection, track });
+    this.panel.refresh("card");
   }
 
   #showPanels(keep) {
     const panels = this.isStepwise ? [this.panels[this.step]] : this.panels;
+    const isKept = keep && !this.view.showsWhole;
     this.scene = new Scene(panels, this.ops, this.causes);
+    this.#hover(this.view.hovered = null);
     this.state.unit = panels[0].tracks[0].track.unit;
     this.bar.showStep(this.step, this.panels, this.isStepwise);
     this.search.set(this.bar.searchBox.value, this.scene);
-    this.view.setScene(this.scene, keep);
+    this.view.setScene(this.scene, isKept);
     if (this.whatIf.isActive) this.whatIf.apply();
     this.#refreshFacts();
     for (const key of this.panel.tabs.keys()) this.panel.refresh(key);
@@ -96,6 +114,7 @@ export class Page {
       this.status,
     );
     this.body.classList.toggle("dark", state.theme === "dark");
+    this.body.classList.toggle("embedded", this.isEmbedded);
     root.append(this.body);
     this.view = new View(stage, state, {
       hover: (hit, place) => this.#hover(hit, place),
@@ -179,7 +198,7 @@ export class Page {
     return every > 1 ? shown.filter((_, k) => k % every === 0) : shown;
   }
 
-  #hover(hit, place) {
+  #hover(hit, place = null) {
     const { tip } = this;
     tip.hidden = !hit;
     if (!hit) return;
@@ -278,7 +297,12 @@ export class Page {
   }
 
   toggleTheme() {
-    this.state.theme = this.state.theme === "dark" ? "light" : "dark";
+    this.isThemeChosen = true;
+    this.#setTheme(this.state.theme === "dark" ? "light" : "dark");
+  }
+
+  #setTheme(theme) {
+    this.state.theme = theme;
     this.body.classList.toggle("dark", this.state.theme === "dark");
     this.view.request();
   }
@@ -307,22 +331,16 @@ export class Page {
 
   /** Show one of several steps. */
   showStep(step) {
-    const { selection } = this;
     this.step = step;
-    this.#choose(null);
-    this.#showPanels(true);
-    if (selection?.type === "task") {
-      const track = this.scene.panels[0].tracks[0];
-      if (selection.task < track.graph.n) this.select({ ...selection, track });
-    }
+    this.#keep(this.selection);
   }
 
   #timesChanged() {
     this.#choose(null);
-    const isWhole = this.state.to >= this.state.makespan;
+    const isKept = !this.view.showsWhole;
     this.scene = new Scene(this.scene.panels, this.ops, this.causes);
     this.search.set(this.bar.searchBox.value, this.scene);
-    this.view.setScene(this.scene, !isWhole);
+    this.view.setScene(this.scene, isKept);
     this.#refreshFacts();
     this.#showLines();
     this.body.querySelector("#whatif-summary")?.replaceWith(this.whatIf.summary());

@@ -10,6 +10,8 @@ export class Pointing {
   constructor(view) {
     this.view = view;
     this.drag = null;
+    /** Whether the wheel is the page's: since a click into it, until the pointer leaves. */
+    this.isActive = !view.isEmbedded;
     const { base } = view;
     base.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
     base.addEventListener("pointerdown", (event) => this.#down(event));
@@ -18,6 +20,7 @@ export class Pointing {
     base.addEventListener("pointercancel", () => this.drag = null);
     base.addEventListener("pointerleave", () => {
       [view.pointer, view.hovered] = [null, null];
+      this.isActive = !view.isEmbedded;
       view.actions.hover(null, null);
       view.drawOverlay();
     });
@@ -33,8 +36,7 @@ export class Pointing {
   #wheel(event) {
     const { view } = this, { x } = this.#place(event);
     const wantsZoom = event.ctrlKey || event.metaKey;
-    const isFocused = view.base.matches(":focus");
-    if (view.isEmbedded && !wantsZoom && !event.shiftKey && !isFocused) return;
+    if (!this.isActive && !wantsZoom && !event.shiftKey) return;
     event.preventDefault();
     const unit = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 400 : 1;
     const dx = event.deltaX * unit, dy = event.deltaY * unit;
@@ -48,6 +50,7 @@ export class Pointing {
 
   #down(event) {
     if (event.button) return;
+    this.isActive = true;
     const { base } = this.view, place = this.#place(event);
     base.focus({ preventScroll: true });
     base.setPointerCapture(event.pointerId);

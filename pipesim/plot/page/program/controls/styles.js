@@ -32,6 +32,7 @@ export const STYLES = `
 .ps input[type="number"] { width: 5.5em; }
 .ps .main { flex: 1; display: flex; min-height: 0; }
 .ps .stage { flex: 1; position: relative; min-width: 0; overflow: hidden; touch-action: none; }
+.ps.embedded .stage { touch-action: pan-y; }
 .ps canvas { position: absolute; inset: 0; width: 100%; height: 100%; display: block; }
 .ps canvas.overlay { pointer-events: none; }
 .ps aside { width: 340px; border-left: 1px solid var(--line); display: flex; flex-direction: column;

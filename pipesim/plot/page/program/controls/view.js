@@ -216,6 +216,12 @@ export class View {
     return b ? formatTime(Math.abs(b.time - a.time), this.state.unit) : "";
   }
 
+  /** Whether the whole step is in view. */
+  get showsWhole() {
+    const [first, last] = this.scene.extent;
+    return this.state.from <= first && this.state.to >= last;
+  }
+
   /** Show the whole step. */
   fit() {
     const [first, last] = this.scene.extent, room = 0.01 * (last - first);

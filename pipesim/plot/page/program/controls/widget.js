@@ -93,11 +93,9 @@ function mountPage(root, bytes, onselect) {
 
 /** Show another document; an earlier step stays in view, although `shift` of the first are gone. */
 function updatePage(page, bytes, shift) {
-  const isLast = page.step === page.panels.length - 1, { from, to } = page.state;
-  const [first, last] = page.scene.extent, isWhole = from <= first && to >= last;
+  const isLast = page.step === page.panels.length - 1;
   page.update(bytes);
   if (shift && !isLast && page.isStepwise) page.showStep(Math.max(0, page.step - shift));
-  if (isWhole) page.view.fit();
 }
 
 /** A task or gap as plain values; the tasks are those of a version of the document. */

@@ -1,0 +1,66 @@
+"""`widget`: make a page of a notebook that Python updates and asks for its selection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pipesim.errors import ArgumentError
+from pipesim.plot.page.save import Showable
+
+if TYPE_CHECKING:
+    from pipesim.plot.widget.timeline_widget import TimelineWidget
+
+__all__ = ["widget"]
+
+
+def widget(
+    items: Showable | Sequence[Showable] | Mapping[str, Showable],
+    *,
+    layout: str = "stack",
+    height: int = 420,
+    title: str | None = None,
+) -> TimelineWidget:
+    """Return a widget for notebooks: the page of `to_html`, linked to Python.
+
+    `TimelineWidget.selected_tasks`, `TimelineWidget.chain` and `TimelineWidget.selected_gap` give
+    what is selected in the page as tables. `TimelineWidget.show` and `TimelineWidget.append` update
+    the page, during a training too::
+
+        view = ps.widget(timeline, layout="steps")
+        view  # the last line of a cell shows it
+        for batch in batches:
+            view.append(pipeline.step(*batch).timeline)
+
+    Parameters
+    ----------
+    items
+        What `to_html` shows: a timeline, a `Comparison`, a schedule or a task graph; or several,
+        in a list or by name.
+    layout
+        ``"stack"`` shows several items below each other on one time axis; ``"steps"`` shows one
+        at a time, which a slider chooses.
+    height
+        Height in the notebook (CSS pixels).
+    title
+        Title of the page; by default the names of the items.
+
+    Raises
+    ------
+    ArgumentError
+        If anywidget is not installed, and for the arguments that `to_html` refuses.
+    CapacityError
+        If the items have over 5,000,000 tasks together.
+    """
+    try:
+        from pipesim.plot.widget.timeline_widget import TimelineWidget
+    except ModuleNotFoundError as error:
+        if error.name != "anywidget":
+            raise
+        raise ArgumentError(
+            "a widget needs anywidget, which is not installed; pip install 'pipesim[widget]'. "
+            "Without it, a timeline in the last line of a cell shows the same page, which does not "
+            "tell Python what is selected"
+        ) from error
+
+    return TimelineWidget(items, layout=layout, height=height, title=title)
