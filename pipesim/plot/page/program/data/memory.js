@@ -1,5 +1,30 @@
 // Bytes that devices hold over time (rule 10 of docs/time.md).
 
+/** Events of a block whose most bytes are found beforehand. */
+const EVENTS = 32;
+
+/** The largest value of each block. */
+function blockMaxima(values) {
+  const highest = new Float64Array(Math.ceil(values.length / EVENTS)).fill(-Infinity);
+  for (let k = 0; k < values.length; k++) {
+    const block = Math.floor(k / EVENTS);
+    if (values[k] > highest[block]) highest[block] = values[k];
+  }
+  return highest;
+}
+
+/** Most bytes that a device holds from one index of its `memoryOverTime` to another, inclusive. */
+export function mostBetween({ nbytes, highest }, low, high) {
+  let most = nbytes[high];
+  for (let k = low; k < high;) {
+    if (k % EVENTS === 0 && k + EVENTS <= high) {
+      most = Math.max(most, highest[k / EVENTS]);
+      k += EVENTS;
+    } else most = Math.max(most, nbytes[k++]);
+  }
+  return most;
+}
+
 /**
  * Bytes of each device over time: `times` and `nbytes` of each start and end of a task, and the
  * first peak. Ends come before starts at equal times, but for tasks that take no time.
@@ -36,6 +61,7 @@ export function memoryOverTime(timeline, memory) {
       nbytes[k + 1] = held;
       if (held > peak) [peak, peakTime] = [held, times[k + 1]];
     });
-    return { times, nbytes, peak, peakTime, limit: memory.limit ? memory.limit[device] : NaN };
+    const limit = memory.limit ? memory.limit[device] : NaN;
+    return { times, nbytes, highest: blockMaxima(nbytes), peak, peakTime, limit };
   });
 }

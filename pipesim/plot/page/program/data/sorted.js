@@ -1,7 +1,7 @@
 // Search in values that rise.
 
 /** Index of the first value for which a test holds, if it holds for all later ones; else `high`. */
-function firstFor(test, low, high) {
+export function firstFor(test, low, high) {
   while (low < high) {
     const middle = (low + high) >> 1;
     if (test(middle)) high = middle;

@@ -2,11 +2,16 @@
 
 import { makeView } from "./geometry.js";
 
-/** Most arrows that are drawn at once. */
-const MAX_ARROWS = 4000;
+/** Most arrows that are drawn at once, and most tasks in view of which arrows are drawn. */
+const MAX_ARROWS = 4000, MAX_TASKS = 20_000;
 
 /** Draw an arrow for each result that another device needs; fewer if there are too many. */
 export function drawArrows(painter, scene, state, view, top, bottom) {
+  if (scene.countInView(state) > MAX_TASKS) {
+    const text = "zoom in to see arrows", { size } = view.fonts;
+    painter.text(text, view.right - 4, bottom - size, view.theme.mark, { size, align: "right" });
+    return;
+  }
   let n = 0;
   for (const { track, from, to } of arrowsInView(scene, state, view)) {
     const a = scene.boxOf(track, from, state, view.size),
@@ -25,7 +30,6 @@ function* arrowsInView(scene, state, view) {
       for (const lanes of track.lanes) {
         for (const lane of lanes) {
           const low = lane.firstEndingAfter(view.from), high = lane.firstStartingAt(view.to);
-          if (high - low > MAX_ARROWS) continue;
           for (let k = low; k < high; k++) {
             const task = lane.tasks[k], role = graph.role(task);
             if (role === "send" && graph.pair[task] >= 0) yield* endsOf(track, task, state);

@@ -1,6 +1,7 @@
 // Draw lanes of tasks, idle gaps and memory.
 
-import { firstAbove } from "../data/sorted.js";
+import { mostBetween } from "../data/memory.js";
+import { firstAbove, firstFor, nextAtLeast } from "../data/sorted.js";
 import { mix } from "./painters.js";
 import { formatBytes } from "./text.js";
 
@@ -88,12 +89,15 @@ function drawMerged(painter, view, row, y, height, nColumns, pale, state) {
 /** Draw the causes of each idle gap, as shares of its height. */
 function drawIdle(painter, scene, view, row, y, height) {
   const { track, device } = row;
-  for (const gap of track.gaps[device]) {
-    if (gap.until <= view.from || gap.since >= view.to) continue;
+  const gaps = track.gaps[device], least = 0.3 * (view.to - view.from) / (view.right - view.left);
+  for (let k = firstFor((j) => gaps[j].until > view.from, 0, gaps.length); k < gaps.length; k++) {
+    const gap = gaps[k];
+    if (gap.since >= view.to) break;
+    if (gap.until - gap.since < least) continue;
     const x = Math.max(view.left, view.x(gap.since)),
       right = Math.min(view.right, view.x(gap.until));
     const causes = track.causesOf(gap);
-    if (!causes || right - x < 0.3) continue;
+    if (!causes) continue;
     let top = y;
     const total = causes.reduce((sum, share) => sum + share, 0) || 1;
     causes.forEach((share, cause) => {
@@ -108,33 +112,37 @@ function drawIdle(painter, scene, view, row, y, height) {
   }
 }
 
+/**
+ * The outline of the bytes that a device holds: places and bytes.
+ *
+ * Of several steps within a pixel, the highest counts.
+ */
+function heldPoints(memory, view) {
+  const { times, nbytes } = memory, points = [];
+  let low = Math.max(0, firstAbove(times, view.from) - 1), x = view.left;
+  const last = firstAbove(times, view.to) - 1;
+  while (low <= last) {
+    // All steps up to a pixel behind this one, or this one alone.
+    const next = nextAtLeast(times, view.time(x + 0.5), low);
+    const high = Math.min(last, Math.max(low, next - 1)), most = mostBetween(memory, low, high);
+    points.push([x, points.at(-1)?.[1] ?? most], [x, most], [x, nbytes[high]]);
+    low = high + 1;
+    x = Math.max(x + 0.5, view.x(times[low]));
+  }
+  return points;
+}
+
 /** Draw the bytes that a device holds, its peak and its limit. */
 export function drawMemory(painter, view, row, y) {
   const { track, device } = row, { theme } = view;
-  const { times, nbytes, peak, peakTime, limit } = track.memory[device];
+  const { peak, peakTime, limit } = track.memory[device];
   const height = row.height - 2, scale = height / track.mostBytes, bottom = y + height;
   painter.rect(view.left, y, view.right - view.left, height, theme.band);
-  const points = [];
-  let last = -Infinity, high = 0, held = 0;
-  const first = Math.max(0, firstAbove(times, view.from) - 1);
-  const end = Math.min(view.right, view.x(track.timeline.makespan));
-  for (let k = first; k < times.length && times[k] <= view.to; k++) {
-    const x = Math.max(view.left, view.x(times[k]));
-    // Of the steps within a pixel, the highest is drawn.
-    if (x - last < 0.5 && points.length) {
-      high = Math.max(high, nbytes[k]);
-      points[points.length - 2][1] = bottom - high * scale;
-      points[points.length - 1][1] = bottom - nbytes[k] * scale;
-      held = nbytes[k];
-      continue;
-    }
-    points.push([x, bottom - held * scale], [x, bottom - nbytes[k] * scale], [
-      x,
-      bottom - nbytes[k] * scale,
-    ]);
-    [last, high, held] = [x, nbytes[k], nbytes[k]];
-  }
+  const points = heldPoints(track.memory[device], view).map((
+    [x, held],
+  ) => [x, bottom - held * scale]);
   if (points.length) {
+    const end = Math.min(view.right, view.x(track.timeline.makespan));
     const closing = [[end, points.at(-1)[1]], [end, bottom], [points[0][0], bottom]];
     painter.polygon([...points, ...closing], theme.memory);
   }

@@ -123,6 +123,15 @@ export class Scene {
     return `${panel.name}: ${parts.join("; ")}`;
   }
 
+  /** Number of tasks in view, those of messages included. */
+  countInView({ from, to }) {
+    let n = 0;
+    for (const { lane } of this.rows) {
+      if (lane) n += Math.max(0, lane.firstStartingAt(to) - lane.firstEndingAfter(from));
+    }
+    return n;
+  }
+
   /** Tasks in view in order of time, the first `most` of them, and their number. */
   tasksInView({ from, to, show }, most) {
     const rows = [];
