@@ -26,7 +26,7 @@ __all__ = ["SimulationInputs", "input_columns", "simulation_inputs", "unit_costs
 
 Floats = NDArray[np.float64]
 #: Tasks of a timeline up to which a page replays measured durations.
-MAX_REPLAYED = 100_000
+MAX_REPLAYED = 20_000
 _LINKS = "several streams share links, and this page simulates no queues for links"
 _THREADS = "hosts are threads of one process, which this page does not simulate"
 
@@ -131,7 +131,10 @@ def _held(timeline: Timeline, costs: TaskCosts) -> Floats:
 
 
 def input_columns(writer: ColumnWriter, inputs: SimulationInputs) -> Spec:
-    """Add the inputs of the simulator; return their places."""
+    """Add the inputs of the simulator; return their places.
+
+    Durations of a replay are left out: the page has them from the times of the tasks.
+    """
     spec: Spec = {
         "exact": inputs.is_exact,
         "replay": inputs.is_replay,
@@ -140,11 +143,9 @@ def input_columns(writer: ColumnWriter, inputs: SimulationInputs) -> Spec:
     if inputs.costs is None:
         return spec
     table = inputs.costs.table
-    spec |= {
-        "duration": writer.floats(table.duration),
-        "latency": writer.floats(table.latency),
-        "held": writer.floats(inputs.held),
-    }
+    spec |= {"latency": writer.floats(table.latency), "held": writer.floats(inputs.held)}
+    if not inputs.is_replay:
+        spec["duration"] = writer.floats(table.duration)
     if table.share is not None and (table.share != 1).any():
         spec["share"] = writer.floats(table.share)
     if inputs.costs.issued is not None:

@@ -38,6 +38,15 @@ function before(distance) {
   return tasks;
 }
 
+/** Seconds of each task, as inputs of the simulator: 0 for a RECV, whose times follow from others. */
+function durations(timeline) {
+  const { graph, start, end } = timeline, seconds = new Float64Array(graph.n);
+  for (let task = 0; task < graph.n; task++) {
+    if (graph.role(task) !== "recv") seconds[task] = end[task] - start[task];
+  }
+  return seconds;
+}
+
 /** What a page has of one timeline: its tasks, times, inputs of the simulator, bytes, causes. */
 export class Track {
   constructor(spec, graphs, columns) {
@@ -48,10 +57,10 @@ export class Track {
     this.graph = graphs[spec.graph];
     this.resolution = spec.times.resolution ?? 0;
     const given = spec.inputs;
-    this.inputs = given.duration
+    this.inputs = given.latency
       ? {
         isPerTask: given.replay,
-        duration: read(given.duration),
+        duration: given.duration ? read(given.duration) : null,
         latency: read(given.latency),
         held: read(given.held),
         share: given.share ? read(given.share) : null,
@@ -68,6 +77,7 @@ export class Track {
       ? { before: before(read(spec.waits.back)), reason: read(spec.waits.reason) }
       : lastWaits(this.graph, this.inputs, times);
     this.timeline = new Timeline(this.graph, { ...times, ...waits });
+    if (given.replay) this.inputs.duration = durations(this.timeline);
     this.nbytes = spec.nbytes ? read(spec.nbytes) : null;
     this.memory = spec.memory?.allocated
       ? Object.fromEntries(Object.entries(spec.memory).map(([name, c]) => [name, read(c)]))

@@ -33,7 +33,7 @@ export class Scene {
     return panel.tracks.length > 1;
   }
 
-  /** Number of lanes' heights, so that a height of lanes can fill the view. */
+  /** Place the rows of a state, from a height on. */
   lay(state, top = 0) {
     const lane = state.laneHeight, thin = Math.max(3, 0.28 * lane);
     this.rows = [];
