@@ -23,39 +23,38 @@ export function drawLane(painter, scene, state, view, row, y) {
     drawMerged(painter, view, row, y, height, nColumns, pale, state);
     return;
   }
-  const { graph } = track, marked = state.marks(track), fonts = view.fonts;
-  for (let k = low; k < high; k++) {
-    const task = lane.tasks[k];
-    const isUnfinished = lane.end[k] === Infinity;
-    const x = view.x(lane.start[k]), right = isUnfinished ? view.right + 9 : view.x(lane.end[k]);
-    const width = Math.max(right - x, row.isCompute ? 0 : 1.2);
-    if (width <= 0) continue;
-    const left = Math.max(x, view.left - 4), shown = Math.min(x + width, view.right + 4) - left;
-    if (shown <= 0) continue;
-    const gap = width > 3 && row.height > 5 ? Math.min(0.7, 0.12 * width) : 0;
-    let fill = graph.fill(task), ink = graph.textColour(task);
-    if (pale || isUnfinished) [fill, ink] = [mix(fill, theme.surface, 0.6), theme.ink];
-    const isDim = marked && !marked.has(task);
-    if (isDim) [fill, ink] = [mix(fill, theme.surface, 0.72), theme.soft];
-    painter.rect(left, y, shown - gap, height, fill);
-    if (scene.ops[graph.op(task)].hatched && width > 4) {
-      painter.hatch(left, y, shown - gap, height, mix(fill, "#000000", 0.45));
-    }
-    if ((pale || isUnfinished) && width > 3 && height > 4) {
-      const outline = isUnfinished ? theme.mark : scene.ops[graph.op(task)].outline;
-      painter.frame(left + 0.5, y + 0.5, shown - gap - 1, height - 1, outline, {
-        dash: isUnfinished ? [3, 2] : [],
-      });
-    }
-    if (track.differs?.(task) && width > 4 && height > 6) {
-      painter.polygon(
-        [[x + width - gap, y], [x + width - gap - 5, y], [x + width - gap, y + 5]],
-        theme.mark,
-      );
-    }
-    if (height >= fonts.size + 1 && shown > 7) {
-      drawLabel(painter, graph, task, left, y + height / 2, shown - gap, ink, fonts.size);
-    }
+  const marked = state.marks(track);
+  for (let k = low; k < high; k++) drawTask(painter, scene, view, row, y, height, k, marked);
+}
+
+/** Draw task `k` of a lane; it is dim if others are `marked`. */
+function drawTask(painter, scene, view, row, y, height, k, marked) {
+  const { lane, track } = row, { graph } = track, { theme } = view, { size } = view.fonts;
+  const task = lane.tasks[k], op = scene.ops[graph.op(task)];
+  const isUnfinished = lane.end[k] === Infinity;
+  const x = view.x(lane.start[k]), right = isUnfinished ? view.right + 9 : view.x(lane.end[k]);
+  const width = Math.max(right - x, row.isCompute ? 0 : 1.2);
+  const left = Math.max(x, view.left - 4), shown = Math.min(x + width, view.right + 4) - left;
+  if (width <= 0 || shown <= 0) return;
+  const gap = width > 3 && row.height > 5 ? Math.min(0.7, 0.12 * width) : 0;
+  const isPale = track.role === "predicted" || isUnfinished;
+  let fill = graph.fill(task), ink = graph.textColour(task);
+  if (isPale) [fill, ink] = [mix(fill, theme.surface, 0.6), theme.ink];
+  if (marked && !marked.has(task)) [fill, ink] = [mix(fill, theme.surface, 0.72), theme.soft];
+  painter.rect(left, y, shown - gap, height, fill);
+  if (op.hatched && width > 4) {
+    painter.hatch(left, y, shown - gap, height, mix(fill, "#000000", 0.45));
+  }
+  if (isPale && width > 3 && height > 4) {
+    const outline = isUnfinished ? theme.mark : op.outline, dash = isUnfinished ? [3, 2] : [];
+    painter.frame(left + 0.5, y + 0.5, shown - gap - 1, height - 1, outline, { dash });
+  }
+  if (track.differs?.(task) && width > 4 && height > 6) {
+    const corner = x + width - gap;
+    painter.polygon([[corner, y], [corner - 5, y], [corner, y + 5]], theme.mark);
+  }
+  if (height >= size + 1 && shown > 7) {
+    drawLabel(painter, graph, task, left, y + height / 2, shown - gap, ink, size);
   }
 }
 
