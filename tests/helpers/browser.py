@@ -37,7 +37,7 @@ _FLAGS = (
     "--no-first-run",
     "--disable-quic",
 )
-_TIMEOUT = 10_000  # ms; that of each call which waits for the page
+_TIMEOUT = 30_000  # ms; that of each call which waits for the page
 
 
 class Fault(NamedTuple):
