@@ -173,7 +173,9 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     """
     name, names = str(name), list(choices)
     nearest = [choice for choice in names if len(name) > 1 and choice.startswith(name)]
-    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # No name is near one of more than three times its length, which takes long to compare.
+    if not nearest and len(name) <= 3 * max(map(len, names), default=0):
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, nearest[:3]))}?" if nearest else ""
 
 

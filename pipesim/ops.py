@@ -10,28 +10,39 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, suggestion
 
 __all__ = [
     "COLLECTIVES",
     "COMPUTE",
+    "COPIES",
     "EXCHANGES",
+    "EXPERT_EXCHANGES",
+    "FETCHES",
     "IN_REPLICA",
+    "KEPT",
     "LISTED",
     "NUMBERED",
     "OF_DEVICES",
     "OF_STAGES",
+    "PART_NAMES",
+    "PASSES",
     "RECVS",
     "REORDERED",
     "SCHEDULED",
+    "SEGMENTED",
     "SENDS",
     "TRANSFERS",
     "Action",
     "Op",
     "Overlapped",
+    "expert_exchange",
+    "is_expert_exchange",
     "parse_action",
+    "part_letter",
+    "part_name",
 ]
 
 
@@ -55,6 +66,9 @@ class Op(IntEnum):
     REORDER = 14
     REDUCE_TIED = 15
     GRAD_NORM = 16
+    RESHARD = 17
+    OFFLOAD = 18
+    RELOAD = 19
 
     def __str__(self) -> str:
         return self.name
@@ -65,10 +79,15 @@ SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
 #: Operations that a schedule may list; `pipesim.lower` adds all others.
 LISTED = SCHEDULED | {Op.R}
 #: Operations on a device's compute stream.
-COMPUTE = LISTED | {Op.STEP, Op.DISPATCH, Op.REORDER}
+COMPUTE = LISTED | {Op.STEP, Op.DISPATCH, Op.REORDER, Op.RESHARD}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
+#: Copies of activations between a device and its host's memory.
+COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+#: Operations that bring data which a compute task needs. They start a number of compute tasks
+#: before it (`pipesim.graph.fetches`).
+FETCHES = frozenset({Op.UNSHARD, Op.RELOAD})
 #: Operations of several devices together: all start when the last device is ready (rule 9).
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD, Op.REDUCE_TIED, Op.GRAD_NORM})
 #: Collectives with one member a device, which stands for several stages: REDUCE_TIED for those of a
@@ -82,13 +101,36 @@ OF_STAGES = COLLECTIVES | {Op.STEP}
 #: Contents of an ALL_TO_ALL of a sharded embedding, by its `part`, in this order for each
 #: micro-batch. "accumulated", once a mini-batch, replaces the "gradients" of all micro-batches.
 EXCHANGES = ("counts", "keys", "vectors", "gradients", "accumulated")
+#: Exchanges of experts' tokens, further parts of ALL_TO_ALL, with a number from 0 for each layer in
+#: the order in which they run: before and after the experts of a layer, forward; and those of the
+#: gradients of both, backward.
+EXPERT_EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
+#: Operations that a stage with experts runs in segments, numbered from 0 as their `part`. Exchanges
+#: of experts lie between them.
+SEGMENTED = frozenset({Op.F, Op.B, Op.I})
 #: The exchanges whose values a REORDER puts in order: its `part`, numbered as they are.
 REORDERED = ("vectors", "gradients")
-#: Operations whose `part` is any number from 0: buckets of gradients, groups of tied stages.
-NUMBERED = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIED})
+#: Uses of the parameters that an UNSHARD gathers for one micro-batch and a RESHARD frees, by their
+#: `part`: F, or the backward. An UNSHARD without part follows a sharded STEP.
+PASSES = ("forward", "backward")
+#: Activations that an OFFLOAD or a RELOAD moves, by its `part`: the input alone, of a micro-batch
+#: that is recomputed. Without part it moves the stage's share of all of them.
+KEPT = ("input",)
+#: Operations whose `part` is any number from 0: buckets of gradients, groups of tied stages,
+#: segments.
+NUMBERED = frozenset({Op.REDUCE_GRAD, Op.REDUCE_TIED}) | SEGMENTED
 
+#: Names of the parts of operations, by `part`; parts of others are numbers.
+PART_NAMES = {
+    Op.ALL_TO_ALL: EXCHANGES,
+    Op.REORDER: EXCHANGES,
+    Op.UNSHARD: PASSES,
+    Op.RESHARD: PASSES,
+    Op.OFFLOAD: KEPT,
+    Op.RELOAD: KEPT,
+}
 _ACTION = re.compile(
-    r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z]+))?\s*"
+    r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z_]+[0-9]*))?\s*"
 )
 _OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 
@@ -99,7 +141,9 @@ class Action(NamedTuple):
     ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
     stage at the other end of a message of skip connections, -1 for any other action. ``part`` is
     the bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED, which
-    of `EXCHANGES` an ALL_TO_ALL is, or of which a REORDER puts values in order, else -1.
+    of `EXCHANGES` an ALL_TO_ALL is, or of which a REORDER puts values in order, which of `PASSES`
+    an UNSHARD or a RESHARD of one micro-batch is for, which of `KEPT` an OFFLOAD or a RELOAD moves,
+    the segment of F, B or I of a stage with experts, else -1.
 
     >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
     ('2F0', '0SEND_F3>2', '2RECV_F3<0')
@@ -118,8 +162,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
         if self.part >= 0:
-            exchanges = self.op in (Op.ALL_TO_ALL, Op.REORDER) and self.part < len(EXCHANGES)
-            return f"{text}.{EXCHANGES[self.part] if exchanges else self.part}"
+            return f"{text}.{part_name(self.op, self.part)}"
         if self.peer_stage < 0:
             return text
         return f"{text}{'>' if self.op in SENDS else '<'}{self.peer_stage}"
@@ -149,22 +192,75 @@ class Action(NamedTuple):
                 f"{text!r} is not an action: only messages of skip connections name another "
                 "stage, such as '0SEND_F3>2' and '2RECV_F3<0'"
             )
-        names = {Op.ALL_TO_ALL.name: EXCHANGES, Op.REORDER.name: REORDERED}.get(op, ())
-        if part and part not in names and (Op[op] not in NUMBERED or not part.isdigit()):
+        number = None if part is None else _part_number(Op[op], part)
+        if part and number is None:
             raise ArgumentError(
                 f"{text!r} is not an action; only buckets, such as '2REDUCE_GRAD.1', groups of "
-                "tied stages, such as '0REDUCE_TIED.0', and exchanges "
-                f"({', '.join(EXCHANGES)}), such as '0ALL_TO_ALL3.keys', are parts: write '2F0'"
+                "tied stages, such as '0REDUCE_TIED.0', exchanges "
+                f"({', '.join(EXCHANGES)}; {', '.join(EXPERT_EXCHANGES)} of a layer), such as "
+                "'0ALL_TO_ALL3.keys' and '0ALL_TO_ALL3.combine1', passes "
+                f"({', '.join(PASSES)}), such as '0UNSHARD3.forward', the input of a stage, such "
+                "as '0OFFLOAD3.input', and segments between exchanges, such as '2F0.1', are "
+                "parts: write '2F0'"
             )
-        number = part if part is None or part not in names else EXCHANGES.index(part)
         try:
             numbers = int(microbatch) if microbatch else None, int(peer) if peer else -1
-            return cls(int(stage), Op[op], *numbers, -1 if number is None else int(number))
+            return cls(int(stage), Op[op], *numbers, -1 if number is None else number)
         except ValueError as error:  # more digits than Python reads
             raise ArgumentError(
                 f"{text!r:.40}... of {len(text)} characters is not an action; "
                 "number stages and micro-batches from 0"
             ) from error
+
+
+def expert_exchange(name: str, layer: int) -> int:
+    """Return the part of ALL_TO_ALL that is one of `EXPERT_EXCHANGES` of a layer with experts."""
+    return len(EXCHANGES) + layer * len(EXPERT_EXCHANGES) + EXPERT_EXCHANGES.index(name)
+
+
+def is_expert_exchange(op: Any, part: Any) -> Any:
+    """Return whether a task is an exchange of experts' tokens; for numbers or for arrays."""
+    return (op == Op.ALL_TO_ALL) & (part >= len(EXCHANGES))
+
+
+def part_name(op: Op, part: int) -> str:
+    """Return the text of a part of an operation.
+
+    >>> part_name(Op.ALL_TO_ALL, 1), part_name(Op.ALL_TO_ALL, 10), part_name(Op.REDUCE_GRAD, 1)
+    ('keys', 'combine1', '1')
+    """
+    if is_expert_exchange(op, part):
+        layer, exchange = divmod(part - len(EXCHANGES), len(EXPERT_EXCHANGES))
+        return f"{EXPERT_EXCHANGES[exchange]}{layer}"
+    names = PART_NAMES.get(op, ())
+    return names[part] if part < len(names) else str(part)
+
+
+def part_letter(op: Op, part: int) -> str:
+    """Return the short text of a part, for boxes and nodes, after the number of the micro-batch.
+
+    It is the first letter of a name, upper case for exchanges of experts' gradients; ``.1`` for a
+    number; and nothing for a segment, which the exchanges around it tell apart.
+    """
+    if op in SEGMENTED:
+        return ""
+    if is_expert_exchange(op, part):
+        name = part_name(op, part)
+        return name[0].upper() if "grad" in name else name[0]
+    names = PART_NAMES.get(op, ())
+    return names[part][0] if part < len(names) else f".{part}"
+
+
+def _part_number(op: Op, text: str) -> int | None:
+    """Return the part of an operation that `part_name` writes as a text; None if there is none."""
+    if op in NUMBERED and text.isdigit():
+        return int(text) if len(text) < 19 else None
+    if text in (REORDERED if op == Op.REORDER else PART_NAMES.get(op, ())):
+        return PART_NAMES[op].index(text)
+    name = text.rstrip("0123456789")
+    if op == Op.ALL_TO_ALL and name in EXPERT_EXCHANGES and 0 < len(text) - len(name) < 9:
+        return expert_exchange(name, int(text[len(name) :]))
+    return None
 
 
 class Overlapped(NamedTuple):

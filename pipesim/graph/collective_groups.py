@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.tasks import Kinds
-from pipesim.ops import COLLECTIVES, IN_REPLICA, OF_DEVICES, Op
+from pipesim.ops import COLLECTIVES, IN_REPLICA, OF_DEVICES, Op, is_expert_exchange
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["default_collectives", "group_members", "partial_dependencies"]
 
 
 def default_collectives(
-    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
+    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], expert_replicas: int = 0
 ) -> CSR:
     """Return the members of each collective: one for each operation, part and micro-batch.
 
     - Operations of devices (`OF_DEVICES`) have one for all stages, others one for each stage.
     - Operations in a replica (`IN_REPLICA`) have one for each replica, others one for all replicas.
+    - Exchanges of experts have one for each ``expert_replicas`` data-parallel replicas, if these
+      are not 0. The paths of a bidirectional pipeline have other micro-batches.
     """
     collective = kinds.is_op(COLLECTIVES)
     if not collective.any():
@@ -28,6 +31,10 @@ def default_collectives(
     number = kinds.op[own]
     stage = np.where(kinds.is_op(OF_DEVICES), 0, kinds.stage)[own]
     replica = np.where(kinds.is_op(IN_REPLICA), kinds.replica, 0)[own]
+    if expert_replicas:
+        of_experts = is_expert_exchange(number, kinds.part[own])
+        copy = copy_of_replicas(kinds.homes)[kinds.replica[own]]
+        replica = np.where(of_experts, copy // expert_replicas, replica)
     part, of_microbatch = kinds.part[own] + 1, microbatch[members].astype(np.int64) + 1
     for column in (stage, replica, part, of_microbatch):
         number = number * (int(column.max(initial=0)) + 1) + column

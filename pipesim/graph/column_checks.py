@@ -9,7 +9,18 @@ import numpy as np
 
 from pipesim.errors import GraphError
 from pipesim.graph.tasks import StreamKind, Tasks
-from pipesim.ops import EXCHANGES, NUMBERED, OF_STAGES, REORDERED, Op
+from pipesim.ops import (
+    COPIES,
+    EXCHANGES,
+    EXPERT_EXCHANGES,
+    KEPT,
+    NUMBERED,
+    OF_STAGES,
+    PASSES,
+    REORDERED,
+    Op,
+    expert_exchange,
+)
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -18,6 +29,8 @@ __all__ = ["checked_tasks"]
 #: Largest number of a device, stage, replica or micro-batch, so that counts of them fit 32 bits.
 _LARGEST = 2**31 - 2
 _FROM_0 = "number them from 0"
+#: Most parts of ALL_TO_ALL: those of 10,000 layers with experts.
+_MOST_EXCHANGES = expert_exchange(EXPERT_EXCHANGES[0], 10_000)
 #: Lowest and highest value of each column, and advice for error messages.
 _RANGES = {
     "op": (0, len(Op) - 1, f"operations are {', '.join(f'{op:d} {op.name}' for op in Op)}"),
@@ -113,7 +126,7 @@ def _check_streams(column: Ints, n_devices: int) -> None:
         peer = StreamKind.peer(column)
         has_stream = StreamKind.is_of_microbatch(column) & (peer >= 0) & (peer < n_devices)
         column = np.where(has_stream, StreamKind.COMPUTE, column)
-    _check_range("stream", column, StreamKind.COLLECTIVE, 2 * n_devices, advice)
+    _check_range("stream", column, StreamKind.LOWEST, 2 * n_devices, advice)
 
 
 def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
@@ -152,16 +165,21 @@ def _check_parts(tasks: Tasks) -> None:
     """Raise for tasks with a part that have no parts, and for unknown exchanges."""
     part = np.full(len(tasks), -1) if tasks.part is None else tasks.part
     numbers = [EXCHANGES.index(name) for name in REORDERED]
-    wrong = part >= np.where(tasks.op == Op.ALL_TO_ALL, len(EXCHANGES), 0)
+    n_parts = np.zeros(len(Op), dtype=np.int64)
+    n_parts[Op.ALL_TO_ALL], n_parts[[Op.UNSHARD, Op.RESHARD]] = _MOST_EXCHANGES, len(PASSES)
+    n_parts[sorted(COPIES)] = len(KEPT)
+    wrong = part >= n_parts[tasks.op]
     is_numbered = np.isin(tasks.op, sorted(NUMBERED))
     wrong &= ~is_numbered & ~((tasks.op == Op.REORDER) & np.isin(part, numbers))
     for row in np.flatnonzero(wrong)[:1].tolist():
         names = ", ".join(f"{number} {name}" for number, name in enumerate(EXCHANGES))
         raise GraphError(
             f"tasks: row {row}: {Op(tasks.op[row])} of stage {tasks.stage[row]} has part "
-            f"{part[row]}; those of ALL_TO_ALL are {names}, those of REORDER are "
-            f"{' and '.join(map(str, numbers))} of them, buckets of REDUCE_GRAD and groups of "
-            "REDUCE_TIED count from 0, and any other task has -1"
+            f"{part[row]}; those of ALL_TO_ALL are {names} and from there on 4 for each layer with "
+            f"experts, those of REORDER are {' and '.join(map(str, numbers))} of them, buckets of "
+            "REDUCE_GRAD, groups of REDUCE_TIED and segments of F, B and I count from 0, UNSHARD "
+            "and RESHARD of a micro-batch are 0 forward or 1 backward, OFFLOAD and RELOAD of an "
+            "input are 0, and any other task has -1"
         )
 
 

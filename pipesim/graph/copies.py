@@ -21,7 +21,7 @@ from pipesim.utils.csr import CSR, Ints, ids_dtype
 if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
 
-__all__ = ["FirstCopy", "are_copies", "copies_of_kinds", "first_copy"]
+__all__ = ["FirstCopy", "are_copies", "copies_of_kinds", "copy_of_replicas", "first_copy"]
 
 
 class FirstCopy(NamedTuple):
@@ -38,6 +38,17 @@ class FirstCopy(NamedTuple):
 
     graph: TaskGraph
     twin: Ints
+
+
+def copy_of_replicas(homes: Ints) -> Ints:
+    """Return the number of the copy of each replica, in the order of replicas.
+
+    ``homes`` are those of `TaskGraph`. The paths of a bidirectional pipeline are on the same
+    devices, and in one copy.
+    """
+    _, first, copy = np.unique(homes.min(axis=1), return_index=True, return_inverse=True)
+    order: Ints = np.argsort(np.argsort(first))
+    return order[copy.ravel()]
 
 
 def are_copies(labels: Ints) -> bool:

@@ -9,7 +9,7 @@ than most, as it is one class, and half of it is docstrings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from pipesim.graph.collective_groups import (
 )
 from pipesim.graph.column_checks import checked_tasks
 from pipesim.graph.copies import FirstCopy, copies_of_kinds, first_copy
+from pipesim.graph.fetches import with_fetches
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
 from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.kind_rules import peer_kinds
@@ -36,7 +37,7 @@ from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.graph.tied_stages import Tied
 from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
-from pipesim.ops import RECVS, SENDS, Op
+from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
 from pipesim.scheduling.schedule import Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
@@ -87,8 +88,9 @@ class TaskGraph:
         Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     options
         Options of the lowering. The graph has them as attributes too: `recompute`, `overlap`,
-        `rendezvous`, `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips`,
-        `portals`, `forward_only` and `tied`.
+        `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
+        `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas` and
+        `offload_shares`.
     """
 
     name: str
@@ -121,12 +123,16 @@ class TaskGraph:
         recompute: str = "never",
         overlap: bool = True,
         n_batches: int = 1,
+        n_slices: int = 1,
         grad_sync: GradSyncArgument = "last",
         weight_versions: Versions = "one",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
         forward_only: bool = False,
         tied: Iterable[Iterable[int]] | str = (),
+        prefetch: int = 1,
+        expert_replicas: int = 0,
+        offload_shares: Sequence[float] | str = (),
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph; streams run them in this order.
 
@@ -146,6 +152,8 @@ class TaskGraph:
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As the attributes and `pipesim.lower` describe. With several mini-batches, operations on
             whole stages have the number of the last micro-batch of their mini-batch.
+        n_slices
+            Number of slices of a sequence, as `Schedule.n_slices`; micro-batches are then slices.
         host_threads, skips, portals, forward_only
             Likewise. By default, skips are the pairs of stages that ``peer_stage`` of the tasks
             names; give them for messages that carry several, or for skips that need no message.
@@ -153,6 +161,14 @@ class TaskGraph:
         tied
             Groups of tied stages, as `pipesim.lower` describes: a REDUCE_TIED has the number of its
             group as ``part``.
+        prefetch
+            Number of compute tasks that a fetch (UNSHARD, RELOAD) may run beside before the task
+            that needs it; see `pipesim.graph.fetches`.
+        expert_replicas
+            Number of consecutive replicas that exchange the tokens of experts; 0 for all.
+        offload_shares
+            Share of the bytes of activations that the OFFLOADs of each stage move, as
+            `LoweringOptions.offload_shares`; by default 1 for all.
 
         Raises
         ------
@@ -174,12 +190,16 @@ class TaskGraph:
             recompute=recompute,
             overlap=overlap,
             n_batches=n_batches,
+            n_slices=n_slices,
             grad_sync=grad_sync,
             weight_versions=weight_versions,
             skips=skips,
             portals=portals,
             forward_only=forward_only,
             tied=tied,
+            prefetch=prefetch,
+            expert_replicas=expert_replicas,
+            offload_shares=offload_shares,
         ).in_topological_order()
 
     @classmethod
@@ -245,8 +265,16 @@ class TaskGraph:
         groups = group_sizes(options.grad_sync, n_stages)
         batch_size = n_microbatches // options.n_batches
         needs, pair = apply_rules(
-            kinds, kind, microbatch, batch_size, stream_of_kind, groups, options.tied
+            kinds,
+            kind,
+            microbatch,
+            batch_size,
+            stream_of_kind,
+            groups,
+            options.tied,
+            options.n_slices,
         )
+        needs = with_fetches(needs, kinds, kind, options.prefetch)
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
         graph = cls(
             name=name,
@@ -263,7 +291,7 @@ class TaskGraph:
             partial_dependency=partial_dependencies(kinds, kind, dependencies),
             pair=pair,
             collectives=(
-                default_collectives(kinds, kind, microbatch)
+                default_collectives(kinds, kind, microbatch, options.expert_replicas)
                 if group is None
                 else group_members(group)
             ),
@@ -315,6 +343,11 @@ class TaskGraph:
         return self.options.n_batches
 
     @property
+    def n_slices(self) -> int:
+        """Number of slices of a sequence, as `Schedule.n_slices`; 1 without slices."""
+        return self.options.n_slices
+
+    @property
     def grad_sync(self) -> GradSyncs:
         """Times of gradient reductions, as `LoweringOptions.grad_sync`."""
         return self.options.grad_sync
@@ -343,6 +376,22 @@ class TaskGraph:
     def tied(self) -> Tied:
         """Stages of each group with copies of one parameter, as `LoweringOptions.tied`."""
         return self.options.tied
+
+    @property
+    def prefetch(self) -> int:
+        """Compute tasks that a fetch may run beside, as `LoweringOptions.prefetch`."""
+        return self.options.prefetch
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas that exchange tokens, as `LoweringOptions.expert_replicas`."""
+        return self.options.expert_replicas
+
+    @property
+    def offload_shares(self) -> NDArray[np.float64]:
+        """Share of the bytes of activations that OFFLOADs move; shape ``(n_stages,)``."""
+        shares = self.options.offload_shares
+        return np.array(shares) if shares else np.ones(self.n_stages)
 
     @cached_property
     def has_grad_norm(self) -> bool:
@@ -521,7 +570,9 @@ class TaskGraph:
     @cached_property
     def sharded(self) -> tuple[int, ...]:
         """Stages with rows spread over the replicas: those with exchanges."""
-        stages = self.kinds.stage[self.kinds.op == Op.ALL_TO_ALL]
+        exchanges = self.kinds.op == Op.ALL_TO_ALL
+        exchanges &= ~is_expert_exchange(self.kinds.op, self.kinds.part)
+        stages = self.kinds.stage[exchanges]
         return tuple(np.unique(stages).tolist())
 
     @cached_property
@@ -536,12 +587,24 @@ class TaskGraph:
     def optimizer_shares(self) -> Ints:
         """Number of replicas that share each stage's optimizer.
 
-        Each steps its share of the parameters, and gathers the others.
+        Each steps its share of the parameters. The others are gathered: after the step, or if
+        parameters are sharded too, before they are used.
 
         1 for a stage without UNSHARD; shape ``(n_stages,)``.
         """
+        return self._shares(self.kinds.op == Op.UNSHARD)
+
+    @cached_property
+    def parameter_shares(self) -> Ints:
+        """Number of replicas that share each stage's parameters and gradients, as in FSDP.
+
+        1 for a stage without UNSHARD of a micro-batch; shape ``(n_stages,)``.
+        """
+        return self._shares((self.kinds.op == Op.UNSHARD) & (self.kinds.part >= 0))
+
+    def _shares(self, own: NDArray[np.bool_]) -> Ints:
+        """Return the number of replicas of each stage with one of some kinds, at least 1."""
         gathers = np.zeros((self.n_replicas, self.n_stages), dtype=bool)
-        own = self.kinds.op == Op.UNSHARD
         gathers[self.kinds.replica[own], self.kinds.stage[own]] = True
         shares: Ints = np.maximum(1, gathers.sum(axis=0) * self.options.n_equal)
         return shares

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from pipesim.errors import GraphError
+from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.graph.wiring import duplicate_task
-from pipesim.ops import COLLECTIVES, COMPUTE, OF_DEVICES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, OF_DEVICES, RECVS, SENDS, Op, is_expert_exchange
 from pipesim.utils.csr import Ints
 
 __all__ = ["check_ids", "check_tasks"]
@@ -103,6 +104,9 @@ def _check_members(graph: TaskGraph) -> None:
     of_devices = graph.is_op(OF_DEVICES)[members]
     _check_device_members(graph, members[of_devices], number[of_devices])
     members, number = members[~of_devices], number[~of_devices]
+    of_experts = is_expert_exchange(graph.op[members], graph.part[members])
+    _check_expert_members(graph, members[of_experts], number[of_experts])
+    members, number = members[~of_experts], number[~of_experts]
     cells, cell_of_member = np.unique(
         number * graph.n_stages + graph.stage[members], return_inverse=True
     )
@@ -118,6 +122,31 @@ def _check_members(graph: TaskGraph) -> None:
             f"task {task.id} ({task}) is of replica {task.replica} on device {task.device}, but "
             f"replica {replica} {has}: a collective of stage {task.stage} has one member of each "
             f"of the {graph.n_replicas} replicas; give each replica the same tasks of the stage"
+        )
+
+
+def _check_expert_members(graph: TaskGraph, members: Ints, number: Ints) -> None:
+    """Check that each exchange of experts has a member of each replica of its group, and no others.
+
+    Groups are consecutive data-parallel replicas, as many as `TaskGraph.expert_replicas`.
+    """
+    if not len(members):
+        return
+    copies = copy_of_replicas(graph.homes)
+    size = graph.expert_replicas or 1 + int(copies.max())
+    _, first, collective = np.unique(number, return_index=True, return_inverse=True)
+    copy = copies[graph.replica[members]]
+    group = copy // size
+    wrong = (np.bincount(collective) != size)[collective] | (group != group[first][collective])
+    _, row, count = np.unique(
+        collective * (1 + copies.max()) + copy, return_index=True, return_counts=True
+    )
+    wrong[row] |= count > 1
+    for task in map(graph.task, members[np.flatnonzero(wrong)[:1]].tolist()):
+        raise GraphError(
+            f"task {task.id} ({task}) is of replica {task.replica}, in an exchange of experts with "
+            f"other members: experts are on {size} consecutive replicas, and each has one member; "
+            "give all of them the same exchanges"
         )
 
 

@@ -4,6 +4,8 @@ A *kind* is all tasks that differ only in their micro-batch. Every task has a *c
 base of its kind, plus its micro-batch, plus 1, so that a task on a whole stage (micro-batch -1) has
 one too. A table names the kinds that a kind needs by their bases. `pipesim.graph.wiring` adds the
 micro-batch of each task to find the cells of the tasks that it needs.
+
+Over 300 lines: the steps from rules to tables share the cells, and half of the file is docstrings.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via
+from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, segment_rules
 from pipesim.graph.tasks import Kinds
 from pipesim.graph.tied_stages import Tied
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import EXPERT_EXCHANGES, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["KindRules", "kind_rules", "peer_kinds"]
@@ -50,7 +52,8 @@ class KindRules(NamedTuple):
         Bases of the needed kinds; shape ``(n_rules, 2)``.
     every
         Which micro-batches are needed: 0 for the task's own, 1 for several, up to the task's. 2
-        where the task of ``via`` is of several too, one for each ``group``. Shape ``(n_rules,)``.
+        where the task of ``via`` is of several too, one for each ``group``. 3 for the slice
+        before in the same sequence, 4 for the slice after. Shape ``(n_rules,)``.
     span
         Number of those micro-batches: all of a mini-batch, or of a reduction; shape ``(n_rules,)``.
     group
@@ -72,7 +75,12 @@ class KindRules(NamedTuple):
 
 
 def kind_rules(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied = ()
+    kinds: Kinds,
+    width: int,
+    batch_size: int,
+    groups: Ints | None,
+    tied: Tied = (),
+    has_slices: bool = False,
 ) -> tuple[KindRules, int]:
     """Turn `RULES` into tables of bases for the kinds of a graph.
 
@@ -88,6 +96,8 @@ def kind_rules(
         Micro-batches of a reduction of each stage, as `TaskGraph.reduction_groups`; None for 0.
     tied
         Groups of tied stages, as `TaskGraph.tied`.
+    has_slices
+        Whether micro-batches are slices of sequences. Otherwise the tables have no `Rule.slice`.
 
     Returns
     -------
@@ -124,28 +134,35 @@ def kind_rules(
     shared = None if groups is None else groups.tobytes()
     if tied or (kinds.op == Op.GRAD_NORM).any():
         columns.append(kinds.device)
-    key = (width, batch_size, shared, tied, *(column.tobytes() for column in columns))
+    key = (width, batch_size, shared, tied, has_slices, *(column.tobytes() for column in columns))
     tables = _kept.get(key)
     if tables is None:
         for oldest in list(_kept)[: max(0, len(_kept) - _MOST_KEPT + 1)]:  # threads share them
             _kept.pop(oldest, None)
-        tables = _kept[key] = _tables(kinds, width, batch_size, groups, tied)
+        tables = _tables(kinds, width, batch_size, groups, tied, has_slices)
+        _kept[key] = tables
     return tables
 
 
 def _tables(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied, has_slices: bool
 ) -> tuple[KindRules, int]:
     """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
     cells = _cells(kinds, part, width)
+    base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
+    own_part = np.where(kinds.is_op(PARTED | SEGMENTED), part, -1)
+    last = kinds.is_op(SEGMENTED) & (part >= 0) & kinds.completes
+    cells[kinds.op[last], kinds.replica[last], kinds.stage[last] + 1, -1] = base[last]
     sums = kinds.part[kinds.op == Op.REDUCE_TIED]
     tied = tied[: 1 + int(sums.max(initial=-1))]
-    rules = _expanded_rules(kinds, len(tied))
+    rules = _expanded_rules(kinds, len(tied), has_slices)
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
     for k, (rule, _) in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
-    number, kind = np.nonzero(applicable[:, kinds.op, np.where(kinds.is_op(PARTED), part, -1)])
+        if rule.part is None:  # of segments, the first alone
+            applicable[k, sorted(SEGMENTED), 1:-1] = False
+    number, kind = np.nonzero(applicable[:, kinds.op, own_part])
     needs_columns, via_columns = _rule_columns([rule for rule, _ in rules])
     number, kind, replica, own_stage = _with_stages(kinds, rules, number, kind, tied)
     first_op, second_op, offset, needs_part = needs_columns[number].T
@@ -159,17 +176,18 @@ def _tables(
     # 2: the task of via is of each group of micro-batches too.
     every[(every > 0) & ~reduces & (group > 0)] = 2
     span = np.where(reduces & (group > 0), group, batch_size)
+    to_slice = np.array([rule.slice for rule, _ in rules], dtype=np.int64)[number]
+    every[to_slice < 0], every[to_slice > 0] = 3, 4
     applies = np.flatnonzero((needs.max(axis=1) >= 0) | (via.max(axis=1) >= 0))
     by_kind = CSR.group(kind[applies], len(kinds))
     order = applies[by_kind.values]
     via, needs = map(np.ascontiguousarray, (via[order], needs[order]))
     every, span, group = every[order], span[order], group[order]
     most = np.maximum(
-        (needs >= 0).sum(axis=1) * np.where(every, width - 1, 1),
+        (needs >= 0).sum(axis=1) * np.where((every == 1) | (every == 2), width - 1, 1),
         (via >= 0).any(axis=1) * np.where(every == 2, width - 1, 1),
     )
     most = np.bincount(kind[order], most, len(kinds)).astype(np.int64)
-    base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
     tables = KindRules(
         base, _pairs(kinds, cells), by_kind.ptr, via, needs, every, span, group, most
     )
@@ -195,7 +213,9 @@ def _cells(kinds: Kinds, part: Ints, width: int) -> NDArray[np.int64]:
     have no kind.
     """
     n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
-    n_parts = max(int(part.max(initial=-1)) + 1, len(EXCHANGES))
+    last = int(kinds.part[kinds.is_op(SEGMENTED)].max(initial=-1))
+    of_experts = expert_exchange(EXPERT_EXCHANGES[0], last // 2 + 1)
+    n_parts = max(int(part.max(initial=-1)) + 1, of_experts)
     cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_parts + 1), np.int64)
     cells[kinds.op, kinds.replica, kinds.stage + 1, part] = 1
     return np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
@@ -230,8 +250,10 @@ def _with_stages(
     return number[row][kept], kind[row][kept], replicas[kept], stages[kept]
 
 
-def _expanded_rules(kinds: Kinds, n_tied: int) -> list[tuple[Rule, int]]:
+def _expanded_rules(kinds: Kinds, n_tied: int, has_slices: bool) -> list[tuple[Rule, int]]:
     """Return `RULES` and the group of tied stages of each, -1 for none.
+
+    Rules between slices are left out unless ``has_slices``.
 
     One rule for each skip, each bucket and each group stands in place of one for all. A rule for a
     skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
@@ -245,9 +267,13 @@ def _expanded_rules(kinds: Kinds, n_tied: int) -> list[tuple[Rule, int]]:
     )
     in_graph = set(kinds.op.tolist())
     rules: list[tuple[Rule, int]] = []
-    for rule, group in [pair for one in RULES for pair in _rules_of_groups(one, n_tied)]:
+    segments = kinds.is_op(SEGMENTED) & (kinds.part >= 0)
+    all_rules = RULES + segment_rules(1 + int(kinds.part[segments].max(initial=0)))
+    for rule, group in [pair for one in all_rules for pair in _rules_of_groups(one, n_tied)]:
         needs = {*rule.needs, *(via.op for via in rule.via)}
         if in_graph.isdisjoint(rule.ops) or in_graph.isdisjoint(needs):
+            continue
+        if rule.slice and not has_slices:
             continue
         if not (rule.skips or rule.buckets):
             rules.append((rule, group))

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import (
+    EXCHANGES,
+    EXPERT_EXCHANGES,
+    KEPT,
+    PASSES,
+    Op,
+    expert_exchange,
+    is_expert_exchange,
+)
 
-__all__ = ["PAIRS", "PARTED", "RULES", "Over", "Rule", "Via", "data_sources"]
+__all__ = ["PAIRS", "PARTED", "RULES", "Over", "Rule", "Via", "data_sources", "segment_rules"]
 
 #: The stages of the needed tasks: the one at the offset ``stage``, of the task's replica; those of
 #: the task's group of tied stages on its device, of its replica; all those on its device, of all
@@ -60,15 +68,20 @@ class Rule(NamedTuple):
         Whether the rule stands for one rule a group of tied stages. Its number is the part of
         REDUCE_TIED, in ``ops`` or ``needs``.
     part
-        Part of the tasks that the rule is for; None for tasks of any part.
+        Part of the tasks that the rule is for, -1 for those without. None for tasks of any part,
+        but of F, B and I only the first segment.
     needs_part
-        Part of the needed task; -1 if it has none.
+        Part of the needed task; -1 if it has none, or for its last segment.
     carries
         Whether the rule is a data edge: the result of the needed task, or of the task of ``via``
         in its place, is the input of the task. Other rules only order tasks, or the task uses data
         of its stage or replica: activations, gradients, parameters. If two data edges apply to a
         task, the later rule in `RULES` delivers its input: F of a sharded stage needs the output of
         the stage before, but its input is the keys of its exchange.
+    slice
+        Offset of the needed task's slice from that of the task: -1 for the slice before in the same
+        sequence, +1 for the slice after; 0 for rules that need no other slice. Rules with an
+        offset hold in graphs of several slices a sequence; the first or last slice needs none.
     """
 
     ops: tuple[Op, ...]
@@ -83,9 +96,12 @@ class Rule(NamedTuple):
     part: int | None = None
     needs_part: int = -1
     carries: bool = False
+    slice: int = 0
 
 
 _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
+_FORWARD, _BACKWARD = range(len(PASSES))
+(_INPUT,) = range(len(KEPT))
 #: The tasks that deliver the output of the stage before.
 _OUTPUT = (
     Via(Op.RECV_F),
@@ -161,10 +177,48 @@ RULES = (
     Rule((Op.GRAD_NORM,), (Op.ALL_TO_ALL,), over="device", needs_part=_ACCUMULATED),
     Rule((Op.GRAD_NORM,), (Op.REDUCE_TIED,), over="device", tied=True),
     Rule((Op.STEP,), (Op.GRAD_NORM,), over="device"),
-    Rule((Op.UNSHARD,), (Op.STEP,)),
+    Rule((Op.UNSHARD,), (Op.STEP,), part=-1),
+    Rule((Op.F,), (Op.UNSHARD,), needs_part=_FORWARD),
+    Rule((Op.R, Op.B, Op.I), (Op.UNSHARD,), needs_part=_BACKWARD),
+    Rule((Op.RESHARD,), (Op.F,), part=_FORWARD),
+    Rule((Op.RESHARD,), (Op.B, Op.I), part=_BACKWARD),
+    Rule((Op.OFFLOAD,), (Op.F,)),
+    Rule((Op.RELOAD,), (Op.OFFLOAD,), part=-1),
+    Rule((Op.RELOAD,), (Op.OFFLOAD,), part=_INPUT, needs_part=_INPUT),
+    Rule((Op.R, Op.B, Op.I), (Op.RELOAD,)),
+    Rule((Op.R, Op.B, Op.I), (Op.RELOAD,), needs_part=_INPUT),
+    Rule((Op.F,), (Op.F,), slice=-1),
+    Rule((Op.B, Op.I), (Op.B, Op.I), slice=+1),
 )
+
+
+def segment_rules(n_segments: int) -> tuple[Rule, ...]:
+    """Return the rules of stages with experts, whose F, B and I have at most so many segments.
+
+    A segment needs the exchange before it, which needs the segment before that. The first segment
+    has the rules of its operation, and tasks that need the operation need its last segment.
+    """
+    rules: list[Rule] = []
+    for before in range(n_segments - 1):
+        layer, second = divmod(before, 2)
+        forward, backward = (
+            expert_exchange(names[second], layer)
+            for names in (EXPERT_EXCHANGES[:2], EXPERT_EXCHANGES[2:])
+        )
+        for op, exchange in ((Op.F, forward), (Op.B, backward), (Op.I, backward)):
+            via = (Via(Op.ALL_TO_ALL, 0, exchange),)
+            rules.append(
+                Rule((op,), (op,), 0, via, part=before + 1, needs_part=before, carries=True)
+            )
+        for needs, exchange in (((Op.F,), forward), ((Op.B, Op.I), backward)):
+            rules.append(
+                Rule((Op.ALL_TO_ALL,), needs, part=exchange, needs_part=before, carries=True)
+            )
+    return tuple(rules)
+
+
 #: Operations whose parts have rules of their own.
-PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER, Op.REDUCE_TIED})
+PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER, Op.REDUCE_TIED, Op.UNSHARD, Op.RESHARD, Op.RELOAD})
 #: The message that a RECV receives: ``(SEND, stage offset of its sender)``. The sender of a skip's
 #: message is the peer stage.
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
@@ -192,7 +246,11 @@ def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
     ((<Op.B: 1>, 0), (<Op.I: 2>, 0))
     """
     part = part if op in PARTED else -1
-    rules = [r for r in RULES if r.carries and op in r.ops and r.part in (None, part)]
+    own: tuple[Rule, ...] = RULES
+    if is_expert_exchange(op, part):
+        layer = (part - len(EXCHANGES)) // len(EXPERT_EXCHANGES)
+        own = segment_rules(2 * layer + 3)
+    rules = [r for r in own if r.carries and op in r.ops and r.part in (None, part)]
     sources = [
         source
         for rule in reversed(rules)

@@ -37,6 +37,7 @@ def verify_listing(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} has n_batches={schedule.n_batches}; give at least 1, with "
             "schedule.with_updates"
         )
+    _check_slices(schedule)
     if n_stages * n_microbatches > _MOST_CELLS_PER_ACTION * len(schedule):
         raise ScheduleError(
             f"schedule {schedule.name!r} lists {len(schedule)} actions, but {n_stages} stages and "
@@ -168,6 +169,26 @@ def _check_paths(schedule: Schedule) -> None:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.n_microbatches} micro-batches for the "
             f"{schedule.placement.n_paths} paths of its placement; give each path one at least"
+        )
+
+
+def _check_slices(schedule: Schedule) -> None:
+    """Check that mini-batches and paths have whole sequences."""
+    n_slices = schedule.n_slices
+    if n_slices == 1:
+        return
+    size = schedule.n_microbatches // schedule.n_batches
+    if n_slices < 1 or size % n_slices:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has n_slices={n_slices}, but {size} micro-batches a "
+            "mini-batch, each one slice; give a divisor, with schedule.with_slices"
+        )
+    paths = schedule.placement.path_of(schedule.n_microbatches).reshape(-1, n_slices)
+    for sequence in np.flatnonzero((paths != paths[:, :1]).any(axis=1))[:1]:
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: slices of sequence {sequence} take several paths through "
+            "the stages, but a stage keeps keys and values for the slices of its own path; give a "
+            "number of micro-batches of which each path has whole sequences"
         )
 
 

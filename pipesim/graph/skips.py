@@ -32,7 +32,7 @@ __all__ = [
 #: Source and target stage.
 Skip = tuple[int, int]
 #: Bytes of all skips, or of each; a tuple, so that costs can be hashed.
-SkipBytes = float | tuple[tuple[Skip, float], ...]
+SkipBytes = float | tuple[tuple[Skip, float | tuple[float, ...]], ...]
 
 _EXAMPLE = "[(0, 3), (1, 2)]"
 
@@ -152,7 +152,7 @@ def checked_skip_bytes(value: object) -> SkipBytes | None:
         value = tuple(value.items())
     if not isinstance(value, tuple):
         return _checked_bytes("skip_bytes", value)
-    sizes: dict[Skip, float] = {}
+    sizes: dict[Skip, float | tuple[float, ...]] = {}
     for entry in value:
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise CostsError(
@@ -165,7 +165,13 @@ def checked_skip_bytes(value: object) -> SkipBytes | None:
             raise CostsError(f"skip_bytes: {error}") from error
         if skip in sizes:
             raise CostsError(f"skip_bytes gives skip {skip_text(skip)} twice; give it once")
-        sizes[skip] = _checked_bytes(f"skip_bytes of {skip_text(skip)}", entry[1])
+        what = f"skip_bytes of {skip_text(skip)}"
+        several = isinstance(entry[1], (tuple, list, np.ndarray)) and len(entry[1])
+        sizes[skip] = (
+            tuple(_checked_bytes(what, size) for size in entry[1])
+            if several
+            else _checked_bytes(what, entry[1])
+        )
     return tuple(sorted(sizes.items()))
 
 

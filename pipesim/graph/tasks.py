@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import GraphError
-from pipesim.ops import Action, Op
+from pipesim.ops import SEGMENTED, Action, Op
 from pipesim.utils.csr import Ints
 
 __all__ = ["Kinds", "StreamKind", "Task", "Tasks"]
@@ -25,7 +25,21 @@ class StreamKind:
     COMPUTE = 0
     COPY = -1
     COLLECTIVE = -2
-    _NAMES: ClassVar = {COMPUTE: "compute", COPY: "copy", COLLECTIVE: "collective"}
+    OFFLOAD = -3
+    RELOAD = -4
+    UNSHARD = -5
+    EXCHANGE = -6
+    _NAMES: ClassVar = {
+        COMPUTE: "compute",
+        COPY: "copy",
+        COLLECTIVE: "collective",
+        OFFLOAD: "offload",
+        RELOAD: "reload",
+        UNSHARD: "unshard",
+        EXCHANGE: "exchange",
+    }
+    #: The lowest code of a stream that is not of one micro-batch.
+    LOWEST = EXCHANGE
     #: Codes of streams of one micro-batch are below all others: from the first on, for each code
     #: of `send` and `recv`, as many as there can be micro-batches.
     _FIRST, _MICROBATCHES = -(2**63), 2**31
@@ -51,7 +65,7 @@ class StreamKind:
     @staticmethod
     def is_of_microbatch(code: Ints) -> Ints:
         """Return whether each code is one of `of_microbatch`."""
-        return code < StreamKind.COLLECTIVE
+        return code < StreamKind.LOWEST
 
     @staticmethod
     def peer(code: Ints) -> Ints:
@@ -63,11 +77,12 @@ class StreamKind:
 
     @staticmethod
     def name(code: int) -> str:
-        """Return ``compute``, ``copy``, ``collective``, ``send:3``, ``recv:3`` or ``send:3/5``.
+        """Return ``compute``, ``send:3``, ``recv:3``, ``send:3/5`` and other names of streams.
 
-        The last is the stream to device 3 of micro-batch 5.
+        The last is the stream to device 3 of micro-batch 5. Streams without a peer are named
+        ``compute``, ``copy``, ``collective``, ``offload``, ``reload``, ``unshard``, ``exchange``.
         """
-        if code < StreamKind.COLLECTIVE:
+        if code < StreamKind.LOWEST:
             of_peer, microbatch = divmod(code - StreamKind._FIRST, StreamKind._MICROBATCHES)
             return f"{StreamKind.name(of_peer)}/{microbatch}"
         if code <= 0:
@@ -135,9 +150,9 @@ class Tasks:
         The stage at the other end of a message of skip connections, -1 for any other task, the
         pipeline's own messages included; None without skips.
     part
-        The bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED, or
-        which of `pipesim.ops.EXCHANGES` an ALL_TO_ALL or a REORDER belongs to; -1 for any other
-        task; None without such tasks.
+        The bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED,
+        which of `pipesim.ops.EXCHANGES` an ALL_TO_ALL or a REORDER belongs to, or another part of
+        `pipesim.Action`; -1 for any other task; None without such tasks.
     """
 
     op: Ints
@@ -249,6 +264,16 @@ class Kinds:
         return marked
 
     @cached_property
+    def ops(self) -> frozenset[int]:
+        """Operations of the table."""
+        return frozenset(self.op.tolist())
+
+    @cached_property
+    def has_segments(self) -> bool:
+        """Whether any action is several segments, with exchanges of experts between them."""
+        return bool((self.is_op(SEGMENTED) & (self.part >= 0)).any())
+
+    @cached_property
     def homes(self) -> Ints:
         """Device that holds each replica's stages; shape ``(n_replicas, n_stages)``."""
         shape = int(self.replica.max(initial=0)) + 1, int(self.stage.max(initial=0)) + 1
@@ -272,6 +297,24 @@ class Kinds:
             (key // n_codes, StreamKind.name(int(codes[key % n_codes]))) for key in keys.tolist()
         )
         return streams, _read_only(stream_of_kind.astype(np.int32))
+
+    @cached_property
+    def begins(self) -> NDArray[np.bool_]:
+        """Whether tasks of each kind begin their action: all but later segments of a stage."""
+        return ~self.is_op(SEGMENTED) | (self.part <= 0)
+
+    @cached_property
+    def completes(self) -> NDArray[np.bool_]:
+        """Whether tasks of each kind complete their action: all but earlier segments of a stage."""
+        completes = np.ones(len(self), dtype=bool)
+        own = np.flatnonzero(self.is_op(SEGMENTED) & (self.part >= 0))
+        if len(own):
+            place = np.stack([self.op[own], self.replica[own], self.stage[own]])
+            _, cell = np.unique(place, axis=1, return_inverse=True)
+            last = np.zeros(int(cell.max()) + 1, dtype=np.int64)
+            np.maximum.at(last, cell.ravel(), self.part[own])
+            completes[own] = self.part[own] == last[cell.ravel()]
+        return completes
 
     def joined(self, *others: Kinds) -> Kinds:
         """Return the kinds of all tables, these first."""

@@ -76,6 +76,12 @@ def _check(graph: TaskGraph) -> None:
             f"{graph.weight_versions!r}; torch's runtime has no optimizer step inside a step: "
             "take a schedule with one set of weights"
         )
+    if graph.n_slices > 1:
+        raise ArgumentError(
+            f"graph {graph.name!r} has {graph.n_slices} slices a sequence, but torch's runtime "
+            "keeps no keys and values from one micro-batch for the next: lower a schedule without "
+            "slices"
+        )
     if graph.skips:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections, but torch's runtime sends a stage's "

@@ -27,23 +27,25 @@ def apply_rules(
     stream_of_kind: Ints,
     groups: Ints,
     tied: Tied = (),
+    n_slices: int = 1,
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return the tasks that each task needs before it can start, and pairs.
 
     An overlapped F needs the dependencies of its B too. ``groups`` are as
-    `TaskGraph.reduction_groups`, ``tied`` as `TaskGraph.tied`.
+    `TaskGraph.reduction_groups`, ``tied`` as `TaskGraph.tied`, ``n_slices`` as
+    `TaskGraph.n_slices`.
     """
     if not len(kind):
         return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(
-        kinds, kind, microbatch, n_microbatches, batch_size, groups, tied
+        kinds, kind, microbatch, n_microbatches, batch_size, groups, tied, n_slices > 1
     )
     most = int(counts @ rules.most)
     dtype = ids_dtype(max(len(kind), most))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(most, dtype=dtype)
-    total = _wire(kind, microbatch, index, n_microbatches, rules, ptr, values, pair)
+    total = _wire(kind, microbatch, index, n_microbatches, n_slices, rules, ptr, values, pair)
     return with_starts(CSR(ptr, values[:total]), kinds, kind, stream_of_kind), pair
 
 
@@ -63,9 +65,10 @@ def _indexed(
     batch_size: int = 1,
     groups: Ints | None = None,
     tied: Tied = (),
+    has_slices: bool = False,
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a duplicate or -1."""
-    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups, tied)
+    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups, tied, has_slices)
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     return rules, index, counts, _index_tasks(kind, microbatch, rules.base, index, counts)
@@ -92,6 +95,7 @@ def _wire(
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
+    n_slices: int,
     rules: KindRules,
     ptr: Ints,
     values: Ints,
@@ -99,9 +103,12 @@ def _wire(
 ) -> int:
     """Fill dependencies (CSR) and pairs; return the number of dependencies.
 
-    A task on a whole stage has the number of the last micro-batch of its mini-batch, or none if
-    there is one mini-batch. The loop is longer than 40 lines: compiled code counts references to
-    each column that a helper gets, task by task, so that helpers would make it slower.
+    - A task on a whole stage has the number of the last micro-batch of its mini-batch, or none if
+      there is one mini-batch.
+    - Slice ``j`` of a sequence has a number that leaves ``j`` when divided by ``n_slices``.
+
+    The loop is longer than 40 lines: compiled code counts references to each column that a helper
+    gets, task by task, so that helpers would make it slower.
     """
     total = 0
     for task in range(len(kind)):
@@ -109,7 +116,13 @@ def _wire(
         for rule in range(rules.ptr[own], rules.ptr[own + 1]):
             every = rules.every[rule]
             last, first = column + 1, column
-            if every:
+            if every >= 3:
+                offset = 1 if every == 4 else -1
+                at_end = (microbatch[task] + (offset > 0)) % n_slices == 0
+                if at_end or column + offset > n_microbatches:
+                    continue
+                last, first = last + offset, first + offset
+            elif every:
                 last = 1 + (n_microbatches if column == 0 else column)
                 first = 1 if column == 0 else max(1, column - rules.span[rule] + 1)
             before = total

@@ -44,6 +44,12 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "cannot hold; write schedule.with_updates(1, 'one'), and call with_updates again "
             "after loading"
         )
+    if schedule.n_slices > 1:
+        raise ScheduleError(
+            f"cannot write {path}: schedule {schedule.name!r} has {schedule.n_slices} slices a "
+            "sequence, which the file cannot hold; write schedule.with_slices(1), and call "
+            f"with_slices({schedule.n_slices}) again after loading"
+        )
     if path.suffix.lower() == ".txt":
         text = signed_grid(schedule.grid())
     elif (schedule.op == Op.R).any():

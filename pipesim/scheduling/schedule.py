@@ -26,6 +26,7 @@ from pipesim.errors import (
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.grid_text import grid_text
 from pipesim.scheduling.infer_placement import infer_placement
+from pipesim.scheduling.microbatch_order import with_microbatch_order
 from pipesim.scheduling.order_columns import (
     DeviceOrder,
     action_columns,
@@ -84,6 +85,10 @@ class Schedule:
         - ``"double_buffered"``: F of mini-batch ``t`` sees the weights after the step of
           mini-batch ``t - 2``, so that a stage never has more than two versions (PipeDream-2BW,
           arXiv 2006.09503, 3.1).
+    n_slices
+        Number of slices of a sequence. With ``n_slices=k``, micro-batch ``s * k + j`` is slice
+        ``j`` of sequence ``s``. Its F needs the F of slice ``j - 1`` on its stage, and its B the B
+        of slice ``j + 1``. See `with_slices`.
     recipe
         Name and options with which `pipesim.schedule` built it, whatever its name is now; None for
         your own orders. It is not compared.
@@ -100,6 +105,7 @@ class Schedule:
     n_batches: int = 1
     weight_versions: Versions = "one"
     recipe: Recipe | None = None
+    n_slices: int = 1
 
     @classmethod
     def from_columns(
@@ -220,8 +226,9 @@ class Schedule:
         ArgumentError
             If the file cannot be written.
         ScheduleError
-            If there are several mini-batches or weight versions, which neither form can hold; and
-            for a CSV, if there are recomputes, which only a grid can hold.
+            If there are several mini-batches, weight versions or slices of a sequence, which
+            neither form can hold; and for a CSV, if there are recomputes, which only a grid can
+            hold.
         """
         from pipesim.scheduling.files import write_schedule
 
@@ -249,6 +256,76 @@ class Schedule:
                 "micro-batches evenly; give a divisor"
             )
         return replace(self, n_batches=n_batches, weight_versions=weight_versions)
+
+    def with_slices(self, n_slices: int) -> Schedule:
+        """Return the same orders, with micro-batches that are slices of sequences.
+
+        A slice sees the keys and values of the earlier slices of its sequence, as causal attention
+        needs them (Seq1F1B, arXiv 2406.03488, section 3). So its F needs the F of the slice before
+        on the same stage, and its B the B of the slice after.
+
+        Parameters
+        ----------
+        n_slices
+            Number of slices of a sequence; 1 for none. `n_microbatches` counts slices.
+
+        Raises
+        ------
+        ArgumentError
+            For a number of another type, or below 1.
+        ScheduleError
+            If the micro-batches are no whole number of sequences.
+
+        Examples
+        --------
+        One sequence in two slices. Backwards go from the last slice to the first:
+
+        >>> import pipesim as ps
+        >>> orders = [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
+        >>> ps.Schedule.from_orders(orders).with_slices(2).n_slices
+        2
+        """
+        if self.n_microbatches % check_count("n_slices", n_slices):
+            raise ScheduleError(
+                f"n_slices={n_slices} does not divide the {self.n_microbatches} micro-batches of "
+                f"schedule {self.name!r}: each is one slice; give a divisor"
+            )
+        return replace(self, n_slices=int(n_slices))
+
+    def with_microbatch_order(self, order: Sequence[int] | NDArray[Any]) -> Schedule:
+        """Return the same schedule with another order of micro-batches.
+
+        Where this schedule runs micro-batch ``k``, the result runs ``order[k]``, in all stages and
+        operations. Before costs, micro-batches are alike, so that the result is as valid. For
+        costs that differ between micro-batches, it takes as long as this schedule would with
+        ``order[k]`` numbered ``k``. Reductions after every k micro-batches (``grad_sync`` of
+        `pipesim.lower`) still take them by their numbers.
+
+        Parameters
+        ----------
+        order
+            A permutation: each micro-batch once. Micro-batches keep their path of a placement with
+            several paths, and their mini-batch.
+
+        Raises
+        ------
+        ArgumentError
+            If ``order`` does not name each micro-batch once.
+        ScheduleError
+            If it moves a micro-batch to another path or mini-batch.
+
+        Examples
+        --------
+        1F1B, the short micro-batches first:
+
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> seconds = [2.0, 1.0, 3.0]
+        >>> print(ps.schedule("1f1b", 2, 3).with_microbatch_order(np.argsort(seconds)).grid())
+        device 0 | 0F1 0F0 0B1 0F2 0B0 0B2
+        device 1 | 1F1 1B1 1F0 1B0 1F2 1B2
+        """
+        return with_microbatch_order(self, order)
 
     @property
     def n_devices(self) -> int:
@@ -310,6 +387,7 @@ class Schedule:
             and self.n_microbatches == other.n_microbatches
             and self.n_batches == other.n_batches
             and self.weight_versions == other.weight_versions
+            and self.n_slices == other.n_slices
             and all(
                 np.array_equal(getattr(self, column), getattr(other, column))
                 for column in ("op", "stage", "microbatch", "ptr", "overlapped")
@@ -319,9 +397,10 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
+        slices = f" ({self.n_slices} slices a sequence)" if self.n_slices > 1 else ""
         return (
             f"<Schedule {self.name}: {self.n_devices} devices, {self.n_stages} stages, "
-            f"{self.n_microbatches} micro-batches, {len(self)} actions>"
+            f"{self.n_microbatches} micro-batches{slices}, {len(self)} actions>"
         )
 
     def grid(self, mark: tuple[int, int] | None = None, width: int = 12) -> str:

@@ -65,6 +65,11 @@ def fewer_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
             f"schedule {schedule.name!r} has {most} micro-batches, and its placement {n_paths} "
             f"paths; it cannot run with {n_microbatches} micro-batches: give {n_paths} to {most}"
         )
+    if n_microbatches % schedule.n_slices:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.n_slices} slices a sequence; it cannot run "
+            f"with {n_microbatches} micro-batches: give a multiple of {schedule.n_slices}"
+        )
     old, new = (schedule.placement.path_of(n) for n in (most, n_microbatches))
     number = np.full(most, -1, dtype=schedule.microbatch.dtype)
     for path in range(n_paths):

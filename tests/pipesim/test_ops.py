@@ -7,7 +7,7 @@ from hypothesis import given
 from strategies import actions
 
 from pipesim.errors import ArgumentError
-from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Action, Op
+from pipesim.ops import COMPUTE, COPIES, RECVS, SCHEDULED, SENDS, TRANSFERS, Action, Op
 
 
 @given(actions())
@@ -36,6 +36,11 @@ def test_text_form_parses_back(action: Action) -> None:
         ("0DISPATCH3", Action(0, Op.DISPATCH, 3)),
         ("0REORDER3.vectors", Action(0, Op.REORDER, 3, part=2)),
         ("0REORDER3.gradients", Action(0, Op.REORDER, 3, part=3)),
+        ("0UNSHARD", Action(0, Op.UNSHARD)),
+        ("0UNSHARD3.forward", Action(0, Op.UNSHARD, 3, part=0)),
+        ("0RESHARD3.backward", Action(0, Op.RESHARD, 3, part=1)),
+        ("1OFFLOAD2", Action(1, Op.OFFLOAD, 2)),
+        ("1RELOAD2", Action(1, Op.RELOAD, 2)),
     ],
 )
 def test_text_form_is_torchs(text: str, action: Action) -> None:
@@ -45,10 +50,10 @@ def test_text_form_is_torchs(text: str, action: Action) -> None:
 
 
 def test_every_op_is_in_one_set() -> None:
-    """A new operation has to say what it occupies: compute, a transfer, or (here) a collective."""
+    """A new operation says what it occupies: compute, a transfer, a copy, a collective."""
     collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD, Op.REDUCE_TIED, Op.GRAD_NORM}
-    assert set(Op) == COMPUTE | TRANSFERS | collectives
-    assert sum(map(len, (COMPUTE, SENDS, RECVS, collectives))) == len(Op)
+    assert set(Op) == COMPUTE | TRANSFERS | COPIES | collectives
+    assert sum(map(len, (COMPUTE, SENDS, RECVS, COPIES, collectives))) == len(Op)
     assert SCHEDULED < COMPUTE
 
 
@@ -58,9 +63,10 @@ def test_every_op_is_in_one_set() -> None:
         "",
         "F0",
         "2f0",
-        "2F0.5",
+        "2W0.5",
         "0ALL_TO_ALL0.words",
         "0REORDER0.keys",
+        "0UNSHARD0.keys",
         "-1F0",
         "2F-1",
         "2F0 1B0",

@@ -13,7 +13,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from drawing import draw, grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rules import assert_rules_hold, dependencies
@@ -23,7 +23,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError, ScheduleError, TimelineError
 from pipesim.graph.tasks import StreamKind
 from pipesim.graph.verify import verify
-from pipesim.ops import COMPUTE, SENDS, TRANSFERS
+from pipesim.ops import COMPUTE, EXCHANGES, SENDS, TRANSFERS
 
 mpl.use("agg")
 
@@ -184,7 +184,6 @@ def test_portals_save_the_copies_in_between(p: int, nbytes: int) -> None:
 
 @pytest.mark.slow
 @given(skipping_cases())
-@settings(max_examples=40)
 def test_random_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """What is lowered is as the rules say, and both engines keep them."""
     graph, price = case
@@ -199,7 +198,6 @@ def test_random_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=20)
 def test_engines_agree_with_noise(data: st.DataObject) -> None:
     """Skips on slow links, drawn durations and all."""
     graph, price = data.draw(skipping_cases())
@@ -227,6 +225,18 @@ def test_skips_cost_nothing_without_bytes(name: str, latency: int) -> None:
         key = ["op", "stage", "microbatch"]
         times.append(computed.sort_values(key)["start"].tolist())
     assert times[0] == times[1] == times[2]
+
+
+def test_vectors_of_a_sharded_stage_are_in_order_before_a_skip_sends_them() -> None:
+    """Stage 1 is on the same device and could wait; the message to stage 2 cannot."""
+    schedule = ps.Schedule.from_orders([["0F0", "1F0", "1B0", "0B0"], ["2F0", "2B0"]])
+    graph = ps.lower(schedule, skips=[(0, 2)], n_replicas=2, sharded=[0], exchange_work="compute")
+    verify(replace(graph))
+    timeline = ps.simulate(graph, ps.Costs(forward=1, backward=1, reorder=5))
+    frame = timeline.frame
+    sorts = (frame["op"] == "REORDER") & (frame["part"] == EXCHANGES.index("vectors"))
+    sent = frame[(frame["op"] == "SEND_F") & (frame["stage"] == 0)]
+    assert sent["start"].min() >= frame[sorts]["end"].max()
 
 
 def test_recomputed_forwards_keep_what_skips_bring() -> None:

@@ -155,11 +155,11 @@ def test_published_1f1b_bubble_rates(row: dict[str, Any], expected: dict[str, fl
 
 @given(schedules())
 def test_orders_make_the_schedule_again(schedule: ps.Schedule) -> None:
-    """From actions, and from their text; orders do not say when weights change."""
+    """From actions, and from their text; orders name neither mini-batches nor slices."""
     as_text = [[str(action) for action in order] for order in schedule.orders]
     several = schedule.placement if schedule.placement.n_paths > 1 else None
     for orders in (schedule.orders, as_text):
-        again = ps.Schedule.from_orders(orders, placement=several)
+        again = ps.Schedule.from_orders(orders, placement=several).with_slices(schedule.n_slices)
         assert again.with_updates(schedule.n_batches, schedule.weight_versions) == schedule
     pairs = 0 if schedule.overlapped is None else schedule.overlapped.sum()
     assert len(schedule) == sum(map(len, schedule.orders)) + pairs
@@ -174,6 +174,7 @@ def test_schedule_equality(schedule: ps.Schedule) -> None:
         n_microbatches=schedule.n_microbatches,
         name="other",
     ).with_updates(schedule.n_batches, schedule.weight_versions)
+    renamed = renamed.with_slices(schedule.n_slices)
     more = ps.Schedule.from_orders(
         schedule.orders,
         placement=schedule.placement,

@@ -42,7 +42,7 @@ def test_any_schedule_comes_back(
     suffix: str, schedule: ps.Schedule, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Named and custom, with split backward and any placement, in either form."""
-    schedule = schedule.with_updates(1, "one")
+    schedule = schedule.with_updates(1, "one").with_slices(1)
     path = tmp_path_factory.mktemp("files") / f"mine.{suffix}"
     schedule.save(path)
     back = ps.Schedule.load(path)
