@@ -14,7 +14,7 @@ from pipesim.costs.kind_routes import KindRoutes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import EXCHANGES, Op, is_expert_exchange, part_name
 
 __all__ = [
     "MEASURED_COLLECTIVES",
@@ -23,6 +23,7 @@ __all__ = [
     "CollectiveCosts",
     "Priced",
     "checked_buckets",
+    "exchange_name",
 ]
 
 Floats = NDArray[np.float64]
@@ -40,6 +41,8 @@ MEASURED_COLLECTIVES = {
     "vectors": "exchange_vectors",
     "gradients": "exchange_gradients",
     "accumulated": "exchange_accumulated",
+    "dispatch": "exchange_dispatch",
+    "combine": "exchange_combine",
 }
 #: Bytes of a count.
 _COUNT = 8
@@ -58,6 +61,41 @@ class Priced(NamedTuple):
     nbytes: Floats
     links: NDArray[np.int64]
     share: Floats
+
+
+class ExpertReductions(NamedTuple):
+    """Bytes that are reduced over some replicas only, or by parts; arrays have one value a stage.
+
+    Attributes
+    ----------
+    n_replicas
+        Replicas that together have all experts, g: every g-th has the same.
+    n_copies
+        Number of replicas that have the same experts.
+    gradient_bytes, parameter_bytes
+        Bytes of a replica's experts.
+    share
+        Share of the other bytes that a GPU reduces, and gathers.
+    """
+
+    n_replicas: int
+    n_copies: int
+    gradient_bytes: Floats
+    parameter_bytes: Floats
+    share: Floats
+
+    def moved(self, whole: Floats, op: Op) -> tuple[Floats, Floats]:
+        """Return the bytes that an operation moves of each stage: those of experts, and others.
+
+        ``whole`` are all bytes of the stages. Experts that no other replica has stay.
+        """
+        experts = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
+        return experts * (self.n_copies > 1), (whole - experts) * self.share
+
+    def seconds(self, route: CollectiveRoute, nbytes: float) -> float:
+        """Return the seconds of an all-reduce among every g-th member; 0 for one of them."""
+        g = self.n_replicas
+        return route.group.part(g).seconds(nbytes) if nbytes and g > 1 else 0.0
 
 
 class CollectiveCosts(NamedTuple):
@@ -81,6 +119,13 @@ class CollectiveCosts(NamedTuple):
         Shares of the buckets of gradients; None for even shares.
     exchange_bytes
         Bytes of uneven exchanges: for each stage, by name, a matrix from replica to replica.
+    routed_bytes
+        Bytes of tokens that a GPU sends in an exchange of one layer of experts: ``"dispatch"`` and
+        ``"combine"``; empty without such exchanges.
+    step_parts
+        Number by which the seconds of STEP, and of norms of gradients, are divided.
+    experts
+        Bytes of experts, and of copies that a device reduces; None if there are none.
     """
 
     network: Network
@@ -94,6 +139,9 @@ class CollectiveCosts(NamedTuple):
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
     tied_bytes: Floats
     grad_norm: Floats
+    routed_bytes: Mapping[str, Floats]
+    step_parts: Floats
+    experts: ExpertReductions | None = None
 
     def price(self, routes: KindRoutes, priced: Priced, *, with_links: bool = True) -> Priced:
         """Fill the rows of collectives; return all rows, with as many columns of links as needed.
@@ -124,7 +172,7 @@ class CollectiveCosts(NamedTuple):
                     priced = priced._replace(links=links)
         if Op.STEP in routes.rows_of_ops:
             steps, stages = routes.rows_of_ops[Op.STEP]
-            priced.duration[steps] /= shares[stages]
+            priced.duration[steps] /= self.step_parts[stages]
         return priced
 
     def _whole(self, op: Op, reductions: WholeReductions) -> tuple[Floats, Floats]:
@@ -133,13 +181,22 @@ class CollectiveCosts(NamedTuple):
         If parameters are gathered after the step, the two halves of an all-reduce are separate
         collectives: a reduce-scatter (REDUCE_GRAD) and an all-gather (UNSHARD).
         """
-        whole_bytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
-        nbytes = whole_bytes[reductions.stages]
-        measured = self.measured.get(op.name)
+        nbytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
+        measured, experts = self.measured.get(op.name), self.experts
+        if experts is None:
+            nbytes = nbytes[reductions.stages]
+            if measured is not None:
+                return measured[reductions.stages], nbytes
+            pairs = zip(reductions.seconds, nbytes.tolist(), strict=True)
+            return np.array([seconds(size) for seconds, size in pairs]) / reductions.parts, nbytes
+        routed, dense = (part[reductions.stages] for part in experts.moved(nbytes, op))
         if measured is not None:
-            return measured[reductions.stages], nbytes
-        pairs = zip(reductions.seconds, nbytes.tolist(), strict=True)
-        return np.array([seconds(size) for seconds, size in pairs]) / reductions.parts, nbytes
+            return measured[reductions.stages], dense + routed
+        both = [
+            route.seconds(own) + experts.seconds(route, size)
+            for route, own, size in zip(reductions.routes, dense, routed, strict=True)
+        ]
+        return np.array(both) / reductions.parts, dense + routed
 
     def _bucket(
         self,
@@ -156,7 +213,14 @@ class CollectiveCosts(NamedTuple):
         share, backward_share[members.kinds] = buckets[members.part]
         sum_of_shares = sum(byte_share for byte_share, _ in buckets)
         nbytes = share * float(self.gradient_bytes[stage])
+        routed = 0.0
+        if self.experts is not None:
+            parts = self.experts.moved(self.gradient_bytes, members.op)
+            routed, nbytes = (share * float(part[stage]) for part in parts)
         seconds = route.seconds(nbytes)
+        if routed and self.experts is not None:
+            seconds += self.experts.seconds(route, routed)
+            nbytes += routed
         measured = self.measured.get(members.op.name)
         if measured is not None:
             least = route.seconds(0.0) if share < 1 else 0.0
@@ -174,7 +238,7 @@ class CollectiveCosts(NamedTuple):
         ``rows`` are the kinds of its members.
         """
         kinds = graph.kinds
-        name, n = EXCHANGES[int(kinds.part[rows[0]])], len(rows)
+        name, n = exchange_name(int(kinds.part[rows[0]])), len(rows)
         nbytes: float | Floats
         sent: float | Floats
         if name in (matrices := self.exchange_bytes.get(stage, {})):
@@ -194,6 +258,7 @@ class CollectiveCosts(NamedTuple):
                 "counts": _COUNT * n,
                 "keys": self.key_bytes[stage],
                 "accumulated": graph.n_microbatches * self.vector_bytes[stage],
+                **{direction: sizes[stage] for direction, sizes in self.routed_bytes.items()},
             }
             devices = np.unique(kinds.device[rows])
             nbytes = sent = float(sizes.get(name, self.vector_bytes[stage]))
@@ -220,7 +285,7 @@ class CollectiveCosts(NamedTuple):
         A member has the stages of its replica on its device, of which replicas share the gradients
         if they share the optimizer.
         """
-        kinds, seconds = graph.kinds, self.grad_norm / graph.optimizer_shares
+        kinds, seconds = graph.kinds, self.grad_norm / self.step_parts
         homes, members = graph.homes[kinds.replica[route.members]], route.members
         of_members = ((homes == kinds.device[members][:, None]) * seconds).sum(axis=1)
         nbytes = float(NORM_BYTES) if len(members) > 1 else 0.0
@@ -237,6 +302,17 @@ class CollectiveCosts(NamedTuple):
                 f"in {n}; give (share of bytes, share of the backward) of each"
             )
         return buckets
+
+
+def exchange_name(part: int) -> str:
+    """Return the name of an exchange in `MEASURED_COLLECTIVES`, given the part of an ALL_TO_ALL.
+
+    Gradients of experts' tokens take the same way back: their exchanges have the names of those of
+    the tokens.
+    """
+    if not is_expert_exchange(Op.ALL_TO_ALL, part):
+        return EXCHANGES[part]
+    return "dispatch" if part_name(Op.ALL_TO_ALL, part).startswith("dispatch") else "combine"
 
 
 def checked_buckets(buckets: object) -> Buckets | None:

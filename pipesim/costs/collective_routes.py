@@ -41,7 +41,8 @@ class StageMembers(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether they reduce all gradients of the stage, or gather its parameters."""
-        return self.op != Op.ALL_TO_ALL and self.op not in OF_DEVICES and self.part < 0
+        is_whole = self.part < 0 or self.op == Op.UNSHARD
+        return self.op != Op.ALL_TO_ALL and self.op not in OF_DEVICES and is_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,10 @@ class GroupRoute:
     def links(self) -> Ints:
         """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
         return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
+
+    def part(self, step: int) -> GroupRoute:
+        """Return the network between every ``step``-th of the devices, the first included."""
+        return GroupRoute(self.devices[::step], self.n_devices, self.network, self.algorithm)
 
     def links_of(self, devices: Ints) -> Ints:
         """Return the links that some of ``devices`` hold, in any shape, with one more axis."""
@@ -125,6 +130,8 @@ class WholeReductions(NamedTuple):
     ----------
     stages
         Stage of each.
+    routes
+        The collective of each.
     seconds
         Seconds of an all-reduce between the members of each, as a function of bytes.
     parts
@@ -134,6 +141,7 @@ class WholeReductions(NamedTuple):
     """
 
     stages: Ints
+    routes: tuple[CollectiveRoute, ...]
     seconds: tuple[Callable[[float], float], ...]
     parts: Ints
     kinds: Ints

@@ -19,8 +19,22 @@ from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, Buckets, checked_buckets
 from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
+from pipesim.costs.expert_values import (
+    EXPERT_DEFAULTS,
+    EXPERT_FIELDS,
+    Segments,
+    check_whole_layers,
+    checked_experts,
+)
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.megatron_layout import write_layout
+from pipesim.costs.microbatch_costs import (
+    MICROBATCH_FIELDS,
+    averaged,
+    costs_of_microbatch,
+    each_microbatch,
+    n_microbatches_of,
+)
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.costs.workload import Workload, checked_workload
@@ -41,10 +55,10 @@ if TYPE_CHECKING:
     from pipesim.ops import Op
     from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Costs", "replace_stages"]
+__all__ = ["Costs", "replace_stages", "stage_fields"]
 
-#: One value for all stages, or one a stage.
-PerStage = float | tuple[float, ...]
+#: One value for all stages, one a stage, or one a stage and micro-batch.
+PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
 #: Field that a missing field takes its values from.
 _SUBSTITUTES = {
     "recompute": "forward",
@@ -56,17 +70,28 @@ _SUBSTITUTES = {
 _UNSHARED = (
     *("launch", "output_bytes", "output_seconds"),
     *("forward_workspace_bytes", "backward_workspace_bytes", "reduce_tied"),
+    *("dispatch_bytes", "combine_bytes", "exchange_dispatch", "exchange_combine", "reduced_share"),
 )
+#: Units of fields that are neither bytes nor seconds.
+_UNITS = {"expert_layers": "numbers of layers", "reduced_share": "shares"}
 #: Fields that may be None.
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
     *("gradient_bytes", "vector_bytes", "reorder_gradients", *MEASURED_COLLECTIVES.values()),
+    *("exchange_dispatch", "exchange_combine"),
+    *("offload", "reload", "offload_bytes"),
 )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes of each operation: one number for all stages, or one a stage.
+    """Seconds and bytes of each operation: one value for all stages, one a stage, or more.
+
+    Fields of operations on one micro-batch may also have one value a stage and micro-batch, as
+    nested sequences or an array of shape ``(n_stages, n_microbatches)``. One row stands for all
+    stages. If replicas have other micro-batches, give ``n_replicas * n_microbatches`` values a
+    stage: first those of replica 0. Fields of whole stages, such as ``optimizer_step`` and
+    ``parameter_bytes``, have one value a stage at most.
 
     Attributes
     ----------
@@ -96,6 +121,40 @@ class Costs:
         the seconds that follow from ``network`` and bytes.
     reduce_tied
         Measured seconds of REDUCE_TIED, likewise; those of the lowest stage of a group count.
+    expert_layers
+        Number of layers with experts of a stage, whose tokens GPUs of several replicas exchange.
+        Whole numbers; 0 (the default) for none.
+    dispatch_bytes, combine_bytes
+        Bytes that one GPU contributes to the exchange before, and after, the experts of one layer
+        for one micro-batch, the part that it keeps included. The backward moves as many.
+    exchange_dispatch, exchange_combine
+        Seconds of one such exchange; None (the default) for those that follow from ``network`` and
+        bytes. A graph without tasks for them has them in F, B, I and R: these take longer by the
+        seconds of both, times ``expert_layers``.
+    segments
+        For each stage, the shares of F, of B and of I between its exchanges, in the order of time:
+        three tuples, each of ``2 * expert_layers + 1`` shares that sum to 1. The first segment of F
+        ends with the router and the shared experts of the first layer with experts; the second
+        has its experts; the third has the sum of their results, and all up to the next router.
+        ``forward``, ``backward`` and ``input_grad`` are seconds without exchanges. None (the
+        default) for even shares.
+    expert_parameter_bytes, expert_gradient_bytes, expert_optimizer_bytes
+        Parts of ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes`` that are of experts
+        of which each of ``expert_replicas`` replicas has others.
+    expert_replicas
+        Number of replicas that together have all experts, g; 1 (the default) if each has all.
+        Replicas from ``kg`` on to ``kg + g - 1`` are such a group. Gradients of experts are
+        reduced, and a sharded optimizer is shared, among every g-th replica.
+    reduced_share
+        Share of the other gradients that a GPU reduces over the replicas, and of the parameters
+        that it gathers: 1 (the default), or less if GPUs of a device have copies of them, of which
+        each then reduces a part (context parallelism).
+    reduce_copies
+        Seconds of STEP that replicas do not share, in addition to ``optimizer_step``: those in
+        which the GPUs of a device sum the gradients of such copies, and passes over all gradients.
+    offload, reload
+        Measured seconds of OFFLOAD and of RELOAD of a micro-batch; they replace those that follow
+        from the host link of ``network`` and the bytes.
     exchange_counts, exchange_keys, exchange_vectors, exchange_gradients, exchange_accumulated
         Measured seconds of each ALL_TO_ALL of a sharded stage, likewise.
     output_bytes
@@ -108,6 +167,10 @@ class Costs:
         ``overlap=False`` these seconds block the sender.
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
+    offload_bytes
+        Bytes of them that OFFLOAD moves to host memory, for one micro-batch that is not recomputed;
+        by default the share of ``activation_bytes`` with which the graph was lowered. Measured ones
+        are those of whole tensors.
     weight_grad_bytes
         Bytes that a stage holds between I and W: activations, and gradients of outputs.
     forward_workspace_bytes, backward_workspace_bytes
@@ -167,9 +230,18 @@ class Costs:
     Raises
     ------
     CostsError
-        For values that are negative, NaN, infinite, None or no numbers, naming field and stage.
+        For values that are negative, NaN, infinite, None or no numbers, naming field and stage;
+        and for fields of whole stages, or of different numbers of micro-batches.
     UnknownNameError
         For an unknown algorithm.
+
+    Examples
+    --------
+    Three micro-batches, of which the second is twice as long; two equal stages.
+
+    >>> costs = Costs(forward=[[1, 2, 1]], backward=[[2, 4, 2]])
+    >>> costs.microbatch(1).forward, costs.averaged().backward
+    (2.0, 2.6666666666666665)
     """
 
     forward: PerStage | None = None
@@ -211,12 +283,27 @@ class Costs:
     memory_reserve: float = 0.0
     grad_norm: PerStage = 0.0
     reduce_tied: PerStage | None = None
+    expert_layers: PerStage = 0.0
+    dispatch_bytes: PerStage = 0.0
+    combine_bytes: PerStage = 0.0
+    exchange_dispatch: PerStage | None = None
+    exchange_combine: PerStage | None = None
+    expert_parameter_bytes: PerStage = 0.0
+    expert_gradient_bytes: PerStage = 0.0
+    expert_optimizer_bytes: PerStage = 0.0
+    reduced_share: PerStage = 1.0
+    reduce_copies: PerStage = 0.0
+    expert_replicas: int = 1
+    segments: Segments | Sequence[Sequence[Sequence[float]]] | None = None
+    offload: PerStage | None = None
+    reload: PerStage | None = None
+    offload_bytes: PerStage | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, Network):
             raise CostsError(f"network must be a pipesim.Network, got {self.network!r}")
         check_name("all-reduce", self.all_reduce, ALL_REDUCE)
-        for name in VALUE_FIELDS:
+        for name in STAGE_FIELDS:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _checked(name, value))
@@ -226,8 +313,11 @@ class Costs:
         object.__setattr__(self, "workload", checked_workload(self.workload))
         object.__setattr__(self, "tied_bytes", _checked("tied_bytes", self.tied_bytes, "group"))
         object.__setattr__(self, "memory_reserve", _checked_reserve(self.memory_reserve))
+        for name, experts in checked_experts(self).items():
+            object.__setattr__(self, name, experts)
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
+        n_microbatches_of(self)  # refuses fields of different numbers
 
     def __repr__(self) -> str:
         from pipesim.costs.costs_text import costs_text
@@ -239,13 +329,35 @@ class Costs:
 
         return costs_html(self)
 
+    @cached_property
+    def n_microbatches(self) -> int | None:
+        """Number of micro-batches that fields have values for; None if all have the same."""
+        return n_microbatches_of(self)
+
+    def microbatch(self, number: int) -> Costs:
+        """Return the costs of one micro-batch, as one value a stage.
+
+        Raises
+        ------
+        CostsError
+            If these costs have no such micro-batch.
+        ArgumentError
+            For a number that is no whole number of at least 0.
+        """
+        return costs_of_microbatch(self, number)
+
+    def averaged(self) -> Costs:
+        """Return the averages over micro-batches, as one value a stage."""
+        return averaged(self)
+
     def per_stage(self, name: str, n_stages: int) -> NDArray[np.float64]:
         """Return a field as one value a stage, shape ``(n_stages,)``.
 
         Raises
         ------
         CostsError
-            If the field was given for another number of stages, or not at all.
+            If the field was given for another number of stages, not at all, or with values that
+            differ between micro-batches: take those of one `microbatch`, or `averaged` ones.
         UnknownNameError
             For a name that is no field.
         ArgumentError
@@ -257,7 +369,7 @@ class Costs:
         if column is not None and type(n_stages) is int and len(column) == n_stages:
             return column.copy()
         check_stages(check_count("n_stages", n_stages))
-        self._columns[name] = self._column(check_name("cost", name, VALUE_FIELDS), n_stages)
+        self._columns[name] = self._column(check_name("cost", name, STAGE_FIELDS), n_stages)
         return self._columns[name].copy()
 
     def _column(self, name: str, n_stages: int) -> NDArray[np.float64]:
@@ -278,6 +390,11 @@ class Costs:
             raise CostsError(f"{name} is missing, but the graph has tasks that need it")
         if isinstance(value, float):
             return np.full(n_stages, value)
+        if isinstance(value[0], tuple):
+            raise CostsError(
+                f"{name} has values that differ between micro-batches, but one a stage is needed "
+                "here; take Costs.microbatch(number) or Costs.averaged()"
+            )
         if len(value) != n_stages:
             raise CostsError(
                 f"{name} has {len(value)} values for {n_stages} stages; give one, or one a stage"
@@ -351,21 +468,25 @@ class Costs:
 
         With them, schedules with one and with several stages a device are compared for one model.
         The stages of a device share its seconds and bytes evenly, on the first path of a
-        bidirectional placement. ``launch``, ``output_bytes``, ``output_seconds`` and the bytes of
-        workspaces are not shared.
+        bidirectional placement. ``launch``, ``output_bytes``, ``output_seconds``, the bytes of
+        workspaces, and bytes and seconds of one exchange of experts are not shared. ``segments``
+        become even.
 
         Raises
         ------
         CostsError
-            For a field with neither one value nor one a device.
+            For a field with neither one value nor one a device, and for layers with experts that do
+            not divide among the stages of a device.
         ArgumentError
             If ``placement`` is no `Placement`.
         """
         check_type("placement", placement, Placement)
+        if self.n_microbatches is not None:
+            return each_microbatch(lambda costs: costs.in_chunks(placement), self)
         device = np.array(placement.device_of)
         n_sharing = np.bincount(device)[device]
         changed: dict[str, Any] = {}
-        for name in VALUE_FIELDS:
+        for name in stage_fields(self):
             value = getattr(self, name)
             if value is None or (name in _UNSHARED and isinstance(value, float)):
                 continue
@@ -377,13 +498,17 @@ class Costs:
             per_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = per_device[device]
             changed[name] = whole if name in _UNSHARED else whole / n_sharing
+        check_whole_layers(changed.get("expert_layers"))
+        if self.segments is not None:
+            changed["segments"] = None  # shares of a device's stages are unknown
         if self.buckets is not None and len(self.buckets) == placement.n_devices:
             changed["buckets"] = tuple(self.buckets[device] for device in placement.device_of)
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out."""
-        values = {name: getattr(self, name) for name in VALUE_FIELDS}
+        values = {name: getattr(self, name) for name in STAGE_FIELDS}
+        values = {k: v for k, v in values.items() if v != EXPERT_DEFAULTS.get(k)}
         if isinstance(self.skip_sizes, tuple):
             values["skip_bytes"] = {skip_text(skip): size for skip, size in self.skip_sizes}
         else:
@@ -397,6 +522,8 @@ class Costs:
             **({} if self.buckets is None else {"buckets": self.buckets}),
             **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
             **({} if self.work is None else {"workload": self.work.to_dict()}),
+            **({} if self.expert_replicas == 1 else {"expert_replicas": self.expert_replicas}),
+            **({} if self.segments is None else {"segments": self.segments}),
         }
 
     def _exchange_values(self) -> dict[str, dict[str, Any]]:
@@ -592,6 +719,7 @@ class Costs:
         *,
         average: str = "mean",
         network: Network | None = None,
+        per_microbatch: bool = False,
         **fields: Any,
     ) -> Costs:
         """Return the costs of a timeline, such as to simulate it with something changed.
@@ -621,6 +749,10 @@ class Costs:
             ``"mean"``, which keeps sums and so predicts makespans best, or ``"median"``.
         network
             Used instead of the network that the messages show; ``Network()`` makes messages free.
+        per_microbatch
+            Whether F, B, I, W and R of each stage have the seconds of each micro-batch, and
+            messages their bytes, instead of averages. Replicas then have their own values. Halves
+            of overlapped actions still have averages.
         **fields
             Other fields of `Costs`, used instead of the timeline's.
 
@@ -642,7 +774,9 @@ class Costs:
         """
         from pipesim.analysis.measured_costs import costs_from_timeline
 
-        return costs_from_timeline(timeline, average=average, network=network, **fields)
+        return costs_from_timeline(
+            timeline, average=average, network=network, per_microbatch=per_microbatch, **fields
+        )
 
     def scaled(
         self,
@@ -689,13 +823,21 @@ class Costs:
         return scaled(self, factor, op, stage, n_stages)
 
 
-#: Fields of `Costs` that are plain values, but not one a stage.
+#: Fields of `Costs` that are plain values, but not one a stage, or of experts.
 OTHER_FIELDS = (
     *("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload", "memory_reserve"),
-    "tied_bytes",
+    *("tied_bytes", "expert_replicas", "segments", *EXPERT_FIELDS),
 )
-#: Every field of `Costs` that is a number or one number a stage.
+#: Every field of `Costs` that is a number or one number a stage, but for those of experts.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
+#: Every field of `Costs` that is a number or one number a stage.
+STAGE_FIELDS = (*VALUE_FIELDS, *EXPERT_FIELDS)
+
+
+def stage_fields(costs: Costs) -> tuple[str, ...]:
+    """Return the fields with one value a stage, without those of experts that have no effect."""
+    experts = [x for x in EXPERT_FIELDS if getattr(costs, x) != EXPERT_DEFAULTS.get(x)]
+    return (*VALUE_FIELDS, *experts)
 
 
 def _without_rate(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -740,17 +882,44 @@ def _checked(name: str, value: object, item: str = "stage") -> PerStage:
         return _checked_number(name, value, "")
     if not value:
         raise CostsError(f"{name} is empty; give one value, or one a {item}")
+    if any(isinstance(row, (tuple, list, np.ndarray)) for row in value):
+        return _checked_rows(name, value, item)
     are_floats = isinstance(value, tuple) and {*map(type, value)} == {float}
     if are_floats and all(map(math.isfinite, value)) and min(value) >= 0:
         return tuple(value)
     return tuple(_checked_number(name, v, f" of {item} {s}") for s, v in enumerate(value))
 
 
+def _checked_rows(name: str, rows: Sequence[Any], item: str) -> PerStage:
+    """Return one tuple a stage, with a value a micro-batch; a number is that of all of them."""
+    if name not in MICROBATCH_FIELDS:
+        raise CostsError(
+            f"{name} is of a whole {item}, but was given a value for each micro-batch; give one "
+            f"value, or one a {item}"
+        )
+    sizes = {len(row) for row in rows if isinstance(row, (tuple, list, np.ndarray))}
+    if len(sizes) > 1 or 0 in sizes:
+        raise CostsError(
+            f"{name} has {' and '.join(map(str, sorted(sizes)))} values of different stages; give "
+            "each stage one value a micro-batch"
+        )
+    (n,) = sizes
+    return tuple(
+        tuple(
+            _checked_number(name, value, f" of stage {stage}, micro-batch {number}")
+            for number, value in enumerate(row)
+        )
+        if isinstance(row, (tuple, list, np.ndarray))
+        else (_checked_number(name, row, f" of stage {stage}"),) * n
+        for stage, row in enumerate(rows)
+    )
+
+
 def _checked_number(name: str, value: object, where: str) -> float:
     """Return one value of a field as a float; raise `CostsError` unless it is finite and >= 0."""
     result = number(value)
     if result is None or result < 0 or math.isinf(result):
-        unit = "bytes" if name.endswith("bytes") else "seconds"
+        unit = "bytes" if name.endswith("bytes") else _UNITS.get(name, "seconds")
         raise CostsError(f"{name}{where} must be finite {unit} >= 0, got {value!r}")
     return result
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipesim.costs.microbatch_costs import n_stages_of
 from pipesim.utils.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["costs_text", "n_stages_of"]
+__all__ = ["costs_text", "n_stages_of_costs"]
 
 #: Fields of the line, and their names there.
 _SHOWN = {
@@ -38,16 +39,18 @@ def costs_text(costs: Costs) -> str:
         is_bytes = name.endswith("bytes")
         if value is not None and not (is_bytes and np.max(value) == 0):
             parts.append(f"{shown} {_range_text(value, format_bytes if is_bytes else format_time)}")
-    n_stages = n_stages_of(costs)
+    n_stages = n_stages_of_costs(costs)
     count = "any number of" if n_stages is None else n_stages
+    n = costs.n_microbatches
+    parts += [f"{n} micro-batches"] * (n is not None)
     return f"<Costs of {count} stage{'s' * (n_stages != 1)}: {', '.join(parts)}>"
 
 
-def n_stages_of(costs: Costs) -> int | None:
+def n_stages_of_costs(costs: Costs) -> int | None:
     """Return the number of stages of costs; None if they have one value for all."""
-    from pipesim.costs.costs import VALUE_FIELDS
+    from pipesim.costs.costs import STAGE_FIELDS
 
-    sizes = (len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple))
+    sizes = (n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name))))
     return max(sizes, default=None)
 
 

@@ -23,7 +23,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
 from pipesim.network.network import Network
 from pipesim.network.routes import Routes
-from pipesim.ops import COLLECTIVES, OF_DEVICES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, COPIES, OF_DEVICES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
 __all__ = ["KindRoutes", "message_ends", "message_rows"]
@@ -100,16 +100,33 @@ class KindRoutes:
 
     @cached_property
     def links(self) -> Ints:
-        """Links that SENDs of each kind hold; -1 for other kinds."""
+        """Links that SENDs and copies of each kind hold; -1 for other kinds."""
         links = np.full((len(self.graph.kinds), self.messages.links.shape[1]), -1, dtype=np.int64)
         links[self.sends[0]] = self.messages.links[self.is_send]
+        rows, routes = self.copies
+        if routes is not None and np.isfinite(routes.bandwidth).all():
+            links[rows, 0] = routes.links[:, 0]
         return links
+
+    @cached_property
+    def copies(self) -> tuple[Ints, Routes | None]:
+        """Kinds of OFFLOADs and RELOADs, and the host link of each; None without host links."""
+        kinds = self.graph.kinds
+        if kinds.ops.isdisjoint(COPIES):
+            return np.empty(0, dtype=np.int64), None
+        rows = np.flatnonzero(kinds.is_op(COPIES))
+        if self.network.host is None:
+            return rows, None
+        devices = self.true_devices(kinds.device[rows])
+        return rows, self.network.resolve_host(
+            devices, kinds.op[rows] == Op.OFFLOAD, self.n_devices
+        )
 
     @cached_property
     def rows_of_ops(self) -> dict[Op, tuple[Ints, Ints]]:
         """Kinds of each operation, and their stages."""
         kinds = self.graph.kinds
-        rows = ((Op(op), np.flatnonzero(kinds.op == op)) for op in np.unique(kinds.op).tolist())
+        rows = ((Op(op), np.flatnonzero(kinds.op == op)) for op in sorted(kinds.ops))
         return {op: (own, kinds.stage[own]) for op, own in rows}
 
     @cached_property
@@ -186,6 +203,7 @@ class KindRoutes:
             stages = np.array([members.stage for _, members in own])
             reductions[op] = WholeReductions(
                 stages,
+                tuple(route for route, _ in own),
                 tuple(route.seconds for route, _ in own),
                 np.where(shares[stages] > 1, 2, 1),
                 np.concatenate([members.kinds for _, members in own]),

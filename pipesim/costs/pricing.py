@@ -6,14 +6,31 @@ depends on the number of stages and not on the number of micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, CollectiveCosts, Priced
+from pipesim.costs.collective_costs import (
+    MEASURED_COLLECTIVES,
+    CollectiveCosts,
+    ExpertReductions,
+    Priced,
+)
+from pipesim.costs.copy_costs import price_copies
 from pipesim.costs.exchange_bytes import as_mapping, checked_exchange_bytes
+from pipesim.costs.expert_pricing import (
+    add_copy_sums,
+    add_expert_exchanges,
+    check_expert_replicas,
+    n_expert_copies,
+    optimizer_parts,
+    routed_bytes,
+    segment_shares,
+)
 from pipesim.costs.kind_routes import KindRoutes, message_ends, message_rows
+from pipesim.costs.microbatch_costs import cost_classes
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
@@ -46,7 +63,24 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
     Values may overflow to infinity; the callers of engines check that times are finite.
     """
     routes = KindRoutes(graph, costs.network, costs.all_reduce)
-    return TaskCosts(cost_table(costs, routes), graph.kind, None, costs)
+    classes = cost_classes(costs, graph)
+    if classes is None:
+        return TaskCosts(cost_table(costs, routes), graph.kind, None, costs)
+    table = _joined([cost_table(own, routes) for own in classes.costs])
+    return TaskCosts(table, classes.rows(graph.kind, len(graph.kinds)), None, costs)
+
+
+def _joined(tables: Sequence[CostTable]) -> CostTable:
+    """Return one table with the rows of all, and as many columns of links as the widest needs."""
+    width = max(table.links.shape[1] for table in tables)
+    links = [
+        np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1)
+        for x in (table.links for table in tables)
+    ]
+    columns = zip(
+        *(table._replace(links=own) for table, own in zip(tables, links, strict=True)), strict=True
+    )
+    return CostTable(*map(np.concatenate, columns))
 
 
 def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> CostTable:
@@ -63,6 +97,7 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     sends, bandwidth = routes.sends
     fixed = _bytes_of_messages(costs.per_stage("output_seconds", n_stages), routes)
     duration[sends] = fixed[sends] + nbytes[sends] / bandwidth
+    price_copies(costs, routes, duration, nbytes)
     launch = costs.per_stage("launch", n_stages)[kinds.stage]
     links = routes.links.copy() if with_links else routes.links
     share = np.ones(len(kinds))
@@ -73,6 +108,10 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
         )
     if costs.tied_bytes and not graph.tied:
         _add_tied_sums(costs, routes, duration)
+    if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
+        add_expert_exchanges(costs, routes, duration)
+    if costs.reduce_copies:
+        add_copy_sums(costs, routes, duration)
     return CostTable(duration, routes.latency, launch, nbytes, links, share)
 
 
@@ -89,6 +128,8 @@ def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
         of_gradients = graph.kinds.part[rows] == EXCHANGES.index("gradients")
         rows, stages = rows[of_gradients], stages[of_gradients]
         duration[rows] = costs.per_stage("reorder_gradients", n_stages)[stages]
+    if graph.kinds.has_segments:
+        duration *= segment_shares(costs, graph)
     if costs.overlapped is not None and graph.kinds.overlapped.any():
         _price_overlaps(costs, graph, duration)
     return duration
@@ -176,7 +217,24 @@ def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
         exchange_bytes=exchange_bytes,
         tied_bytes=_tied_bytes(costs, graph),
         grad_norm=costs.per_stage("grad_norm", n_stages),
+        routed_bytes=routed_bytes(costs, graph),
+        step_parts=optimizer_parts(costs, graph),
+        experts=_expert_reductions(costs, graph),
     )
+
+
+def _expert_reductions(costs: Costs, graph: TaskGraph) -> ExpertReductions | None:
+    """Return what reductions of experts and of copies need; None if there are none."""
+    g = costs.expert_replicas
+    if g == 1 and costs.reduced_share == 1:
+        return None
+    if g > 1:
+        check_expert_replicas(costs, graph)
+    gradients, parameters, share = (
+        costs.per_stage(name, graph.n_stages)
+        for name in ("expert_gradient_bytes", "expert_parameter_bytes", "reduced_share")
+    )
+    return ExpertReductions(g, n_expert_copies(costs, graph), gradients, parameters, share)
 
 
 def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import VALUE_FIELDS, Costs
+from pipesim.costs.costs import STAGE_FIELDS, Costs
+from pipesim.costs.microbatch_costs import each_microbatch, n_stages_of
 from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.ops import Op
@@ -30,6 +31,8 @@ def scaled(
     costs: Costs, factor: float, op: Op | str | None, stage: int | None, n_stages: int | None
 ) -> Costs:
     """Return costs of faster or slower operations; see `Costs.scaled`."""
+    if costs.n_microbatches is not None:
+        return each_microbatch(lambda own: scaled(own, factor, op, stage, n_stages), costs)
     value = number(factor)
     if value is None or not 0 <= value < math.inf:
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
@@ -103,7 +106,7 @@ def _check_finite(seconds: dict[str, Floats], factor: float) -> None:
 
 def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:
     """Return the number of stages of costs, or None if they have one value for all."""
-    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
+    sizes = {n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name)))}
     if n_stages is not None:
         sizes.add(check_count("n_stages", n_stages))
     if len(sizes) > 1 and (stage is not None or n_stages is not None):

@@ -43,6 +43,12 @@ class Workload:
     settings
         Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
         their network, as values of JSON; None if there are none. Not compared by ``==``.
+    n_slices
+        Number of slices of a sequence, if a micro-batch is one of them; None (the default) if not
+        known. Costs with this workload price graphs of as many slices only. Not compared by ``==``.
+    n_microbatches
+        Number of micro-batches that the tokens and FLOPs are averages of; None (the default) for
+        any. Costs with this workload price graphs of as many only. Not compared by ``==``.
     nodes
         Nodes of the network that the seconds of collectives between the GPUs of a device follow
         from, as a `Nodes` or a mapping of its fields; None if there are no such collectives. Not
@@ -53,7 +59,7 @@ class Workload:
     CostsError
         For numbers that are not finite and above 0, and for settings that JSON cannot hold.
     ArgumentError
-        If ``gpus_per_device`` is no whole number of at least 1.
+        If ``gpus_per_device``, ``n_slices`` or ``n_microbatches`` is no whole number of at least 1.
     NetworkError
         For ``nodes`` that are none.
 
@@ -71,6 +77,8 @@ class Workload:
     memory: float | None = None
     settings: Mapping[str, Any] | None = field(default=None, compare=False)
     nodes: Nodes | Mapping[str, Any] | None = field(default=None, compare=False)
+    n_slices: int | None = field(default=None, compare=False)
+    n_microbatches: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, unit in _UNITS.items():
@@ -79,6 +87,10 @@ class Workload:
                 object.__setattr__(self, name, _checked_number(name, value, unit))
         n_gpus = check_count("workload: gpus_per_device", self.gpus_per_device)
         object.__setattr__(self, "gpus_per_device", n_gpus)
+        for name in ("n_slices", "n_microbatches"):
+            if getattr(self, name) is not None:
+                count = check_count(f"workload: {name}", getattr(self, name))
+                object.__setattr__(self, name, count)
         object.__setattr__(self, "settings", _checked_settings(self.settings))
         object.__setattr__(self, "nodes", self.built_nodes)
 

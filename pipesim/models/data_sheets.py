@@ -13,6 +13,13 @@ Shares of FLOP/s rest on three things, which ``basis`` names:
 - Otherwise the share of a GPU of the same architecture, or 0.7, is assumed. H20 is far from its
   power limit, and has the share of H100 in large products.
 
+Fused attention has a share of its own where its kernels were measured: 0.54 on B200 (cuDNN) and
+0.69 on A100, for deep heads and many tiles, forward and backward together [5]_. By these and the
+formula of `pipesim.GPU`, kernels of at least 8 heads are within 13 % of the measured ones, from
+4,096 to 131,072 tokens, but for one that is 25 % too slow. Those of A100 are of the PCIe card, and
+other A100 are assumed to have their share. Other GPUs have the share of products: published kernels
+of H100 reach 0.35 to 0.59 of the nominal FLOP/s, which depends on the kernel more than on the GPU.
+
 Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9 and more, the element-wise
 kernels of a training step less.
 
@@ -26,6 +33,8 @@ References
 .. [2] Korthikanti et al., arXiv 2205.05198, table 5
 .. [3] Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, table 4
 .. [4] MooreThreads, SimuMax, https://github.com/MooreThreads/SimuMax, docs/b200
+.. [5] the same, configs/system: a100_pcie.json and b200_bf16_ceperm.json, which have speeds of
+   kernels of Transformer Engine by their shapes
 """
 
 from __future__ import annotations
@@ -51,12 +60,17 @@ class DataSheet:
         Nominal FLOP/s, bytes/s and bytes.
     multiprocessors
         Number of streaming multiprocessors, or compute units.
-    flops_efficiency, bandwidth_efficiency
-        Shares of both rates that kernels reach.
+    flops_efficiency
+        Share of ``flops`` that kernels reach.
     basis
         Measurement or assumption behind ``flops_efficiency``.
     source
         Number of the source of the nominal values in `SOURCES`.
+    bandwidth_efficiency
+        Share of ``bandwidth`` that kernels reach.
+    attention_efficiency
+        Share of ``flops`` that fused attention with deep heads reaches; None for
+        ``flops_efficiency``.
     """
 
     summary: str
@@ -68,12 +82,20 @@ class DataSheet:
     basis: str
     source: int
     bandwidth_efficiency: float = 0.85
+    attention_efficiency: float | None = None
+
+    @property
+    def attention_ratio(self) -> float:
+        """Share that fused attention reaches over that of products."""
+        share = self.attention_efficiency
+        return 1.0 if share is None else share / self.flops_efficiency
 
 
 _A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.45, "training steps")
 _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
 _LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.45, "as B200")
+_ON_A100, _ON_B200 = 0.69, 0.54  # of fused attention
 _H20, _ASSUMED = (0.80, "large products of H100"), (0.7, "assumed")
 
 _NVIDIA, _AMD = "https://www.nvidia.com/en-us/data-center/", "https://www.amd.com/en/products/"
@@ -98,18 +120,24 @@ SOURCES = {
 
 DATA_SHEETS = {
     "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, 80, *_ASSUMED, 1),
-    "a100_40gb": DataSheet("NVIDIA A100 SXM 40 GB", 312e12, 1555e9, 40e9, 108, *_A100, 2),
-    "a100_80gb": DataSheet("NVIDIA A100 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_A100, 2),
-    "a100_pcie": DataSheet("NVIDIA A100 PCIe 80 GB", 312e12, 1935e9, 80e9, 108, *_A100_PCIE, 2),
-    "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_LIKE_A100, 2),
+    "a100_40gb": DataSheet("NVIDIA A100 SXM 40 GB", 312e12, 1555e9, 40e9, 108, *_A100, 2,
+                           attention_efficiency=_ON_A100),
+    "a100_80gb": DataSheet("NVIDIA A100 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_A100, 2,
+                           attention_efficiency=_ON_A100),
+    "a100_pcie": DataSheet("NVIDIA A100 PCIe 80 GB", 312e12, 1935e9, 80e9, 108, *_A100_PCIE, 2,
+                           attention_efficiency=_ON_A100),
+    "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_LIKE_A100, 2,
+                           attention_efficiency=_ON_A100),
     "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3),
     "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3),
     "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3),
     "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4),
     "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13),
     "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_H20, 13),
-    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5),
-    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_B200, 6),
+    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5,
+                      attention_efficiency=_ON_B200),
+    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_B200, 6,
+                       attention_efficiency=_ON_B200),
     "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7),
     "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8),
     "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9),
@@ -124,8 +152,8 @@ def gpus() -> pd.DataFrame:
 
     Columns: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth`` (bytes/s) and
     ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and ``bandwidth_efficiency``, the
-    shares of these rates that kernels reach; ``basis`` of the efficiencies; ``source`` of the
-    nominal values.
+    shares of these rates that kernels reach; ``attention_efficiency``, that of fused attention if
+    it has its own; ``basis`` of the efficiencies; ``source`` of the nominal values.
 
     Examples
     --------

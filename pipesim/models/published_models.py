@@ -1,7 +1,8 @@
 """Sizes of published decoder-only transformers, as their papers and configurations state them.
 
 Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
-Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out.
+Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out. So
+are DeepSeek-V3's module that predicts a second token, and its biases of routers.
 """
 
 from __future__ import annotations
@@ -48,6 +49,20 @@ def _llama(
     return _Published(summary, source, sizes)
 
 
+def _experts(
+    dense: _Published, n: int, k: int, u: int, *, shared: int = 0, n_dense: int = 0, **others: int
+) -> _Published:
+    """Return a model whose layers, but for the first, have experts.
+
+    ``others`` are sizes of latent attention and of groups of experts.
+    """
+    sizes = {
+        **dense.sizes, "n_experts": n, "experts_per_token": k, "expert_ffn_size": u,
+        "shared_experts": shared, "n_dense_layers": n_dense, **others,
+    }  # fmt: skip
+    return _Published(dense.summary, dense.source, sizes)
+
+
 #: Sources of sizes by number.
 _SOURCES = {
     1: 'Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2',
@@ -62,6 +77,12 @@ _SOURCES = {
     7: 'Yang et al., "Qwen3 Technical Report", arXiv 2505.09388, table 1; configurations at '
     "https://huggingface.co/Qwen/Qwen3-32B and likewise; 4,096 tokens, the length of most "
     "of the training (section 3.2)",
+    8: "Mistral AI, 2024, https://mistral.ai/news/mixtral-8x22b (141 billion parameters, 39 of "
+    "them active); configuration at https://huggingface.co/mistralai/Mixtral-8x22B-v0.1",
+    9: 'DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 3.1.2; configuration at '
+    "https://huggingface.co/deepseek-ai/DeepSeek-V2; 4,096 tokens, the length of the training",
+    10: 'DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 4.2; configuration '
+    "at https://huggingface.co/deepseek-ai/DeepSeek-V3; 4,096 tokens, the length of the training",
 }
 
 _MODELS = {
@@ -80,6 +101,19 @@ _MODELS = {
     "qwen3_8b": _llama("Qwen3 8B", 7, 4096, 36, 32, 8, 12288, 4096, 151936),
     "qwen3_14b": _llama("Qwen3 14B", 7, 5120, 40, 40, 8, 17408, 4096, 151936),
     "qwen3_32b": _llama("Qwen3 32B", 7, 5120, 64, 64, 8, 25600, 4096, 151936, head_size=128),
+    "mixtral_8x22b": _experts(
+        _llama("Mixtral 8x22B", 8, 6144, 56, 48, 8, 16384, 65536, 32000), 8, 2, 16384),
+    "qwen3_235b_a22b": _experts(
+        _llama("Qwen3 235B A22B", 7, 4096, 94, 64, 4, 12288, 4096, 151936, head_size=128),
+        128, 8, 1536),
+    "deepseek_v2": _experts(
+        _llama("DeepSeek-V2 236B", 9, 5120, 60, 128, 128, 12288, 4096, 102400, head_size=128),
+        160, 6, 1536, shared=2, n_dense=1, expert_groups=8, groups_per_token=3,
+        kv_rank=512, query_rank=1536, rope_head_size=64, value_head_size=128),
+    "deepseek_v3": _experts(
+        _llama("DeepSeek-V3 671B", 10, 7168, 61, 128, 128, 18432, 4096, 129280, head_size=128),
+        256, 8, 2048, shared=1, n_dense=3, expert_groups=8, groups_per_token=4,
+        kv_rank=512, query_rank=1536, rope_head_size=64, value_head_size=128),
 }  # fmt: skip
 
 
@@ -114,7 +148,7 @@ def _row(name: str, published: _Published) -> dict[str, Any]:
     """Return a row of the table of models."""
     from pipesim.models.transformer import Transformer
 
-    model, columns = Transformer.preset(name), [*_MODELS["llama3_8b"].sizes]
+    model, columns = Transformer.preset(name), [*_MODELS["deepseek_v3"].sizes]
     sizes = {column: getattr(model, column) for column in columns}
-    sizes["head_size"] = model.query_size // model.n_heads
+    sizes["head_size"] = model.head_size or model.hidden_size // model.n_heads
     return {"summary": published.summary, "source": _SOURCES[published.source], **sizes}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipesim.costs.costs import Costs, PerStage, replace_stages
 from pipesim.costs.workload import Workload
 from pipesim.models.gpu import GPU
-from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.stage_layers import StageKey, stage_keys
+from pipesim.models.stage_seconds import GpuSeconds, stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.network.network import Network
 
@@ -54,16 +56,17 @@ class ShardCosts:
         self._fixed: dict[str, Any] = {
             "launch": launch,
             "all_reduce": "ring" if gpu is None else "fastest",
-            "workload": shard_workload(shard, gpu, None, network),
+            "workload": shard_workload([shard], gpu, None, network),
             "network": Network() if network is None else network,
             "memory_reserve": memory_reserve,
+            "expert_replicas": shard.expert_replicas,
         }
         self._tied_bytes = 0.0
         if optimizer_step is not None:
             self._fixed["optimizer_step"] = optimizer_step
         elif gpu is not None:
             self._tied_bytes = shard.copied_parameters * shard.model.bytes_per_gradient
-        self._stages: dict[tuple[int, bool, bool], tuple[float, ...]] = {}
+        self._stages: dict[StageKey, tuple[float, ...]] = {}
         self._several: Costs | None = None
         self._names: tuple[str, ...] = ()
 
@@ -76,7 +79,7 @@ class ShardCosts:
             For layers that do not sum to the model's.
         """
         end, stages = len(sizes) - 1, self._stages
-        keys = [(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
+        keys = stage_keys(self._shard.model, sizes)
         is_kept = stages.keys() >= {*keys} and sum(sizes) == self._shard.model.n_layers
         if not is_kept or self._several is None:
             values: dict[str, Any] = {
@@ -85,24 +88,41 @@ class ShardCosts:
             }
             values = {name: x for name, x in values.items() if name not in self._fixed}
             if end == 0:
-                return Costs(**values, **self._fixed)
+                return self._with_segments(Costs(**values, **self._fixed), sizes)
             if self._several is None:
                 self._names = tuple(values)
                 self._several = Costs(**values, **self._fixed, tied_bytes=self._tied_bytes)
             for key, *row in zip(keys, *values.values(), strict=True):
                 stages[key] = tuple(map(float, row))
-        return replace_stages(self._several, self._names, [stages[key] for key in keys])
+        costs = replace_stages(self._several, self._names, [stages[key] for key in keys])
+        return self._with_segments(costs, sizes)
+
+    def _with_segments(self, costs: Costs, sizes: Sequence[int]) -> Costs:
+        """Return costs with the shares of operations between exchanges of experts, if any."""
+        if not isinstance(self.seconds, GpuSeconds):
+            return costs
+        segments = self.seconds.segments(sizes)
+        return costs if segments is None else replace(costs, segments=segments)
 
 
 def shard_workload(
-    shard: Shard, gpu: GPU | None, settings: Mapping[str, Any] | None, network: Network | None
+    shards: Sequence[Shard],
+    gpu: GPU | None,
+    settings: Mapping[str, Any] | None,
+    network: Network | None,
 ) -> Workload:
-    """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give."""
-    has_collectives = gpu is not None and shard.tensor_parallel > 1
+    """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give.
+
+    Tokens and FLOPs are averages over the micro-batches, of which ``shards`` has one each.
+    """
+    shard = shards[0]
+    tokens = [x.microbatch_size * x.model.sequence_length for x in shards]
+    flops = [x.step_flops for x in shards]
+    has_collectives = gpu is not None and shard.n_gpus * shard.expert_parallel > 1
     return Workload(
-        tokens=shard.microbatch_size * shard.model.sequence_length,
-        flops=shard.model.step_flops(shard.microbatch_size),
-        gpus_per_device=shard.tensor_parallel,
+        tokens=tokens[0] if len(shards) == 1 else sum(tokens) / len(tokens),
+        flops=flops[0] if len(shards) == 1 else sum(flops) / len(flops),
+        gpus_per_device=shard.n_gpus,
         peak_flops=None if gpu is None else gpu.peak,
         memory=None if gpu is None else gpu.memory,
         settings=settings,

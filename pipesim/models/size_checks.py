@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from math import inf
+from typing import TYPE_CHECKING
 
 from pipesim.errors import ArgumentError, check_count, number
 
-__all__ = ["check_divides", "check_size", "checked_value"]
+if TYPE_CHECKING:
+    from pipesim.models.tensor_parallel import Shard
+
+__all__ = ["check_divides", "check_size", "checked_documents", "checked_value"]
 
 #: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
 _LARGEST, _LARGEST_VALUE = 10**15, 1e100
@@ -34,6 +38,31 @@ def _shortened(value: int) -> str:
 def _text(value: object) -> str:
     """Return any value as a short text."""
     return _shortened(value) if isinstance(value, int) else f"{value!r:.60}"
+
+
+def checked_documents(shard: Shard) -> tuple[int, ...]:
+    """Return the tokens of each document packed into the one sequence of a shard, if any.
+
+    Raises
+    ------
+    ArgumentError
+        For documents that are no counts, or do not fill the sequence.
+    """
+    documents, length = shard.documents, shard.model.sequence_length
+    if isinstance(documents, tuple) and not documents:
+        return ()
+    if not isinstance(documents, (tuple, list)):
+        raise ArgumentError(
+            f"documents must be the tokens of each document, such as (512, 1536), got "
+            f"{documents!r:.60}"
+        )
+    sizes = tuple(check_size(f"documents[{k}]", size) for k, size in enumerate(documents))
+    if sum(sizes) != length or shard.microbatch_size != 1:
+        raise ArgumentError(
+            f"documents have {sum(sizes)} tokens, but a micro-batch is {shard.microbatch_size} "
+            f"sequences of {length}; pack one sequence, with as many tokens"
+        )
+    return sizes
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:

@@ -30,15 +30,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from pipesim.models.context.context_memory import context_bytes
+from pipesim.models.experts.expert_memory import expert_operations
+from pipesim.models.experts.latent_memory import latent_operations
+from pipesim.models.memory_tensors import (
+    Operation,
+    Tensors,
+    branch_bytes,
+    elements,
+    norm_operation,
+    shard_tensors,
+    weight_grad_bytes,
+)
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     MASK_BYTES,
     Matrix,
+    attention_matrices,
     fuses_weight_grads,
     layer_matrices,
+    routed_matrices,
+    shared_matrices,
 )
+from pipesim.models.stage_layers import StageKey, stage_keys
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
@@ -53,69 +69,12 @@ __all__ = [
 ]
 
 
-class Operation(NamedTuple):
-    """Bytes of an operation of one micro-batch on one GPU.
-
-    Attributes
-    ----------
-    name
-        Such as ``"qkv"``.
-    kept
-        Bytes of tensors that it keeps from its forward to its backward.
-    forward, backward
-        Bytes of further tensors that exist while it runs, besides those that it and the operations
-        before it keep: outputs, gradients, gathered tensors. The gradient of the residual stream,
-        which bypasses attention and MLP, is among them.
-    """
-
-    name: str
-    kept: float
-    forward: float
-    backward: float
-
-
-class _Tensors(NamedTuple):
-    """Bytes of the tensors of a shard; see the table above. ``mask`` is that of a dropout."""
-
-    hidden: float
-    all_hidden: float
-    gathered: float
-    queries: float
-    keys: float
-    scores: float
-    rows: float
-    inner: float
-    logits: float
-    softmax: float
-    mask: float
-
-
-def _tensors(shard: Shard) -> _Tensors:
-    """Return the bytes of the tensors of a shard."""
-    model, t = shard.model, shard.tensor_parallel
-    tokens, e = shard.microbatch_size * model.sequence_length, model.bytes_per_activation
-    share = t if shard.sequence_parallel else 1
-    all_hidden = e * tokens * model.hidden_size
-    return _Tensors(
-        hidden=all_hidden / share,
-        all_hidden=all_hidden,
-        gathered=all_hidden * (share > 1),
-        queries=e * tokens * model.query_size / t,
-        keys=e * tokens * model.kv_size / t,
-        scores=e * tokens * model.sequence_length * model.n_heads / t,
-        rows=FP32_BYTES * tokens * model.n_heads / t,
-        inner=e * tokens * model.ffn_size / t,
-        logits=e * tokens * model.vocabulary_size / t,
-        softmax=FP32_BYTES * tokens * model.vocabulary_size / t,
-        mask=MASK_BYTES * tokens * model.hidden_size * model.dropout / share,
-    )
-
-
 @lru_cache(maxsize=256)
-def layer_operations(shard: Shard) -> tuple[Operation, ...]:
+def layer_operations(shard: Shard, *, experts: bool = False) -> tuple[Operation, ...]:
     """Return the operations of a layer, in order; one that keeps its input, with full recompute."""
-    x = _tensors(shard)
-    operations = (*_attention(shard, x), *_mlp(shard, x))
+    x = shard_tensors(shard)
+    second = expert_operations(shard, x) if experts else _mlp(shard, x)
+    operations = (*_attention(shard, x), *second)
     if shard.recompute != "full":
         return operations
     kept = kept_bytes(operations) - x.hidden
@@ -124,36 +83,44 @@ def layer_operations(shard: Shard) -> tuple[Operation, ...]:
     return (Operation("layer", x.hidden, once, again),)
 
 
-def _attention(shard: Shard, x: _Tensors) -> tuple[Operation, ...]:
+def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     """Return the operations of the first half of a layer, up to its sum with the residual."""
-    weight, branch = _weight_grad_bytes(shard), _branch_bytes(shard, x)
+    weight = weight_grad_bytes(shard, attention_matrices(shard))
+    branch = branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)  # what a GPU keeps of a sum over the group
+    if shard.model.kv_rank:
+        inputs = latent_operations(shard, x)
+    else:
+        outputs = x.queries + (x.keys + x.values)
+        inputs = (
+            Operation(
+                "qkv",
+                x.hidden,
+                x.gathered + outputs,
+                outputs + x.all_hidden + x.gathered + reduced + x.hidden + weight["qkv"],
+            ),
+        )
     return (
-        _norm(x),
-        Operation(
-            "qkv",
-            x.hidden,
-            x.gathered + x.queries + 2 * x.keys,
-            x.queries + 2 * x.keys + x.all_hidden + x.gathered + reduced + x.hidden + weight["qkv"],
-        ),
+        norm_operation(x),
+        *inputs,
         _core(shard, x),
         Operation(
             "projection",
-            x.queries,
+            x.output,
             x.all_hidden + reduced,
-            branch + x.gathered + x.queries + weight["projection"],
+            branch + x.gathered + x.output + weight["projection"],
         ),
         Operation("residual", x.mask, x.hidden, branch),
     )
 
 
-def _mlp(shard: Shard, x: _Tensors) -> tuple[Operation, ...]:
+def _mlp(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     """Return the operations of the second half of a layer."""
-    weight, branch = _weight_grad_bytes(shard), _branch_bytes(shard, x)
+    weight, branch = weight_grad_bytes(shard, layer_matrices(shard)), branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)
     up = shard.model.mlp_inputs * x.inner
     return (
-        _norm(x),
+        norm_operation(x),
         Operation(
             "up",
             x.hidden,
@@ -171,34 +138,28 @@ def _mlp(shard: Shard, x: _Tensors) -> tuple[Operation, ...]:
     )
 
 
-def _norm(x: _Tensors) -> Operation:
-    """Return a norm of a layer."""
-    return Operation("norm", x.hidden, x.hidden, 3 * x.hidden)
-
-
-def _branch_bytes(shard: Shard, x: _Tensors) -> float:
-    """Return the bytes of the gradients of branch and residual: two tensors after a dropout."""
-    return x.hidden * (1 + shard.model.dropout)
-
-
-def _core(shard: Shard, x: _Tensors) -> Operation:
-    """Return the attention core.
+def _core(shard: Shard, x: Tensors) -> Operation:
+    """Return the attention core, with the buffers of its exchange between GPUs.
 
     Backward: gradients of its output, of queries, keys and values, and of the residual stream.
     Fused: the gradient of queries is summed in 32 bits, and each row has one more number
     (FlashAttention-2, arXiv 2307.08691, algorithm 2). Else: gradients of softmax and of scores.
     """
-    model = shard.model
-    kept, gradients = x.queries + 2 * x.keys, 2 * x.queries + 2 * x.keys + x.hidden
+    model, pair = shard.model, x.keys + x.values
+    kept, gradients = x.queries + pair, x.queries + x.output + pair + x.hidden
     if shard.flash_attention:
-        core, once = x.rows, x.queries
-        sums = FP32_BYTES * shard.microbatch_size * model.sequence_length * model.query_size
+        core, once = x.rows, x.output
+        sums = FP32_BYTES * shard.tokens * model.query_size
         gradients += sums / shard.tensor_parallel + x.rows
     else:
-        masks = x.rows / FP32_BYTES * model.sequence_length * MASK_BYTES
+        columns = model.sequence_length * shard.attended_columns
+        masks = x.rows / FP32_BYTES * columns * MASK_BYTES
         core = x.scores + (masks + x.scores) * model.dropout
-        once = x.queries + x.scores * (not model.dropout)  # scores, until softmax is computed
+        once = x.output + x.scores * (not model.dropout)  # scores, until softmax is computed
         gradients += 2 * x.scores
+    exchange = context_bytes(shard, x)
+    core, once = core + exchange.kept, once + exchange.forward
+    gradients += exchange.backward
     if shard.recompute == "selective":
         return Operation("core", kept, core + once, core + gradients)
     return Operation("core", kept + core, once, gradients)
@@ -207,7 +168,7 @@ def _core(shard: Shard, x: _Tensors) -> Operation:
 @lru_cache(maxsize=256)
 def embedding_operations(shard: Shard) -> tuple[Operation, ...]:
     """Return the embedding, which keeps the mask of its dropout and makes a whole gradient."""
-    x, model = _tensors(shard), shard.model
+    x, model = shard_tensors(shard), shard.model
     rows = model.vocabulary_size / shard.tensor_parallel
     gradient = model.bytes_per_parameter * rows * model.hidden_size
     return (
@@ -225,7 +186,7 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
     which is kept, and then their gradient, of which the LM head gets a copy in 16 bits. A fused
     loss keeps the logits, which it turned into their gradient.
     """
-    x, model = _tensors(shard), shard.model
+    x, model = shard_tensors(shard), shard.model
     columns = model.vocabulary_size / shard.tensor_parallel
     weight = model.bytes_per_parameter * columns * model.hidden_size
     reduced = x.hidden * (x.gathered > 0)
@@ -255,32 +216,37 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
     That is the most bytes that a stage holds beyond its activations, at any of its operations. An
     operation's forward has not yet got what later ones keep. Its backward has it no longer.
     """
-    end, workspaces = len(sizes) - 1, _workspaces(shard)
-    rows = [workspaces(n, stage == 0, stage == end) for stage, n in enumerate(sizes)]
-    forward, backward = zip(*rows, strict=True)
+    workspaces = _workspaces(shard)
+    forward, backward = zip(*map(workspaces, stage_keys(shard.model, sizes)), strict=True)
     return {"forward_workspace_bytes": forward, "backward_workspace_bytes": backward}
 
 
 @lru_cache(maxsize=256)
-def _workspaces(shard: Shard) -> Callable[[int, bool, bool], tuple[float, float]]:
+def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
     """Return the workspace of F and of B of a stage as a function that keeps its results."""
-    layer = layer_operations(shard)
     ends = (embedding_operations(shard), head_operations(shard))
-    buffers, kept = _weight_grad_buffers(shard), kept_bytes(layer)
 
     @cache
-    def workspaces(n_layers: int, is_first: bool, is_last: bool) -> tuple[float, float]:
+    def workspaces(key: StageKey) -> tuple[float, float]:
         """Return the workspace of F and of B of a stage."""
-        others = Operation("other layers", max(0, n_layers - 1) * kept, 0.0, 0.0)
         operations = (
-            *(ends[0] if is_first else ()),
-            *((others, *layer) if n_layers else ()),
-            *(ends[1] if is_last else ()),
+            *(ends[0] if key.is_first else ()),
+            *_layers(shard, key.n_dense, experts=False),
+            *_layers(shard, key.n_experts, experts=True),
+            *(ends[1] if key.is_last else ()),
         )
-        backward = _most(operations, "backward") + (buffers if n_layers else 0.0)
+        backward = _most(operations, "backward") + _weight_grad_buffers(shard, key)
         return _most(operations, "forward"), backward
 
     return workspaces
+
+
+def _layers(shard: Shard, n: int, *, experts: bool) -> tuple[Operation, ...]:
+    """Return the operations of the last of n layers, after one that stands for the others."""
+    if not n:
+        return ()
+    layer = layer_operations(shard, experts=experts)
+    return (Operation("other layers", max(0, n - 1) * kept_bytes(layer), 0.0, 0.0), *layer)
 
 
 def _most(operations: Sequence[Operation], direction: str) -> float:
@@ -292,20 +258,12 @@ def _most(operations: Sequence[Operation], direction: str) -> float:
     return most
 
 
-def _weight_grad_bytes(shard: Shard) -> dict[str, float]:
-    """Return the bytes of each weight's gradient until it was added to the sum; 0 if fused."""
-    size = 0 if fuses_weight_grads(shard.model) else shard.model.bytes_per_gradient
-    return {name: size * _elements(matrix) for name, matrix in layer_matrices(shard).items()}
-
-
-def _weight_grad_buffers(shard: Shard) -> float:
-    """Return the bytes of the unused gradients, one for each shape of a layer's matrices."""
+def _weight_grad_buffers(shard: Shard, key: StageKey) -> float:
+    """Return the bytes of the unused gradients, one for each shape of a stage's matrices."""
     if not fuses_weight_grads(shard.model):
         return 0.0
-    elements = sum(_elements(matrix) for matrix in set(layer_matrices(shard).values()))
-    return shard.model.bytes_per_parameter * elements
-
-
-def _elements(matrix: Matrix) -> float:
-    """Return the number of elements of a matrix."""
-    return matrix.inputs * matrix.outputs
+    maps: dict[str, Matrix] = layer_matrices(shard) if key.n_dense else {}
+    if key.n_experts:
+        experts = {**routed_matrices(shard), **shared_matrices(shard)}
+        maps = {**maps, **attention_matrices(shard), **experts}
+    return shard.model.bytes_per_parameter * sum(elements(matrix) for matrix in set(maps.values()))

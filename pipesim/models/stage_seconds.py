@@ -11,22 +11,42 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
+from pipesim.models.context.context_collectives import ContextCollective
+from pipesim.models.experts.expert_exchange import (
+    Segments,
+    copy_seconds,
+    exchange_seconds,
+    expert_fields,
+    segment_shares,
+)
+from pipesim.models.experts.parameter_copies import optimizer_parameters, stage_parameters
 from pipesim.models.gpu import GPU
-from pipesim.models.kernels.group_collectives import Collective, PartCollectives, group_collectives
+from pipesim.models.kernels.attention_core import attention_core
+from pipesim.models.kernels.group_collectives import (
+    AnyCollective,
+    Collective,
+    PartCollectives,
+    group_collectives,
+)
+from pipesim.models.kernels.kernel_sizes import KernelSizes
 from pipesim.models.kernels.layer_kernels import (
     OperationKernels,
     embedding_kernels,
     head_kernels,
     layer_kernels,
+    layer_segments,
 )
+from pipesim.models.rate_seconds import RateSeconds
+from pipesim.models.shard_sizes import FP32_BYTES
 from pipesim.models.size_checks import checked_value
+from pipesim.models.stage_layers import StageKey, mean_layer, stage_keys
 from pipesim.network.network import Network
 from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["GpuSeconds", "RateSeconds", "StageSeconds", "per_stage", "stage_seconds"]
+__all__ = ["GpuSeconds", "RateSeconds", "StageSeconds", "stage_seconds"]
 
 
 def stage_seconds(
@@ -43,21 +63,21 @@ def stage_seconds(
         choice = 'gpu=..., such as pipesim.GPU.preset("h100_sxm"), or flops_per_second=...'
         text = f"give {choice}, not both" if gpu is not None else f"give one of {choice}"
         raise ArgumentError(text)
-    t = shard.tensor_parallel
+    n_gpus = shard.n_gpus
     if gpu is None:
         if isinstance(network, Network) and network.nodes and network.nodes.gpus_per_device > 1:
-            _check_gpus(network.nodes.gpus_per_device, t)
+            _check_gpus(network.nodes.gpus_per_device, shard)
         rate = checked_value("flops_per_second", flops_per_second, "FLOP/s", above_zero=True)
         return RateSeconds(shard, rate)
     check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
     network = Network() if network is None else check_type("network", network, Network)
     if network.nodes is not None:
-        _check_gpus(network.nodes.gpus_per_device, t)
-    elif t > 1:
+        _check_gpus(network.nodes.gpus_per_device, shard)
+    elif n_gpus > 1:
         warn_caller(
-            f"tensor_parallel={t}, but the network has no nodes: collectives between the {t} GPUs "
-            "of a device take no time; give such as "
-            f'network=pipesim.Network.preset("dgx_h100", gpus_per_device={t})',
+            f"{_sizes_text(shard)}, but the network has no nodes: collectives between the {n_gpus} "
+            "GPUs of a device take no time; give such as "
+            f'network=pipesim.Network.preset("dgx_h100", gpus_per_device={n_gpus})',
             CostsWarning,
         )
     return _gpu_seconds(shard, gpu, network)
@@ -69,13 +89,21 @@ def _gpu_seconds(shard: Shard, gpu: GPU, network: Network) -> GpuSeconds:
     return GpuSeconds(shard, gpu, network)
 
 
-def _check_gpus(gpus_per_device: int, tensor_parallel: int) -> None:
+def _sizes_text(shard: Shard) -> str:
+    """Return the sizes whose product is the number of GPUs of a device."""
+    text = f"tensor_parallel={shard.tensor_parallel}"
+    if shard.context_parallel == 1:
+        return text
+    return f"{text} x context_parallel={shard.context_parallel}"
+
+
+def _check_gpus(gpus_per_device: int, shard: Shard) -> None:
     """Raise `NetworkError` unless the GPUs of a device are those that share a layer."""
-    if gpus_per_device != tensor_parallel:
+    if gpus_per_device != shard.n_gpus:
         gpus = "1 GPU" if gpus_per_device == 1 else f"{gpus_per_device} GPUs"
         raise NetworkError(
-            f"tensor_parallel={tensor_parallel}, but a device of the network has {gpus}; give "
-            f"gpus_per_device={tensor_parallel} to the network"
+            f"{_sizes_text(shard)}, but a device of the network has {gpus}; give "
+            f"gpus_per_device={shard.n_gpus} to the network"
         )
 
 
@@ -84,7 +112,14 @@ class StageSeconds(Protocol):
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of F and B of a layer, of the embedding, and of head and loss."""
+        """Seconds of F and B of a layer, of the embedding, and of head and loss.
+
+        Layers of a model with experts differ; the seconds are their mean.
+        """
+
+    @property
+    def layers(self) -> list[float]:
+        """Seconds of F and B of each layer, exchanges of experts included."""
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in seconds, one value a stage, for its number of layers."""
@@ -92,64 +127,6 @@ class StageSeconds(Protocol):
     @property
     def without_launches(self) -> StageSeconds:
         """The same without the host's launches: a lower bound, and sums over layers."""
-
-
-def per_stage(
-    sizes: Sequence[int], layer: float, first: float = 0.0, last: float = 0.0
-) -> tuple[float, ...]:
-    """Return the value of each stage: ``layer`` times its layers, plus ``first`` or ``last``."""
-    end = len(sizes) - 1
-    return tuple(
-        _of_stage(n, stage == 0, stage == end, layer, first, last) for stage, n in enumerate(sizes)
-    )
-
-
-def _of_stage(
-    n: int, is_first: bool, is_last: bool, layer: float, first: float, last: float
-) -> float:
-    """Return the value of a stage of n layers; see `per_stage`."""
-    return n * layer + first * is_first + last * is_last
-
-
-@dataclass(frozen=True)
-class RateSeconds:
-    """Seconds as FLOPs over one rate, ``flops_per_second`` of each GPU; see `Shard.stages`."""
-
-    shard: Shard
-    flops_per_second: float
-
-    @property
-    def parts(self) -> tuple[float, float, float]:
-        """Seconds of F and B of a layer, of the embedding (0), and of the head."""
-        model, b = self.shard.model, self.shard.microbatch_size
-        layer = 3 * model.layer_flops(b) + model.recomputed_flops(b, self.shard.recompute)
-        return layer / self._rate, 0.0, 3 * model.head_flops(b) / self._rate
-
-    def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the fields of `Costs` in seconds; see `StageSeconds`."""
-        model, b, rate = self.shard.model, self.shard.microbatch_size, self._rate
-        linear, core, head = model.linear_flops(b), model.core_flops(b), model.head_flops(b)
-        recomputed = model.recomputed_flops(b, self.shard.recompute)
-        forward = per_stage(sizes, (linear + core) / rate, last=head / rate)
-        backward = (2 * (linear + core) + recomputed) / rate
-        input_grad = (linear + 2 * core + recomputed) / rate
-        return {
-            "forward": forward,
-            "backward": per_stage(sizes, backward, last=2 * head / rate),
-            "input_grad": per_stage(sizes, input_grad, last=head / rate),
-            "weight_grad": per_stage(sizes, linear / rate, last=head / rate),
-            "recompute": forward,
-        }
-
-    @property
-    def without_launches(self) -> RateSeconds:
-        """The same: a rate has no launches."""
-        return self
-
-    @property
-    def _rate(self) -> float:
-        """FLOP/s of all GPUs of the group."""
-        return self.shard.tensor_parallel * self.flops_per_second
 
 
 class _Work(NamedTuple):
@@ -196,21 +173,75 @@ class GpuSeconds:
             sum(self._seconds(work[name]) for name in ("forward", "backward"))
             for work in (self._layer, self._embedding, self._head)
         )
-        return layer, embedding, head
+        return mean_layer(self.shard.model, layer, self._expert_layer_seconds), embedding, head
+
+    @property
+    def layers(self) -> list[float]:
+        """Seconds of F and B of each layer, exchanges of experts included."""
+        model = self.shard.model
+        layer = sum(self._seconds(self._layer[name]) for name in ("forward", "backward"))
+        n_dense = model.n_layers - model.n_expert_layers
+        return [layer] * n_dense + [self._expert_layer_seconds] * model.n_expert_layers
+
+    @cached_property
+    def _expert_layer_seconds(self) -> float:
+        """Seconds of F and B of a layer with experts, with its exchanges; 0 without experts."""
+        if not self.shard.model.n_experts:
+            return 0.0
+        busy = sum(self._seconds(self._experts[name]) for name in ("forward", "backward"))
+        return busy + 2 * sum(exchange_seconds(self.shard, self.network))
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in seconds; see `StageSeconds`."""
-        end, kept = len(sizes) - 1, self._kept
-        rows = []
-        for stage, n in enumerate(sizes):
-            key = (n, stage == 0, stage == end)
+        kept, rows = self._kept, []
+        for key in stage_keys(self.shard.model, sizes):
             if key not in kept:
-                kept[key] = tuple(self._seconds(self._of_stage(name, *key)) for name in _FIELDS)
+                kept[key] = tuple(self._seconds(self._of_stage(name, key)) for name in _FIELDS)
             rows.append(kept[key])
         return {
             **dict(zip(_FIELDS, zip(*rows, strict=True), strict=True)),
             "optimizer_step": self._optimizer_steps(sizes),
             "output_seconds": (self._message_seconds,) * len(sizes),
+            **expert_fields(self.shard, sizes, self.network),
+            **self._unshared_steps(sizes),
+        }
+
+    def segments(self, sizes: Sequence[int]) -> Segments | None:
+        """Return ``segments`` of `pipesim.Costs`; None without exchanges of experts."""
+        shard = self.shard
+        if not shard.model.n_expert_layers or shard.expert_parallel == 1:
+            return None
+        keys = stage_keys(shard.model, sizes)
+        return tuple(self._stage_segments(key) for key in keys)
+
+    def _stage_segments(self, key: StageKey) -> tuple[tuple[float, ...], ...]:
+        """Return the shares of F, of B and of I of a stage between its exchanges."""
+        parts = {name: self._segment_works[name] for name in ("forward", "backward", "input_grad")}
+        return tuple(
+            segment_shares(
+                key.n_experts,
+                before=self._embedding[name].busy * key.is_first
+                + self._layer[name].busy * key.n_dense,
+                after=self._head[name].busy * key.is_last,
+                parts=works,
+                is_backward=name != "forward",
+            )
+            for name, works in parts.items()
+        )
+
+    @cached_property
+    def _segment_works(self) -> dict[str, tuple[float, float, float]]:
+        """Seconds of attention, experts and rest of a layer with experts, by field."""
+        attention, experts, rest = layer_segments(self.shard)
+        collectives = group_collectives(self.shard)
+        works = (
+            self._works(attention, collectives.attention),
+            self._works(experts, collectives.experts),
+            self._works(rest, collectives.rest),
+        )
+        return {
+            name: (works[0][name].busy, works[1][name].busy, works[2][name].busy)
+            for name in _FIELDS
         }
 
     @cached_property
@@ -223,13 +254,36 @@ class GpuSeconds:
 
         Gradients are read for their norm and by the update, and set to zero; the optimizer's state
         is read and written, and parameters are written. With Adam in mixed precision and gradients
-        in 32 bits that is 38 bytes a parameter.
+        in 32 bits that is 38 bytes a parameter. With ``gradient_passes``, gradients are also read
+        and written by clipping, and set to zero in `_unshared_steps`. Parameters in 16 bits are
+        then a copy of those of the optimizer, which are read once more: 46 bytes.
         """
-        model = self.shard.model
-        nbytes = 3 * model.bytes_per_gradient + 2 * model.optimizer_bytes_per_parameter
+        model, has_passes = self.shard.model, self.shard.gradient_passes
+        passes = 4 if has_passes else 3
+        nbytes = passes * model.bytes_per_gradient + 2 * model.optimizer_bytes_per_parameter
         nbytes += model.bytes_per_parameter
-        steps = [n * nbytes / self.gpu.bandwidth for n in self.shard.stage_parameters(sizes)]
+        if has_passes and model.bytes_per_parameter < FP32_BYTES:
+            nbytes += FP32_BYTES
+        steps = [n * nbytes / self.gpu.bandwidth for n in optimizer_parameters(self.shard, sizes)]
         return tuple(steps)
+
+    def _unshared_steps(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return ``reduce_copies`` of `pipesim.Costs`: seconds of STEP that replicas do not share.
+
+        With ``gradient_passes`` all gradients of a GPU are read for the check for NaN, read and
+        written by a division, and set to zero: 16 bytes a parameter with gradients in 32 bits.
+        """
+        sums: dict[str, tuple[float, ...]] = copy_seconds(self.shard, sizes, self.network)
+        if not self.shard.gradient_passes:
+            return sums
+        nbytes = 4 * self.shard.model.bytes_per_gradient
+        own = sums.get("reduce_copies", (0.0,) * len(sizes))
+        return {
+            "reduce_copies": tuple(
+                copies + n * nbytes / self.gpu.bandwidth
+                for copies, n in zip(own, stage_parameters(self.shard, sizes), strict=True)
+            )
+        }
 
     @cached_property
     def _message_seconds(self) -> float:
@@ -240,14 +294,15 @@ class GpuSeconds:
         return self.gpu.synchronization + gather
 
     @cached_property
-    def _kept(self) -> dict[tuple[int, bool, bool], tuple[float, ...]]:
-        """Seconds in each of `_FIELDS` of stages by layers, and whether first and last."""
+    def _kept(self) -> dict[StageKey, tuple[float, ...]]:
+        """Seconds in each of `_FIELDS` of stages by their layers."""
         return {}
 
-    def _of_stage(self, name: str, n: int, is_first: bool, is_last: bool) -> _Work:
-        """Return the work of a stage of n layers in one field of `Costs`."""
-        works = (self._layer[name], self._embedding[name], self._head[name])
-        return _Work(*(_of_stage(n, is_first, is_last, *x) for x in zip(*works, strict=True)))
+    def _of_stage(self, name: str, key: StageKey) -> _Work:
+        """Return the work of a stage in one field of `Costs`."""
+        works = [self._layer[name], self._embedding[name], self._head[name]]
+        works.append(self._experts[name] if key.n_experts else _Work(0.0, 0.0))
+        return _Work(*(key.total(*x) for x in zip(*works, strict=True)))
 
     def _seconds(self, work: _Work) -> float:
         """Return the seconds of an operation: of its work, or of its launches if longer."""
@@ -256,6 +311,12 @@ class GpuSeconds:
     @cached_property
     def _layer(self) -> dict[str, _Work]:
         return self._works(layer_kernels(self.shard), group_collectives(self.shard).layer)
+
+    @cached_property
+    def _experts(self) -> dict[str, _Work]:
+        """Work of a layer with experts, without its exchanges of tokens."""
+        layer = layer_kernels(self.shard, experts=True)
+        return self._works(layer, group_collectives(self.shard).expert_layer)
 
     @cached_property
     def _embedding(self) -> dict[str, _Work]:
@@ -280,8 +341,20 @@ class GpuSeconds:
             works[name] = _Work(busy, launches)
         return works
 
-    def _collective_seconds(self, collective: Collective) -> float:
+    def _collective_seconds(self, collective: AnyCollective) -> float:
         """Return the seconds of collectives; 0 if the network has no rate inside a device."""
         if self.network.nodes is None:
             return 0.0
+        if isinstance(collective, ContextCollective):
+            return collective.seconds(self.shard, self.network, self._core_seconds)
         return collective.seconds(self.network, self.shard.tensor_parallel)
+
+    @cached_property
+    def _core_seconds(self) -> tuple[float, float]:
+        """Seconds of the attention core of a layer, forward and backward."""
+        core = attention_core(KernelSizes(self.shard))
+        forward, backward = (
+            sum(map(self.gpu.kernel_seconds, kernels))
+            for kernels in (core.forward, core.input_grad)
+        )
+        return forward, backward

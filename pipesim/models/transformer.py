@@ -4,11 +4,14 @@ Letters of the formulas, here and in `pipesim.models.tensor_parallel`: s tokens 
 sequences a micro-batch (B a batch), h hidden size, a heads, q size of all queries of a token (h,
 unless the size of a head is given), k that of all keys (q, unless heads share them), f inner size
 of the MLP, g matrices of the MLP that read its input (1, or 2 if it is gated), v vocabulary, L
-layers, t tensor-parallel size.
+layers, t tensor-parallel size. Of layers with experts: E experts, k experts a token, m shared
+experts, u inner size of an expert.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
+Experts: Jiang et al., "Mixtral of Experts", arXiv 2401.04088. Shared experts and latent attention:
+DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.
 
 The file has more than 300 lines: one class of short methods, and the docstrings of their formulas.
 """
@@ -22,6 +25,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.errors import check_count, check_flag, check_name
+from pipesim.models.context.context_checks import ContextExchange
+from pipesim.models.experts.expert_checks import ExpertExchange
+from pipesim.models.experts.model_sizes import (
+    active_matrices,
+    attention_biases,
+    attention_matrices,
+    check_experts,
+    check_latent_attention,
+    expert_matrix,
+    latent_norms,
+)
+from pipesim.models.experts.routing import UNIFORM, Routing, as_routing
 from pipesim.models.published_models import published_sizes
 from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.network.network import Network
@@ -31,6 +46,7 @@ if TYPE_CHECKING:
 
     from pipesim.graph.graph import TaskGraph
     from pipesim.models.gpu import GPU
+    from pipesim.models.microbatch_shards import Lengths, Slices
     from pipesim.models.tensor_parallel import Shard
     from pipesim.scheduling.placement import Placement
     from pipesim.scheduling.schedule import Schedule
@@ -42,7 +58,9 @@ RECOMPUTE = ("none", "selective", "full")
 
 _COUNTS = (
     "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
-    "n_kv_heads", "head_size",
+    "n_kv_heads", "head_size", "n_experts", "experts_per_token", "shared_experts",
+    "expert_ffn_size", "n_dense_layers", "kv_rank", "query_rank", "rope_head_size",
+    "value_head_size", "expert_groups", "groups_per_token",
 )  # fmt: skip
 _SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
 
@@ -79,12 +97,40 @@ class Transformer:
         Megatron-LM with bfloat16: 2 bytes a parameter more.
     optimizer_bytes_per_parameter
         12 (the default) for Adam in mixed precision: weights and two moments in 32 bits.
+    n_experts
+        E: experts of a layer, each an MLP of its own, of which a router picks some for each token;
+        0 (the default) for no experts.
+    experts_per_token
+        k: experts that each token goes to; at least 1 with experts.
+    shared_experts
+        m: further experts of each layer that all tokens go to (DeepSeekMoE).
+    expert_ffn_size
+        u: inner size of each expert; 0 (the default) for f.
+    n_dense_layers
+        First layers of the model that have an MLP of inner size f in place of experts.
+    kv_rank
+        Elements of the latent vector from which keys and values of a token are made (multi-head
+        latent attention, MLA); 0 (the default) for ordinary attention. With it, a head has
+        ``head_size`` elements of queries and keys without positions, besides those below. Linear
+        maps of attention then have no biases.
+    query_rank
+        Elements of the latent vector of queries; 0 (the default) if queries have none.
+    rope_head_size
+        Elements of a head with rotary positions, in addition to ``head_size``. All heads share
+        those of the key.
+    value_head_size
+        Elements of values of a head; 0 (the default) for ``head_size``.
+    expert_groups, groups_per_token
+        Groups of consecutive experts, and the number of them that the router picks for a token
+        before it picks experts among those ("node-limited routing", arXiv 2412.19437, section
+        2.1.2); 0 (the default) for no groups.
 
     Raises
     ------
     ArgumentError
         For sizes that are no whole numbers or beyond 10^15, heads that do not divide the hidden
-        size, key and value heads that do not divide the heads, and bytes that are impossible.
+        size, key and value heads that do not divide the heads, and bytes that are impossible; for
+        sizes of experts or of latent attention that do not suit each other.
 
     Examples
     --------
@@ -113,6 +159,17 @@ class Transformer:
     bytes_per_gradient: float = 2
     bytes_per_activation: float = 2
     optimizer_bytes_per_parameter: float = 12
+    n_experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    expert_ffn_size: int = 0
+    n_dense_layers: int = 0
+    kv_rank: int = 0
+    query_rank: int = 0
+    rope_head_size: int = 0
+    value_head_size: int = 0
+    expert_groups: int = 0
+    groups_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -129,6 +186,13 @@ class Transformer:
         if not self.head_size:
             check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
         check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
+        check_experts(self)
+        check_latent_attention(self)
+        if self.n_experts:
+            object.__setattr__(self, "expert_ffn_size", self.expert_ffn_size or self.ffn_size)
+        if self.kv_rank:
+            size = self.value_head_size or self.head_size
+            object.__setattr__(self, "value_head_size", size)
 
     def _repr_html_(self) -> str:
         from pipesim.plot.html_tables import transformer_html
@@ -165,13 +229,25 @@ class Transformer:
 
     @property
     def query_size(self) -> int:
-        """Elements of all queries of a token, q; the output of the attention core has as many."""
+        """Elements of all queries of a token, q; those of rotary positions of MLA included."""
+        if self.kv_rank:
+            return (self.head_size + self.rope_head_size) * self.n_heads
         return self.head_size * self.n_heads or self.hidden_size
 
     @property
     def kv_size(self) -> int:
-        """Elements of all keys of a token, k; its values have as many."""
+        """Elements of all keys of a token, k; its values have as many, except with MLA."""
         return self.query_size // self.n_heads * self.n_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all values of a token: k, or those of all heads with MLA."""
+        return self.value_head_size * self.n_heads if self.kv_rank else self.kv_size
+
+    @property
+    def core_output_size(self) -> int:
+        """Elements of the attention core's output of a token: q, or those of values with MLA."""
+        return self.value_size if self.kv_rank else self.query_size
 
     @property
     def mlp_inputs(self) -> int:
@@ -181,8 +257,7 @@ class Transformer:
     @property
     def layer_matrices(self) -> int:
         """Parameters of a layer's linear maps without biases: h(q + 2k) + qh + (g + 1)hf."""
-        attention = 2 * self.query_size + 2 * self.kv_size
-        return self.hidden_size * (attention + (self.mlp_inputs + 1) * self.ffn_size)
+        return attention_matrices(self) + self.hidden_size * (self.mlp_inputs + 1) * self.ffn_size
 
     @property
     def norm_parameters(self) -> int:
@@ -191,13 +266,39 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer: `layer_matrices`, biases and two norms.
+        """Parameters of a layer without experts: `layer_matrices`, biases and two norms.
 
-        12hh + 13h with GPT-3's shape (arXiv 2104.04473, equation 2).
+        12hh + 13h with GPT-3's shape (arXiv 2104.04473, equation 2). With MLA, norms of the latent
+        vectors are added.
         """
-        attention = self.hidden_size + self.query_size + 2 * self.kv_size
-        outputs = attention + self.hidden_size + self.mlp_inputs * self.ffn_size
-        return self.layer_matrices + outputs * self.biases + 2 * self.norm_parameters
+        outputs = self.hidden_size + self.mlp_inputs * self.ffn_size
+        biases = attention_biases(self) + outputs * self.biases
+        return self.layer_matrices + biases + 2 * self.norm_parameters + latent_norms(self)
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers with experts: those after the first ``n_dense_layers``; 0 without experts."""
+        return self.n_layers - self.n_dense_layers if self.n_experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert: (g + 1)hu, and biases."""
+        return expert_matrix(self) + self.biases * (
+            self.mlp_inputs * self.expert_ffn_size + self.hidden_size
+        )
+
+    @property
+    def expert_layer_parameters(self) -> int:
+        """Parameters of a layer with experts: attention, norms, router hE, E + m experts.
+
+        0 for a model without experts.
+        """
+        if not self.n_experts:
+            return 0
+        mlp = self.hidden_size * (self.mlp_inputs + 1) * self.ffn_size
+        mlp += (self.hidden_size + self.mlp_inputs * self.ffn_size) * self.biases
+        experts = (self.n_experts + self.shared_experts) * self.expert_parameters
+        return self.layer_parameters - mlp + self.hidden_size * self.n_experts + experts
 
     @property
     def embedding_parameters(self) -> int:
@@ -215,22 +316,41 @@ class Transformer:
     def n_parameters(self) -> int:
         """Parameters of the model; a tied matrix counts once."""
         ends = self.embedding_parameters + self.head_parameters
-        return self.n_layers * self.layer_parameters + ends
+        layers = (self.n_layers - self.n_expert_layers) * self.layer_parameters
+        return layers + self.n_expert_layers * self.expert_layer_parameters + ends
+
+    @property
+    def n_active_parameters(self) -> int:
+        """Parameters that one token uses: all but those of experts that it does not go to."""
+        unused = self.n_experts - self.experts_per_token
+        return self.n_parameters - self.n_expert_layers * unused * self.expert_parameters
 
     def linear_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer's linear maps, forward: 2bs `layer_matrices`; 24bshh for GPT-3."""
+        """FLOPs of a dense layer's linear maps, forward: 2bs `layer_matrices`; 24bshh for GPT-3."""
         return 2 * self._tokens(microbatch_size) * self.layer_matrices
 
     def core_flops(self, microbatch_size: int = 1) -> int:
         """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssq.
 
-        The causal mask saves no FLOPs in this count, as in the papers.
+        The causal mask saves no FLOPs in this count, as in the papers. With MLA the core's output
+        has another size than queries, o: 2bss(q + o).
         """
-        return 4 * self._tokens(microbatch_size) * self.sequence_length * self.query_size
+        sizes = self.query_size + self.core_output_size
+        return 2 * self._tokens(microbatch_size) * self.sequence_length * sizes
 
     def layer_flops(self, microbatch_size: int = 1) -> int:
         """FLOPs of a layer, forward, matrix products only (arXiv 2205.05198, appendix A)."""
         return self.linear_flops(microbatch_size) + self.core_flops(microbatch_size)
+
+    def expert_layer_flops(self, microbatch_size: int = 1) -> int:
+        """FLOPs of a layer with experts, forward: router, k + m experts a token, and attention.
+
+        0 for a model without experts.
+        """
+        linear = 2 * self._tokens(microbatch_size) * active_matrices(self)
+        if not self.n_experts:
+            return 0
+        return linear + self.core_flops(microbatch_size)
 
     def head_flops(self, microbatch_size: int = 1) -> int:
         """FLOPs of the LM head, forward: 2bshv. The look-up of the embedding counts as none."""
@@ -247,7 +367,7 @@ class Transformer:
 
         With GPT-3's shape 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
         appendix A) and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473,
-        equation 3).
+        equation 3). Only experts that tokens go to count.
 
         Notes
         -----
@@ -260,8 +380,16 @@ class Transformer:
             For a batch size that is no whole number of at least 1, and an unknown ``recompute``.
         """
         check_count("batch_size", batch_size)
-        once = self.n_layers * self.layer_flops(batch_size) + self.head_flops(batch_size)
-        return 3 * once + self.n_layers * self.recomputed_flops(batch_size, recompute)
+        n_dense = self.n_layers - self.n_expert_layers
+        layers = n_dense * self.layer_flops(batch_size)
+        layers += self.n_expert_layers * self.expert_layer_flops(batch_size)
+        again = n_dense * self.recomputed_flops(batch_size, recompute)
+        if self.n_expert_layers:
+            layer = self.expert_layer_flops(batch_size)
+            core = self.core_flops(batch_size)
+            recomputed = {"none": 0, "selective": core, "full": layer}[recompute]
+            again += self.n_expert_layers * recomputed
+        return 3 * (layers + self.head_flops(batch_size)) + again
 
     def shard(
         self,
@@ -273,6 +401,16 @@ class Transformer:
         flash_attention: bool = False,
         scatter_gather: bool = False,
         fused_loss: bool = False,
+        context_parallel: int = 1,
+        context_exchange: ContextExchange = "ring",
+        context_balance: bool = True,
+        context_shards_optimizer: bool = True,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 0,
+        routing: Routing | Mapping[str, Any] | None = None,
+        expert_exchange: ExpertExchange = "direct",
+        dispatch_element_bytes: float = 0,
+        gradient_passes: bool = False,
     ) -> Shard:
         """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
@@ -286,6 +424,16 @@ class Transformer:
             flash_attention,
             scatter_gather,
             fused_loss,
+            context_parallel,
+            context_exchange,
+            context_balance,
+            context_shards_optimizer,
+            expert_parallel,
+            expert_tensor_parallel,
+            UNIFORM if routing is None else as_routing(routing),
+            expert_exchange=expert_exchange,
+            dispatch_element_bytes=dispatch_element_bytes,
+            gradient_passes=gradient_passes,
         )
 
     def kernels(
@@ -298,6 +446,12 @@ class Transformer:
         recompute: LayerRecompute = "none",
         flash_attention: bool = False,
         fused_loss: bool = False,
+        context_parallel: int = 1,
+        context_exchange: ContextExchange = "ring",
+        context_balance: bool = True,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 0,
+        routing: Routing | Mapping[str, Any] | None = None,
     ) -> pd.DataFrame:
         """Return the kernels that one GPU runs for one micro-batch, as a table of one row a kernel.
 
@@ -310,12 +464,16 @@ class Transformer:
             Sequences of a micro-batch.
         tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
             As in `pipesim.models.tensor_parallel.Shard`.
+        context_parallel, context_exchange, context_balance
+            Likewise.
+        expert_parallel, expert_tensor_parallel, routing
+            Likewise.
 
         Returns
         -------
         pandas.DataFrame
-            ``part`` (layer, embedding, head); ``op``: F, I and W as in `pipesim.Op`, and R for
-            kernels that a backward runs again; ``kernel``, its name; ``n_kernels``; their
+            ``part`` (layer, expert layer, embedding, head); ``op``: F, I and W as in `pipesim.Op`,
+            and R for kernels that a backward runs again; ``kernel``, its name; ``n_kernels``; their
             ``flops``, ``bytes`` and ``seconds``; and ``bound``, the longest share of these seconds:
             compute, memory or overhead. Messages between GPUs are no kernels here.
 
@@ -342,6 +500,12 @@ class Transformer:
             recompute=recompute,
             flash_attention=flash_attention,
             fused_loss=fused_loss,
+            context_parallel=context_parallel,
+            context_exchange=context_exchange,
+            context_balance=context_balance,
+            expert_parallel=expert_parallel,
+            expert_tensor_parallel=expert_tensor_parallel,
+            routing=routing,
         )
         return kernel_table(shard, gpu)
 
@@ -358,6 +522,18 @@ class Transformer:
         flash_attention: bool = False,
         scatter_gather: bool = False,
         fused_loss: bool = False,
+        context_parallel: int = 1,
+        context_exchange: ContextExchange = "ring",
+        context_balance: bool = True,
+        context_shards_optimizer: bool = True,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 0,
+        routing: Routing | Mapping[str, Any] | None = None,
+        expert_exchange: ExpertExchange = "direct",
+        dispatch_element_bytes: float = 0,
+        gradient_passes: bool = False,
+        lengths: Lengths | None = None,
+        slices: Slices = 1,
         partition: LayerPartition | None = None,
         placement: Placement | Schedule | TaskGraph | None = None,
         memory_limit: float | Sequence[float] | None = None,
@@ -392,6 +568,33 @@ class Transformer:
         tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
             As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
             values.
+        context_parallel, context_exchange, context_balance, context_shards_optimizer
+            Likewise: GPUs that share each sequence, and how they exchange keys and values. A device
+            of the pipeline has ``tensor_parallel * context_parallel`` GPUs.
+        expert_parallel, expert_tensor_parallel, routing
+            Likewise: GPUs among which the experts of a layer are divided, and how tokens spread
+            over experts. The GPUs are those of several replicas: lower the graph with
+            ``n_replicas`` that are a multiple of ``costs.expert_replicas``. `Layout` says which
+            GPU has what. With a network of nodes, the seconds of exchanges are those between
+            neighbours in Megatron-LM's order, ``lower(layout="stage_major")``.
+        expert_exchange, dispatch_element_bytes
+            Likewise: how tokens travel between nodes, and the bytes of an element on the way to
+            experts, such as ``1 + 4 / 128`` of FP8.
+        gradient_passes
+            Likewise: whether the framework scales, checks and clips gradients, and copies
+            parameters, in passes of their own, as Megatron-LM does. With ``gpu``, STEP takes longer
+            by them.
+        lengths
+            Micro-batches of other lengths: for each, the tokens of its ``microbatch_size``
+            sequences, padded to it (``[512, 2048, ...]``), or a list of the tokens of each document
+            packed into one sequence (``[[512, 1536], [2048], ...]``). Tokens attend to their own
+            document; only ``flash_attention`` leaves out the other scores. Values of replicas with
+            other micro-batches follow those of replica 0. The model's own length counts for
+            parameters and the split of layers. None: all have the model's length.
+        slices
+            Slices of each sequence, for schedules such as ``"seq1f1b"``: their number, or the
+            tokens of each. Attention of a later slice has more keys. Gradients of the keys and
+            values of earlier slices are not counted as memory.
         partition
             How layers are divided among a number of stages. ``"even"`` (the default here without
             ``placement``): each stage has as many. ``"balanced"`` (the default of
@@ -420,14 +623,15 @@ class Transformer:
         ------
         ArgumentError
             - For layers that do not sum to the model's or do not divide evenly.
-            - For a tensor-parallel size that does not divide the sizes it splits.
+            - For a tensor-, context- or expert-parallel size that does not divide the sizes it
+              splits, and for arguments of experts of a model without.
             - For a rate that is not positive, and for both or none of ``gpu`` and
               ``flops_per_second``.
             - For an unknown ``recompute``, ``partition`` or GPU (`UnknownNameError`).
             - For a ``partition`` together with the layers of each stage.
         NetworkError
             With ``gpu``, for a network whose devices have another number of GPUs than
-            ``tensor_parallel``.
+            ``tensor_parallel * context_parallel``.
 
         Warns
         -----
@@ -436,8 +640,8 @@ class Transformer:
               longer than with ``"balanced"``.
             - For a balanced split for a schedule or a graph, if none is found that fits in the
               memory of ``gpu``: by how much the fastest without that limit does not fit.
-            - With ``gpu``, for tensor parallelism on a network without nodes, whose collectives
-              then take no time.
+            - With ``gpu``, for tensor or context parallelism on a network without nodes, whose
+              collectives then take no time.
         """
         from pipesim.models.model_costs import model_costs
 
@@ -449,6 +653,16 @@ class Transformer:
             flash_attention=flash_attention,
             scatter_gather=scatter_gather,
             fused_loss=fused_loss,
+            context_parallel=context_parallel,
+            context_exchange=context_exchange,
+            context_balance=context_balance,
+            context_shards_optimizer=context_shards_optimizer,
+            expert_parallel=expert_parallel,
+            expert_tensor_parallel=expert_tensor_parallel,
+            routing=routing,
+            expert_exchange=expert_exchange,
+            dispatch_element_bytes=dispatch_element_bytes,
+            gradient_passes=gradient_passes,
         )
         return model_costs(
             shard,
@@ -461,6 +675,8 @@ class Transformer:
             optimizer_step=optimizer_step,
             launch=launch,
             network=network,
+            lengths=lengths,
+            slices=slices,
         )
 
     def _tokens(self, microbatch_size: int) -> int:

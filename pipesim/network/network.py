@@ -34,14 +34,15 @@ from pipesim.network.collectives import (
     tree_links,
     uneven_all_to_all,
 )
+from pipesim.network.host_link import HostLink, scaled_link
 from pipesim.network.link_tables import matrix_links, read_links
 from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
 from pipesim.network.node_collectives import Group, group_of_gpus, ring, tree
 from pipesim.network.routes import Router, Routes
-from pipesim.network.sources import network_fields, preset_nodes
+from pipesim.network.sources import network_fields, preset_host, preset_nodes
 from pipesim.utils.files import check_path
 
-__all__ = ["Link", "Network", "Nodes", "Routes", "all_reduce_seconds"]
+__all__ = ["HostLink", "Link", "Network", "Nodes", "Routes", "all_reduce_seconds"]
 
 #: Algorithms of an all-reduce.
 ALL_REDUCE = {
@@ -76,6 +77,9 @@ class Network:
         Links of particular pairs, which may be shared. Their messages hold no other link.
     nodes
         Nodes, whose ports and NICs all other messages hold, or None.
+    host
+        Link of each device to the memory of its host, a `HostLink`, over which activations are
+        offloaded and reloaded; None (the default) for none.
 
     Raises
     ------
@@ -102,6 +106,7 @@ class Network:
     bandwidth: float = math.inf
     links: tuple[Link, ...] = ()
     nodes: Nodes | None = None
+    host: HostLink | None = None
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
@@ -112,6 +117,8 @@ class Network:
         ):
             raise NetworkError(f"links must be a sequence of Link, got {self.links!r}")
         object.__setattr__(self, "links", tuple(self.links))
+        if self.host is not None and not isinstance(self.host, HostLink):
+            raise NetworkError(f"host must be a pipesim.HostLink or None, got {self.host!r}")
         pairs = [pair for link in self.links for pair in link.pairs]
         if len(set(pairs)) < len(pairs):
             twice = min(pair for pair, count in Counter(pairs).items() if count > 1)
@@ -166,6 +173,36 @@ class Network:
                     f"0..{n_devices - 1}"
                 )
         return self._router.routes(source, target, n_devices)
+
+    def resolve_host(
+        self, device: NDArray[Any], to_host: NDArray[np.bool_], n_devices: int
+    ) -> Routes:
+        """Return the link that each copy of activations holds, its latency (s) and bandwidth.
+
+        Links have numbers beyond those of `resolve`.
+
+        Parameters
+        ----------
+        device, to_host
+            Device of each copy, and whether it goes to its host or comes from it; shape ``(n,)``.
+        n_devices
+            Number of devices of the pipeline.
+
+        Raises
+        ------
+        NetworkError
+            If the network has no host link.
+        """
+        if self.host is None:
+            raise NetworkError(
+                "the network has no link to the memory of the hosts; give such as "
+                "Network(host=HostLink(latency=10e-6, bandwidth=25e9))"
+            )
+        size = self.host.devices_per_link
+        first = self._router.n_links(n_devices)
+        link = first + device // size + np.where(to_host, 0, -(-n_devices // size))
+        n = np.ones(len(device))
+        return Routes(link[:, np.newaxis], self.host.latency * n, self.host.bandwidth * n)
 
     def all_reduce(
         self, nbytes: float, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
@@ -368,7 +405,10 @@ class Network:
             raise NetworkError(
                 f"gpus_per_device={gpus_per_device} needs a network of nodes without named links"
             )
-        return replace(self, nodes=self.nodes.grouped(gpus_per_device))
+        nodes = self.nodes.grouped(gpus_per_device)
+        if self.host is None or nodes == self.nodes:
+            return replace(self, nodes=nodes)
+        return replace(self, nodes=nodes, host=self.host.grouped(gpus_per_device))
 
     def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
         """Return this network with all latencies and bandwidths multiplied by factors.
@@ -382,7 +422,7 @@ class Network:
         latency
             Factor of all latencies, finite and at least 0.
         bandwidth
-            Factor of all bandwidths, of links, ports and NICs, finite and above 0.
+            Factor of all bandwidths, of links, ports, NICs and hosts, finite and above 0.
 
         Raises
         ------
@@ -409,8 +449,9 @@ class Network:
         return scaled
 
     def _bandwidths(self) -> list[float]:
-        """Return the bandwidths of the network, of its links, ports and NICs."""
+        """Return the bandwidths of the network, of its links, ports, NICs and hosts."""
         nodes = [] if self.nodes is None else [self.nodes.port_bandwidth, self.nodes.nic_bandwidth]
+        nodes += [] if self.host is None else [self.host.bandwidth]
         return [self.bandwidth, *nodes, *(link.bandwidth for link in self.links)]
 
     def _times(self, latency: float, bandwidth: float) -> Network:
@@ -428,7 +469,8 @@ class Network:
             replace(link, latency=link.latency * latency, bandwidth=link.bandwidth * bandwidth)
             for link in self.links
         )
-        return Network(self.latency * latency, self.bandwidth * bandwidth, links, nodes)
+        host = None if self.host is None else scaled_link(self.host, latency, bandwidth)
+        return Network(self.latency * latency, self.bandwidth * bandwidth, links, nodes, host)
 
     @classmethod
     def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:
@@ -453,7 +495,10 @@ class Network:
             For an efficiency out of range, and GPUs that neither divide those of a node nor are a
             multiple of them.
         """
-        return cls(nodes=preset_nodes(name, efficiency, gpus_per_device))
+        return cls(
+            nodes=preset_nodes(name, efficiency, gpus_per_device),
+            host=preset_host(name, efficiency, gpus_per_device),
+        )
 
     @classmethod
     def from_csv(
@@ -503,11 +548,13 @@ class Network:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; infinite bandwidth is None."""
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
+        host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
             "latency": self.latency,
             "bandwidth": bandwidth_to_json(self.bandwidth),
             "links": [link.to_dict() for link in self.links],
             **nodes,
+            **host,
         }
 
     @classmethod

@@ -28,7 +28,15 @@ from numpy.typing import NDArray
 
 from pipesim.network.links import Nodes
 
-__all__ = ["Group", "group_of_devices", "group_of_gpus", "ring", "tree"]
+__all__ = [
+    "Group",
+    "gpus_all_to_all",
+    "gpus_ring_step",
+    "group_of_devices",
+    "group_of_gpus",
+    "ring",
+    "tree",
+]
 
 
 class Group(NamedTuple):
@@ -67,15 +75,51 @@ def group_of_devices(nodes: Nodes, devices: NDArray[np.int64]) -> Group:
     return Group(len(devices), len(node), largest, bandwidth, nodes.port_latency, nodes.nic_latency)
 
 
-def group_of_gpus(nodes: Nodes, n_gpus: int) -> Group:
-    """Return the group of a collective between GPUs of one device; see `Nodes.gpus_per_device`."""
-    n_nodes = -(-n_gpus // nodes.gpus_per_node)
+def group_of_gpus(nodes: Nodes, n_gpus: int, stride: int = 1) -> Group:
+    """Return the group of a collective between every ``stride``-th of consecutive GPUs.
+
+    The first is the first GPU of a node, so that GPUs of one device fill its nodes one by one; see
+    `Nodes.gpus_per_device`. The groups of the GPUs in between use their own NICs.
+    """
+    per_node = max(1, nodes.gpus_per_node // stride)
+    n_nodes = -(-n_gpus // per_node)
     bandwidth = nodes.port_bandwidth
     if n_nodes > 1:
-        fewest = n_gpus - (n_nodes - 1) * nodes.gpus_per_node  # GPUs on the last node
+        fewest = n_gpus - (n_nodes - 1) * per_node  # GPUs on the last node
         bandwidth = min(bandwidth, nodes.node_bandwidth * fewest / nodes.gpus_per_node)
-    largest = min(n_gpus, nodes.gpus_per_node)
+    largest = min(n_gpus, per_node)
     return Group(n_gpus, n_nodes, largest, bandwidth, nodes.port_latency, nodes.nic_latency)
+
+
+def gpus_all_to_all(nodes: Nodes, nbytes: float, n_gpus: int, stride: int = 1) -> float:
+    """Return the seconds in which each GPU of a group sends an n-th of its bytes to each other.
+
+    The group is that of `group_of_gpus`. Each GPU sends through its port, and to other nodes
+    through its part of the NICs: the slower of both, and the largest latency.
+    """
+    group = group_of_gpus(nodes, n_gpus, stride)
+    if n_gpus == 1:
+        return 0.0
+    seconds = (n_gpus - 1) / n_gpus * nbytes / nodes.port_bandwidth
+    if group.n_nodes == 1:
+        return seconds + nodes.port_latency
+    smallest = n_gpus - (group.n_nodes - 1) * group.largest
+    across = (n_gpus - smallest) / n_gpus * nbytes
+    nic = nodes.node_bandwidth / nodes.gpus_per_node
+    return max(seconds, across / nic) + max(nodes.port_latency, nodes.nic_latency)
+
+
+def gpus_ring_step(nodes: Nodes, nbytes: float, n_gpus: int, stride: int = 1) -> float:
+    """Return the seconds in which each GPU of a group sends bytes to the next, by the slowest hop.
+
+    The group is that of `group_of_gpus`.
+    """
+    if n_gpus == 1:
+        return 0.0
+    if group_of_gpus(nodes, n_gpus, stride).n_nodes == 1:
+        return nbytes / nodes.port_bandwidth + nodes.port_latency
+    nic = nodes.node_bandwidth / nodes.gpus_per_node
+    return nbytes / min(nodes.port_bandwidth, nic) + nodes.nic_latency
 
 
 def ring(group: Group, nbytes: float) -> float:

@@ -85,6 +85,14 @@ class Router:
         self.link_latency = np.array([k.latency for k in links], dtype=np.float64)
         self.link_bandwidth = np.array([k.bandwidth for k in links], dtype=np.float64)
 
+    def n_links(self, n_devices: int) -> int:
+        """Return the number of links between so many devices."""
+        named, nodes = len(self.link_latency), self.nodes
+        if nodes is None:
+            return named + n_devices**2
+        n_nics = -(-n_devices // nodes.devices_per_node) * nodes.nics_per_node
+        return named + 2 * (n_devices + n_nics)
+
     def check_devices(self, n_devices: int) -> None:
         """Raise `NetworkError` if ``links`` names a device of ``n_devices`` or more."""
         if self.n_named <= n_devices:

@@ -10,15 +10,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipesim.errors import NetworkError, number
+from pipesim.network.host_link import HostLink, scaled_link
 from pipesim.network.links import Link, Nodes, bandwidth_from_json, check_keys
 from pipesim.network.presets import machine
 
-__all__ = ["KEYS", "NetworkFields", "network_fields", "preset_nodes"]
+__all__ = ["KEYS", "NetworkFields", "network_fields", "preset_host", "preset_nodes"]
 
 #: Arguments of `Network.preset` that a table may have besides its name.
 _PRESET_OPTIONS = ("efficiency", "gpus_per_device")
 #: Keys that a table of settings may have for a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "preset", *_PRESET_OPTIONS)
+KEYS = ("latency", "bandwidth", "links", "nodes", "host", "preset", *_PRESET_OPTIONS)
 
 
 class NetworkFields(NamedTuple):
@@ -28,6 +29,7 @@ class NetworkFields(NamedTuple):
     bandwidth: float
     links: tuple[Link, ...]
     nodes: Nodes | None
+    host: HostLink | None
 
 
 def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Nodes:
@@ -44,13 +46,19 @@ def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -
     return nodes.grouped(gpus_per_device)
 
 
+def preset_host(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> HostLink:
+    """Return the host link of a common machine; arguments were checked by `preset_nodes`."""
+    host = machine(name).host
+    return scaled_link(host, 1.0, efficiency).grouped(gpus_per_device)
+
+
 def network_fields(values: Mapping[str, Any]) -> NetworkFields:
     """Return the fields of a network in a table of settings; see `Network.from_dict`."""
     check_keys("network", values, KEYS)
     links = values.get("links", ())
     if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
         raise NetworkError(f"links must be a list of tables, got {links!r}")
-    nodes = None
+    nodes, host = None, None
     if "preset" in values and values.get("nodes") is not None:
         raise NetworkError("network has both preset and nodes; leave out one of them")
     options = {key: values[key] for key in _PRESET_OPTIONS if key in values}
@@ -61,11 +69,15 @@ def network_fields(values: Mapping[str, Any]) -> NetworkFields:
         )
     if "preset" in values:
         nodes = preset_nodes(values["preset"], **options)
+        host = preset_host(values["preset"], **options)
     elif values.get("nodes") is not None:
         nodes = Nodes.from_dict(values["nodes"])
+    if values.get("host") is not None:
+        host = HostLink.from_dict(values["host"])
     return NetworkFields(
         values.get("latency", 0.0),
         bandwidth_from_json(values.get("bandwidth")),
         tuple(Link.from_dict(link) for link in links),
         nodes,
+        host,
     )

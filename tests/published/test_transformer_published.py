@@ -13,7 +13,8 @@ from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.costs.costs import VALUE_FIELDS
 
 #: What follows from sizes; seconds of collectives are measured or the network's.
-SIZED = [name for name in VALUE_FIELDS if name not in MEASURED_COLLECTIVES.values()]
+MEASURED = (*MEASURED_COLLECTIVES.values(), "offload", "reload", "offload_bytes")
+SIZED = [name for name in VALUE_FIELDS if name not in MEASURED]
 
 
 FORMULAS = published("korthikanti_activation_formulas")["expected"]

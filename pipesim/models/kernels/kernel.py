@@ -23,6 +23,14 @@ class Kernel(NamedTuple):
         Size that the matrix products sum over; 0 for other kernels.
     n_kernels
         Number of kernels.
+    is_attention
+        Whether it is a fused attention core.
+    share
+        Share of the GPU's FLOP/s and bandwidth that kernels of this kind reach.
+    tiles
+        Number of tiles of queries of a causal attention core; 0 for many, or for other kernels.
+    is_grouped
+        Whether it is a group of small products, such as one for each expert of a GPU.
     """
 
     name: str
@@ -30,3 +38,7 @@ class Kernel(NamedTuple):
     nbytes: float = 0.0
     depth: float = 0.0
     n_kernels: float = 1
+    is_attention: bool = False
+    share: float = 1.0
+    tiles: float = 0.0
+    is_grouped: bool = False

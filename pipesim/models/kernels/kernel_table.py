@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.kernels.kernel import Kernel
-from pipesim.models.kernels.layer_kernels import embedding_kernels, head_kernels, layer_kernels
+from pipesim.models.kernels.layer_kernels import (
+    OperationKernels,
+    embedding_kernels,
+    head_kernels,
+    layer_kernels,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_table"]
 
-_PARTS = {"layer": layer_kernels, "embedding": embedding_kernels, "head": head_kernels}
 #: Operation of each field of `OperationKernels`.
 _OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
 
@@ -29,9 +33,9 @@ def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFra
     rows = [
         (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
          rates.kernel_seconds(kernel), _bound(kernel, rates))
-        for part, part_kernels in _PARTS.items()
+        for part, kernels in _parts(shard).items()
         for field, op in _OPS.items()
-        for kernel in getattr(part_kernels(shard), field)
+        for kernel in getattr(kernels, field)
     ]  # fmt: skip
     columns = ["part", "op", "kernel", "n_kernels", "flops", "bytes", "seconds", "bound"]
     return pd.DataFrame(rows, columns=columns)
@@ -41,3 +45,14 @@ def _bound(kernel: Kernel, gpu: GPU) -> str:
     """Return the longest share of a kernel's seconds."""
     shares = gpu.kernel_shares(kernel)
     return max(shares, key=shares.__getitem__)
+
+
+def _parts(shard: Shard) -> dict[str, OperationKernels]:
+    """Return the kernels of each part of a model that it has."""
+    n_experts = shard.model.n_expert_layers
+    parts = {}
+    if n_experts < shard.model.n_layers:
+        parts["layer"] = layer_kernels(shard)
+    if n_experts:
+        parts["expert layer"] = layer_kernels(shard, experts=True)
+    return {**parts, "embedding": embedding_kernels(shard), "head": head_kernels(shard)}

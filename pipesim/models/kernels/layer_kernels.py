@@ -18,11 +18,7 @@ down        T, h, f/t
 logits      T, v/t, h
 ==========  ================  ==========================================
 
-The attention core has 2 products forward, of depth d and s, and 4 backward. Fused (FlashAttention)
-it is one kernel of depth d, which computes the half of the scores that the causal mask leaves. It
-has 2.5 times as many FLOPs backward, five products against two, since it computes the scores again
-(Dao, arXiv 2307.08691, section 4.1). Unfused, scores are written and read by softmax and dropout,
-and none are left out.
+`pipesim.models.kernels.attention_core` has the core, and `.expert_kernels` experts.
 
 Gradients of weights are summed over micro-batches. Where gradients have more bytes than parameters,
 the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM); otherwise autograd has a
@@ -31,214 +27,178 @@ kernel for each parameter that adds. Parameters of norms and biases always have 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipesim.models.kernels.attention_core import attention_core, latent_norms, rotary_kernels
+from pipesim.models.kernels.expert_kernels import expert_kernels
 from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.kernels.kernel_sizes import KernelSizes, OperationKernels
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     MASK_BYTES,
     Matrix,
-    fuses_weight_grads,
+    attention_matrices,
     layer_matrices,
 )
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["OperationKernels", "embedding_kernels", "head_kernels", "layer_kernels"]
+__all__ = [
+    "LayerSegments",
+    "OperationKernels",
+    "embedding_kernels",
+    "head_kernels",
+    "layer_kernels",
+    "layer_segments",
+]
 
-#: FLOPs of a fused attention core backward over those of its forward.
-_FLASH_BACKWARD = 2.5
+#: Share of the bandwidth of element-wise kernels that a fused loss reaches, forward and backward
+#: together: Transformer Engine's, on B200 (SimuMax, see `pipesim.models.data_sheets`): the five
+#: reads and writes of `head_kernels` are at 0.375 of nominal; 0.85 is that of element-wise kernels.
+_FUSED_LOSS_SHARE = 0.44
+#: Linear maps to latent vectors: each GPU has them whole, for its own tokens.
+_TO_LATENT = ("query down", "kv down")
 
 
-class OperationKernels(NamedTuple):
-    """Kernels of one layer, of the embedding, or of the head, by operation.
+class LayerSegments(NamedTuple):
+    """Kernels of a layer with experts, divided by its exchanges of tokens.
 
     Attributes
     ----------
-    forward, input_grad, weight_grad
-        Kernels of F, I and W. B has those of I and W.
-    recompute
-        Kernels that a backward runs again with the ``recompute`` of the shard.
+    attention
+        Before the tokens are sent to their experts: attention, norms, router, permutation, and
+        shared experts.
+    experts
+        Between both exchanges.
+    rest
+        After the results are back: sum over the experts of a token, and the residual.
     """
 
-    forward: tuple[Kernel, ...]
-    input_grad: tuple[Kernel, ...]
-    weight_grad: tuple[Kernel, ...]
-    recompute: tuple[Kernel, ...] = ()
+    attention: OperationKernels
+    experts: OperationKernels
+    rest: OperationKernels
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Numbers of one shard that formulas share."""
-
-    shard: Shard
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.shard.microbatch_size * self.shard.model.sequence_length
-
-    @property
-    def share(self) -> float:
-        """Tokens of the tensors that tensor parallelism leaves whole: T, or T/t."""
-        return self.tokens / (self.shard.tensor_parallel if self.shard.sequence_parallel else 1)
-
-    @property
-    def mask(self) -> int:
-        """Bytes of an element of a dropout's mask; 0 without dropout."""
-        return MASK_BYTES * self.shard.model.dropout
-
-    def product(self, name: str, rows: float, columns: float, depth: float) -> Kernel:
-        """Return a matrix product whose operands and result are in 16 bits."""
-        e = self.shard.model.bytes_per_activation
-        nbytes = e * (rows * depth + depth * columns + rows * columns)
-        return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
-
-    def forward_product(self, name: str, matrix: Matrix) -> Kernel:
-        """Return the product of a linear map, forward."""
-        return self.product(name, self.tokens, matrix.outputs, matrix.inputs)
-
-    def input_grad(self, name: str, matrix: Matrix) -> Kernel:
-        """Return the product of the gradient of a linear map's input."""
-        return self.product(f"{name} input", self.tokens, matrix.inputs, matrix.outputs)
-
-    def weight_grad(self, name: str, matrix: Matrix, *, bias: bool = True) -> tuple[Kernel, ...]:
-        """Return the product of a weight's gradient and its sum, and those of the bias, if any.
-
-        The gradient of a bias is a sum over the gradients of outputs.
-        """
-        model, tokens = self.shard.model, self.tokens
-        inputs, outputs = matrix
-        e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
-        fused = fuses_weight_grads(model)
-        written = 2 * g if fused else model.bytes_per_parameter
-        nbytes = e * tokens * (inputs + outputs) + written * size
-        product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens)
-        kernels = [product] if fused else [product, self.accumulation(name, size)]
-        if model.biases and bias:
-            kernels.append(Kernel(f"{name} bias", nbytes=e * tokens * outputs))
-            kernels.append(self.accumulation(f"{name} bias", outputs))
-        return tuple(kernels)
-
-    def accumulation(self, name: str, size: float, n_kernels: int = 1) -> Kernel:
-        """Return the sum of a gradient with those of earlier micro-batches."""
-        model = self.shard.model
-        nbytes = (model.bytes_per_parameter + 2 * model.bytes_per_gradient) * size
-        return Kernel(f"{name} accumulation", nbytes=nbytes, n_kernels=n_kernels)
-
-
-def layer_kernels(shard: Shard) -> OperationKernels:
-    """Return the kernels of a layer."""
-    sizes = _Sizes(shard)
-    core = _core(sizes)
-    forward, input_grad = _layer_forward(sizes, core), _layer_input_grad(sizes, core)
+def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
+    """Return the kernels of a dense layer, or of one with experts."""
+    if experts:
+        attention, middle, rest = layer_segments(shard)
+        return OperationKernels(
+            attention.forward + middle.forward + rest.forward,
+            rest.input_grad + middle.input_grad + attention.input_grad,
+            rest.weight_grad + middle.weight_grad + attention.weight_grad,
+            attention.recompute + middle.recompute + rest.recompute,
+        )
+    sizes = KernelSizes(shard)
+    core = attention_core(sizes)
+    norm, residual = _norm_and_residual(sizes)
+    first = _attention(sizes, core)
+    second = _mlp(sizes)
+    # The backward of a norm also adds the gradient of its parameters; that of a residual comes
+    # before the branch.
+    forward = (
+        norm.forward + first.forward + residual.forward
+        + norm.forward + second.forward + residual.forward
+    )  # fmt: skip
+    input_grad = (
+        residual.input_grad + second.input_grad + norm.input_grad
+        + residual.input_grad + first.input_grad + norm.input_grad
+    )  # fmt: skip
+    weight_grad = second.weight_grad + norm.weight_grad + first.weight_grad + norm.weight_grad
     recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
-    return OperationKernels(forward, input_grad, _layer_weight_grad(sizes), recompute)
+    return OperationKernels(forward, input_grad, weight_grad, recompute)
 
 
-def _layer_forward(sizes: _Sizes, core: OperationKernels) -> tuple[Kernel, ...]:
-    """Return the kernels of a layer's forward."""
-    model, maps = sizes.shard.model, layer_matrices(sizes.shard)
-    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
-    norm = Kernel("norm", nbytes=2 * e * h * share)
-    name = "dropout and residual" if model.dropout else "residual"
-    residual = Kernel(name, nbytes=(3 * e + sizes.mask) * h * share)
-    up, f = maps["up"].outputs, maps["down"].inputs
-    activation = Kernel("activation", nbytes=e * (up + f) * sizes.tokens)
-    product = {name: sizes.forward_product(name, matrix) for name, matrix in maps.items()}
-    return (
-        norm, product["qkv"], *_rotary(sizes), *core.forward, product["projection"], residual,
-        norm, product["up"], activation, product["down"], residual,
+def layer_segments(shard: Shard) -> LayerSegments:
+    """Return the kernels of a layer with experts between its exchanges."""
+    sizes = KernelSizes(shard)
+    core = attention_core(sizes)
+    norm, residual = _norm_and_residual(sizes)
+    first, (before, middle, after) = _attention(sizes, core), expert_kernels(sizes)
+    attention = OperationKernels(
+        norm.forward + first.forward + residual.forward + norm.forward + before.forward,
+        before.input_grad + norm.input_grad
+        + residual.input_grad + first.input_grad + norm.input_grad,
+        before.weight_grad + norm.weight_grad + first.weight_grad + norm.weight_grad,
     )  # fmt: skip
+    rest = OperationKernels(
+        after.forward + residual.forward,
+        residual.input_grad + after.input_grad,
+        after.weight_grad,
+    )
+    if shard.recompute == "selective":
+        attention = attention._replace(recompute=core.forward)
+    elif shard.recompute == "full":
+        attention, middle, rest = (
+            part._replace(recompute=part.forward) for part in (attention, middle, rest)
+        )
+    return LayerSegments(attention, middle, rest)
 
 
-def _layer_input_grad(sizes: _Sizes, core: OperationKernels) -> tuple[Kernel, ...]:
-    """Return the kernels of the gradient of a layer's input."""
-    model, maps = sizes.shard.model, layer_matrices(sizes.shard)
-    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
-    norm = Kernel("norm", nbytes=3 * e * h * share)
-    # The mask, if there is one, and the sum of the gradients of branch and residual.
-    residual = [Kernel("residual", nbytes=3 * e * h * share)]
-    if model.dropout:
-        residual.insert(0, Kernel("dropout", nbytes=(2 * e + MASK_BYTES) * h * share))
-    up, f = maps["up"].outputs, maps["down"].inputs
-    activation = Kernel("activation", nbytes=e * (2 * up + f) * sizes.tokens)
-    product = {name: sizes.input_grad(name, matrix) for name, matrix in maps.items()}
-    return (
-        *residual, product["down"], activation, product["up"], norm,
-        *residual, product["projection"], *core.input_grad, *_rotary(sizes), product["qkv"], norm,
-    )  # fmt: skip
-
-
-def _layer_weight_grad(sizes: _Sizes) -> tuple[Kernel, ...]:
-    """Return the kernels of the gradients of a layer's parameters."""
+def _norm_and_residual(sizes: KernelSizes) -> tuple[OperationKernels, OperationKernels]:
+    """Return the kernels of a norm, and of the sum of a branch with the residual stream."""
     model = sizes.shard.model
+    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
     # Gradients of a norm's parameters: sums over tokens, in two kernels.
-    nbytes = 2 * model.bytes_per_activation * model.hidden_size * sizes.share
-    norm = (
-        Kernel("norm weight", nbytes=nbytes, n_kernels=2),
-        sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
-    )
-    weight = {
-        name: sizes.weight_grad(name, matrix)
-        for name, matrix in layer_matrices(sizes.shard).items()
-    }
-    return (
-        *weight["down"], *weight["up"], *norm, *weight["projection"], *weight["qkv"], *norm,
-    )  # fmt: skip
-
-
-def _rotary(sizes: _Sizes) -> list[Kernel]:
-    """Return the kernels that rotate queries and keys, or their gradients, if positions do."""
-    model, t = sizes.shard.model, sizes.shard.tensor_parallel
-    if model.learned_positions:
-        return []
-    rotated = (model.query_size + model.kv_size) / t
-    nbytes = 2 * model.bytes_per_activation * rotated * sizes.tokens
-    return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
-
-
-def _core(sizes: _Sizes) -> OperationKernels:
-    """Return the kernels of the attention core, which has no weights."""
-    shard, tokens = sizes.shard, sizes.tokens
-    model, t = shard.model, shard.tensor_parallel
-    q, k, s = model.query_size, model.kv_size, model.sequence_length
-    e, head = model.bytes_per_activation, q / model.n_heads
-    if shard.flash_attention:
-        flops = 2 * tokens * s * q / t
-        ends = e * (2 * q + 2 * k) / t * tokens  # queries, keys, values, output
-        forward = Kernel("attention", flops, ends, head)
-        backward = Kernel("attention", _FLASH_BACKWARD * flops, 2 * ends, head, n_kernels=2)
-        return OperationKernels((forward,), (backward,), ())
-    scores = model.n_heads / t * s * tokens
-    flops = 2 * scores * head
-    # Each of the two products reads or writes the scores, and two tensors of the tokens.
-    query_key = Kernel("scores", flops, e * (scores + (q + k) / t * tokens), head)
-    context = Kernel("context", flops, e * (scores + (q + k) / t * tokens), s)
-    softmax = Kernel("softmax", nbytes=2 * e * scores)
-    softmax_back = Kernel("softmax", nbytes=3 * e * scores)
-    dropout = [Kernel("dropout of scores", nbytes=(2 * e + MASK_BYTES) * scores)] * model.dropout
-    gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
-    # Gradients of the probabilities sum over a head, those of the values over the tokens.
-    probabilities, values = (
-        context._replace(name=f"context {name}", depth=depth)
-        for name, depth in (("probabilities", head), ("values", s))
-    )
-    return OperationKernels(
-        (query_key, softmax, *dropout, context),
+    nbytes = 2 * e * h * share
+    norm = OperationKernels(
+        (Kernel("norm", nbytes=2 * e * h * share),),
+        (Kernel("norm", nbytes=3 * e * h * share),),
         (
-            probabilities, values, *dropout, softmax_back,
-            gradients._replace(nbytes=2 * gradients.nbytes),
+            Kernel("norm weight", nbytes=nbytes, n_kernels=2),
+            sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
         ),
-        (),
-    )  # fmt: skip
+    )
+    name = "dropout and residual" if model.dropout else "residual"
+    # The mask, if there is one, and the sum of the gradients of branch and residual.
+    gradients = [Kernel("residual", nbytes=3 * e * h * share)]
+    if model.dropout:
+        gradients.insert(0, Kernel("dropout", nbytes=(2 * e + MASK_BYTES) * h * share))
+    forward = Kernel(name, nbytes=(3 * e + sizes.mask) * h * share)
+    return norm, OperationKernels((forward,), tuple(gradients), ())
+
+
+def _attention(sizes: KernelSizes, core: OperationKernels) -> OperationKernels:
+    """Return the kernels of attention, from the norm to the sum with the residual stream."""
+    maps = [
+        (name, matrix, sizes.share if name in _TO_LATENT else sizes.tokens)
+        for name, matrix in attention_matrices(sizes.shard).items()
+    ]
+    *inputs, projection = [sizes.forward_product(*x) for x in maps]
+    *input_grads, last = [sizes.input_grad(*x) for x in maps]
+    weights = [sizes.weight_grad(name, matrix, rows=rows) for name, matrix, rows in maps]
+    rotary = rotary_kernels(sizes)
+    return OperationKernels(
+        (*inputs, *latent_norms(sizes, 2), *rotary, *core.forward, projection),
+        (last, *core.input_grad, *rotary, *latent_norms(sizes, 3), *reversed(input_grads)),
+        tuple(kernel for own in reversed(weights) for kernel in own),
+    )
+
+
+def _mlp(sizes: KernelSizes) -> OperationKernels:
+    """Return the kernels of the MLP of a dense layer."""
+    maps, e = layer_matrices(sizes.shard), sizes.shard.model.bytes_per_activation
+    up, down = maps["up"], maps["down"]
+    width, f = up.outputs, down.inputs
+    return OperationKernels(
+        (
+            sizes.forward_product("up", up),
+            Kernel("activation", nbytes=e * (width + f) * sizes.tokens),
+            sizes.forward_product("down", down),
+        ),
+        (
+            sizes.input_grad("down", down),
+            Kernel("activation", nbytes=e * (2 * width + f) * sizes.tokens),
+            sizes.input_grad("up", up),
+        ),
+        (*sizes.weight_grad("down", down), *sizes.weight_grad("up", up)),
+    )
 
 
 def embedding_kernels(shard: Shard) -> OperationKernels:
     """Return the kernels of the embedding: rows of tokens, sum with positions, dropout."""
-    sizes, model = _Sizes(shard), shard.model
+    sizes, model = KernelSizes(shard), shard.model
     width = model.bytes_per_activation * model.hidden_size
     forward = [Kernel("embedding", nbytes=2 * width * sizes.tokens)]
     backward = []
@@ -268,7 +228,7 @@ def head_kernels(shard: Shard) -> OperationKernels:
     loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
     which the backward multiplies by that of the loss.
     """
-    sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
+    sizes, model, t = KernelSizes(shard), shard.model, shard.tensor_parallel
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
     logits = v * sizes.tokens
     norm = Kernel("norm", nbytes=2 * e * h * sizes.share)
@@ -279,8 +239,9 @@ def head_kernels(shard: Shard) -> OperationKernels:
     losses: tuple[Kernel, ...] = (cast, loss)
     losses_back: tuple[Kernel, ...] = (loss_back, cast)
     if shard.fused_loss:
-        losses = (Kernel("cross-entropy", nbytes=3 * e * logits, n_kernels=2),)
-        losses_back = (Kernel("cross-entropy", nbytes=2 * e * logits),)
+        fused = Kernel("cross-entropy", nbytes=3 * e * logits, n_kernels=2, share=_FUSED_LOSS_SHARE)
+        losses = (fused,)
+        losses_back = (fused._replace(nbytes=2 * e * logits, n_kernels=1),)
     return OperationKernels(
         (norm, sizes.product("logits", sizes.tokens, v, h), *losses),
         (

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.device_split import Floats, Ints, SplitProblem
+from pipesim.costs.expert_pricing import exchange_seconds
 from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, Op
@@ -177,6 +178,8 @@ def _seconds(costs: Costs, n: int, ops: dict[Op, float]) -> Floats:
     for op, times in ops.items():
         if times:
             seconds += times * costs.per_stage(_SECONDS[op], n)
+            if costs.expert_layers and op != Op.W:
+                seconds += times * exchange_seconds(costs, n)
     return seconds
 
 
@@ -190,7 +193,11 @@ def _values(
     seconds = _seconds(costs, n, ops)
     if not with_bytes or not isinstance(target, TaskGraph):
         return seconds[None]
-    optimizer = costs.per_stage("optimizer_bytes", n) / target.optimizer_shares.max()
+    optimizer = costs.per_stage("optimizer_bytes", n)
+    experts = costs.per_stage("expert_optimizer_bytes", n)
+    shares = int(target.optimizer_shares.max())
+    of_experts = max(1, shares // costs.expert_replicas)
+    optimizer = (optimizer - experts) / shares + experts / of_experts
     static = costs.per_stage("parameter_bytes", n) * weight_versions(target).max()
     static = static + costs.per_stage("gradient_bytes", n) + optimizer
     others = [costs.per_stage(name, n) for name in ("activation_bytes", "weight_grad_bytes")]

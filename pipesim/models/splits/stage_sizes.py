@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
@@ -14,8 +17,8 @@ from pipesim.utils.caller_warnings import warn_caller
 
 __all__ = ["stage_sizes"]
 
-#: Seconds of one layer, of the embedding and of the LM head.
-_Seconds = tuple[float, float, float]
+#: Seconds of each layer, of the embedding and of the LM head.
+_Seconds = tuple[Sequence[float], float, float]
 #: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.
 _UNEVEN = 1.05
 
@@ -24,16 +27,16 @@ def stage_sizes(
     layers_per_stage: Split,
     partition: LayerPartition | None,
     n_layers: int,
-    layer: float,
+    layers: Sequence[float],
     embedding: float,
     head: float,
 ) -> tuple[int, ...]:
     """Return the layers of each stage; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``layer``, ``embedding`` and ``head`` are the seconds of one layer, of the embedding and of the
-    LM head, forward and backward.
+    ``layers``, ``embedding`` and ``head`` are the seconds of each layer, of the embedding and of
+    the LM head, forward and backward.
     """
-    seconds = (layer, embedding, head)
+    seconds = (layers, embedding, head)
     is_number = check_partition(partition, layers_per_stage, "layers_per_stage")
     if is_number and partition == "balanced":
         return _balanced_sizes(layers_per_stage, n_layers, seconds)
@@ -59,16 +62,25 @@ def _balanced_sizes(n_stages: object, n_layers: int, seconds: _Seconds) -> tuple
             f"layers_per_stage={count}: {n_layers} layers and the LM head cannot "
             f"be split into {count} stages; give at most {n_layers + 1}"
         )
-    layer, embedding, head = seconds
-    layers = [embedding + layer, *[layer] * (n_layers - 1)]
-    *sizes, last = balanced_split([*layers, head], count)
+    layers, embedding, head = seconds
+    first = [embedding + layers[0], *layers[1:]]
+    *sizes, last = balanced_split([*first, head], count)
     return (*sizes, last - 1)
 
 
 def _slowest(sizes: tuple[int, ...], seconds: _Seconds) -> float:
     """Return the seconds of the slowest stage."""
-    layer, embedding, head = seconds
-    stages = [layer * n for n in sizes]
+    layers, embedding, head = seconds
+    borders = [0, *itertools.accumulate(sizes)]
+    stages = [_sum(layers[a:b]) for a, b in itertools.pairwise(borders)]
     stages[0] += embedding
     stages[-1] += head
     return max(stages)
+
+
+def _sum(seconds: Sequence[float]) -> float:
+    """Return a sum; of equal values their product with their number."""
+    if not seconds:
+        return 0.0
+    is_equal = seconds[0] == seconds[-1]
+    return seconds[0] * len(seconds) if is_equal else sum(seconds)

@@ -30,11 +30,32 @@ SMALL = ps.GPU(flops=1e12, bandwidth=1e9, launch=1e-6, overhead=5e-7, half_depth
         (Kernel("both", flops=1e9, nbytes=2e6), 2e-3 + 5e-7),
         (Kernel("three", nbytes=1e6, n_kernels=3), 1e-3 + 15e-7),
         (Kernel("nothing"), 5e-7),
+        (Kernel("half of the rates", flops=1e9, nbytes=4e6, share=0.5), 8e-3 + 5e-7),
+        (Kernel("experts", 1e9, 2e6, depth=100, n_kernels=3, is_grouped=True), 4e-3 + 15e-7),
     ],
     ids=lambda x: x.name if isinstance(x, Kernel) else "",
 )
 def test_seconds_of_a_kernel(kernel: Kernel, seconds: float) -> None:
     assert SMALL.kernel_seconds(kernel) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_fused_attention_has_a_rate_and_a_last_tile() -> None:
+    """Of 40 tiles on 10 multiprocessors, the last takes twice as long as four do on average."""
+    gpu = replace(SMALL, attention_ratio=1.25, attention_half_depth=50.0, multiprocessors=10)
+    core = Kernel("attention", flops=1e9, depth=100, is_attention=True)
+    assert gpu.kernel_seconds(core) == pytest.approx(1.5 / 1.25 * 1e-3 + 5e-7)
+    few = core._replace(tiles=40, share=0.5)
+    assert gpu.kernel_seconds(few) == pytest.approx(1.25 * 2 * 1.5 / 1.25 * 1e-3 + 5e-7)
+    slow = gpu.scaled(0.5)
+    assert slow.attention_ratio == gpu.attention_ratio  # attention is as much slower as products
+    assert slow.kernel_seconds(core) == pytest.approx(2 * 1.5 / 1.25 * 1e-3 + 5e-7)
+
+
+def test_a_group_of_products_has_no_waves() -> None:
+    """Tiles of several experts run at the same time; memory takes its seconds in addition."""
+    gpu = ps.GPU(flops=1e12, bandwidth=1e12, multiprocessors=100)
+    product = Kernel("experts", flops=2 * 128 * 256 * 64, nbytes=1e6, depth=64, is_grouped=True)
+    assert gpu.kernel_seconds(product) == pytest.approx(product.flops / 1e12 + 1e-6)
 
 
 def test_an_operation_takes_its_kernels_or_their_launches() -> None:
@@ -111,6 +132,11 @@ def test_presets_are_data_sheets_times_efficiencies() -> None:
         assert gpu.flops == row["flops"] * row["flops_efficiency"]
         assert gpu.bandwidth == row["bandwidth"] * row["bandwidth_efficiency"]
         assert (gpu.peak, gpu.memory, gpu.name) == (row["flops"], row["memory"], name)
+        assert gpu.attention_ratio * row["flops_efficiency"] == pytest.approx(
+            row["flops_efficiency"]
+            if np.isnan(row["attention_efficiency"])
+            else row["attention_efficiency"]
+        )
         assert row["basis"]
         assert row["source"].startswith("https://")
     assert ps.GPU.preset("h200", launch=3e-5).launch == 3e-5
@@ -129,6 +155,7 @@ def test_presets_are_data_sheets_times_efficiencies() -> None:
         ({"synchronization": nan}, "synchronization must be finite seconds"),
         ({"multiprocessors": 1.5}, "multiprocessors must be a whole number"),
         ({"memory": 0}, "memory must be finite bytes > 0"),
+        ({"attention_ratio": 0}, "attention_ratio must be finite times flops > 0, got 0"),
         ({"peak_flops": 5e11}, r"peak_flops=5e\+11 must be at least flops=1e\+12"),
     ],
 )

@@ -10,6 +10,10 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
+from pipesim.models.kernels.attention_core import attention_core
+from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.kernels.kernel_sizes import KernelSizes
+from pipesim.models.tensor_parallel import Shard
 
 GPU = ps.GPU(flops=1e12, bandwidth=1e12)
 GPT3 = ps.Transformer(
@@ -43,6 +47,41 @@ def test_flash_attention_computes_half_of_the_scores_and_again_backward() -> Non
     linear, core = LLAMA.linear_flops(2), LLAMA.core_flops(2)
     expected = {"F": linear + core / 2, "I": linear + 2.5 * core / 2, "W": linear}
     assert sums(LLAMA, "flops", flash_attention=True) == pytest.approx(expected)
+
+
+def core(model: ps.Transformer, **options: Any) -> Kernel:
+    """Return the fused core of a layer, forward."""
+    return core_of(model.shard(flash_attention=True, **options))
+
+
+def core_of(shard: Shard) -> Kernel:
+    """Return the fused core of a layer of a shard, forward."""
+    (kernel,) = attention_core(KernelSizes(shard)).forward
+    return kernel
+
+
+def test_tiles_of_fused_attention() -> None:
+    """A tile for each head and 128 queries, times the steps of a ring, of which one has the mask.
+
+    With a prefix as long as the sequence, all tiles have twice the mean of the keys under the mask
+    in addition. Documents have as many tiles as one sequence.
+    """
+    n_heads, length = LLAMA.n_heads, LLAMA.sequence_length
+    tiles = n_heads * length / 128
+    assert core(LLAMA).tiles == tiles
+    assert core(LLAMA, microbatch_size=2).tiles == 2 * tiles
+    assert core(LLAMA, tensor_parallel=4).tiles == tiles / 4
+    assert core(LLAMA, context_parallel=4, context_exchange="all_to_all").tiles == tiles / 4
+    assert core(LLAMA, context_parallel=4).tiles == tiles
+    shard = LLAMA.shard(flash_attention=True)
+    assert core_of(replace(shard, prefix=length)).tiles == 3 * tiles
+    assert core_of(replace(shard, documents=(length // 2,) * 2)).tiles == tiles
+
+
+def test_latent_attention_reaches_less() -> None:
+    """Queries of 192 and values of 128 elements; see ``test_kernels_published.py``."""
+    latent = ps.Transformer.preset("deepseek_v2")
+    assert (core(LLAMA).share, core(latent).share) == (1, 0.8)
 
 
 def test_recomputed_kernels() -> None:

@@ -1,0 +1,289 @@
+"""Costs that differ between micro-batches: which micro-batches have equal costs, and their rows.
+
+Micro-batches with equal values in all fields share a class. `pipesim.costs.pricing` prices the
+kinds of a graph once a class, so that costs of equal micro-batches are found as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import CostsError, check_count
+from pipesim.graph.copies import copy_of_replicas
+from pipesim.utils.csr import Ints
+
+if TYPE_CHECKING:
+    from pipesim.costs.costs import Costs
+    from pipesim.graph.graph import TaskGraph
+
+__all__ = [
+    "MICROBATCH_FIELDS",
+    "CostClasses",
+    "averaged",
+    "cost_classes",
+    "costs_of_microbatch",
+    "distinct_costs",
+    "each_microbatch",
+    "joined_microbatches",
+    "least_costs",
+    "n_microbatches_of",
+    "n_priced",
+    "n_stages_of",
+    "repeated",
+]
+
+Floats = NDArray[np.float64]
+#: Fields of `Costs` that may differ between micro-batches. Others are of operations on a whole
+#: stage, such as STEP, or of bytes that a stage always holds.
+MICROBATCH_FIELDS = (
+    *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
+    *("dispatch", "reorder", "reorder_gradients", "launch"),
+    *("output_bytes", "output_seconds", "activation_bytes", "weight_grad_bytes"),
+    *("forward_workspace_bytes", "backward_workspace_bytes"),
+    *("exchange_counts", "exchange_keys", "exchange_vectors", "exchange_gradients"),
+    *("key_bytes", "vector_bytes", "skip_bytes"),
+    *("dispatch_bytes", "combine_bytes", "exchange_dispatch", "exchange_combine"),
+    *("offload", "reload", "offload_bytes"),
+)
+
+
+class CostClasses(NamedTuple):
+    """Costs of the micro-batches of a graph, each with one value a stage.
+
+    Attributes
+    ----------
+    costs
+        Costs of each class of equal micro-batches, then their averages for tasks on whole stages.
+    number
+        Class of each task; shape ``(len(graph),)``.
+    """
+
+    costs: tuple[Costs, ...]
+    number: Ints
+
+    def rows(self, kind: Ints, n_kinds: int) -> Ints:
+        """Return the row of each task in tables that have the kinds of each class in turn."""
+        rows: Ints = (self.number * n_kinds + kind).astype(np.int32)
+        return rows
+
+
+def n_microbatches_of(costs: Costs) -> int | None:
+    """Return the number of micro-batches that costs have values for; None for one for all.
+
+    Raises
+    ------
+    CostsError
+        If fields differ in it.
+    """
+    sizes = {name: n for name in MICROBATCH_FIELDS if (n := _width(getattr(costs, name)))}
+    if len({*sizes.values()}) > 1:
+        texts = ", ".join(f"{name} {n}" for name, n in sizes.items())
+        raise CostsError(
+            f"fields have values of different numbers of micro-batches: {texts}; give each field "
+            "one value, one a stage, or one a stage and micro-batch"
+        )
+    return max(sizes.values(), default=None)
+
+
+def n_priced(costs: Costs) -> int | None:
+    """Return the number of micro-batches that costs are of, though all may be equal; or None."""
+    work = costs.work
+    return costs.n_microbatches or (None if work is None else work.n_microbatches)
+
+
+def n_stages_of(value: object) -> int | None:
+    """Return the number of stages that a field has values for; None for one for all."""
+    if not isinstance(value, tuple) or (len(value) == 1 and isinstance(value[0], tuple)):
+        return None
+    return len(value)
+
+
+def _width(value: object) -> int:
+    """Return the number of micro-batches of a field's value; 0 for one value for all."""
+    rows = value if isinstance(value, tuple) else ()
+    if rows and isinstance(rows[0], tuple) and isinstance(rows[0][0], tuple):  # skip_bytes
+        rows = tuple(size for _, size in rows)
+    return max((len(row) for row in rows if isinstance(row, tuple)), default=0)
+
+
+def costs_of_microbatch(costs: Costs, number: int) -> Costs:
+    """Return `Costs.microbatch`."""
+    n = costs.n_microbatches
+    if check_count("number", number, 0) >= (n or number + 1):
+        raise CostsError(f"there is no micro-batch {number} in costs of {n} micro-batches")
+    return costs if n is None else _with_each(costs, operator.itemgetter(number))
+
+
+def averaged(costs: Costs) -> Costs:
+    """Return `Costs.averaged`."""
+    work = costs.work
+    if work is not None and work.n_microbatches is not None:
+        costs = replace(costs, workload=replace(work, n_microbatches=None))
+    if costs.n_microbatches is None:
+        return costs
+    return _with_each(costs, lambda row: float(np.mean(row)))
+
+
+def least_costs(costs: Costs) -> Costs:
+    """Return the least values of each field over micro-batches, as one value a stage."""
+    return costs if costs.n_microbatches is None else _with_each(costs, min)
+
+
+def _with_each(costs: Costs, of_row: Callable[[tuple[float, ...]], float]) -> Costs:
+    """Return costs with ``of_row`` of the values of each stage, or skip, in place of these."""
+    changed: dict[str, Any] = {}
+    for name in MICROBATCH_FIELDS:
+        value = getattr(costs, name)
+        if not _width(value):
+            continue
+        if name == "skip_bytes":
+            changed[name] = {
+                skip: of_row(size) if isinstance(size, tuple) else size for skip, size in value
+            }
+        else:
+            rows = tuple(of_row(row) for row in value)
+            changed[name] = rows if len(rows) > 1 else rows[0]
+    return replace(costs, **changed)
+
+
+def each_microbatch(change: Callable[..., Costs], *costs: Costs) -> Costs:
+    """Return costs of several micro-batches from a change of those of each.
+
+    ``change`` takes the costs of a micro-batch in place of each of ``costs``. Those of fewer
+    micro-batches are repeated, as slices are in each sequence.
+    """
+    sizes = [own.n_microbatches or 1 for own in costs]
+    n = max(sizes)
+    if any(n % size for size in sizes):
+        raise CostsError(f"costs are of different numbers of micro-batches: {sizes}")
+    column = np.arange(n)
+    classes = [_classes(own, size) for own, size in zip(costs, sizes, strict=True)]
+    number = [of_column[column % len(of_column)] for _, of_column in classes]
+    _, first, of_all = np.unique(number, axis=1, return_index=True, return_inverse=True)
+    parts = [
+        change(*(costs_of_microbatch(own, k % n) for own, n in zip(costs, sizes, strict=True)))
+        for k in first.tolist()
+    ]
+    return joined_microbatches(parts[0], parts, of_all.ravel())
+
+
+def joined_microbatches(costs: Costs, parts: Sequence[Costs], of_column: Ints) -> Costs:
+    """Return costs whose fields of one micro-batch come from the part of each micro-batch.
+
+    Parameters
+    ----------
+    costs
+        Costs with the other fields.
+    parts
+        Costs with one value a stage.
+    of_column
+        Number of the part of each micro-batch.
+    """
+    changed: dict[str, Any] = {}
+    for name in MICROBATCH_FIELDS:
+        values = [getattr(part, name) for part in parts]
+        if all(value == values[0] for value in values):
+            changed[name] = values[0]
+            continue
+        if name == "skip_bytes":
+            sizes = [dict(value) for value in values]
+            changed[name] = {skip: [size[skip] for size in sizes] for skip in sizes[0]}
+            for skip, row in changed[name].items():
+                changed[name][skip] = np.array(row)[of_column]
+        else:
+            columns = np.broadcast_arrays(*map(np.atleast_1d, values))
+            changed[name] = np.stack(columns, axis=1)[:, of_column]
+    return replace(costs, **changed)
+
+
+def repeated(costs: Costs, n: int) -> Costs:
+    """Return costs with values for ``n`` micro-batches, if they have values for a divisor of it."""
+    size = costs.n_microbatches
+    if size is None or size == n:
+        return costs
+    first, of_column = _classes(costs, size)
+    parts = [costs_of_microbatch(costs, k) for k in first.tolist()]
+    return joined_microbatches(costs, parts, np.tile(of_column, n // size))
+
+
+def cost_classes(costs: Costs, graph: TaskGraph) -> CostClasses | None:
+    """Return the costs of the micro-batches of a graph; None if all have the same.
+
+    Raises
+    ------
+    CostsError
+        If costs are of another number of micro-batches than the graph has, over all replicas or in
+        each; or of another number of slices.
+    """
+    work, n_slices = costs.work, graph.n_slices
+    if work is not None and work.n_slices not in (None, n_slices):
+        own, other = (
+            "whole sequences" if n == 1 else f"sequences in {n} slices"
+            for n in (work.n_slices, n_slices)
+        )
+        raise CostsError(
+            f"costs are of {own}, but the graph is of {other}; give costs(..., slices={n_slices}), "
+            f"or schedule.with_slices({work.n_slices})"
+        )
+    n = n_priced(costs)
+    if n is None:
+        return None
+    copy = copy_of_replicas(graph.homes)
+    n_copies = 1 + int(copy.max())
+    if n not in (graph.n_microbatches, n_copies * graph.n_microbatches) and (
+        n != n_slices or n_slices == 1
+    ):
+        all_of = f", or {n_copies * graph.n_microbatches} for those of all {n_copies} replicas"
+        raise CostsError(
+            f"costs have values for {n} micro-batches, but the graph has {graph.n_microbatches}; "
+            f"give {graph.n_microbatches} values a stage{all_of * (n_copies > 1)}"
+        )
+    if costs.n_microbatches is None:
+        return None
+    first, of_column = _classes(costs, n)
+    microbatch = graph.microbatch.astype(np.int64)
+    column = (copy[graph.replica] * graph.n_microbatches + microbatch) % n
+    number = np.where(microbatch < 0, len(first), of_column[column])
+    of_classes = (costs_of_microbatch(costs, k) for k in first.tolist())
+    return CostClasses((*of_classes, averaged(costs)), number)
+
+
+def distinct_costs(costs: Costs, n_microbatches: int) -> tuple[list[Costs], Ints]:
+    """Return costs with one value a stage, and which of them each micro-batch of one replica has.
+
+    Raises
+    ------
+    CostsError
+        If the costs are of another number of micro-batches.
+    """
+    n = n_priced(costs)
+    if n is not None and n != n_microbatches:
+        raise CostsError(
+            f"costs have values for {n} micro-batches, but {n_microbatches} are to be ordered; "
+            f"give {n_microbatches} values a stage, or Costs.averaged()"
+        )
+    n = costs.n_microbatches
+    if n is None:
+        return [costs], np.zeros(n_microbatches, dtype=np.int64)
+    first, of_column = _classes(costs, n)
+    return [costs_of_microbatch(costs, k) for k in first.tolist()], of_column
+
+
+def _classes(costs: Costs, n: int) -> tuple[Ints, Ints]:
+    """Return the first micro-batch of each class, and the class of each micro-batch."""
+    rows = []
+    for name in MICROBATCH_FIELDS:
+        value = getattr(costs, name)
+        if _width(value) and name == "skip_bytes":
+            rows += [size for _, size in value if isinstance(size, tuple)]
+        elif _width(value):
+            rows += value
+    values: Floats = np.array(rows, dtype=np.float64).reshape(-1, n)
+    _, first, inverse = np.unique(values, axis=1, return_index=True, return_inverse=True)
+    return first, inverse.ravel()

@@ -1,0 +1,1 @@
+"""Context parallelism: GPUs that share a sequence, and their exchange of keys and values."""

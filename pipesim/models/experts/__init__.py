@@ -1,0 +1,1 @@
+"""Mixtures of experts: parameters, routing, kernels, memory, and the exchange of tokens."""
