@@ -15,6 +15,7 @@ from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.clock_cycles import Partners
 from pipesim.lowering.exchanges import Exchanges, exchange_kinds
+from pipesim.lowering.expert_segments import expert_exchange_kinds
 from pipesim.ops import Op
 from pipesim.utils.csr import CSR, Ints
 
@@ -104,7 +105,8 @@ def add_partners(
     kinds, messages = _add_messages(compute, overlap, streams, borders)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
     kinds, adds_to, reduce = _add_reductions(compute, kinds, stream, collectives)
-    before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges)
+    before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges, borders)
+    after, kinds = expert_exchange_kinds(compute, kinds, after, overlap)
     return kinds, Partners(*messages, adds_to, reduce, before, after)
 
 
@@ -156,7 +158,8 @@ def _messages(
 ) -> _Messages:
     """Return messages of the ``producers`` to the stage at offset ``step``, and those of skips."""
     homes, n_stages = kinds.homes, kinds.homes.shape[1]
-    own = np.flatnonzero(kinds.is_op(producers))
+    own = np.flatnonzero(kinds.is_op(producers) & kinds.completes)
+    users = np.flatnonzero(kinds.is_op(producers) & kinds.begins)
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
     producer = np.concatenate([own, own[which]])
@@ -171,9 +174,9 @@ def _messages(
     _, first, produced = np.unique(key, return_index=True, return_inverse=True)
     replica, stage = np.divmod(cell[first], n_stages)
     to, is_skip = to[first], is_skip[first]
-    kinds_of_cell = CSR.group(kinds.replica[own] * n_stages + kinds.stage[own], homes.size)
+    kinds_of_cell = CSR.group(kinds.replica[users] * n_stages + kinds.stage[users], homes.size)
     target = replica * n_stages + to
-    consumer = own[kinds_of_cell.gather(target)]
+    consumer = users[kinds_of_cell.gather(target)]
     consumed = np.repeat(np.arange(len(target)), np.diff(kinds_of_cell.ptr)[target])
     return _Messages(producer, produced, consumer, consumed, replica, stage, to, is_skip)
 
@@ -191,7 +194,8 @@ def _add_reductions(
     reduce[is_bucket] = len(kinds) + numbers
     is_dense = ~np.isin(compute.stage, collectives.sharded)
     if len(n_buckets):
-        last = np.flatnonzero(compute.is_op(frozenset({Op.B, Op.W})) & is_dense)
+        gradients = compute.is_op(frozenset({Op.B, Op.W})) & compute.completes
+        last = np.flatnonzero(gradients & is_dense)
         adds_to[last] = compute.stage[last]
         kinds = kinds.joined(_reduction_kinds(homes, stream, n_buckets))
     if collectives.unshards:

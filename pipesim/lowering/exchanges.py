@@ -17,12 +17,14 @@ Tasks of micro-batch 3 on a sharded stage 0, in order::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
+from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.clock_cycles import Issued
 from pipesim.ops import EXCHANGES, Op
@@ -100,13 +102,15 @@ def checked_exchanges(
 
 
 def exchange_kinds(
-    own: Kinds, kinds: Kinds, stream: int, exchanges: Exchanges
+    own: Kinds, kinds: Kinds, stream: int, exchanges: Exchanges, borders: Sequence[Skip]
 ) -> tuple[CSR, CSR, Kinds]:
     """Add the kinds of exchanges; return the exchanges before and after each kind of task.
 
     ``own`` are the kinds of the compute tasks, the first of ``kinds``. Row ``k`` of the first CSR
     has the kinds before a task of kind ``k``, row ``k`` of the second those after it, in order.
     Exchanges of accumulated gradients are in neither: `ordered_exchanges` adds their tasks.
+    Vectors are put in order when the next stage needs them, if no message takes them elsewhere;
+    ``borders`` are the pairs of stages between which skips have messages.
 
     The function is longer than 40 lines, because both sides number the added kinds in one table.
     """
@@ -123,9 +127,11 @@ def exchange_kinds(
 
     for kind in range(len(own)) if exchanges.sharded else ():
         op, stage, replica = Op(own.op[kind]), int(own.stage[kind]), int(own.replica[kind])
-        on_one = np.diff(homes[replica]) == 0  # whether a stage and the next share a device
-        is_next = stage > 0 and stage - 1 in exchanges.sharded and on_one[stage - 1]
-        if op == Op.F and exchanges.dispatches and is_next:
+        waits = np.diff(homes[replica]) == 0  # whether vectors of a stage wait for the next stage
+        for source, target in borders:
+            waits[source] &= homes[replica, source] == homes[replica, target]
+        is_next = stage > 0 and stage - 1 in exchanges.sharded and waits[stage - 1]
+        if op == Op.F and exchanges.dispatches and is_next and own.begins[kind]:
             add(before, kind, stage - 1, Op.REORDER, _VECTORS)
         if stage not in exchanges.sharded:
             continue
@@ -135,7 +141,7 @@ def exchange_kinds(
             for part in (_COUNTS, _KEYS):
                 add(before, kind, stage, Op.ALL_TO_ALL, part)
             add(after, kind, stage, Op.ALL_TO_ALL, _VECTORS)
-            if exchanges.dispatches and not on_one[stage]:
+            if exchanges.dispatches and not waits[stage]:
                 add(after, kind, stage, Op.REORDER, _VECTORS)
         elif op in (Op.B, Op.I):
             if exchanges.dispatches:

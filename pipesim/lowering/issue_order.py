@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph, reordered
-from pipesim.ops import COMPUTE, EXCHANGES, Op
+from pipesim.ops import COMPUTE, EXCHANGES, PASSES, Op
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
@@ -31,7 +31,8 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     - ``"microbatch_major"``: pass, then position;
     - ``"stage_major"``: position.
 
-    A pass is the forward of a micro-batch through all stages (F, DISPATCH, REORDER of vectors), or
+    A pass is the forward of a micro-batch through all stages (F and its RESHARD, DISPATCH, REORDER
+    of vectors), or
     its backward (R, B, I, W, REORDER of gradients), or the STEPs of a mini-batch. Passes come in
     the order in which their first F, B or I, or STEP is issued by clock cycle. The position is that
     on the way forward and back through ``n`` stages: ``s`` for the forward of stage ``s``,
@@ -53,9 +54,10 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
 
 
 def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
-    """Return whether each task is F, or DISPATCH or REORDER of vectors of a sharded stage."""
+    """Return whether each task is F, its RESHARD, or DISPATCH or REORDER of vectors."""
     puts_vectors = (graph.op == Op.REORDER) & (graph.part == EXCHANGES.index("vectors"))
-    marked: NDArray[np.bool_] = graph.is_op(frozenset({Op.F, Op.DISPATCH})) | puts_vectors
+    frees = (graph.op == Op.RESHARD) & (graph.part == PASSES.index("forward"))
+    marked: NDArray[np.bool_] = graph.is_op(frozenset({Op.F, Op.DISPATCH})) | puts_vectors | frees
     return marked
 
 

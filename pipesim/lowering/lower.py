@@ -12,6 +12,7 @@ from pipesim.errors import ArgumentError, check_count
 from pipesim.graph.grad_sync import GradSyncArgument
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.offload_values import OffloadArgument
 from pipesim.graph.options import LoweredSchedule, LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import border_crossings, checked_skips
@@ -30,6 +31,7 @@ from pipesim.lowering.exchanges import (
     checked_exchanges,
     ordered_exchanges,
 )
+from pipesim.lowering.expert_segments import checked_expert_layers, checked_expert_replicas
 from pipesim.lowering.issue_order import IssueOrder, in_issue_order
 from pipesim.lowering.lower_options import (
     Streams,
@@ -39,6 +41,12 @@ from pipesim.lowering.lower_options import (
     forward_collectives,
 )
 from pipesim.lowering.microbatch_streams import with_streams_of_microbatches
+from pipesim.lowering.offloads import Offloads, checked_offloads, with_offloads
+from pipesim.lowering.parameter_shards import (
+    ShardParameters,
+    checked_parameter_shards,
+    with_parameter_shards,
+)
 from pipesim.lowering.receive_before_recompute import gradients_first
 from pipesim.lowering.recompute_and_steps import clock_cycles, with_recomputes_and_steps
 from pipesim.lowering.recomputed_microbatches import (
@@ -83,6 +91,11 @@ def lower(
     forward_only: bool = False,
     tied: Iterable[Iterable[int]] | str = (),
     grad_norm: bool = False,
+    prefetch: int = 1,
+    offload: OffloadArgument = "none",
+    shard_parameters: ShardParameters = "none",
+    expert_layers: Iterable[float] | float = (),
+    expert_replicas: int | None = None,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -217,6 +230,58 @@ def lower(
         backward and optimizer, such as to clip gradients. GRAD_NORM is one collective with one
         member a device, on the compute stream. The member has the number of the lowest stage of
         the lowest replica on its device.
+    prefetch
+        Number of compute tasks (F, B, I, W, R) of a device that a fetch, RELOAD or UNSHARD, may
+        run beside before the task that needs it. The fetch needs the compute task that comes
+        ``prefetch + 1`` places before its consumer; see `pipesim.graph.fetches`.
+    offload
+        Activations that wait in host memory for their backward (PipeOffload, arXiv 2503.01328):
+        OFFLOAD moves them after F, and RELOAD brings them back before R, B or I, on streams of
+        their own if transfers overlap.
+
+        - ``"none"``: they stay on the device.
+        - ``"all"``: those of every micro-batch and stage.
+        - A share, such as 0.5: that share of the bytes of each micro-batch.
+        - ``"longest:0.5"``: at most the half of a device's micro-batches and stages, all bytes of
+          those that live longest. A lifespan is the number of compute tasks of the device from F to
+          the consumer; of equal ones, lower stages and lower micro-batches are offloaded.
+
+        Stages may differ: give a sequence of one value a stage, the same as text,
+        ``"all/0.5/none"``, or a mapping from stages, whose other stages have ``"none"``. There
+        ``"longest:0.5"`` is the half of the stage's micro-batches.
+
+        Activations that are needed again within ``prefetch + 1`` compute tasks stay on the device
+        with every value, such as those of the last stage in 1F1B. Micro-batches that are recomputed
+        keep only their input: OFFLOAD moves all of that, whatever the share, and nothing for stage
+        0, whose input is the caller's. Sharded stages offload nothing. The link to the host is
+        `Network.host`.
+    shard_parameters
+        Whether each replica holds a share of the parameters, gradients and optimizer of each stage,
+        as in FSDP and ZeRO-3 (arXiv 1910.02054), and how long it keeps gathered parameters. UNSHARD
+        gathers them before a use: an F, or a backward. RESHARD frees them.
+
+        - ``"none"``: all replicas hold all parameters.
+        - ``"every"``: they are freed after each use (``reshard_after_forward=True`` of torch's
+          ``fully_shard``).
+        - A number k: a device keeps those of the k stages that it uses next, as
+          torch.distributed.pipelining does with ``max_active_stages=k``. With 1, consecutive uses
+          of one stage share an UNSHARD.
+        - ``"step"``: from the first use in a step to the last one. A step then moves as many bytes
+          as in ZeRO-2, and holds at most as many.
+
+        REDUCE_GRAD is then a reduce-scatter, as often as ``grad_sync`` says. Stages among
+        ``sharded`` keep their shards of rows.
+    expert_layers
+        Number of layers with experts of each stage, one number or one a stage, such as
+        ``Costs.expert_layers``. F, B and I of a stage with n such layers are 2n + 1 tasks
+        (segments), with exchanges of tokens between them (ALL_TO_ALL) on a stream of their own. If
+        the schedule pairs F and B (DualPipe), their segments alternate, so that the exchanges of
+        one run behind the compute of the other; see rule 3. R has no segments: its exchanges are
+        part of its seconds.
+    expert_replicas
+        Number of replicas that together have all experts, and exchange tokens; such as
+        ``Costs.expert_replicas``. It divides ``n_replicas``: replicas from 0 on are the first such
+        group. None: all replicas.
 
     Returns
     -------
@@ -229,7 +294,10 @@ def lower(
         For invalid ``hosts`` or ``skips``, for ``recompute_first`` if a forward comes after a
         backward or the schedule lists R, for ``recompute_waits`` if transfers overlap, and for
         collectives that do not suit the schedule: ``tied`` and ``grad_norm`` with several
-        mini-batches, ``grad_norm`` without steps.
+        mini-batches, ``grad_norm`` without steps. For an ``offload`` of another form or out of
+        range, and if all activations are needed again too soon to be offloaded. For
+        ``shard_parameters`` with one replica, several paths or mini-batches, ``shard_optimizer``,
+        bucketed gradients or ``tied``.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -267,38 +335,54 @@ def lower(
         schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
     )
     groups = checked_tied(tied, schedule.n_stages)
+    experts = checked_expert_layers(expert_layers, schedule.n_stages, shards)
+    n_sharing = checked_expert_replicas(expert_replicas, n_replicas)
     of_devices = checked_device_collectives(schedule, groups, grad_norm, shards, step)
+    prefetch = check_count("prefetch", prefetch, 0)
+    offloads = checked_offloads(offload, prefetch, schedule, shards)
+    parameters = checked_parameter_shards(
+        schedule, shard_parameters, prefetch, n_replicas=n_replicas, tied=groups, sharded=shards,
+        shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
+    )  # fmt: skip
     # Iterables were checked, and may be used up.
     arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards, "tied": groups}
-    arguments["grad_sync"] = collectives.grad_sync
+    arguments |= {"grad_sync": collectives.grad_sync, "offload": offloads.text}
+    arguments["expert_layers"] = experts
     source = LoweredSchedule(schedule, arguments)
     if forward_only:
         schedule, collectives = forward_actions(schedule), forward_collectives(collectives)
         recompute, step, recompute_first, recompute_waits = "never", "none", False, False
         exchanges, of_devices = collectives.exchanges, DeviceCollectives()
+        offloads = Offloads()
     schedule = with_chosen(schedule, recompute, shards)
-    options = LoweringOptions(
-        recompute=recompute_label(schedule, recompute),
-        overlap=overlap,
-        rendezvous=rendezvous,
-        host_threads=host_threads,
-        n_batches=schedule.n_batches,
-        grad_sync=collectives.grad_sync,
-        weight_versions=schedule.weight_versions,
-        skips=pairs,
-        portals=portals,
-        forward_only=forward_only,
-        tied=of_devices.tied,
-        source=source,
-    )
-    compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards)
+    compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards, experts)
     cycles = clock_cycles(schedule, compute)
     borders = tuple(border_crossings(pairs, portals))
     kinds, partners = add_partners(compute.kinds, overlap, streams, collectives, borders)
     issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.groups)
     issued = ordered_exchanges(exchanges, kinds, issued)
     kinds, issued = with_device_collectives(of_devices, kinds, issued, overlap)
+    kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap)
+    kinds, issued, shares = with_offloads(offloads, kinds, issued, overlap, schedule.name)
     del compute, cycles
+    options = LoweringOptions(
+        recompute=recompute_label(schedule, recompute),
+        overlap=overlap,
+        rendezvous=rendezvous,
+        host_threads=host_threads,
+        n_batches=schedule.n_batches,
+        n_slices=schedule.n_slices,
+        grad_sync=collectives.grad_sync,
+        weight_versions=schedule.weight_versions,
+        skips=pairs,
+        portals=portals,
+        forward_only=forward_only,
+        tied=of_devices.tied,
+        prefetch=prefetch,
+        expert_replicas=n_sharing if experts else 0,
+        offload_shares=shares,
+        source=source,
+    )
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = replicated_kinds(kinds, replica_devices(n_replicas, schedule.n_devices, layout))

@@ -51,6 +51,7 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     options = LoweringOptions(
         recompute=recompute_label(schedule, "listed"),
         n_batches=schedule.n_batches,
+        n_slices=schedule.n_slices,
         grad_sync=collectives.grad_sync,
         weight_versions=schedule.weight_versions,
     )

@@ -12,6 +12,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import verify
+from pipesim.lowering.expert_segments import ExpertLayers, with_segments
 from pipesim.lowering.recomputed_microbatches import Chosen, with_recomputes
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
@@ -27,11 +28,13 @@ def with_recomputes_and_steps(
     step: str,
     recompute_first: bool,
     sharded: tuple[int, ...],
+    expert_layers: ExpertLayers = (),
 ) -> TaskGraph:
     """Return the compute tasks of a schedule as a graph, in the order of each device.
 
     An R comes before each backward if its forward kept no activations. A STEP comes after the last
-    backward of a stage in each mini-batch. Options are those of `pipesim.lower`.
+    backward of a stage in each mini-batch. F, B and I of stages with experts are in segments.
+    Options are those of `pipesim.lower`.
     """
     kinds, kind = compute_kinds(schedule)
     kinds, recomputes, of_microbatch, places = with_recomputes(
@@ -45,7 +48,8 @@ def with_recomputes_and_steps(
         kinds = _with_steps(kinds, schedule.placement)
     kind = np.insert(kind, places, recomputes)
     microbatch = np.insert(schedule.microbatch, places, of_microbatch)
-    options = LoweringOptions(n_batches=schedule.n_batches)
+    kinds, kind, microbatch = with_segments(expert_layers, kinds, kind, microbatch)
+    options = LoweringOptions(n_batches=schedule.n_batches, n_slices=schedule.n_slices)
     return TaskGraph.of_kinds(kinds, kind, microbatch, options=options)
 
 

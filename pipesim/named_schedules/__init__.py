@@ -5,6 +5,7 @@ from pipesim.named_schedules import naive
 from pipesim.named_schedules import gpipe
 from pipesim.named_schedules import one_f_one_b
 from pipesim.named_schedules import pipedream
+from pipesim.named_schedules import sequence_slices
 from pipesim.named_schedules import interleaved
 from pipesim.named_schedules import zero_bubble
 from pipesim.named_schedules import zero_bubble_auto
@@ -24,6 +25,7 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "pipedream",
+    "sequence_slices",
     "zbv",
     "zero_bubble",
     "zero_bubble_auto",

@@ -24,17 +24,21 @@ import numpy as np
 
 from pipesim.costs.costs import Costs
 from pipesim.list_scheduling.argument_checks import checked_costs
+from pipesim.list_scheduling.changed_problems import with_equal_lengths
 from pipesim.list_scheduling.problem import (
     FORWARD,
     WEIGHT,
     Problem,
     action_columns,
     make_problem,
-    with_equal_lengths,
 )
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.list_scheduling.scheduler import list_orders, scheduled
-from pipesim.named_schedules.costed_orders import costed_orders, list_lanes
+from pipesim.named_schedules.costed_orders import (
+    costed_orders,
+    list_lanes,
+    with_equal_microbatches,
+)
 from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
@@ -97,7 +101,8 @@ def _block_schedule(
     # Micro-batches of the repeated block that are between F and I.
     in_flight = [-(-(end - start) // _INTERVAL) for start, end in zip(*block, strict=True)]
 
-    counted = replace(checked_costs(costs), activation_bytes=1.0, weight_grad_bytes=1.0)
+    equal_costs = with_equal_microbatches(checked_costs(costs), n_microbatches)
+    counted = replace(equal_costs, activation_bytes=1.0, weight_grad_bytes=1.0)
     problem = make_problem(placement, n_microbatches, counted, True, 2 * most, None)
     ranks, equal = _block_ranks(block, problem), with_equal_lengths(problem)
     if costs is None:
@@ -158,7 +163,8 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
         Seconds of F, I, W and messages, one number or one for each of the ``2p`` stages. The
         block is then squeezed for these seconds with several priorities and numbers of
         micro-batches in flight, and the shortest order is returned. It takes no more time than
-        that for equal F, I and W, and no more memory, counted in micro-batches.
+        that for equal F, I and W, and no more memory, counted in micro-batches. Of costs that
+        differ between micro-batches, the averages count.
     """
     block = _v_min_block(n_devices)
     return _block_schedule("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from pipesim.costs.costs import Costs
+from pipesim.errors import CostsError
 from pipesim.list_scheduling.problem import Problem
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.list_scheduling.scheduler import list_orders
@@ -18,6 +19,7 @@ from pipesim.order_search import (
     OrderProblem,
     counts_all_costs,
     evaluate,
+    meets,
     order_problem,
     schedule_of,
 )
@@ -26,7 +28,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.device_spans import longest_span
 
-__all__ = ["CostedOrders", "Score", "costed_orders", "list_lanes"]
+__all__ = ["CostedOrders", "Score", "costed_orders", "list_lanes", "with_equal_microbatches"]
 
 
 class Score(NamedTuple):
@@ -36,8 +38,8 @@ class Score(NamedTuple):
     makespan: float
 
     def is_no_worse(self, other: Score) -> bool:
-        """Return whether neither span nor makespan is longer than another."""
-        return self.span <= other.span and self.makespan <= other.makespan
+        """Return whether neither span nor makespan is longer than another, but for rounding."""
+        return meets(self.span, other.span) and meets(self.makespan, other.makespan)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,34 @@ class CostedOrders:
     def schedule(self, order: LaneOrder, name: str) -> Schedule:
         """Return an order as a schedule."""
         return schedule_of(self.problem, order, self.placement, name)
+
+
+def with_equal_microbatches(costs: Costs, n_microbatches: int) -> Costs:
+    """Return costs in which micro-batches have their average seconds and their largest bytes.
+
+    Named schedules repeat one pattern, which is thus made for the average micro-batch. It keeps a
+    memory limit for any order of micro-batches.
+
+    Raises
+    ------
+    CostsError
+        If the costs are of another number of micro-batches.
+    """
+    n = costs.n_microbatches
+    if n is None:
+        return costs
+    if n % n_microbatches:
+        raise CostsError(
+            f"costs have values for {n} micro-batches, but the schedule has {n_microbatches}; "
+            f"give {n_microbatches} values a stage, or Costs.averaged()"
+        )
+    largest: dict[str, Any] = {}
+    for name in ("activation_bytes", "weight_grad_bytes"):
+        value = getattr(costs, name)
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            rows = np.max(value, axis=1)
+            largest[name] = rows if len(rows) > 1 else float(rows[0])
+    return replace(costs.averaged(), **largest)
 
 
 def costed_orders(placement: Placement, n_microbatches: int, costs: Costs) -> CostedOrders:

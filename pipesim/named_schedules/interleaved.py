@@ -2,22 +2,26 @@
 
 - interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
 - interleaved 1F1B with split backwards (Zero Bubble, arXiv 2401.10241)
+- interleaved 1F1B in smaller groups of micro-batches: GIS, GIS-H (PipeOffload, arXiv 2503.01328)
 - breadth-first (Lamy-Poirier, arXiv 2211.05953)
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from pipesim.errors import check_count
+from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
 
-__all__ = ["interleaved_1f1b", "interleaved_zb", "looped_bfs"]
+__all__ = ["gis", "gis_h", "interleaved_1f1b", "interleaved_zb", "looped_bfs"]
 
 
 def _round_size(p: int, m: int) -> int:
@@ -89,7 +93,8 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
     n_chunks
         Stages of each device.
     """
-    return _build("interleaved_1f1b", n_devices, n_microbatches, n_chunks, 2, split=False)
+    orders = _Rounds(_round_size(n_devices, n_microbatches), 2)
+    return _build("interleaved_1f1b", n_devices, n_microbatches, n_chunks, orders)
 
 
 @register(
@@ -122,7 +127,128 @@ def interleaved_zb(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Sc
     n_devices, n_microbatches, n_chunks
         As for `interleaved_1f1b`.
     """
-    return _build("interleaved_zb", n_devices, n_microbatches, n_chunks, 1, split=True)
+    orders = _Rounds(_round_size(n_devices, n_microbatches), 1, np.arange(n_devices))
+    return _build("interleaved_zb", n_devices, n_microbatches, n_chunks, orders)
+
+
+def _group_bubble(p: int, m: int, n_chunks: int = 2, group_size: int | None = None) -> float:
+    check_count("n_chunks", n_chunks)
+    idle = 2 * (p - 1) + (n_chunks - 1) * (p - (group_size or p))
+    return idle / (3 * n_chunks * m + idle)
+
+
+def _group_activations(p: int, m: int, n_chunks: int = 2, group_size: int | None = None) -> float:
+    return min((n_chunks - 1) * (group_size or p) + p, n_chunks * m) / n_chunks
+
+
+@register(
+    "gis",
+    summary="interleaved 1F1B with W right after I, in groups of g micro-batches",
+    source="PipeOffload, arXiv 2503.01328, table 1",
+    bubble=ClosedForm("x/(3vm+x), x = 2(p-1) + (v-1)(p-g)", _group_bubble),
+    activations=ClosedForm("min((v-1)g + p, vm)/v", _group_activations),
+    counts=Counts(
+        "multiples of group_size, which is p unless it is given",
+        lambda p, m, group_size=None: m % (group_size or p) == 0,
+    ),
+)
+def gis(
+    n_devices: int, n_microbatches: int, n_chunks: int = 2, group_size: int | None = None
+) -> Schedule:
+    """Build the generalized interleaved schedule.
+
+    Two devices of two chunks each, two micro-batches in one group, I and W as long as F::
+
+        device 0 | 0F0 0F1 2F0 2F1 ..  2I0 2W0 ..  2I1 2W1 0I0 0W0 0I1 0W1
+        device 1 | ..  1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 ..
+
+    The micro-batches go in groups of ``g``: those of a group go through a device's first chunk,
+    then through its next one, and so on, before the next group. Backwards do likewise, last chunk
+    first. Device ``i`` runs ``(v - 1) g + p - 1 - i`` forwards as its warm-up, then a forward, an I
+    and a W in turn. It holds one activation of a chunk more than its warm-up has forwards: with
+    smaller groups fewer, but then it waits between the chunks of a group.
+
+    For F, I and W of ``f``, ``b`` and ``w`` seconds a chunk, the paper's idle time is
+    ``(p - 1)(f + b) + (v - 1)(p - g)(f + b - w)``. With groups of all devices it is exact; with
+    smaller ones for W as long as I, and F of at most twice that.
+
+    Parameters
+    ----------
+    n_devices
+        Any positive count.
+    n_microbatches
+        A multiple of ``group_size``.
+    n_chunks
+        Stages of each device.
+    group_size
+        Micro-batches of a group: at least half of the devices, and at most all (the default).
+        ``--interleave-group-size`` of the authors' code; `gis_h` has the smallest.
+
+    Raises
+    ------
+    ArgumentError
+        For groups of another size.
+    """
+    return _in_groups("gis", n_devices, n_microbatches, n_chunks, group_size or n_devices)
+
+
+@register(
+    "gis_h",
+    summary="GIS in groups of p/2 micro-batches: about half of the activations of 1F1B",
+    source="PipeOffload, arXiv 2503.01328, table 1",
+    bubble=ClosedForm(
+        "x/(3vm+x), x = 2(p-1) + (v-1)(p//2)",
+        lambda p, m, n_chunks=2: _group_bubble(p, m, n_chunks, _least_group(p)),
+    ),
+    activations=ClosedForm(
+        "min((v-1)g + p, vm)/v, g = (p+1)//2",
+        lambda p, m, n_chunks=2: _group_activations(p, m, n_chunks, _least_group(p)),
+    ),
+    counts=Counts("multiples of (p+1)//2", lambda p, m: m % _least_group(p) == 0),
+)
+def gis_h(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
+    """Build the generalized interleaved schedule in the smallest groups, ``(p + 1) // 2``.
+
+    Two devices of two chunks each, two micro-batches in groups of one, I and W as long as F::
+
+        device 0 | 0F0 ..  2F0 0F1 ..  2I0 2W0 2F1 0I0 0W0 ..  2I1 2W1 0I1 0W1
+        device 1 | ..  1F0 ..  3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1 ..
+
+    It is `gis` with this ``group_size``. For even ``p`` the fullest device holds ``(v + 1)/(2 v)``
+    of the activations of 1F1B.
+
+    Parameters
+    ----------
+    n_devices, n_chunks
+        As for `gis`.
+    n_microbatches
+        A multiple of ``(p + 1) // 2``.
+    """
+    n_devices = check_count("n_devices", n_devices)
+    return _in_groups("gis_h", n_devices, n_microbatches, n_chunks, _least_group(n_devices))
+
+
+def _least_group(p: int) -> int:
+    """Return the smallest group with which devices never wait for each other forever."""
+    return (p + 1) // 2
+
+
+def _in_groups(name: str, p: int, m: int, n_chunks: int, group_size: int) -> Schedule:
+    """Build interleaved 1F1B in groups, with W right after I.
+
+    Raises
+    ------
+    ArgumentError
+        For a group that is too small or too large.
+    """
+    least = _least_group(p)
+    if not least <= check_count("group_size", group_size) <= p:
+        raise ArgumentError(
+            f"group_size must be {least}..{p} for {p} devices, got {group_size}; with smaller "
+            "groups devices may wait for each other forever, larger ones only take memory"
+        )
+    orders = _Rounds(group_size, 1, np.zeros(p, dtype=np.int64))
+    return _build(name, p, m, n_chunks, orders)
 
 
 @register(
@@ -166,21 +292,33 @@ def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedu
     )
 
 
-def _build(
-    name: str, p: int, m: int, n_chunks: int, warm_up_per_hop: int, *, split: bool
-) -> Schedule:
-    """Build interleaved 1F1B, with whole or split backwards.
+class _Rounds(NamedTuple):
+    """How interleaved 1F1B orders the micro-batches.
 
-    ``warm_up_per_hop`` is how many forwards a device's warm-up has more than that of the next one.
+    Attributes
+    ----------
+    size
+        Micro-batches that pass a chunk before any passes the next chunk.
+    per_hop
+        Forwards that a device's warm-up has more than that of the next device.
+    w_delay
+        Of each device: number of I after an I before its W; None for whole backwards.
     """
+
+    size: int
+    per_hop: int
+    w_delay: Ints | None = None
+
+
+def _build(name: str, p: int, m: int, n_chunks: int, rounds: _Rounds) -> Schedule:
+    """Build interleaved 1F1B, with whole or split backwards."""
     n = check_count("n_chunks", n_chunks) * m
-    check_schedule(name, (3 if split else 2) * p * n)
-    round_size = _round_size(p, m)
-    chunk = (np.arange(n) // round_size % n_chunks).astype(np.int32)
+    check_schedule(name, (2 if rounds.w_delay is None else 3) * p * n)
+    chunk = (np.arange(n) // rounds.size % n_chunks).astype(np.int32)
 
     placement, device = looped(p, n_chunks), np.arange(p, dtype=np.int32)
-    warm_up = np.minimum((n_chunks - 1) * round_size + warm_up_per_hop * (p - 1 - device), n)
-    ops, k = alternate(n, warm_up, device if split else None)
+    warm_up = np.minimum((n_chunks - 1) * rounds.size + rounds.per_hop * (p - 1 - device), n)
+    ops, k = alternate(n, warm_up, rounds.w_delay)
     stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]
     del k  # large
     microbatches = number_microbatches(ops.ravel(), stages.ravel()).reshape(ops.shape)

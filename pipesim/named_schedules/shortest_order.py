@@ -8,12 +8,13 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pipesim.list_scheduling.changed_problems import first_values
 from pipesim.list_scheduling.priorities import PRIORITIES
 from pipesim.list_scheduling.problem import Problem
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.named_schedules.costed_orders import CostedOrders, list_lanes
 from pipesim.ops import Op
-from pipesim.order_search import LaneOrder, OrderProblem, improve
+from pipesim.order_search import LaneOrder, OrderProblem, improve, meets
 
 __all__ = ["shortest_order"]
 
@@ -74,12 +75,14 @@ def shortest_order(
         return improved
     longest = times.score(first).makespan
     finalists = [improved, *ranked[:_FINALISTS]]
-    return next((x for x in finalists if times.score(x).makespan <= longest), first)
+    return next((x for x in finalists if meets(times.score(x).makespan, longest)), first)
 
 
 def _with_limits(problem: OrderProblem, listed: Problem) -> OrderProblem:
     """Return the lanes with the bytes and limits of the list scheduler's problem."""
-    f_bytes, w_bytes = listed.f_bytes[problem.stage], listed.w_bytes[problem.stage]
+    f_bytes, w_bytes = (
+        first_values(listed, x)[problem.stage] for x in (listed.f_bytes, listed.w_bytes)
+    )
     return problem._replace(
         allocated=np.where(problem.op == Op.F, f_bytes, 0.0),
         released=np.select([problem.op == Op.I, problem.op == Op.W], [f_bytes - w_bytes, w_bytes]),

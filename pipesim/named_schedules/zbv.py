@@ -7,7 +7,7 @@ from dataclasses import replace
 from pipesim.costs.costs import Costs
 from pipesim.list_scheduling.argument_checks import checked_costs
 from pipesim.list_scheduling.problem import make_problem
-from pipesim.named_schedules.costed_orders import costed_orders
+from pipesim.named_schedules.costed_orders import costed_orders, with_equal_microbatches
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.order_search import lane_order
@@ -53,6 +53,7 @@ def zbv(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sche
         Seconds of F, I, W and messages, one number or one for each of the ``2p`` stages. The list
         scheduler and a short local search then look for an order that takes less time than the one
         above. It holds no more activations, counted in micro-batches. By default the order above.
+        Of costs that differ between micro-batches, the averages count.
 
     Raises
     ------
@@ -67,6 +68,7 @@ def zbv(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sche
 def _ordered_for(schedule: Schedule, costs: Costs) -> Schedule:
     """Return an order of less makespan within the memory of the schedule, or the schedule."""
     p, m, placement = schedule.n_devices, schedule.n_microbatches, schedule.placement
+    costs = with_equal_microbatches(costs, m)
     counted = replace(costs, activation_bytes=1.0, weight_grad_bytes=1.0)
     problem = make_problem(placement, m, counted, True, 2 * p, None)
     times = costed_orders(placement, m, costs)

@@ -20,8 +20,9 @@ import numpy as np
 
 from pipesim.costs.costs import Costs
 from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
-from pipesim.list_scheduling.problem import make_problem, with_equal_lengths
-from pipesim.named_schedules.costed_orders import costed_orders
+from pipesim.list_scheduling.changed_problems import with_equal_lengths
+from pipesim.list_scheduling.problem import make_problem
+from pipesim.named_schedules.costed_orders import costed_orders, with_equal_microbatches
 from pipesim.named_schedules.zero_bubble_variants import best_variant
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
@@ -38,8 +39,9 @@ def _automatic_schedule(
     name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
 ) -> Schedule:
     """Return the best order within the limit; by default that of ``factor * p`` micro-batches."""
-    check_weight_bytes(checked_costs(costs), p)
-    counted = _with_bytes(checked_costs(costs), p)
+    equal_costs = with_equal_microbatches(checked_costs(costs), m)
+    check_weight_bytes(equal_costs, p)
+    counted = _with_bytes(equal_costs, p)
     held = counted.per_stage("activation_bytes", p)
     with np.errstate(over="ignore", invalid="ignore"):  # `make_problem` refuses infinite sums
         limits = factor * p * held if memory_limit is None else memory_limit
@@ -108,7 +110,9 @@ def zb_1p(
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
         Seconds of F, I, W and messages, and bytes of activations. Without ``weight_grad_bytes``
-        W holds no bytes. By default F, I and W take equally long, and messages no time.
+        W holds no bytes. By default F, I and W take equally long, and messages no time. Of costs
+        that differ between micro-batches, averages of seconds and the largest bytes count;
+        `Schedule.with_microbatch_order` gives the order of micro-batches.
     memory_limit
         Bytes of activations that a device may hold, one number or one a device; by default those
         of ``n_devices`` micro-batches. If the costs have no ``activation_bytes``, the unit is

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from pipesim.list_scheduling.changed_problems import first_values, with_microbatches
 from pipesim.list_scheduling.priorities import PRIORITIES
-from pipesim.list_scheduling.problem import Problem, with_microbatches
+from pipesim.list_scheduling.problem import Problem
 from pipesim.named_schedules.costed_orders import CostedOrders, Score, list_lanes
-from pipesim.order_search import LaneOrder
+from pipesim.order_search import LaneOrder, meets
 
 __all__ = ["best_variant"]
 
@@ -56,7 +57,7 @@ def best_variant(
 def _ranked(problem: Problem, times: CostedOrders, longest: Score | None) -> list[_Variant]:
     """Return variants with different orders, the best first; the first one among equals."""
     make_order = _order_maker(problem)
-    goal = _least_span(problem) * (1 + _ROUNDING)
+    goal = _least_span(problem)
     scores: dict[bytes, tuple[Score, int, _Variant]] = {}
     for number, variant in enumerate(_variants(problem)):
         order = make_order(variant)
@@ -64,7 +65,7 @@ def _ranked(problem: Problem, times: CostedOrders, longest: Score | None) -> lis
             continue
         score = times.quick_score(order)
         scores[key] = score, number, variant
-        if score.span <= goal and (longest is None or score.is_no_worse(longest)):
+        if meets(score.span, goal) and (longest is None or score.is_no_worse(longest)):
             break
     return [variant for _, _, variant in sorted(scores.values(), key=lambda row: row[:2])]
 
@@ -77,7 +78,8 @@ def _order_maker(problem: Problem) -> Callable[[_Variant], LaneOrder]:
 
 def _variants(problem: Problem) -> Iterator[_Variant]:
     """Yield the values to try."""
-    forward, backward, _ = problem.seconds.reshape(3, -1).mean(axis=1).tolist()
+    seconds = first_values(problem, problem.seconds).reshape(3, -1)
+    forward, backward, _ = seconds.mean(axis=1).tolist()
     after = np.arange(problem.n_devices)[::-1]
     slopes = list(_SLOPES)
     if forward > 0:  # as many as the device can run until its first I is ready
@@ -96,8 +98,8 @@ def _least_span(problem: Problem) -> float:
 
     The wait begins when the device's memory is full.
     """
-    m, held = problem.n_microbatches, problem.f_bytes
-    forward, backward, weight = problem.seconds.reshape(3, -1)
+    m, held = problem.n_microbatches, first_values(problem, problem.f_bytes)
+    forward, backward, weight = first_values(problem, problem.seconds).reshape(3, -1)
     places = np.full(problem.n_devices, m)
     holds = held > 0
     places[holds] = np.minimum(m, problem.limits[holds] / held[holds] + _ROUNDING)

@@ -70,7 +70,7 @@ def test_sharded_stages_exchange_no_gradients() -> None:
 def test_forwards_are_those_of_the_schedule(lowering: Lowering) -> None:
     """Each device runs its F in its own order, and no other action of the schedule."""
     schedule, options = lowering
-    graph = ps.lower(schedule, **options | {"forward_only": True})
+    graph = ps.lower(schedule, **options | {"forward_only": True, "expert_layers": ()})
     n_paths = schedule.placement.n_paths
     for copy in range(options["n_replicas"]):
         for device in range(schedule.n_devices):
@@ -139,6 +139,10 @@ def test_memory_of_two_stages() -> None:
         assert not ps.simulate(graph, costs, memory_limit=68).fits
 
 
+#: Evaluations of outputs alone: nothing that gathers parameters or exchanges tokens.
+PLAIN = {"forward_only": True, "expert_layers": (), "shard_parameters": "none"}
+
+
 @given(cases())
 def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """At any moment: the outputs from F to their message, the inputs from it to F, on their device.
@@ -148,7 +152,7 @@ def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]
     graph, costs = case
     assert graph.options.source is not None
     source = graph.options.source
-    graph = ps.lower(source.schedule, **{**source.arguments, "forward_only": True})
+    graph = ps.lower(source.schedule, **{**source.arguments, **PLAIN})
     timeline = ps.simulate(graph, costs)
     number = {
         (t.op, t.replica, t.stage, t.microbatch): t.id for t in map(graph.task, range(len(graph)))

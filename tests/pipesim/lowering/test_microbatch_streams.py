@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawing import draw, grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import named_schedules
 
@@ -144,7 +144,6 @@ def test_messages_are_blocked_by_those_before_them(streams: str, engine: str) ->
     assert draw(timeline, transfers=False) == grid(BLOCKED[streams])
 
 
-@settings(max_examples=25)
 @given(named_schedules(), st.integers(0, 3), st.sampled_from([1.0, 4.0]))
 def test_links_of_pairs_keep_the_senders_order(
     schedule: ps.Schedule, latency: int, bandwidth: float

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels import as_python, compiled
 from simulated_runs import UNIFORM, longest_span, run_schedule
@@ -38,13 +38,12 @@ def check_no_worse(name: str, p: int, m: int, prices: ps.Costs) -> None:
             ps.simulate(ps.lower(ps.schedule(name, p, m, **options)), prices)
             for options in ({"costs": prices}, {})
         )
-    assert by_costs.makespan <= without.makespan
+    assert by_costs.makespan <= without.makespan * (1 + 1e-9)
     if name.startswith("zb_"):
-        assert longest_span(by_costs) <= longest_span(without)
+        assert longest_span(by_costs) <= longest_span(without) * (1 + 1e-9)
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
 @given(st.data())
 def test_any_costs_make_no_order_worse(data: st.DataObject) -> None:
     """Uneven stages, messages, shared links and launches."""

@@ -108,6 +108,10 @@ DRAWN = {
         0 | 0F0 ..  2F0 ..  ..  2I0 2W0 0I0 0W0
         1 | ..  1F0 ..  3F0 3I0 ..  1I0 3W0 1W0
     """,
+    "gis(2, 2, group_size=1)": """
+        0 | 0F0 ..  2F0 0F1 ..  2I0 2W0 2F1 0I0 0W0 ..  2I1 2W1 0I1 0W1
+        1 | ..  1F0 ..  3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1 ..
+    """,
     "zb_h1(2, 2)": """
         0 | F0 F1 .. I0 W0 I1 W1
         1 | .. F0 I0 F1 I1 W0 W1
@@ -240,6 +244,37 @@ def test_published_zero_bubble_formulas(
     assert timeline.peak_memory.tolist() == [
         (weights * (p - 1 - d) + 1) * 7 + weights * d * 3 for d in range(p)
     ]
+
+
+@given(p=st.integers(1, 4), v=st.integers(1, 3), f=whole_seconds, i=whole_seconds, w=whole_seconds)
+def test_published_table_of_pipeoffload(p: int, v: int, f: int, i: int, w: int) -> None:
+    """Table 1 of arXiv 2503.01328 for GIS and GIS-H, whose formula holds for W as long as I."""
+    p *= 2
+    seconds = {"forward": f, "backward": None, "input_grad": i, "weight_grad": w}
+    timeline = simulated(ps.schedule("gis", p, p, n_chunks=v), **seconds)
+    assert timeline.peak_memory.max() == v * p  # chunks of M = p stages
+    assert timeline.makespan - v * p * (f + i + w) == (p - 1) * (f + i)
+    f, w = min(f, 2 * i), i
+    seconds = {"forward": f, "backward": None, "input_grad": i, "weight_grad": w}
+    timeline = simulated(ps.schedule("gis_h", p, p, n_chunks=v), **seconds)
+    assert timeline.peak_memory.max() == (v + 1) * p / 2
+    idle = (p - 1) * (f + i) + (v - 1) * p / 2 * (f + i - w)
+    assert timeline.makespan - v * p * (f + i + w) == idle
+
+
+@given(p=st.integers(1, 4), v=st.integers(1, 3), data=st.data())
+def test_groups_of_pipeoffload(p: int, v: int, data: st.DataObject) -> None:
+    """Any size of groups: ``g(v-1) + d`` activations, ``(d-g)(v-1)`` more bubbles (ibid.)."""
+    g = data.draw(st.integers((p + 1) // 2, p))
+    timeline = simulated(ps.schedule("gis", p, 3 * g, n_chunks=v, group_size=g))
+    assert timeline.peak_memory.max() == min(g * (v - 1) + p, 3 * g * v)
+    assert timeline.makespan - 9 * g * v == 2 * (p - 1) + (p - g) * (v - 1)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_groups_that_are_refused(size: int) -> None:
+    with pytest.raises(ArgumentError, match=r"group_size must be 2\.\.4 for 4 devices, got "):
+        ps.schedule("gis", 4, 20, group_size=size)
 
 
 @given(p=st.integers(1, 5), more=st.integers(0, 6))

@@ -1,0 +1,198 @@
+"""Split F, B and I of stages with experts into segments, with exchanges of tokens between them.
+
+A stage with one layer of experts, on the compute stream (``d``, ``c``: dispatch and combine)::
+
+    alone      compute  | F0.0    F0.1    F0.2          B0.0    B0.1    B0.2
+               exchange |      d0      c0                    c0      d0
+
+    as a pair  compute  | F1.0 B0.0 F1.1 B0.1 F1.2 B0.2
+               exchange |      d1   c0   c1   d0
+
+Segments of an F and a B that the schedule pairs alternate, so that the exchanges of one run behind
+the compute of the other (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1). They are tasks
+like any other: none lasts longer or shorter as half of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError, check_count
+from pipesim.graph.overlaps import overlapped_pairs
+from pipesim.graph.tasks import Kinds, StreamKind, Tasks
+from pipesim.ops import EXPERT_EXCHANGES, SEGMENTED, Op, expert_exchange
+from pipesim.utils.csr import CSR
+
+__all__ = [
+    "ExpertLayers",
+    "checked_expert_layers",
+    "checked_expert_replicas",
+    "expert_exchange_kinds",
+    "with_segments",
+]
+
+#: Number of layers with experts of each stage; empty for none.
+ExpertLayers = tuple[int, ...]
+#: Most layers with experts of a stage.
+_MOST_LAYERS = 1000
+
+
+def checked_expert_layers(
+    expert_layers: object, n_stages: int, sharded: tuple[int, ...]
+) -> ExpertLayers:
+    """Return the layers with experts of each stage, from the argument of `pipesim.lower`.
+
+    Raises
+    ------
+    ArgumentError
+        For values that are no counts, for another number of stages, and for sharded stages.
+    """
+    values = _values(expert_layers, n_stages)
+    layers = tuple(
+        check_count(f"expert_layers of stage {stage}", _whole(value), 0)
+        for stage, value in enumerate(values)
+    )
+    for stage, n in enumerate(layers):
+        if n > _MOST_LAYERS:
+            raise ArgumentError(
+                f"expert_layers of stage {stage} must be at most {_MOST_LAYERS}, got {n}"
+            )
+        if n and stage in sharded:
+            raise ArgumentError(
+                f"expert_layers gives stage {stage} {n} layers with experts, but it is a sharded "
+                "embedding; give it 0"
+            )
+    return layers if any(layers) else ()
+
+
+def _values(expert_layers: object, n_stages: int) -> list[object]:
+    """Return one value a stage."""
+    if isinstance(expert_layers, (str, bytes, Mapping)) or (
+        not isinstance(expert_layers, Iterable) and not isinstance(expert_layers, (int, float))
+    ):
+        raise ArgumentError(
+            "expert_layers must be the number of layers with experts of each stage, one number or "
+            f"one a stage, such as Costs.expert_layers; got {expert_layers!r:.60}"
+        )
+    if not isinstance(expert_layers, Iterable):
+        return [expert_layers] * n_stages
+    values = list(expert_layers)
+    if len(values) not in (0, n_stages):
+        raise ArgumentError(
+            f"expert_layers has {len(values)} values for {n_stages} stages; give one number, or "
+            "one a stage"
+        )
+    return values
+
+
+def _whole(value: object) -> object:
+    """Return a whole float, such as those of costs, as an integer; other values as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int:
+    """Return the number of replicas that exchange tokens; 0 for all.
+
+    Raises
+    ------
+    ArgumentError
+        For a number that is no count, or does not divide the replicas.
+    """
+    if expert_replicas is None:
+        return 0
+    if n_replicas % check_count("expert_replicas", expert_replicas):
+        raise ArgumentError(
+            f"expert_replicas={expert_replicas} replicas that together have all experts do not "
+            f"divide n_replicas={n_replicas}; give lower(n_replicas=...) a multiple of it"
+        )
+    return expert_replicas % n_replicas
+
+
+def with_segments(
+    layers: ExpertLayers, kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
+) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
+    """Return compute tasks with F, B and I of stages with experts in segments.
+
+    Parameters
+    ----------
+    layers
+        Layers with experts of each stage.
+    kinds, kind, microbatch
+        Compute tasks, in the order of each device.
+    """
+    if not layers:
+        return kinds, kind, microbatch
+    n_segments = np.where(kinds.is_op(SEGMENTED), 2 * np.array(layers)[kinds.stage] + 1, 1)[kind]
+    place, overlapped = np.arange(len(kind)), kinds.overlapped[kind]
+    second = np.zeros_like(place)
+    forward, backward = overlapped_pairs(kinds, kind, kinds.streams[1])
+    splits = (n_segments[forward] > 1) | (n_segments[backward] > 1)
+    forward, backward = forward[splits], backward[splits]
+    overlapped[forward] = overlapped[backward] = 0
+    place[backward], second[backward] = forward, 1
+    task = np.repeat(np.arange(len(kind)), n_segments)
+    segment = np.arange(len(task)) - (np.cumsum(n_segments) - n_segments)[task]
+    order = np.lexsort((2 * segment + second[task], place[task]))
+    task, segment = task[order], segment[order]
+    own = kind[task]
+    tasks = Tasks(
+        kinds.op[own],
+        kinds.device[own],
+        kinds.stage[own],
+        microbatch[task].astype(np.int64),
+        kinds.stream[own],
+        kinds.replica[own],
+        overlapped[task],
+        part=np.where(n_segments[task] > 1, segment, -1),
+    )
+    return *tasks.kinds(), microbatch[task]
+
+
+def expert_exchange_kinds(
+    compute: Kinds, kinds: Kinds, after: CSR, overlap: bool
+) -> tuple[CSR, Kinds]:
+    """Add the kinds of exchanges of experts' tokens, which come after segments.
+
+    Parameters
+    ----------
+    compute
+        Kinds of the compute tasks.
+    kinds
+        Kinds so far, which begin with those of ``compute``.
+    after
+        Exchanges that come after a task of each kind of ``compute``.
+    overlap
+        Whether exchanges have a stream of their own.
+
+    Returns
+    -------
+    CSR, Kinds
+        ``after`` and ``kinds`` with the new exchanges.
+    """
+    own = np.flatnonzero(compute.is_op(SEGMENTED) & (compute.part >= 0) & ~compute.completes)
+    if not len(own):
+        return after, kinds
+    layer, second = np.divmod(compute.part[own], 2)
+    direction = np.where(compute.op[own] == Op.F, 0, 2)
+    part = expert_exchange(EXPERT_EXCHANGES[0], 0) + layer * len(EXPERT_EXCHANGES)
+    part = part + direction + second
+    # B and I of a stage share the kinds of their exchanges.
+    place = np.stack([compute.replica[own], compute.stage[own], part])
+    _, first, number = np.unique(place, axis=1, return_index=True, return_inverse=True)
+    rows = own[first]
+    same = np.ones_like(rows)
+    stream = StreamKind.EXCHANGE if overlap else StreamKind.COMPUTE
+    exchanges = Kinds(
+        Op.ALL_TO_ALL * same,
+        compute.device[rows],
+        compute.stage[rows],
+        compute.replica[rows],
+        stream * same,
+        part=part[first],
+    )
+    row = np.concatenate([after.rows, own])
+    value = np.concatenate([after.values, len(kinds) + number.ravel()])
+    return CSR.from_pairs(row, value, len(after)), kinds.joined(exchanges)

@@ -1,0 +1,296 @@
+"""Add OFFLOAD and RELOAD tasks: activations that wait in host memory for their backward.
+
+The middle device of three in 1F1B, with ``offload="all"`` and ``prefetch=1``::
+
+    compute | 1F0 | 1F1 | 1B0       | 1F2      | 1B1 | ...
+    offload |           | 1OFFLOAD1 |
+    reload  |                       | 1RELOAD1 |
+
+An OFFLOAD comes right after its F. A RELOAD comes right after the compute task ``prefetch + 1``
+places before its consumer, which is R, B or I. Activations whose consumer comes at most
+``prefetch + 1`` compute tasks after F stay on the device, such as those of micro-batch 0: the
+RELOAD would have to wait for the OFFLOAD, and the consumer for both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError
+from pipesim.graph.offload_values import StageOffload, checked_offload
+from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.lowering.clock_cycles import Issued
+from pipesim.ops import KEPT, LISTED, RECVS, SENDS, Op
+from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
+
+__all__ = ["Offloads", "checked_offloads", "with_offloads"]
+
+Bools = NDArray[np.bool_]
+_CONSUMERS = frozenset({Op.R, Op.B, Op.I})
+_INPUT = KEPT.index("input")
+
+
+class Offloads(NamedTuple):
+    """Activations to offload: of all stages together, or of each.
+
+    Attributes
+    ----------
+    values
+        One value of all stages of a device together, or one a stage.
+    prefetch
+        Compute tasks that a RELOAD may run beside.
+    sharded
+        Stages whose rows are spread over the replicas; they offload nothing.
+    """
+
+    values: StageOffload | tuple[StageOffload, ...] = StageOffload(share=0.0)
+    prefetch: int = 1
+    sharded: tuple[int, ...] = ()
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is offloaded."""
+        return all(value.is_none for value in self.of_stages(1))
+
+    def of_stages(self, n_stages: int) -> tuple[StageOffload, ...]:
+        """Return the value of each stage."""
+        return self.values if isinstance(self.values, tuple) else (self.values,) * n_stages
+
+    @property
+    def text(self) -> str:
+        """The value as text, which `pipesim.lower` takes."""
+        return "/".join(value.text for value in self.of_stages(1))
+
+
+def checked_offloads(
+    offload: object, prefetch: int, schedule: Schedule, sharded: tuple[int, ...]
+) -> Offloads:
+    """Return the options of `pipesim.lower`, checked to suit the schedule.
+
+    Raises
+    ------
+    ArgumentError
+        For values of another form or out of range, and for a sharded stage that has one.
+    """
+    if isinstance(offload, str) and offload == "none":
+        return Offloads(prefetch=prefetch, sharded=sharded)
+    values = checked_offload(offload, schedule.n_stages)  # type: ignore[arg-type]
+    named = [s for s in sharded if isinstance(values, tuple) and not values[s].is_none]
+    if named:
+        raise ArgumentError(
+            f"offload names stage {named[0]}, which is sharded: its backward needs the keys of a "
+            "micro-batch alone, which stay on the device; leave it out"
+        )
+    return Offloads(values, prefetch, sharded)
+
+
+class _Activations(NamedTuple):
+    """Activations of micro-batches that may be offloaded, one entry each.
+
+    ``place`` and ``consumer`` are the positions of F and of its first consumer among the compute
+    tasks of their device.
+    """
+
+    cell: Ints
+    device: Ints
+    stage: Ints
+    replica: Ints
+    microbatch: Ints
+    place: Ints
+    consumer: Ints
+    is_input: Bools
+
+
+class _DeviceOrder(NamedTuple):
+    """Listed compute tasks, device after device, each in its order.
+
+    Attributes
+    ----------
+    tasks
+        Position of each task in the issue order.
+    place
+        Number of each task among those of all devices; halves of an overlapped action share one.
+    first, last
+        Position of the first and the last task of each place.
+    """
+
+    tasks: Ints
+    place: Ints
+    first: Ints
+    last: Ints
+
+
+def with_offloads(
+    offloads: Offloads, kinds: Kinds, issued: Issued, overlap: bool, name: str
+) -> tuple[Kinds, Issued, tuple[float, ...]]:
+    """Add the copies to the tasks of one replica.
+
+    Parameters
+    ----------
+    offloads
+        Activations to offload.
+    kinds, issued
+        Kinds and tasks without copies.
+    overlap
+        As in `pipesim.lower`: whether copies have streams of their own. Otherwise an OFFLOAD
+        follows the SENDs of its F, and a RELOAD comes before the RECVs of its consumer.
+    name
+        Name of the schedule, for errors.
+
+    Returns
+    -------
+    Kinds, Issued, tuple of float
+        All kinds and tasks, and the share of each stage; see `LoweringOptions.offload_shares`.
+
+    Raises
+    ------
+    ArgumentError
+        If every activation is needed again too soon to be offloaded.
+    """
+    if offloads.is_none:
+        return kinds, issued, ()
+    order = _device_order(kinds, issued)
+    held = _activations(offloads, kinds, issued, order)
+    n_stages = kinds.homes.shape[1]
+    chosen = _chosen(offloads, held, n_stages)
+    if not chosen.any():
+        raise ArgumentError(
+            f"offload={offloads.text!r}, but schedule {name!r} has no activations to offload: each "
+            f"is needed again within prefetch + 1 = {offloads.prefetch + 1} compute tasks, or "
+            "fewer micro-batches than one were chosen; give a larger share, a smaller prefetch, "
+            'or offload="none"'
+        )
+    held = _Activations(*(column[chosen] for column in held))
+    kinds, copies = _copy_kinds(kinds, held, overlap)
+    after, before = _places(kinds, issued, order, held, offloads.prefetch, overlap)
+    # Ties of one position: OFFLOADs first, then RELOADs in the order of their consumers.
+    offset = np.concatenate([after, before])
+    rank = np.concatenate([held.place, held.consumer])
+    is_reload = np.repeat([0, 1], len(after))
+    by_position = np.lexsort((rank, is_reload, offset))
+    offset, kind = offset[by_position], copies.ravel()[by_position]
+    microbatch = np.tile(held.microbatch, 2)[by_position]
+    shares = [value.share for value in offloads.of_stages(n_stages)]
+    return (
+        kinds,
+        Issued(
+            np.insert(issued.kind, offset, kind).astype(np.int32),
+            np.insert(issued.microbatch, offset, microbatch).astype(np.int32),
+            issued.ends + np.searchsorted(offset, issued.ends, side="right"),
+        ),
+        tuple(share or 1.0 for share in shares) if any(0 < share < 1 for share in shares) else (),
+    )
+
+
+def _device_order(kinds: Kinds, issued: Issued) -> _DeviceOrder:
+    """Return the listed compute tasks of each device."""
+    tasks = np.flatnonzero(kinds.is_op(LISTED)[issued.kind])
+    tasks = tasks[np.argsort(kinds.device[issued.kind[tasks]], kind="stable")]
+    own = issued.kind[tasks]
+    is_first = (kinds.overlapped[own] == 0) | (kinds.op[own] == Op.F)
+    begins = np.flatnonzero(is_first)
+    ends = np.append(begins[1:], len(tasks)) - 1
+    return _DeviceOrder(tasks, np.cumsum(is_first) - 1, tasks[begins], tasks[ends])
+
+
+def _activations(
+    offloads: Offloads, kinds: Kinds, issued: Issued, order: _DeviceOrder
+) -> _Activations:
+    """Return the activations of all forwards that keep any.
+
+    Those of sharded stages are left out, and so are inputs of stage 0, which are the caller's.
+    """
+    own, microbatch = issued.kind[order.tasks], issued.microbatch[order.tasks]
+    op, stage, replica = kinds.op[own], kinds.stage[own], kinds.replica[own]
+    width, n_stages = int(microbatch.max(initial=0)) + 1, kinds.homes.shape[1]
+    cell = (replica * n_stages + stage) * width + microbatch
+    none = len(order.tasks)
+    consumer = np.full(kinds.homes.size * width, none, dtype=np.int64)
+    uses = np.flatnonzero(kinds.is_op(_CONSUMERS)[own])
+    np.minimum.at(consumer, cell[uses], order.place[uses])
+    is_input = np.zeros(len(consumer), dtype=bool)
+    is_input[cell[op == Op.R]] = True
+    forwards = (op == Op.F) & kinds.completes[own]
+    forwards = np.flatnonzero(forwards & ~np.isin(stage, offloads.sharded))
+    forwards = forwards[consumer[cell[forwards]] < none]
+    forwards = forwards[~is_input[cell[forwards]] | (stage[forwards] > 0)]
+    cells = cell[forwards]
+    return _Activations(
+        cells,
+        kinds.device[own[forwards]],
+        stage[forwards],
+        replica[forwards],
+        microbatch[forwards],
+        order.place[forwards],
+        consumer[cells],
+        is_input[cells],
+    )
+
+
+def _chosen(offloads: Offloads, held: _Activations, n_stages: int) -> Bools:
+    """Mark the activations to offload.
+
+    Of equal lifespans, counted in compute tasks of the device, the lower stage comes first, then
+    the lower micro-batch.
+    """
+    lifespan = held.consumer - held.place
+    values = offloads.of_stages(n_stages)
+    chosen = np.array([not value.is_none for value in values])[held.stage]
+    together = not isinstance(offloads.values, tuple)
+    group = held.device if together else held.replica * n_stages + held.stage
+    order = np.lexsort((held.microbatch, held.stage, -lifespan, group))
+    starts = np.searchsorted(group[order], group[order], side="left")
+    sizes = np.searchsorted(group[order], group[order], side="right") - starts
+    longest = np.array([value.longest for value in values])[held.stage[order]]
+    # Products such as 0.29 * 100 are a little below the whole number that was meant.
+    most = np.floor(longest * sizes * (1 + 1e-12))
+    selected = np.zeros(len(order), dtype=bool)
+    selected[order] = np.arange(len(order)) - starts < most
+    marked: Bools = chosen & selected & (lifespan > offloads.prefetch + 1)
+    return marked
+
+
+def _copy_kinds(kinds: Kinds, held: _Activations, overlap: bool) -> tuple[Kinds, Ints]:
+    """Return the kinds with those of the copies; and the kinds of OFFLOAD and RELOAD of each.
+
+    The latter have shape ``(2, len(held.cell))``.
+    """
+    columns = np.stack([held.stage, held.replica, held.is_input])
+    (stage, replica, is_input), number = np.unique(columns, axis=1, return_inverse=True)
+    device, n = kinds.homes[replica, stage], len(stage)
+    part = np.where(is_input, _INPUT, -1)
+    tables = [
+        Kinds(
+            np.full(n, op), device, stage, replica,
+            np.full(n, stream if overlap else StreamKind.COMPUTE), part=part,
+        )
+        for op, stream in ((Op.OFFLOAD, StreamKind.OFFLOAD), (Op.RELOAD, StreamKind.RELOAD))
+    ]  # fmt: skip
+    first = len(kinds) + number.ravel()
+    return kinds.joined(*tables), np.stack([first, n + first])
+
+
+def _places(
+    kinds: Kinds,
+    issued: Issued,
+    order: _DeviceOrder,
+    held: _Activations,
+    prefetch: int,
+    overlap: bool,
+) -> tuple[Ints, Ints]:
+    """Return the positions in the issue order before which OFFLOADs and RELOADs come."""
+    if overlap:
+        return order.last[held.place] + 1, order.last[held.consumer - 1 - prefetch] + 1
+    by_device = np.argsort(kinds.device[issued.kind], kind="stable")
+    position = np.empty(len(by_device), dtype=np.int64)
+    position[by_device] = np.arange(len(by_device))
+    op = kinds.op[issued.kind[by_device]]
+    others = np.append(np.flatnonzero(~np.isin(op, sorted(SENDS))), len(op))
+    next_other = others[np.searchsorted(others, position[order.last[held.place]] + 1)]
+    no_recvs = np.flatnonzero(~np.isin(op, sorted(RECVS)))
+    last = np.searchsorted(no_recvs, position[order.first[held.consumer]] - 1, side="right") - 1
+    return by_device[next_other - 1] + 1, by_device[no_recvs[last]] + 1

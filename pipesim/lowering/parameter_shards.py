@@ -1,0 +1,312 @@
+"""Gather and free the parameters of stages whose replicas each hold a share of them (FSDP).
+
+Tasks of one device with two stages, ``F F B B`` of stages 0 and 1 and one micro-batch, by the
+number of stages whose parameters a device keeps (`ParameterShards.window`)::
+
+    every  U 0F R  U 1F R  U 1B R  U 0B R         U UNSHARD    R RESHARD
+    1      U 0F R  U 1F      1B R  U 0B R         stage 1 is the next stage that is used
+    2      U 0F    U 1F      1B R    0B R         both are among the next two stages
+    step   U 0F    U 1F      1B R    0B R         from the first use to the last one
+
+A use is an F, or a backward: the tasks from R, or from B or I, to B or I of a micro-batch. W is no
+use: a weight gradient is the product of an input and a gradient of an output, without parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.lowering.clock_cycles import Issued
+from pipesim.ops import LISTED, PASSES, Op
+from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
+from pipesim.utils.texts import parse_int
+
+__all__ = [
+    "SHARD_PARAMETERS",
+    "ParameterShards",
+    "ShardParameters",
+    "checked_parameter_shards",
+    "checked_shard_parameters",
+    "with_parameter_shards",
+]
+
+ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
+SHARD_PARAMETERS = ("none", "every", "step")
+_FORWARD, _BACKWARD = range(len(PASSES))
+_USES = frozenset({Op.F, Op.R, Op.B, Op.I})
+
+
+class ParameterShards(NamedTuple):
+    """Stages whose parameters are sharded, and how long a device keeps gathered parameters.
+
+    Attributes
+    ----------
+    stages
+        Numbers of the stages; empty if no parameters are sharded.
+    window
+        A device keeps the parameters of this number of stages that it uses next. 0 frees them after
+        each use.
+    prefetch
+        Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.fetches`.
+    """
+
+    stages: tuple[int, ...] = ()
+    window: int = 0
+    prefetch: int = 1
+
+
+def checked_parameter_shards(
+    schedule: Schedule, shard_parameters: ShardParameters, prefetch: int, **others: object
+) -> ParameterShards:
+    """Return the option ``shard_parameters`` of `pipesim.lower`, checked to suit the schedule.
+
+    ``others`` are other arguments of `pipesim.lower`, checked: ``n_replicas``, ``shard_optimizer``,
+    ``grad_sync``, ``tied`` and ``sharded``.
+
+    Raises
+    ------
+    ArgumentError
+        For another value, one replica, several paths or mini-batches, and for options that do not
+        suit sharded parameters.
+    """
+    value = checked_shard_parameters(shard_parameters)
+    if value == "none":
+        return ParameterShards()
+    windows: Mapping[object, int] = {"every": 0, "step": schedule.n_stages}
+    window = windows[value] if isinstance(value, str) else min(value, schedule.n_stages)
+    what = f"shard_parameters={shard_parameters!r}"
+    name, tied = schedule.name, others["tied"]
+    wrong: Mapping[str, object] = {
+        "there is one replica, which holds all parameters; add n_replicas=2, or more": (
+            others["n_replicas"] == 1
+        ),
+        "shard_optimizer=True gathers parameters after each step instead; sharded parameters have "
+        "a sharded optimizer already: leave shard_optimizer out": others["shard_optimizer"],
+        'grad_sync="bucketed": a stage gathers and reduces its parameters as a whole; take "last", '
+        '"every" or a number': "bucketed" in str(others["grad_sync"]),
+        f"tied={tied}: the replicas share the gradients of each tied stage in another way, so that "
+        "copies cannot be summed; leave tied or shard_parameters out": tied,
+        f"schedule {name!r} has {schedule.placement.n_paths} paths, which hold copies of their "
+        "own; take a schedule of one path": schedule.placement.n_paths > 1,
+        f"schedule {name!r} steps {schedule.n_batches} times while micro-batches are in flight; "
+        "take a schedule of one mini-batch": schedule.n_batches > 1,
+    }
+    for text in (text for text, is_wrong in wrong.items() if is_wrong):
+        raise ArgumentError(f"{what}, but {text}")
+    rows = others["sharded"]
+    assert isinstance(rows, tuple)  # for mypy
+    return ParameterShards(
+        tuple(stage for stage in range(schedule.n_stages) if stage not in rows), window, prefetch
+    )
+
+
+def checked_shard_parameters(value: object) -> ShardParameters:
+    """Return the option ``shard_parameters`` of `pipesim.lower`: a mode, or a number of stages.
+
+    Raises
+    ------
+    ArgumentError
+        For a value of another type, and a number below 1.
+    UnknownNameError
+        For an unknown mode.
+    """
+    if isinstance(value, str):
+        if value in SHARD_PARAMETERS or (number := parse_int(value)) is None:
+            check_name("shard_parameters", value, SHARD_PARAMETERS)
+            return value  # type: ignore[return-value]  # one of them
+        value = number
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentError(
+            f"shard_parameters must be {', '.join(map(repr, SHARD_PARAMETERS))}, or the number of "
+            f"stages whose parameters a device keeps; got {value!r} ({type(value).__name__})"
+        )
+    return check_count("shard_parameters", value)
+
+
+def with_parameter_shards(
+    shards: ParameterShards, kinds: Kinds, issued: Issued, overlap: bool
+) -> tuple[Kinds, Issued]:
+    """Add UNSHARD and RESHARD to the tasks of one replica; return all kinds and tasks.
+
+    - RESHARD comes right after the last use of parameters that are not kept.
+    - UNSHARD comes right after the compute task that it waits for, ``prefetch + 1`` places before
+      the use, in the order of uses of its device. Without ``overlap`` it comes right before the
+      use, on the compute stream.
+
+    Parameters
+    ----------
+    shards
+        Stages, and how long their parameters are kept.
+    kinds, issued
+        Kinds and tasks without these operations.
+    overlap
+        As in `pipesim.lower`: whether UNSHARD is on a stream of its own.
+    """
+    if not shards.stages:
+        return kinds, issued
+    tasks = np.flatnonzero(kinds.is_op(LISTED)[issued.kind])
+    tasks = tasks[np.argsort(kinds.device[issued.kind[tasks]], kind="stable")]
+    own, microbatch = issued.kind[tasks], issued.microbatch[tasks]
+    device, stage, op = kinds.device[own], kinds.stage[own], kinds.op[own]
+    # The halves of an overlapped action share a place.
+    starts = np.flatnonzero((kinds.overlapped[own] == 0) | (op == Op.F))
+    place = np.zeros(len(tasks), dtype=np.int64)
+    place[starts[1:]] = 1
+    place = np.cumsum(place)
+    ends = np.append(starts[1:], len(tasks)) - 1
+    is_use = kinds.is_op(_USES)[own] & np.isin(stage, shards.stages)
+    is_first, is_last = _spans(
+        is_use, _opens(kinds, own, microbatch), place, device, stage, shards.window
+    )
+    part = np.where(op == Op.F, _FORWARD, _BACKWARD)
+    freed, gathered = np.flatnonzero(is_last), np.flatnonzero(is_first)
+    after_end = tasks[ends] + 1  # of each place
+    where = (
+        _early_places(shards, place, device, stage, starts, after_end, gathered, freed)
+        if overlap
+        else tasks[starts[place[gathered]]]
+    )
+    rows = np.concatenate([freed, gathered])
+    places = np.concatenate([after_end[place[freed]], where])
+    ops = np.repeat([Op.RESHARD, Op.UNSHARD], [len(freed), len(gathered)])
+    return _inserted(kinds, issued, rows, places, (ops, device, stage, part, microbatch), overlap)
+
+
+def _early_places(
+    shards: ParameterShards,
+    place: Ints,
+    device: Ints,
+    stage: Ints,
+    starts: Ints,
+    after_end: Ints,
+    gathered: Ints,
+    freed: Ints,
+) -> Ints:
+    """Return the position of each UNSHARD among the tasks, if it is on a stream of its own.
+
+    ``gathered`` and ``freed`` are the compute tasks before which parameters are gathered, and after
+    which they are freed. ``starts`` is the first task of each place, ``after_end`` the position
+    after its last one.
+    """
+    gate = place[gathered] - 1 - min(shards.prefetch, len(place))
+    on_device = np.searchsorted(device[starts], device[gathered])  # first place of the device
+    where = np.where(gate >= on_device, after_end[np.maximum(gate, 0)], 0)
+    previous = _previous_frees(stage, gathered, freed)
+    freed_at = after_end[place[np.maximum(previous, 0)]]
+    where = np.where(previous >= 0, np.maximum(where, freed_at), where)
+    for first in np.unique(on_device):
+        rows = on_device == first
+        where[rows] = np.maximum.accumulate(where[rows])
+    return where
+
+
+def _opens(kinds: Kinds, own: Ints, microbatch: Ints) -> Ints:
+    """Return 1 for tasks that open a use, -1 for those that close it, 0 for others.
+
+    An R opens a backward, which its B or I closes. The first and the last segment of a stage with
+    experts open and close theirs. ``own`` are the kinds of tasks.
+    """
+    op, stage = kinds.op[own], kinds.stage[own]
+    begins, completes = kinds.begins[own], kinds.completes[own]
+    recomputed = np.zeros((int(stage.max()) + 1, int(microbatch.max()) + 1), dtype=bool)
+    opens = op == Op.R
+    recomputed[stage[opens], microbatch[opens]] = True
+    closes = ((op == Op.B) | (op == Op.I)) & recomputed[stage, microbatch] & completes
+    segment = begins.astype(np.int64) - completes  # 0 for whole tasks
+    steps: Ints = opens.astype(np.int64) - closes + segment
+    return steps
+
+
+@kernel()
+def _spans(
+    is_use: NDArray[np.bool_],
+    opens: Ints,
+    place: Ints,
+    device: Ints,
+    stage: Ints,
+    window: int,
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which tasks are the first, and the last, with gathered parameters.
+
+    Parameters are kept between two uses of a stage in one place, in one backward, and if fewer than
+    ``window`` other stages of the device are used between them. Tasks come device by device.
+    """
+    is_first, is_last = np.zeros_like(is_use), np.zeros_like(is_use)
+    n_stages = stage.max() + 1
+    home = np.full(n_stages, -1, dtype=np.int64)
+    latest = np.full(n_stages, -1, dtype=np.int64)  # latest use: its task
+    used = np.full((n_stages, 2), -1, dtype=np.int64)  # the latest two places of uses
+    n_open = np.zeros(n_stages, dtype=np.int64)
+    for task in range(len(is_use)):
+        if not is_use[task]:
+            continue
+        s, before = stage[task], latest[stage[task]]
+        keeps = before >= 0 and (place[before] == place[task] or n_open[s] > 0)
+        if before >= 0 and not keeps and window > 0:
+            between = 0
+            for other in range(n_stages):
+                if other == s or home[other] != device[task]:
+                    continue
+                last = used[other, 0] if used[other, 0] < place[task] else used[other, 1]
+                between += last > place[before]
+            keeps = between < window
+        if not keeps:
+            is_first[task] = True
+            if before >= 0:
+                is_last[before] = True
+        if used[s, 0] != place[task]:
+            used[s, 1] = used[s, 0]
+            used[s, 0] = place[task]
+        latest[s], home[s] = task, device[task]
+        n_open[s] += opens[task]
+    for s in range(n_stages):
+        if latest[s] >= 0:
+            is_last[latest[s]] = True
+    return is_first, is_last
+
+
+def _previous_frees(stage: Ints, gathered: Ints, freed: Ints) -> Ints:
+    """Return the task after which parameters were freed before each gather, -1 for none."""
+    previous = np.full(len(gathered), -1, dtype=np.int64)
+    for number in np.unique(stage[gathered]).tolist():
+        rows = np.flatnonzero(stage[gathered] == number)
+        previous[rows[1:]] = freed[stage[freed] == number][: len(rows) - 1]
+    return previous
+
+
+def _inserted(
+    kinds: Kinds,
+    issued: Issued,
+    rows: Ints,
+    places: Ints,
+    columns: tuple[Ints, ...],
+    overlap: bool,
+) -> tuple[Kinds, Issued]:
+    """Return all kinds, and the tasks with a new one before each of ``places``.
+
+    ``columns`` are the operation of each new task, and device, stage, part and micro-batch of all
+    compute tasks, of which ``rows`` are those that use the parameters. RESHARDs belong to the phase
+    of that compute task, UNSHARDs are a phase of their own.
+    """
+    op, device, stage, part, microbatch = columns
+    table = np.stack([op, device[rows], stage[rows], part[rows]])
+    unique, number = np.unique(table, axis=1, return_inverse=True)
+    ops, devices, stages, parts = unique
+    gathers = StreamKind.UNSHARD if overlap else StreamKind.COMPUTE
+    stream = np.where(ops == Op.UNSHARD, gathers, StreamKind.COMPUTE)
+    added = Kinds(ops, devices, stages, np.zeros_like(stages), stream, part=parts)
+    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    own = np.where(op == Op.RESHARD, phase[np.maximum(places - 1, 0)], -1 - np.arange(len(op)))
+    kind = np.insert(issued.kind, places, (len(kinds) + number.ravel()).astype(np.int32))
+    of_microbatch = np.insert(issued.microbatch, places, microbatch[rows])
+    phase = np.insert(phase, places, own)
+    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
+    return kinds.joined(added), Issued(kind, of_microbatch, ends)
