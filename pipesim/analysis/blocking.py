@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.copy_costs import MEASURED_COPIES
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
@@ -211,20 +212,22 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def collective_latency(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the time of each collective without its bytes, 0 for other tasks.
+    """Return the time of each collective and copy without its bytes, 0 for other tasks.
 
     Seconds, shape ``(len(graph),)``; 0 without costs, if its seconds were measured, and for
     GRAD_NORM, most of whose time is work of its device.
     """
     graph = timeline.graph
-    of_kind = np.zeros(len(graph.kinds))
-    rows = graph.kinds.is_op(COLLECTIVES - {Op.GRAD_NORM})
+    latency = np.zeros(len(graph))
+    rows = graph.is_op((COLLECTIVES - {Op.GRAD_NORM}) | COPIES)
     if timeline.costs is not None and rows.any():
         costs = timeline.costs
         measured = (
-            name for name in MEASURED_COLLECTIVES.values() if getattr(costs, name) is not None
+            name
+            for name in (*MEASURED_COLLECTIVES.values(), *MEASURED_COPIES.values())
+            if getattr(costs, name) is not None
         )
         none: dict[str, Any] = dict.fromkeys(measured, 0.0)
         empty = replace(costs, network=costs.network.unlimited(), **none)
-        of_kind[rows] = empty.of(graph).table.duration[rows]
-    return of_kind[graph.kind]
+        latency[rows] = empty.of(graph).duration[rows]
+    return latency

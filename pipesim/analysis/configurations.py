@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.costs import VALUE_FIELDS, Costs
-from pipesim.costs.workload import Workload
+from pipesim.costs.costs import STAGE_FIELDS, Costs, stage_fields
+from pipesim.costs.microbatch_costs import each_microbatch, n_priced
 from pipesim.errors import CostsError, CostsWarning, ScheduleError, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -32,10 +32,14 @@ __all__ = ["Configuration", "configuration"]
 #: Fields that do not depend on the size of a micro-batch.
 _OF_BATCHES = frozenset({
     "optimizer_step", "launch", "parameter_bytes", "optimizer_bytes", "gradient_bytes", "grad_norm",
-    *MEASURED_COLLECTIVES.values(),
+    *MEASURED_COLLECTIVES.values(), "expert_layers", "expert_parameter_bytes",
+    "expert_gradient_bytes", "expert_optimizer_bytes", "reduced_share", "reduce_copies",
 })  # fmt: skip
 #: Fields of which a device with several stages has not the sum, but the largest value.
-_LARGEST = frozenset({"launch", "output_bytes", "output_seconds", "reduce_tied"})
+_LARGEST = frozenset({
+    "launch", "output_bytes", "output_seconds", "reduce_tied", "dispatch_bytes", "combine_bytes",
+    "exchange_dispatch", "exchange_combine", "reduced_share",
+})  # fmt: skip
 #: Settings that may have one value a stage.
 _STAGE_SETTINGS = ("optimizer_step", "launch")
 
@@ -85,11 +89,21 @@ class Configuration:
         return replace(changed, schedule=other)
 
     def with_n_microbatches(self, count: int) -> Configuration:
-        """Take another number of micro-batches of the same size."""
+        """Take another number of micro-batches of the same size; their costs must be equal."""
+        self._check_equal_microbatches(count)
         recipe = self._recipe()
         other = self._named(recipe.name, count, recipe.options)
         self._check_same_updates(other)
         return replace(self, schedule=other)
+
+    def _check_equal_microbatches(self, count: int) -> None:
+        """Raise `CostsError` if costs differ between micro-batches: others than these have none."""
+        n = n_priced(self.costs)
+        if n is not None and count != self.schedule.n_microbatches:
+            raise CostsError(
+                f"the costs have values for {n} micro-batches, so that those of {count} are not "
+                "known; simulate with costs.averaged() to compare other numbers of micro-batches"
+            )
 
     def _recipe(self) -> Recipe:
         """Return name and options of the schedule; raise `ScheduleError` if it has been changed."""
@@ -101,10 +115,10 @@ class Configuration:
     def with_smaller_microbatches(self, factor: int) -> Configuration:
         """Divide micro-batches by ``factor``, and take as many times more of them."""
         recipe = self._recipe()
-        if self.settings:
-            size, rest = divmod(self.settings["microbatch_size"], factor)
-            if rest:
-                raise CostsError(f"a micro-batch cannot be divided by {factor}")
+        size, rest = divmod(self.settings.get("microbatch_size", factor), factor)
+        if rest:
+            raise CostsError(f"a micro-batch cannot be divided by {factor}")
+        if self.settings and n_priced(self.costs) is None:
             changed = self.with_settings(microbatch_size=size)
         else:
             changed = replace(self, costs=_divided(self.costs, factor))
@@ -139,6 +153,8 @@ class Configuration:
         present = self.schedule
         if (other.n_batches, other.weight_versions) != (present.n_batches, present.weight_versions):
             raise ScheduleError(f"schedule {other.name!r} updates the weights in another way")
+        if other.n_slices != present.n_slices:
+            raise ScheduleError(f"schedule {other.name!r} cuts sequences in another way")
 
     def _named(self, name: str, n_microbatches: int, options: Mapping[str, Any]) -> Schedule:
         """Return a named schedule for as many devices; orders by costs take these costs."""
@@ -200,8 +216,10 @@ def _carry_over(costs: Costs, before: Costs, after: Costs) -> Costs:
     Numbers keep their ratio to those of ``before``, or their value where that is 0. Other fields
     keep their value.
     """
+    if costs.n_microbatches is not None:
+        return each_microbatch(_carry_over, costs, before, after)
     changed: dict[str, Any] = {}
-    for name in VALUE_FIELDS:
+    for name in STAGE_FIELDS:  # of any of the three
         own, old, new = (getattr(x, name) for x in (costs, before, after))
         if own == old:
             continue
@@ -233,9 +251,11 @@ def _suited(costs: Costs, old: Schedule, new: Schedule) -> Costs:
 
 def _of_devices(costs: Costs, placement: Placement) -> Costs:
     """Return the costs of all that a device holds, from costs of its stages."""
+    if costs.n_microbatches is not None:
+        return each_microbatch(lambda own: _of_devices(own, placement), costs)
     device = np.array(placement.device_of)
     changed: dict[str, Any] = {}
-    for name in VALUE_FIELDS:
+    for name in stage_fields(costs):
         if getattr(costs, name) is None:
             continue
         values = costs.per_stage(name, placement.n_stages)
@@ -245,6 +265,7 @@ def _of_devices(costs: Costs, placement: Placement) -> Costs:
         else:
             total = bincount(device, values, placement.n_devices)
         changed[name] = total
+    changed["segments"] = None  # of other stages
     if costs.buckets is not None or costs.exchange_bytes is not None or costs.skip_sizes:
         raise CostsError("buckets, exchange_bytes and skip_bytes are of other stages")
     return replace(costs, **changed)
@@ -253,28 +274,33 @@ def _of_devices(costs: Costs, placement: Placement) -> Costs:
 def _divided(costs: Costs, factor: int) -> Costs:
     """Return costs of smaller micro-batches, if seconds and bytes are proportional to their size.
 
-    Launches, optimizer steps, parameters and reductions do not depend on it.
+    Launches, optimizer steps, parameters and reductions do not depend on it. Of micro-batches that
+    differ, each is divided into equal ones.
     """
     if costs.exchange_bytes is not None or isinstance(costs.skip_sizes, tuple):
         raise CostsError("exchange_bytes and skip_bytes are of one size of micro-batches")
     changed: dict[str, Any] = {
-        name: _quotient(getattr(costs, name), factor)
-        for name in VALUE_FIELDS
-        if name not in _OF_BATCHES and getattr(costs, name) is not None
+        name: _quotient(getattr(costs, name), 1 if name in _OF_BATCHES else factor, factor)
+        for name in stage_fields(costs)
+        if getattr(costs, name) is not None
     }
     if costs.skip_bytes is not None:
         changed["skip_bytes"] = costs.skip_bytes / factor  # type: ignore[operator]  # a number
     work = costs.work
     if work is not None:
-        changed["workload"] = Workload(
-            **{**work.to_dict(), "tokens": work.tokens / factor, "flops": work.flops / factor}
+        n = None if work.n_microbatches is None else factor * work.n_microbatches
+        changed["workload"] = replace(
+            work, tokens=work.tokens / factor, flops=work.flops / factor, n_microbatches=n
         )
     return replace(costs, **changed)
 
 
-def _quotient(value: float | tuple[float, ...], factor: int) -> float | NDArray[np.float64]:
-    """Return a field divided by a number: one value, or one a stage."""
-    return value / factor if isinstance(value, float) else np.array(value) / factor
+def _quotient(value: Any, divisor: int, factor: int) -> float | NDArray[np.float64]:
+    """Return a field divided by a number; values of micro-batches are repeated ``factor`` times."""
+    quotient = np.array(value) / divisor
+    if quotient.ndim > 1:
+        return np.repeat(quotient, factor, axis=1)
+    return quotient if quotient.ndim else float(quotient)
 
 
 def _scaled_groups(sync: Any, factor: int) -> Any:

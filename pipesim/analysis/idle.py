@@ -45,7 +45,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
                    or nothing happens
     straggler      a task runs beyond the usual time of its stage, or, on the chain to the
                    beginning, below it: the lower median of the durations of its operation on
-                   this stage, over micro-batches and replicas
+                   this stage, over micro-batches and replicas; each segment has its own
     imbalance      the usual time of a stage is beyond the mean of all stages, or below it
     warm_up        tasks run for this mean time, before the device's first backward
     cool_down      the same, after its last forward; where a gap is both, F and R are warm_up,

@@ -19,7 +19,17 @@ from pipesim.analysis.blocking import (
     message_latency,
     release_times,
 )
-from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
+from pipesim.ops import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    EXCHANGES,
+    RECVS,
+    SEGMENTED,
+    SENDS,
+    TRANSFERS,
+    Op,
+)
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -119,8 +129,8 @@ class Chain(NamedTuple):
         Time of the task on the chain (s). A RECV that ends with its message is on the chain from
         the end of its SEND.
     transfer_end
-        End of the bytes of a message or a collective, where its latency begins (s); ``end`` for
-        other tasks.
+        End of the bytes of a message, a copy or a collective, where its latency begins (s);
+        ``end`` for other tasks.
     role
         `COMPUTE_ROLE`, `COLLECTIVE_ROLE`, `SEND_ROLE` or `RECV_ROLE`.
     task_cause
@@ -177,13 +187,14 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """Return the role of each task, and the cause of its time outside the steady state."""
     graph = timeline.graph
     role = np.full(len(graph), COMPUTE_ROLE, dtype=np.int8)
-    collectives = COLLECTIVES - {Op.GRAD_NORM}  # most of whose time is work of its device
+    # Most of the time of a GRAD_NORM is work of its device.
+    collectives = (COLLECTIVES - {Op.GRAD_NORM}) | COPIES
     for code, ops in ((COLLECTIVE_ROLE, collectives), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
         role[graph.is_op(ops)] = code
     task_cause = np.full(len(graph), _COOL_DOWN, dtype=np.int8)
     task_cause[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
     task_cause[role != COMPUTE_ROLE] = _BANDWIDTH
-    task_cause[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
+    task_cause[graph.is_op(TRANSFERS | COPIES) & (timeline.nbytes <= 0)] = _LATENCY
     return role, task_cause
 
 
@@ -199,15 +210,22 @@ def make_durations(timeline: Timeline) -> Durations:
     """Return the excess of each task over its usual time, and of its stage over the mean (s)."""
     graph, rounding = timeline.graph, _ROUNDING * timeline.makespan
     usual = _typical_durations(timeline)
-    uneven = np.zeros_like(usual)
-    for row, present in enumerate(~np.isnan(usual)):
+    whole = usual[..., 0].copy()  # of all segments
+    for segment in range(1, usual.shape[2]):
+        whole += np.nan_to_num(usual[..., segment])
+    uneven = np.zeros_like(whole)
+    for row, present in enumerate(~np.isnan(whole)):
         if present.any():
             uneven[row, present] = (
-                usual[row, present] - math.fsum(usual[row, present]) / present.sum()
+                whole[row, present] - math.fsum(whole[row, present]) / present.sum()
             )
     place = _rows(timeline), graph.stage
-    straggles = np.nan_to_num(timeline.duration - usual[place])
-    of_tasks = np.nan_to_num(uneven[place])
+    own = usual[(*place, _segments(timeline))]
+    n_segments = (~np.isnan(usual)).sum(axis=2)[place]
+    share = np.where(n_segments > 1, 1 / np.maximum(n_segments, 1), 1.0)
+    np.divide(own, whole[place], out=share, where=(n_segments > 1) & (whole[place] > 0))
+    straggles = np.nan_to_num(timeline.duration - own)
+    of_tasks = np.nan_to_num(uneven[place] * share)
     for column in (straggles, of_tasks):
         column[np.abs(column) <= rounding] = 0.0
     return Durations(straggles, of_tasks, rounding)
@@ -224,15 +242,25 @@ def _rows(timeline: Timeline) -> Ints:
     return rows
 
 
+def _segments(timeline: Timeline) -> Ints:
+    """Return the segment of each task of a stage with experts, 0 for others."""
+    kinds = timeline.graph.kinds
+    segment = np.where(kinds.is_op(SEGMENTED), np.maximum(kinds.part, 0), 0)
+    segments: Ints = segment[timeline.graph.kind]
+    return segments
+
+
 def _typical_durations(timeline: Timeline) -> Floats:
     """Return the lower median of each operation's durations on each stage, NaN where it has none.
 
-    Shape ``(2 * len(Op), n_stages)``; `_rows` has the row of each task.
+    Shape ``(2 * len(Op), n_stages, n_segments)``; `_rows` has the row of each task, and `_segments`
+    its segment. Tasks without segments are the first.
     """
-    graph, duration = timeline.graph, timeline.duration
-    usual = np.full((2 * len(Op), graph.n_stages), np.nan)
+    graph, duration, segment = timeline.graph, timeline.duration, _segments(timeline)
+    usual = np.full((2 * len(Op), graph.n_stages, 1 + int(segment.max(initial=0))), np.nan)
     tasks = np.flatnonzero(graph.is_op(COMPUTE))
-    cell = _rows(timeline)[tasks] * graph.n_stages + graph.stage[tasks]
+    place = _rows(timeline)[tasks], graph.stage[tasks], segment[tasks]
+    cell = np.ravel_multi_index(place, usual.shape)
     order = np.lexsort((duration[tasks], cell))
     cells, first, count = np.unique(cell[order], return_index=True, return_counts=True)
     usual.flat[cells] = duration[tasks][order][first + (count - 1) // 2]

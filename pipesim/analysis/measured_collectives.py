@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import measured_shares
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES, exchange_name
+from pipesim.costs.expert_pricing import optimizer_parts
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, OF_DEVICES, Op
+from pipesim.ops import OF_DEVICES, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
-__all__ = ["grad_norm_seconds", "measured_collectives"]
+__all__ = ["grad_norm_seconds", "measured_collectives", "parts_of_steps"]
 
 Floats = NDArray[np.float64]
 #: Mean or median.
@@ -31,11 +32,16 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
     graph = timeline.graph
     seconds = _seconds(timeline, average)
     values: dict[str, Any] = _tied_sums(timeline, average)
+    exchanges: dict[str, list[Floats]] = {}
     for (op, part), of_stage in seconds.items():
         if op == Op.ALL_TO_ALL:
-            values[MEASURED_COLLECTIVES[EXCHANGES[part]]] = _filled(of_stage)
+            exchanges.setdefault(exchange_name(part), []).append(of_stage)
         elif part < 0:
             values[MEASURED_COLLECTIVES[op.name]] = _filled(of_stage)
+    for name, of_stages in exchanges.items():  # several layers of experts have one name
+        counts = (~np.isnan(of_stages)).sum(axis=0)
+        mean = np.nansum(of_stages, axis=0) / np.where(counts, counts, np.nan)
+        values[MEASURED_COLLECTIVES[name]] = _filled(mean)
     n_buckets = 1 + max((part for op, part in seconds if op == Op.REDUCE_GRAD), default=-1)
     if n_buckets == 0:
         return values
@@ -66,11 +72,10 @@ def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Float
     of_stage = ~graph.is_op(OF_DEVICES)[first]
     first, lasted = first[of_stage], lasted[of_stage]
     seconds: dict[tuple[Op, int], Floats] = {}
-    kinds = np.unique(np.stack([graph.op[first], graph.part[first], graph.stage[first]]), axis=1)
+    parts = np.where(graph.op[first] == Op.UNSHARD, -1, graph.part[first])  # both gather the same
+    kinds = np.unique(np.stack([graph.op[first], parts, graph.stage[first]]), axis=1)
     for op, part, stage in kinds.T.tolist():
-        selected = (
-            (graph.op[first] == op) & (graph.part[first] == part) & (graph.stage[first] == stage)
-        )
+        selected = (graph.op[first] == op) & (parts == part) & (graph.stage[first] == stage)
         values = seconds.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
         values[stage] = average(lasted[selected])
     return seconds
@@ -122,7 +127,13 @@ def grad_norm_seconds(timeline: Timeline, network: Network, average: Average) ->
     member, stage = np.nonzero(is_own)
     seconds = np.zeros(graph.n_stages)
     seconds[stage] = local / is_own.sum(axis=1)[member]
-    return {"grad_norm": tuple((seconds * graph.optimizer_shares).tolist())}
+    return {"grad_norm": tuple((seconds * parts_of_steps(timeline)).tolist())}
+
+
+def parts_of_steps(timeline: Timeline) -> Floats:
+    """Return the number by which the seconds of STEP, and of norms, of each stage were divided."""
+    graph, costs = timeline.graph, timeline.costs
+    return np.asarray(graph.optimizer_shares if costs is None else optimizer_parts(costs, graph))
 
 
 def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:

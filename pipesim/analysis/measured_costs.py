@@ -14,21 +14,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.measured_collectives import grad_norm_seconds, measured_collectives
+from pipesim.analysis.measured_collectives import (
+    grad_norm_seconds,
+    measured_collectives,
+    parts_of_steps,
+)
+from pipesim.analysis.measured_copies import measured_copies
 from pipesim.analysis.measured_network import measured_network
+from pipesim.analysis.measured_segments import measured_segments
+from pipesim.analysis.microbatch_seconds import microbatch_values, n_measured
 from pipesim.analysis.replay import replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
+from pipesim.costs.expert_pricing import add_expert_exchanges
+from pipesim.costs.kind_routes import KindRoutes
+from pipesim.costs.microbatch_costs import repeated
 from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
     TimelineError,
+    check_flag,
     check_name,
 )
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, SENDS, Op
+from pipesim.ops import EXCHANGES, SEGMENTED, SENDS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
@@ -45,26 +57,37 @@ def costs_from_timeline(
     *,
     average: str = "mean",
     network: Network | None = None,
+    per_microbatch: bool = False,
     **fields: Any,
 ) -> Costs:
     """Return the costs that a timeline shows; see `Costs.from_timeline`."""
     check_name("average", average, _AVERAGES)
+    check_flag("per_microbatch", per_microbatch)
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
     for name in fields:
         check_name("cost", name, (*VALUE_FIELDS, *OTHER_FIELDS))
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
-    if timeline.costs is not None:  # costs that a timeline does not show
-        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, *_KEPT)}
+    old_costs = timeline.costs
+    if old_costs is not None:  # costs that a timeline does not show
+        if per_microbatch:
+            old_costs = repeated(old_costs, n_measured(timeline.graph))
+        values = {name: getattr(old_costs, name) for name in (*_BYTES, *_KEPT)}
         if timeline.graph.tied:  # otherwise it is part of STEP
-            values["tied_bytes"] = timeline.costs.tied_bytes
+            values["tied_bytes"] = old_costs.tied_bytes
         if network is None:
-            values["output_seconds"] = timeline.costs.output_seconds
+            values["output_seconds"] = old_costs.output_seconds
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
     if timeline.graph.skips and "skip_bytes" not in fields:
         values["skip_bytes"] = _skip_bytes(timeline)
     values |= _durations(timeline, average)
+    values |= measured_segments(timeline, _AVERAGES[average])
+    if per_microbatch:
+        values |= microbatch_values(timeline, values)
+    if getattr(network, "host", None) is None:
+        has_activations = "activation_bytes" in fields
+        values |= measured_copies(timeline, _AVERAGES[average], has_activations=has_activations)
     if network is None:
         network = measured_network(timeline, _AVERAGES[average])
         values |= measured_collectives(timeline, network, _AVERAGES[average])
@@ -72,11 +95,27 @@ def costs_from_timeline(
             values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
     values |= grad_norm_seconds(timeline, network, _AVERAGES[average])
     costs = Costs(**{**values, **fields}, network=network)
+    if "recompute" not in fields:
+        costs = _without_exchanges(costs, timeline.graph)
     if "parameter_bytes" not in fields and costs.reduce_grad is None:
         _warn_of_free_reductions(timeline, costs)
     if "launch" not in fields and timeline.issue_times.any():
         _warn_of_free_launches(timeline)
     return costs
+
+
+def _without_exchanges(costs: Costs, graph: TaskGraph) -> Costs:
+    """Return costs whose recomputes leave out the exchanges of experts that an R contains."""
+    if not graph.kinds.has_segments or Op.R not in graph.kinds.ops:
+        return costs
+    duration = np.zeros(len(graph.kinds))
+    add_expert_exchanges(costs, KindRoutes(graph, costs.network, costs.all_reduce), duration)
+    exchanges = np.zeros(graph.n_stages)
+    recomputes = graph.kinds.op == Op.R
+    np.maximum.at(exchanges, graph.kinds.stage[recomputes], duration[recomputes])
+    measured = np.atleast_1d(np.array(costs.recompute, dtype=float))
+    changed: dict[str, Any] = {"recompute": np.maximum(0.0, (measured.T - exchanges).T)}
+    return replace(costs, **changed)
 
 
 def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
@@ -125,13 +164,18 @@ _SECONDS_OF_BYTES = {
     "tied_bytes": ("reduce_tied",),
     "key_bytes": ("exchange_counts", "exchange_keys"),
     "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
+    "dispatch_bytes": ("exchange_dispatch",),
+    "combine_bytes": ("exchange_combine",),
     "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),
 }
 #: Fields of costs that a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
 #: For each operation with parts, the part whose seconds count.
 _PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}
-_KEPT = ("all_reduce", "exchange_bytes", "workload", "memory_reserve")
+_KEPT = (
+    *("all_reduce", "exchange_bytes", "workload", "memory_reserve", "expert_replicas"),
+    *("expert_parameter_bytes", "expert_gradient_bytes", "expert_optimizer_bytes", "reduced_share"),
+)
 
 
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
@@ -146,7 +190,7 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     both = _overlaps(timeline, seconds, average) if graph.kinds.overlapped.any() else {}
     if (graph.op == Op.R).any():
         seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
-    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0) * graph.optimizer_shares
+    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0) * parts_of_steps(timeline)
     for op in (Op.DISPATCH, Op.REORDER):
         seconds[op] = np.nan_to_num(seconds[op], nan=0.0)
     durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
@@ -198,9 +242,11 @@ def stage_seconds(
     wanted = (graph.op == op) & (half == overlapped)
     tasks = np.flatnonzero(wanted if part is None else wanted & (graph.part == part))
     stage, duration = graph.stage[tasks], timeline.duration[tasks]
+    segment = np.where(graph.is_op(SEGMENTED), graph.part, -1)[tasks]
     means = np.full(graph.n_stages, np.nan)
     for index in np.unique(stage):
-        means[index] = _AVERAGES[average](duration[stage == index])
+        own, of_stage = segment[stage == index], duration[stage == index]
+        means[index] = sum(_AVERAGES[average](of_stage[own == part]) for part in np.unique(own))
     return means
 
 

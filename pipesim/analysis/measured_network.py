@@ -52,7 +52,7 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
 
 def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     """Return the seconds of each kind of message that do not depend on its bytes."""
-    return message_bytes(graph.kinds, costs.per_stage("output_seconds", graph.n_stages))
+    return message_bytes(graph.kinds, costs.averaged().per_stage("output_seconds", graph.n_stages))
 
 
 def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:

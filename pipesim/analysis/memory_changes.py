@@ -161,7 +161,10 @@ def _pairs(trials: Sequence[Trial]) -> list[tuple[Change, ...]]:
 
 
 #: Kinds of changes.
-_LAYERS, _ATTENTION, _SEQUENCE, _MICROBATCHES, _SCHEDULE, _LOWERING, _OPTIMIZER = range(7)
+(
+    _LAYERS, _ATTENTION, _SEQUENCE, _EXPERTS, _MICROBATCHES, _SCHEDULE, _LOWERING, _OFFLOAD,
+    _OPTIMIZER,
+) = range(9)  # fmt: skip
 
 
 def _changes(start: Configuration) -> Iterator[Change]:
@@ -182,9 +185,15 @@ def _changes(start: Configuration) -> Iterator[Change]:
         recipe = start.schedule.recipe
         if recipe is None or name != recipe.name:
             yield Change(_SCHEDULE, f"schedule={name!r}", _schedule(name))
-    arguments = start.arguments
-    if arguments["n_replicas"] > 1 and not arguments["shard_optimizer"]:
-        yield Change(_OPTIMIZER, "shard_optimizer=True", _argument("shard_optimizer", True))
+    arguments, costs = start.arguments, start.costs
+    has_link = costs.network.host is not None or None not in (costs.offload, costs.reload)
+    if arguments["offload"] == "none" and has_link:
+        yield Change(_OFFLOAD, "offload='all'", _argument("offload", "all"))
+    if arguments["n_replicas"] > 1 and arguments["shard_parameters"] == "none":
+        if not arguments["shard_optimizer"]:
+            yield Change(_OPTIMIZER, "shard_optimizer=True", _argument("shard_optimizer", True))
+        for mode in ("step", "every"):
+            yield Change(_OPTIMIZER, f"shard_parameters={mode!r}", _shards(mode))
 
 
 def _model_changes(start: Configuration) -> Iterator[Change]:
@@ -201,6 +210,11 @@ def _model_changes(start: Configuration) -> Iterator[Change]:
         yield Change(_ATTENTION, "flash_attention=True", _setting("flash_attention", True))
     if settings.get("tensor_parallel", 1) > 1 and not settings.get("sequence_parallel", False):
         yield Change(_SEQUENCE, "sequence_parallel=True", _setting("sequence_parallel", True))
+    present, n_experts = settings.get("expert_parallel", 1), settings.get("n_experts", 0)
+    for factor in (2, 4):
+        if n_experts and n_experts % (factor * present) == 0:
+            size = factor * present
+            yield Change(_EXPERTS, f"expert_parallel={size}", _expert_parallel(size))
 
 
 def _setting(name: str, value: object) -> Callable[[Configuration], Configuration]:
@@ -211,6 +225,21 @@ def _setting(name: str, value: object) -> Callable[[Configuration], Configuratio
 def _argument(name: str, value: object) -> Callable[[Configuration], Configuration]:
     """Return the change of one argument of `pipesim.lower`."""
     return lambda start: start.with_arguments(**{name: value})
+
+
+def _shards(mode: str) -> Callable[[Configuration], Configuration]:
+    """Return the change to replicas that share parameters, and so the optimizer, too."""
+    return lambda start: start.with_arguments(shard_parameters=mode, shard_optimizer=False)
+
+
+def _expert_parallel(size: int) -> Callable[[Configuration], Configuration]:
+    """Return the change to experts that are divided among other numbers of GPUs."""
+
+    def make(start: Configuration) -> Configuration:
+        changed = start.with_settings(expert_parallel=size)
+        return changed.with_arguments(expert_replicas=changed.costs.expert_replicas)
+
+    return make
 
 
 def _schedule(name: str) -> Callable[[Configuration], Configuration]:

@@ -59,7 +59,10 @@ def dependencies(
     G0     REORDER.gradients             gradients of each key are summed
     RG r1  REDUCE_GRAD                   gradients are reduced; of bucket 1
     ST     STEP                          optimizer step
-    US     UNSHARD                       weights are gathered
+    US US0 UNSHARD                       weights are gathered
+    RS0    RESHARD                       gathered weights are freed
+    OF0    OFFLOAD, RELOAD               activations are copied to the host's memory, and back
+    RL0
     t0     REDUCE_TIED                   gradients of tied stages are summed; of group 0
     GN     GRAD_NORM                     norm of all gradients
     ====== ============================= ==================================================

@@ -17,7 +17,7 @@ from matplotlib.path import Path
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COMPUTE, EXCHANGES, TRANSFERS, Op
+from pipesim.ops import COMPUTE, TRANSFERS, Op, part_name
 from pipesim.plot.graph_layout import CODES, NUMBERED_CODES, Arrow, GraphLayout
 from pipesim.plot.node_labels import NodeTexts
 from pipesim.plot.paper_figure import SMALL
@@ -178,7 +178,7 @@ def legend_handles(graph: TaskGraph, layout: GraphLayout, labels: bool) -> dict[
     shown = set(zip(ops.tolist(), parts.tolist(), strict=True))
     for (op, part), code in CODES.items():
         if op not in TRANSFERS and (op, part) in shown:
-            name = op.name if part < 0 else f"{op.name}.{EXCHANGES[part]}"
+            name = op.name if part < 0 else f"{op.name}.{part_name(op, part)}"
             colour = "#DDDDDD" if op in COMPUTE else "#F0F0F0"
             handles[f"{code} {name}"] = Patch(fc=colour, ec=INK, lw=0.5)
     for op, name in _NUMBERED_NAMES.items():

@@ -16,7 +16,18 @@ from numpy.typing import NDArray
 from pipesim.graph.ancestors import Edges, ancestors
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
-from pipesim.ops import COMPUTE, EXCHANGES, OF_STAGES, RECVS, REORDERED, SENDS, TRANSFERS, Op
+from pipesim.ops import (
+    COMPUTE,
+    EXCHANGES,
+    OF_STAGES,
+    RECVS,
+    REORDERED,
+    SENDS,
+    TRANSFERS,
+    Op,
+    is_expert_exchange,
+    part_letter,
+)
 from pipesim.utils.csr import Ints
 
 __all__ = ["CODES", "Arrow", "GraphLayout", "lay_out"]
@@ -38,6 +49,10 @@ CODES: dict[tuple[Op, int], str] = {
     (Op.STEP, -1): "ST",
     (Op.UNSHARD, -1): "US",
     (Op.GRAD_NORM, -1): "GN",
+    **dict.fromkeys(((Op.UNSHARD, 0), (Op.UNSHARD, 1)), "US"),
+    **dict.fromkeys(((Op.RESHARD, 0), (Op.RESHARD, 1)), "RS"),
+    (Op.OFFLOAD, -1): "OF",
+    (Op.RELOAD, -1): "RL",
 }
 #: Codes of operations whose nodes have a number.
 NUMBERED_CODES: dict[Op, str] = {Op.REDUCE_GRAD: "r", Op.REDUCE_TIED: "t"}
@@ -237,5 +252,7 @@ def _code(task: Task) -> str:
     """Return the code of a node's operation; a bucket or a group of tied stages has its number."""
     if task.op in NUMBERED_CODES and task.part >= 0:
         return f"{NUMBERED_CODES[task.op]}{task.part}"
+    if is_expert_exchange(task.op, task.part):
+        return f"x{part_letter(task.op, task.part)}"
     part = task.part if task.op in (Op.ALL_TO_ALL, Op.REORDER) else -1
     return CODES.get((task.op, part), task.op.name)

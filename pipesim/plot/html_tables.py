@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.costs_text import n_stages_of
+from pipesim.costs.costs_text import n_stages_of_costs
+from pipesim.models.experts.model_sizes import SIZES_OF_SOME
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
@@ -39,8 +40,12 @@ Form = Callable[[Any], str]
 
 
 def costs_html(costs: Costs) -> str:
-    """Return costs as a table: a row a stage, and a column for each field that is given."""
-    n_stages = n_stages_of(costs)
+    """Return costs as a table: a row a stage, and a column for each field that is given.
+
+    Values that differ between micro-batches are averages.
+    """
+    title, costs = repr(costs), costs.averaged()
+    n_stages = n_stages_of_costs(costs)
     shown = min(n_stages or 1, MAX_STAGES)
     names = ["each stage" if n_stages is None else f"stage {stage}" for stage in range(shown)]
     values = {
@@ -49,7 +54,7 @@ def costs_html(costs: Costs) -> str:
         if (value := getattr(costs, name)) is not None
     }
     return (
-        note_html(repr(costs))
+        note_html(title)
         + _values_html("costs", names, values)
         + omitted_html(omitted_text(n_stages or 1, shown, "stages"))
     )
@@ -129,31 +134,40 @@ SIZES: Mapping[str, Form] = {
     "bytes_per_gradient": _bytes,
     "bytes_per_activation": _bytes,
     "optimizer_bytes_per_parameter": _bytes,
+    **dict.fromkeys(SIZES_OF_SOME, _count),
 }
 
 
 def transformer_html(model: Transformer) -> str:
     """Return a transformer as two tables: parameters and FLOPs of its parts, and its sizes."""
+    n_experts = model.n_expert_layers
     parts = {
-        "layer": (model.n_layers, model.layer_parameters, model.layer_flops()),
+        "layer": (model.n_layers - n_experts, model.layer_parameters, model.layer_flops()),
+        "layer with experts": (
+            n_experts,
+            model.expert_layer_parameters,
+            model.expert_layer_flops(),
+        ),
         "embedding": (1, model.embedding_parameters, 0),
         "norm and LM head": (1, model.head_parameters, model.head_flops()),
     }
     rows = [
         [name, _count(n), *_part_cells(parameters, flops), *_part_cells(n * parameters, n * flops)]
         for name, (n, parameters, flops) in parts.items()
+        if n
     ]
     flops = sum(n * flops for n, _, flops in parts.values())
     rows.append(["all", "", "", "", *_part_cells(model.n_parameters, flops)])
     head = ["part", "number", "parameters each", "forward each", "parameters", "forward"]
-    sizes = {name: getattr(model, name) for name in SIZES}
-    sizes["head_size"] = model.query_size // model.n_heads
+    sizes = {x: getattr(model, x) for x in SIZES if x not in SIZES_OF_SOME or getattr(model, x)}
+    sizes["head_size"] = model.head_size or model.hidden_size // model.n_heads
     step = format_decimal(model.step_flops(), "FLOP")
+    active = f", {_count(model.n_active_parameters)} of them active" if model.n_experts else ""
     tied = " The LM head has the matrix of the embedding." if model.tied_embeddings else ""
     return (
         note_html(
-            f"Transformer of {_count(model.n_parameters)} parameters. FLOPs are those of one "
-            f"sequence; forward and backward take {step}.{tied}"
+            f"Transformer of {_count(model.n_parameters)} parameters{active}. FLOPs are those of "
+            f"one sequence; forward and backward take {step}.{tied}"
         )
         + table_html(head, rows)
         + table_html(["size", "value"], [[k, SIZES[k](value)] for k, value in sizes.items()])
@@ -176,6 +190,8 @@ RATES: Mapping[str, Form] = {
     "half_depth": lambda value: f"{value:g} elements",
     "synchronization": format_time,
     "multiprocessors": _count,
+    "attention_half_depth": lambda value: f"{value:g} elements",
+    "attention_ratio": lambda value: f"{value:.3g}",
 }
 #: Meaning of the attributes of a GPU, in a few words.
 _MEANINGS = {
@@ -188,6 +204,8 @@ _MEANINGS = {
     "half_depth": "depth of products at half the rate",
     "synchronization": "of a message",
     "multiprocessors": "0 for no waves of tiles",
+    "attention_half_depth": "half_depth of fused attention",
+    "attention_ratio": "FLOP/s of fused attention over flops",
 }
 
 

@@ -27,7 +27,7 @@ def network_html(network: Network) -> str:
     """
     links, routes = network.links, ""
     rows, omitted = _kind_rows(links) if len(links) > MAX_LINKS else _link_rows(links)
-    rows += _other_rows(network)
+    rows += [*_other_rows(network), *_host_rows(network)]
     if links:
         devices = sorted({device for link in links for pair in link.pairs for device in pair})
         routes = _routes_html(network, devices)
@@ -102,6 +102,16 @@ def _other_rows(network: Network) -> list[list[str]]:
         ["between nodes", _held(between), format_time(nodes.nic_latency),
          _bandwidth(min(port, nic))],
     ]  # fmt: skip
+
+
+def _host_rows(network: Network) -> list[list[str]]:
+    """Return the row of copies to and from the memory of hosts, if there is a link for them."""
+    host = network.host
+    if host is None:
+        return []
+    shared = f", each of {host.devices_per_link} devices" if host.devices_per_link > 1 else ""
+    held = f"host out, host in{shared}"
+    return [["copies to hosts", held, format_time(host.latency), _bandwidth(host.bandwidth)]]
 
 
 def _held(links: list[str]) -> str:

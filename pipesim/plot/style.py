@@ -59,6 +59,9 @@ PALETTE: Mapping[Op, str] = {
     Op.REORDER: "#DDCC77",
     Op.REDUCE_TIED: "#117733",
     Op.GRAD_NORM: "#CC6677",
+    Op.RESHARD: "#B9B0E8",
+    Op.OFFLOAD: "#0B5563",
+    Op.RELOAD: "#8FBFC9",
 }
 #: Colours of devices, repeated after eight: Tol's light scheme, on which dark text is legible.
 DEVICES = (
@@ -94,6 +97,9 @@ LABELS: Mapping[Op, str] = {
     Op.REORDER: "reorder",
     Op.REDUCE_TIED: "sum tied gradients",
     Op.GRAD_NORM: "gradient norm",
+    Op.RESHARD: "free parameters",
+    Op.OFFLOAD: "offload activations",
+    Op.RELOAD: "reload activations",
 }
 #: Colour of text, arrows and lines; and of the outline of a task that never ended.
 INK, UNFINISHED = "#1C1C1C", "#B22222"

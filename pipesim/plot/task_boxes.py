@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COMPUTE, EXCHANGES, NUMBERED, SENDS, Op
+from pipesim.ops import COMPUTE, SENDS, Op, part_letter
 from pipesim.plot.box_labels import BoxLabels, points_per_unit
 from pipesim.plot.lanes import TaskLanes
 from pipesim.plot.overlap_frames import draw_frames, frame_entry
@@ -247,8 +247,7 @@ def _texts(graph: TaskGraph, members: Indices) -> list[str]:
     for k in np.flatnonzero(graph.part[members] >= 0).tolist():
         task = graph.task(int(members[k]))
         number = "" if task.microbatch is None else str(task.microbatch)
-        suffix = f".{task.part}" if task.op in NUMBERED else EXCHANGES[task.part][0]
-        shown[k] = number + suffix
+        shown[k] = number + part_letter(task.op, task.part)
     return shown
 
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.copies import are_copies
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, IN_REPLICA, SENDS
+from pipesim.ops import COLLECTIVES, COPIES, IN_REPLICA, SENDS
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan, with_several_streams
 from pipesim.utils.csr import Ints
@@ -135,7 +135,7 @@ def _links_of_first_copy(graph: TaskGraph, kinds: Ints, table: CostTable) -> Int
     """
     first = kinds[0]
     lasts = table.duration[first] > 0  # a task of 0 s holds no link
-    sends = np.flatnonzero(lasts & graph.kinds.is_op(SENDS | IN_REPLICA)[first])
+    sends = np.flatnonzero(lasts & graph.kinds.is_op(SENDS | COPIES | IN_REPLICA)[first])
     members = np.flatnonzero(lasts & graph.kinds.is_op(COLLECTIVES - IN_REPLICA)[first])
     held = HeldLinks(sends, table.links[kinds[:, sends]], members, table.links[kinds[:, members]])
     return links_of_first_copy(held, graph.stream_of_kind[first])
@@ -147,8 +147,8 @@ class HeldLinks(NamedTuple):
     Attributes
     ----------
     sends, members
-        Kinds of the first copy that are SENDs or members of collectives inside a copy, and members
-        of collectives of all copies.
+        Kinds of the first copy that are SENDs, OFFLOADs, RELOADs or members of collectives inside a
+        copy, and members of collectives of all copies.
     sent, joined
         Links of the kinds of ``sends`` and of ``members`` in each copy; shape
         ``(n_copies, n, most)``.

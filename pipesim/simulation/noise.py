@@ -17,7 +17,7 @@ from pipesim.errors import (
     check_count,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, TRANSFERS, Op
 from pipesim.simulation.distributions import (
     Distribution,
     Empirical,
@@ -63,7 +63,8 @@ class Noise:
     """Variation of the durations of tasks from scenario to scenario.
 
     A compute task of d seconds on device x lasts ``d * slow[x] * device factor * task factor``.
-    With a failure it lasts a pause longer. Messages and collectives have a ``message`` factor.
+    With a failure it lasts a pause longer. Messages, copies and collectives have a ``message``
+    factor.
 
     Attributes
     ----------
@@ -74,7 +75,8 @@ class Noise:
     device
         Factors of devices, drawn once for each device and scenario.
     message
-        Factors of the seconds of messages (not of their latency) and collectives, drawn for each.
+        Factors of the seconds of messages (not of their latency), of collectives and of copies to
+        and from host memory, drawn for each.
         All members of a collective have the same factor and last equally long.
     gpus_per_device
         Number of GPUs that work in step as one device, such as a tensor-parallel group. The largest
@@ -209,7 +211,7 @@ class Noise:
         which = np.full(len(kinds), -1, dtype=np.int8)
         by_op = self.task if isinstance(self.task, Mapping) else {}
         varying: list[tuple[Distribution | None, NDArray[np.bool_], int]] = [
-            (self.message, kinds.is_op(SENDS | COLLECTIVES), 1),
+            (self.message, kinds.is_op(SENDS | COLLECTIVES | COPIES), 1),
             *((d, kinds.op == Op[op], self.gpus_per_device) for op, d in by_op.items()),
         ]
         if self.task is not None and not isinstance(self.task, Mapping):

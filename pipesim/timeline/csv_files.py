@@ -14,6 +14,7 @@ from pipesim.errors import PipeError, TimelineError, check_count, check_name, su
 from pipesim.graph.grad_sync import from_text, to_text
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import HOSTS, hosts_text
+from pipesim.graph.offload_values import shares_text
 from pipesim.graph.skips import skip_from_text, skip_text
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.graph.tied_stages import tied_text
@@ -46,6 +47,8 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "forward_only": ("False", "True"),
 }
 _FLAGS = ("rendezvous", "portals", "host_threads", "forward_only")
+#: Columns with one count in all rows, which are left out if it is this one.
+_COUNTS = {"n_batches": 1, "n_slices": 1, "prefetch": 1, "expert_replicas": 0}
 #: Columns that may be missing, and their values then.
 _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
@@ -67,12 +70,15 @@ def save(timeline: Timeline, path: Path | str) -> None:
             rows[name] = value
     if graph.grad_sync != "last":
         rows["grad_sync"] = to_text(graph.grad_sync)
-    if graph.n_batches > 1:
-        rows["n_batches"] = graph.n_batches
+    for name, usual in _COUNTS.items():
+        if getattr(graph, name) != usual:
+            rows[name] = getattr(graph, name)
     if graph.skips:
         rows["skips"] = " ".join(map(skip_text, graph.skips))
     if graph.tied:
         rows["tied"] = tied_text(graph.tied).replace(",", " ")
+    if graph.options.offload_shares:
+        rows["offload_shares"] = shares_text(graph.options.offload_shares)
     if timeline.issued is not None:
         rows["issued"] = timeline.issued
     elif timeline.issue_times.any():
@@ -223,7 +229,7 @@ def _tasks(rows: pd.DataFrame) -> Tasks:
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     """Return the options that a graph was lowered with and that its tasks do not show."""
     settings: dict[str, Any] = {}
-    for name in (*_SETTINGS, "grad_sync", "n_batches", "skips", "tied"):
+    for name in (*_SETTINGS, *_COUNTS, "grad_sync", "skips", "tied", "offload_shares"):
         if name in rows:
             settings[name] = rows[name].iloc[0]
             _check_rows(rows, rows[name] == settings[name], f"has another {name} than the first")
@@ -231,9 +237,9 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
         settings.setdefault(name, values[0])
         if name != "hosts":  # hosts may be a list, and are checked with the graph
             check_name(name, settings[name], values)
-    has_batches = "n_batches" in settings
-    settings["n_batches"] = int(_numbers(rows[:1], "n_batches", parse_int)[0]) if has_batches else 1
-    check_count("n_batches", settings["n_batches"])
+    for name, usual in _COUNTS.items():
+        number = _numbers(rows[:1], name, parse_int)[0] if name in settings else usual
+        settings[name] = check_count(name, int(number), int(name in ("n_batches", "n_slices")))
     settings["grad_sync"] = from_text(settings.get("grad_sync", "last"))  # checked with the graph
     settings["skips"] = [skip_from_text(text) for text in settings.get("skips", "").split()]
     settings["tied"] = settings.get("tied", "").split()  # checked with the graph

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import TimelineError
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COMPUTE
+from pipesim.ops import COMPUTE, COPIES, Op
 from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.timeline.task_bytes import (
     changes,
     dropped_activations,
     finite_bytes,
     kind_bytes,
+    row_bytes,
     static,
     workspaces,
 )
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+#: Operations that change bytes and compute nothing, beside reductions and messages.
+_CHANGERS = COPIES | {Op.RESHARD}
 
 
 def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
@@ -70,14 +73,19 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def _is_by_events(graph: TaskGraph, costs: Costs) -> bool:
-    """Return whether tasks other than compute tasks change bytes: messages, or reductions."""
-    return graph.forward_only or len(waiting_gradients(graph, costs).reduction) > 0
+    """Return whether tasks other than compute tasks change bytes: messages, copies, collectives."""
+    if graph.forward_only or not graph.kinds.ops.isdisjoint(_CHANGERS):
+        return True
+    return len(waiting_gradients(graph, costs).reduction) > 0
 
 
 class _Columns(NamedTuple):
-    """Inputs of the kernel: columns of the graph, bytes of its kinds, and times."""
+    """Inputs of the kernel: columns of the graph, bytes of the rows of its tasks, and times.
 
-    kind: Ints
+    The columns from ``device`` to ``stage`` have one value a row too.
+    """
+
+    row: Ints
     microbatch: Ints
     device: Ints
     replica: Ints
@@ -154,8 +162,8 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
 def over_time(timeline: Timeline) -> pd.DataFrame:
     """Return bytes held at each start and end of a device's compute tasks.
 
-    The ends of reductions that release gradients are included, and in a forward-only graph the
-    starts and ends of messages.
+    The ends of reductions and OFFLOADs that release bytes are included, the starts of RELOADs, and
+    in a forward-only graph the starts and ends of messages.
 
     Returns
     -------
@@ -195,7 +203,9 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     cursor = first + 1
     peak = np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
-        _balances(_columns(timeline), computes, held, peak, cursor, time, nbytes)
+        columns = _columns(timeline)
+        is_counted = np.resize(computes, len(columns.device))
+        _balances(columns, is_counted, held, peak, cursor, time, nbytes)
         finite_bytes(held + peak)
     written = cursor - first  # fewer than there is room for if tasks did not run
     device = np.repeat(np.arange(graph.n_devices), counts)
@@ -229,7 +239,8 @@ def held_bytes(timeline: Timeline) -> HeldBytes:
     task, is_end = in_order_of_time(timeline, computes | (allocated > 0), computes | (released > 0))
     device = graph.device[task]
     change = np.where(is_end, -released[task], allocated[task])
-    temporary = workspaces(graph, costs)[graph.kind[task]]
+    table = row_bytes(graph, costs)
+    temporary = table.workspace[table.row[task]]
     temporary = np.where(is_end, -temporary, temporary)
     balance, workspace = np.empty_like(change), np.empty_like(change)
     for number in range(graph.n_devices):
@@ -262,14 +273,17 @@ def in_order_of_time(
 def _columns(timeline: Timeline) -> _Columns:
     """Return the inputs of the kernel."""
     graph, kinds = timeline.graph, timeline.graph.kinds
+    rows = row_bytes(graph, costs_of(timeline))
     return _Columns(
-        graph.kind,
+        rows.row,
         graph.microbatch,
-        kinds.device.copy(),  # loops are compiled for arrays that can be written
-        kinds.replica.copy(),
-        kinds.stage.copy(),
-        *kind_bytes(graph, costs_of(timeline)),
-        workspaces(graph, costs_of(timeline)),
+        kinds.device[rows.kind],
+        kinds.replica[rows.kind],
+        kinds.stage[rows.kind],
+        rows.allocated,
+        rows.kept,
+        rows.released,
+        rows.workspace,
         dropped_activations(graph),
         timeline.start,
         timeline.end,
@@ -286,20 +300,20 @@ def _balances(
     time: Floats,
     nbytes: Floats,
 ) -> None:
-    """Add up the bytes of each device over the tasks of the kinds in ``is_counted``.
+    """Add up the bytes of each device over the tasks of the rows in ``is_counted``.
 
     A device computes one task after the other, in order of ids. ``peak`` gets the most bytes
     beyond ``static_bytes`` of each device. Unless ``time`` is empty, ``time`` and ``nbytes`` get a
     row for each start and end, from the ``cursor`` of the device on, which is moved behind them.
     """
     (
-        kind, microbatch, device, replica, stage, allocated, kept, released, workspace, dropped,
+        row_of, microbatch, device, replica, stage, allocated, kept, released, workspace, dropped,
         start, end,
     ) = columns  # fmt: skip
     held = np.zeros(len(peak))
     record = len(time) > 0
-    for task in range(len(kind)):
-        k = kind[task]
+    for task in range(len(row_of)):
+        k = row_of[task]
         if not is_counted[k] or np.isnan(start[task]):
             continue
         d = device[k]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.timeline.memory import costs_of, held_bytes
-from pipesim.timeline.task_bytes import static_parts
+from pipesim.timeline.task_bytes import gathered_bytes, static_parts
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
     graph, costs = timeline.graph, costs_of(timeline)
     peak = timeline.peak_memory  # checks that the sums are finite
     parts = static_parts(graph, costs)
-    activations, workspace, buffers = _at_peaks(timeline)
+    activations, workspace, buffers, gathered = _at_peaks(timeline)
     columns = {
-        "parameters": parts.parameters,
+        "parameters": parts.parameters + gathered,
         "gradients": parts.gradients,
         "optimizer": parts.optimizer,
         "activations": activations,
@@ -41,8 +41,11 @@ def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
     return pd.DataFrame(columns, index=pd.RangeIndex(graph.n_devices, name="device"))
 
 
-def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats]:
-    """Return activations, workspace and waiting gradients of each device at its first peak."""
+def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return activations, workspace, waiting gradients and gathered parameters.
+
+    One value a device, at its first peak.
+    """
     graph, costs = timeline.graph, costs_of(timeline)
     held = held_bytes(timeline)
     added, removed = np.zeros(len(graph)), np.zeros(len(graph))
@@ -50,7 +53,9 @@ def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats]:
     added[waiting.backward] += waiting.nbytes
     removed[waiting.reduction] += waiting.nbytes
     change = np.where(held.is_end, -removed[held.task], added[held.task])
-    activations, workspace, buffers = np.zeros((3, graph.n_devices))
+    gathers, frees = (of_kind[graph.kind[held.task]] for of_kind in gathered_bytes(graph, costs))
+    gathers = np.where(held.is_end, -frees, gathers)
+    activations, workspace, buffers, gathered = np.zeros((4, graph.n_devices))
     for device in range(graph.n_devices):
         rows = slice(*np.searchsorted(held.device, [device, device + 1]))
         balance = held.balance[rows]
@@ -59,5 +64,6 @@ def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats]:
         top = balance.argmax()
         workspace[device] = held.workspace[rows][top]
         buffers[device] = np.cumsum(change[rows])[top]
-        activations[device] = balance[top] - workspace[device] - buffers[device]
-    return activations, workspace, buffers
+        gathered[device] = np.cumsum(gathers[rows])[top]
+        activations[device] = balance[top] - workspace[device] - buffers[device] - gathered[device]
+    return activations, workspace, buffers, gathered

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_list, number
 from pipesim.graph.tasks import Task
-from pipesim.ops import COMPUTE
+from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
@@ -206,7 +206,7 @@ def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
     reserved = reserved_memory(timeline)
     held = timeline.memory()
     graph, too_full = timeline.graph, []
-    computes = graph.is_op(COMPUTE)
+    computes = graph.is_op(COMPUTE | {Op.RELOAD})
     for device, *others in groups:
         rows = held[held["device"] == device]
         most = int(rows["nbytes"].to_numpy().argmax())

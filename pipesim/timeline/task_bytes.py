@@ -7,21 +7,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.copy_costs import copied_bytes, kept_inputs
 from pipesim.costs.costs import Costs
+from pipesim.costs.expert_pricing import held_bytes, moved_bytes
+from pipesim.costs.microbatch_costs import cost_classes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.skips import border_bytes, input_bytes, message_bytes
-from pipesim.ops import Op
+from pipesim.graph.skips import border_bytes, message_bytes
+from pipesim.ops import COPIES, Op
 from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
 __all__ = [
+    "RowBytes",
     "StaticBytes",
     "changes",
     "dropped_activations",
     "finite_bytes",
+    "gathered_bytes",
     "kind_bytes",
+    "row_bytes",
     "static",
     "static_parts",
     "weight_versions",
@@ -29,6 +35,39 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+
+
+class RowBytes(NamedTuple):
+    """Bytes that tasks change, one row for tasks with the same bytes.
+
+    Attributes
+    ----------
+    row
+        Row of each task; shape ``(len(graph),)``.
+    kind
+        Kind of the tasks of each row; shape ``(n_rows,)``.
+    allocated, kept, released, workspace
+        Bytes that tasks of a row allocate at their start, allocate if R allocates the rest, release
+        at their end, and hold only while they run.
+    """
+
+    row: Ints
+    kind: Ints
+    allocated: Floats
+    kept: Floats
+    released: Floats
+    workspace: Floats
+
+
+def row_bytes(graph: TaskGraph, costs: Costs) -> RowBytes:
+    """Return the bytes that tasks change: a row a kind, for each class of equal micro-batches."""
+    classes, kinds = cost_classes(costs, graph), np.arange(len(graph.kinds))
+    if classes is None:
+        return RowBytes(graph.kind, kinds, *kind_bytes(graph, costs), workspaces(graph, costs))
+    tables = [(*kind_bytes(graph, own), workspaces(graph, own)) for own in classes.costs]
+    columns = map(np.concatenate, zip(*tables, strict=True))
+    row = classes.rows(graph.kind, len(kinds))
+    return RowBytes(row, np.tile(kinds, len(tables)), *columns)
 
 
 class StaticBytes(NamedTuple):
@@ -51,6 +90,7 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
 
     - Parameters count once for each version that a stage holds; see `weight_versions`.
     - A replica holds its share of a sharded optimizer's state, and all gradients, as in ZeRO-1.
+      Of sharded parameters it holds its share, and that of their gradients.
     - One gradient a parameter is held throughout. Further gradients, which wait for a reduction,
       are among the `changes`.
     - A forward-only graph holds parameters alone.
@@ -68,17 +108,15 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
 
 def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     """Return bytes of parameters, gradients and optimizer; one value a stage, or a replica too."""
-    parameters, gradients, optimizer = (
-        costs.per_stage(f"{name}_bytes", graph.n_stages)
-        for name in ("parameter", "gradient", "optimizer")
-    )
-    if graph.forward_only:
-        return weight_versions(graph) * parameters, 0 * gradients, 0 * optimizer
     with np.errstate(over="ignore"):
+        parameters = weight_versions(graph) * held_bytes(costs, graph, "parameter")
+        if graph.forward_only:
+            none = np.zeros(graph.n_stages)
+            return parameters, none, none
         return (
-            weight_versions(graph) * parameters,
-            gradients,
-            optimizer / graph.optimizer_shares,
+            parameters,
+            held_bytes(costs, graph, "gradient"),
+            held_bytes(costs, graph, "optimizer"),
         )
 
 
@@ -111,8 +149,8 @@ def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
         return most + 1
     if graph.weight_versions == "stashed":
         kinds = graph.kinds
-        role = np.select([kinds.op == Op.F, kinds.op == Op.STEP], [1, 3], 0)
-        role[kinds.is_op(frozenset({Op.B, Op.W}))] = 2
+        role = np.select([(kinds.op == Op.F) & kinds.begins, kinds.op == Op.STEP], [1, 3], 0)
+        role[kinds.is_op(frozenset({Op.B, Op.W})) & kinds.completes] = 2
         cell = kinds.replica * graph.n_stages + kinds.stage
         version = np.zeros((most.size, graph.n_microbatches), dtype=np.int64)
         in_flight = np.zeros((most.size, graph.n_batches + 1), dtype=np.int64)
@@ -161,16 +199,18 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
       allocates the rest.
     - The input of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are
       input too.
+    - OFFLOAD releases the bytes that it moves to host memory, and RELOAD allocates them.
+    - UNSHARD of a micro-batch allocates the parameters of its stage, and RESHARD releases them.
     - In a forward-only graph, inputs and outputs of stages live as long as tasks need them.
     - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
       released by their REDUCE_GRAD; see `pipesim.timeline.gradient_memory`.
     """
-    kind_allocated, kept, kind_released = kind_bytes(graph, costs)
+    rows = row_bytes(graph, costs)
     dropped, waiting = dropped_activations(graph), waiting_gradients(graph, costs)
-    allocated, released = kind_allocated[graph.kind], kind_released[graph.kind]
+    allocated, released = rows.allocated[rows.row], rows.released[rows.row]
     if len(dropped):
         is_dropped = dropped[graph.replica, graph.stage, np.maximum(graph.microbatch, 0)]
-        allocated = np.where(is_dropped, kept[graph.kind], allocated)
+        allocated = np.where(is_dropped, rows.kept[rows.row], allocated)
     allocated[waiting.backward] += waiting.nbytes
     released[waiting.reduction] += waiting.nbytes
     return allocated, released
@@ -180,17 +220,22 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     """Return bytes that each kind allocates, allocates if R allocates the rest, and releases."""
     if graph.forward_only:
         allocated, released = _forward_kind_bytes(graph, costs)
-        return allocated, allocated, released
+        kept = allocated
+    else:
+        allocated, kept, released = _training_kind_bytes(graph, costs)
+    if Op.RESHARD in graph.kinds.ops:
+        gathered, freed = gathered_bytes(graph, costs)
+        return allocated + gathered, kept + gathered, released + freed
+    return allocated, kept, released
+
+
+def _training_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
+    """Return `kind_bytes` of a graph with backwards, without those of parameters."""
     n_stages, op, stage = graph.n_stages, graph.kinds.op, graph.kinds.stage
-    activation, weight_grad, outputs = (
-        costs.per_stage(f"{name}_bytes", n_stages)
-        for name in ("activation", "weight_grad", "output")
+    activation, weight_grad = (
+        costs.per_stage(f"{name}_bytes", n_stages) for name in ("activation", "weight_grad")
     )
-    inputs = np.zeros(n_stages)
-    inputs[1:] = outputs[:-1]
-    if graph.skips or costs.skip_bytes is not None:
-        inputs += input_bytes(n_stages, graph.skips, costs.skip_sizes)
-    kept_input = np.minimum(inputs, activation)
+    kept_input = kept_inputs(graph, costs)
     allocated, kept, released = tables = np.zeros((3, len(Op), n_stages))
     allocated[Op.F], kept[Op.F] = activation, kept_input
     allocated[Op.R] = kept[Op.R] = activation - kept_input
@@ -198,7 +243,28 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     released[Op.B], released[Op.W] = activation, weight_grad
     released[Op.I] = np.maximum(0.0, activation - weight_grad)
     of_kinds: Floats = tables[:, op, stage]
+    if graph.kinds.has_segments:
+        of_kinds[:2, ~graph.kinds.begins] = 0.0  # the first allocates and
+        of_kinds[2, ~graph.kinds.completes] = 0.0  # the last releases
+    if not graph.kinds.ops.isdisjoint(COPIES):
+        moved = copied_bytes(graph, costs)
+        of_kinds[:2, op == Op.RELOAD] = moved[op == Op.RELOAD]
+        of_kinds[2, op == Op.OFFLOAD] = moved[op == Op.OFFLOAD]
     return of_kinds[0], of_kinds[1], of_kinds[2]
+
+
+def gathered_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
+    """Return bytes of parameters that each kind gathers (UNSHARD) and frees (RESHARD).
+
+    They are all parameters of the stage, but for experts that no other replica has. The replica's
+    share is not part of the buffer that is gathered into: torch's ``fully_shard`` too holds both
+    (`torch.distributed.fsdp._fully_shard`, ``FSDPParam.init_all_gather_outputs``).
+    """
+    kinds = graph.kinds
+    n_replicas = graph.n_replicas * graph.options.n_equal
+    nbytes = moved_bytes(costs, graph.n_stages, n_replicas, "parameter")[kinds.stage]
+    gathers = (kinds.op == Op.UNSHARD) & (kinds.part >= 0)
+    return np.where(gathers, nbytes, 0.0), np.where(kinds.op == Op.RESHARD, nbytes, 0.0)
 
 
 def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
@@ -218,10 +284,11 @@ def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]
         consumed[target] += size
     is_output = kinds.peer_stage < 0
     forward, send, recv = (kinds.op == op for op in (Op.F, Op.SEND_F, Op.RECV_F))
+    begins, completes = forward & kinds.begins, forward & kinds.completes
     sent = np.where(is_output, outputs[kinds.stage], skips)
     received = np.where(is_output, outputs[kinds.stage - 1], skips)
-    allocated = np.where(forward, produced[kinds.stage], np.where(recv, received, 0.0))
-    released = np.where(forward, consumed[kinds.stage], np.where(send, sent, 0.0))
+    allocated = np.where(completes, produced[kinds.stage], np.where(recv, received, 0.0))
+    released = np.where(begins, consumed[kinds.stage], np.where(send, sent, 0.0))
     return allocated, released
 
 

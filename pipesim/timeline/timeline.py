@@ -141,6 +141,8 @@ class Timeline:
             return np.nan_to_num(self.issued, nan=0.0)
         if self.costs is None:
             return np.zeros(len(self))
+        if self.costs.n_microbatches is not None:
+            return issue_times(self.graph, self.costs.of(self.graph).launch)
         launch = self.costs.per_stage("launch", self.graph.n_stages)
         return issue_times(self.graph, launch[self.graph.stage])
 
@@ -215,7 +217,7 @@ class Timeline:
             If the makespan is so short that the rate is no finite number.
         """
         kinds = self.graph.kinds
-        first = np.flatnonzero((kinds.op == Op.F) & (kinds.stage == 0))
+        first = np.flatnonzero((kinds.op == Op.F) & (kinds.stage == 0) & kinds.completes)
         n_microbatches = int(count(self.graph.kind, len(kinds))[first].sum())
         rate = n_microbatches / self.makespan if self.makespan else 0.0
         if math.isinf(rate):
@@ -348,6 +350,39 @@ class Timeline:
 
         return over_time(self)
 
+    def host_memory(self) -> pd.DataFrame:
+        """Return the bytes of offloaded activations that hosts hold over time.
+
+        An OFFLOAD takes its bytes at its start, and the RELOAD gives them back at its end. The host
+        of a device is the process that issues its tasks (``graph.host``).
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``host``, ``time`` (s), ``nbytes``; by host, then in order of time. The first row of a
+            host is at time 0.
+
+        Raises
+        ------
+        TimelineError
+            If the timeline has no costs.
+        CostsError
+            If the sum of the bytes of a host is not finite.
+        """
+        from pipesim.timeline.host_memory import host_memory
+
+        return host_memory(self)
+
+    @property
+    def peak_host_memory(self) -> NDArray[np.float64]:
+        """Most bytes of offloaded activations that each host holds; shape ``(n_hosts,)``.
+
+        See `host_memory`, also for errors.
+        """
+        from pipesim.timeline.host_memory import peak_host_memory
+
+        return peak_host_memory(self)
+
     def memory_breakdown(self) -> pd.DataFrame:
         """Return the bytes that each device holds at its first peak, by what they are for.
 
@@ -378,8 +413,10 @@ class Timeline:
         """Simulate changes of the configuration; return those that stay in the `memory_limit`.
 
         Changes: recompute, fused attention and sequence parallelism of the layers, if the costs are
-        from `Costs.transformer`, or else R tasks; micro-batches of a half or a quarter of the size;
-        the other named schedules; a sharded optimizer of replicas. If none fits alone, two at a
+        from `Costs.transformer`, or else R tasks; experts on more GPUs; micro-batches of a half or
+        a quarter of the size; the other named schedules; activations in host memory, if the network
+        has a link to it; a sharded optimizer, or parameters that replicas share, too (gathered once
+        a step or for every use, instead of a sharded optimizer). If none fits alone, two at a
         time are tried. Everything else stays as it was, such as options of `pipesim.lower`, and
         fields of the costs in which they differ from what the model's settings give.
 
@@ -505,9 +542,10 @@ class Timeline:
 
         - ``issued``, if the times at which tasks were issued are recorded or follow from the
           ``launch`` of ``costs``;
-        - `lower`'s ``rendezvous``, ``hosts``, ``host_threads``, ``grad_sync``, ``skips`` and
-          ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, each if it is not
-          the default;
+        - `lower`'s ``rendezvous``, ``hosts``, ``host_threads``, ``grad_sync``, ``skips``,
+          ``portals``, ``prefetch`` and ``expert_replicas``, the shares that OFFLOADs move
+          (``offload_shares``), and the schedule's ``n_batches``, ``n_slices`` and
+          ``weight_versions``, each if it is not the default;
         - ``checksum``, whose first row has the checksum of the file.
 
         Raises

@@ -38,7 +38,9 @@ Microseconds = NDArray[np.float64]
 NEVER = np.iinfo(np.int64).min
 
 #: Order of threads in a process, by the first part of their stream's name.
-_SORTED = ("compute", "collective", "copy", "recv", "send")
+_SORTED = (
+    *("compute", "collective", "exchange", "unshard", "offload", "reload", "copy", "recv", "send"),
+)
 
 
 def save(

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from pipesim.errors import ArgumentError, TimelineError, suggestion
-from pipesim.ops import OF_STAGES, Action, Op, Overlapped, parse_action
+from pipesim.ops import COPIES, OF_STAGES, Action, Op, Overlapped, parse_action
 
 __all__ = ["PATTERNS", "action_parser", "check_pattern"]
 
@@ -22,6 +22,12 @@ PATTERNS = (
     r"(?P<op>Forward|Backward) (?P<microbatch>[0-9]+)",
     rf"(?P<stage>[0-9]+)(?P<op>{'|'.join(Op.__members__)})(?P<microbatch>[0-9]*)"
     r"(?:[<>](?P<peer>[0-9]+))?",
+)
+#: Names that `pipesim.trace.save` writes and that are not read: of parts, such as segments of
+#: stages with experts, and of copies to host memory.
+_UNREAD = re.compile(
+    rf"[0-9]+(?:(?:{'|'.join(Op.__members__)})[0-9]*\.[a-z0-9_]+"
+    rf"|(?:{'|'.join(op.name for op in sorted(COPIES))})[0-9]+)"
 )
 #: Other words for an operation, in capitals.
 _WORDS = {
@@ -70,6 +76,12 @@ def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapp
 
     @cache
     def single(name: str) -> Action | None:
+        if pattern == PATTERNS[-1] and _UNREAD.fullmatch(name):
+            raise TimelineError(
+                f"{path}: range {name!r} is of a copy to host memory, or of a part of an operation "
+                "or collective; traces with these are not read back: save the timeline as a CSV "
+                'file, timeline.save("run.csv"), and read it with Timeline.load'
+            )
         match = matches(name)
         if match is None:
             return None

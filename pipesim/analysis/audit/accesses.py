@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.audit.data_uses import DATA_NAMES, Milestones, data_uses
+from pipesim.analysis.audit.data_table import DATA_NAMES, Milestones
+from pipesim.analysis.audit.data_uses import data_uses
 from pipesim.graph.graph import TaskGraph
 from pipesim.utils.csr import Ints
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.audit.accesses import conflicts
-from pipesim.analysis.audit.data_uses import Milestones
+from pipesim.analysis.audit.data_table import Milestones
 from pipesim.analysis.audit.shared_streams import merged, on_compute
 from pipesim.analysis.audit.waits_by_kind import (
     WaitKind,
@@ -230,6 +230,8 @@ class _Races:
 
         An edge of a queue to a RECV is not implied by the rendezvous that is derived from it.
         """
+        if not self.kinds:  # a single task
+            return 0
         own = Edges.joined(*(self._own(kind) for kind in self.kinds))
         is_implied = is_implied[: len(own.after)].copy()
         sorts = np.repeat([k.sort for k in self.kinds], [len(k.edges.after) for k in self.kinds])

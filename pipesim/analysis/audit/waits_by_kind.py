@@ -18,7 +18,7 @@ from pipesim.graph.ancestors import Edges
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.graph.tasks import Kinds
-from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
+from pipesim.ops import RECVS, SENDS, Op, part_name
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["WaitKind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]
@@ -153,7 +153,7 @@ def _parts(graph: TaskGraph, tasks: Ints) -> Ints:
 
 
 def _operation(op: int, part: int, is_skip: int = False) -> str:
-    name = Op(op).name if part < 0 else f"{Op(op).name}.{EXCHANGES[part]}"
+    name = Op(op).name if part < 0 else f"{Op(op).name}.{part_name(Op(op), part)}"
     return f"{name} of a skip" if is_skip else name
 
 

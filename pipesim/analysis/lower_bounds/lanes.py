@@ -2,7 +2,8 @@
 
 A *lane* is one operation of one stage on one replica: all its micro-batches, of which each takes as
 long and as many bytes as the others. The *place* of a task is its position among the starts of its
-lane: the j-th start has place j. Bounds are computed on places, not on micro-batches.
+lane: the j-th start has place j. Bounds are computed on places, not on micro-batches. If
+micro-batches differ, all are taken to be as the least one, and a second bound is computed on tasks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
 from pipesim.graph.wiring import apply_rules
-from pipesim.ops import RECVS
+from pipesim.ops import FETCHES, RECVS
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["Arcs", "Floats", "LaneGraph", "joined_arcs", "lane_graph"]
+__all__ = ["Arcs", "Floats", "LaneGraph", "joined_arcs", "lane_graph", "task_lanes"]
 
 Floats = NDArray[np.float64]
 
@@ -78,6 +79,8 @@ def lane_graph(graph: TaskGraph, costs: TaskCosts) -> LaneGraph:
       which one is the last depends on the order.
     - **Overlapped actions.** An F of one waits for the dependencies of its B only in this order.
       These dependencies are dropped.
+    - **Fetches.** UNSHARD and RELOAD wait for tasks that come before their use in this order
+      (`pipesim.graph.fetches`). These dependencies are dropped.
     - **Collectives** start when all members can start (rule 9). The start is a lane of its own,
       between the dependencies of all members and the members.
 
@@ -100,9 +103,28 @@ def lane_graph(graph: TaskGraph, costs: TaskCosts) -> LaneGraph:
         stream = np.concatenate([stream, np.full(n_more, -1)])
     count = np.bincount(lane, minlength=len(seconds))
     first = np.concatenate([[0], np.cumsum(count)])
-    needs = _dependencies(graph, costs, lane, seconds)
+    needs = _dependencies(graph, costs, lane, seconds[lane])
     arcs = joined_arcs(_place_arcs(first, seconds, stream), _arcs_of_pairs(needs, lane, first))
     return LaneGraph(first, seconds, stream, lane_of_kind, arcs)
+
+
+def task_lanes(graph: TaskGraph, costs: TaskCosts) -> tuple[LaneGraph, Ints]:
+    """Return the graph in which each task is a lane of its own, and the kind of each lane.
+
+    So micro-batches may differ: each task has its own seconds, and its own dependencies of
+    `lane_graph`. No arcs hold between the tasks of a stream, as their order is dropped. Starts of
+    collectives have kind -1.
+    """
+    n_tasks, n_groups = len(graph), len(graph.collectives)
+    seconds = np.where(graph.is_op(RECVS), 0.0, costs.duration)
+    lane = _lanes(graph.kinds)[graph.kind]
+    needs = _dependencies(graph, costs, lane, seconds)
+    first = np.arange(n_tasks + n_groups + 1)
+    none = np.full(n_groups, -1)
+    kind = np.concatenate([graph.kind, none])
+    stream = np.concatenate([graph.stream_of_kind[graph.kind], none])
+    seconds = np.concatenate([seconds, np.zeros(n_groups)])
+    return LaneGraph(first, seconds, stream, np.empty(0, dtype=np.int64), needs), kind
 
 
 def _lanes(kinds: Kinds) -> Ints:
@@ -122,16 +144,19 @@ def _single_streams(lane_of_kind: Ints, stream_of_kind: Ints, n_lanes: int) -> I
 
 
 def _dependencies(graph: TaskGraph, costs: TaskCosts, lane: Ints, seconds: Floats) -> Arcs:
-    """Return pairs of tasks that hold in every order; starts of collectives are tasks too."""
+    """Return pairs of tasks that hold in every order; starts of collectives are tasks too.
+
+    ``lane`` and ``seconds`` are of each task.
+    """
     needs = graph.dependencies
-    if graph.kinds.overlapped.any():
+    if graph.kinds.overlapped.any() or graph.is_op(FETCHES).any():
         needs = _rules_alone(graph)
     rows, values = needs.rows.astype(np.int64), needs.values.astype(np.int64)
     lag = np.zeros(len(rows))
     if len(graph.partial_dependency):
         last = graph.partial_dependency[rows]
         partly = (last >= 0) & (lane[values] == lane[last])
-        lag[partly] = (costs.share[rows] - 1.0)[partly] * seconds[lane[values[partly]]]
+        lag[partly] = (costs.share[rows] - 1.0)[partly] * seconds[values[partly]]
     recvs = np.flatnonzero(graph.is_op(RECVS) & (graph.pair >= 0))
     if len(graph.collectives):
         group = graph.group[rows]
@@ -145,7 +170,7 @@ def _dependencies(graph: TaskGraph, costs: TaskCosts, lane: Ints, seconds: Float
 
 
 def _rules_alone(graph: TaskGraph) -> CSR:
-    """Return the dependencies without those of overlapped actions."""
+    """Return the dependencies without those of overlapped actions, and of fetches on an order."""
     kinds = replace(graph.kinds, overlapped=np.zeros_like(graph.kinds.overlapped))
     size = graph.n_microbatches // graph.n_batches
     groups = graph.reduction_groups

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.lower_bounds.graph_bound import graph_bound
 from pipesim.costs.costs import Costs
+from pipesim.costs.microbatch_costs import each_microbatch
 from pipesim.errors import CostsError, check_count, check_flag, check_type
 from pipesim.lowering.lower import lower
 from pipesim.ops import Op
@@ -48,7 +49,8 @@ def lower_bound(
     n_microbatches
         Micro-batches of a step, at least one for each path of the placement.
     costs
-        Seconds and bytes of each stage.
+        Seconds and bytes of each stage, or of each stage and micro-batch. The bound then holds for
+        all orders of micro-batches.
     memory_limit
         Bytes that a device may hold, one number or one a device, as in `pipesim.simulate`: all
         bytes, parameters included. The bound then holds for orders that keep the limit. By
@@ -107,7 +109,8 @@ def lower_bound(
     is_split = split_backward
     if split_backward is None:
         is_split = has_parts
-        costs = _of_both_kinds(costs, placement.n_stages) if is_split else costs
+        if is_split:
+            costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)
     if memory_limit is not None and not any(
         np.any(getattr(costs, name) or 0.0) for name in (*_BYTES, *_MORE_BYTES)
     ):

@@ -140,7 +140,7 @@ def _stages(
         r, b, i, w = (kind_of.get((replica, stage, op), -1) for op in (Op.R, Op.B, Op.I, Op.W))
         back = b if i < 0 else i
         sizes = {int(count[lanes.lane_of_kind[kind]]) for kind in (f, back, w) if kind >= 0}
-        mixed = b >= 0 and i >= 0
+        mixed = (b >= 0 and i >= 0) or kinds.part[f] >= 0  # segments are lanes of their own
         if op != Op.F or back < 0 or mixed or len(sizes) > 1 or (i >= 0) != (w >= 0):
             continue
         stages[replica, stage] = StageLanes(

@@ -15,7 +15,17 @@ from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
-from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, NUMBERED, RECVS, SENDS, Op
+from pipesim.ops import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    EXPERT_EXCHANGES,
+    PART_NAMES,
+    RECVS,
+    SEGMENTED,
+    SENDS,
+    Op,
+)
 from pipesim.plot.idle_chart import LOOKS
 from pipesim.plot.page.columns import ColumnWriter, Spec
 from pipesim.plot.page.graph_columns import graph_columns
@@ -73,7 +83,6 @@ def packed_document(title: str, layout: str, panels: Sequence[Panel]) -> bytes:
         "graphs": writer.graphs,
         "timelines": writer.timelines,
         "ops": _ops(),
-        "exchanges": list(EXCHANGES),
         "causes": [
             {
                 "label": str(cause),
@@ -88,9 +97,11 @@ def packed_document(title: str, layout: str, panels: Sequence[Panel]) -> bytes:
 
 
 def _ops() -> list[Spec]:
-    """Return name, label, look and role of each operation."""
+    """Return name, label, look, role and names of parts of each operation."""
     roles = dict.fromkeys(COMPUTE, "compute") | dict.fromkeys(COLLECTIVES, "collective")
-    roles |= dict.fromkeys(SENDS, "send") | dict.fromkeys(RECVS, "recv")
+    roles |= (
+        dict.fromkeys(COPIES, "copy") | dict.fromkeys(SENDS, "send") | dict.fromkeys(RECVS, "recv")
+    )
     return [
         {
             "name": op.name,
@@ -99,7 +110,9 @@ def _ops() -> list[Spec]:
             "outline": OUTLINES[op],
             "hatched": op in HATCHED,
             "role": roles[op],
-            "parts": "number" if op in NUMBERED else "exchange",
+            "parts": list(PART_NAMES.get(op, ())),
+            "layer_parts": list(EXPERT_EXCHANGES) if op == Op.ALL_TO_ALL else [],
+            "segmented": op in SEGMENTED,
         }
         for op in Op
     ]
@@ -174,7 +187,7 @@ class _DocumentWriter:
         refusal = "this schedule cannot run" if problem else ""
         inputs = SimulationInputs(
             None if problem else unit_costs(graph, computing),
-            np.zeros(len(graph.kinds)), False, False, refusal,
+            np.zeros(len(graph.kinds)), False, False, False, refusal,
         )  # fmt: skip
         self.timelines.append(
             {

@@ -16,7 +16,7 @@ from pipesim.analysis.blocking import collective_latency
 from pipesim.analysis.replay import replay_costs
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, SENDS, Op
+from pipesim.ops import COLLECTIVES, COPIES, SENDS, Op
 from pipesim.plot.page.columns import ColumnWriter, Spec
 from pipesim.simulation.engines.plan import shared_links
 from pipesim.simulation.simulate import predict_timeline
@@ -43,6 +43,8 @@ class SimulationInputs(NamedTuple):
         ``Costs.output_seconds``, of a collective its latency; 0 for others.
     is_exact
         Whether the simulation gives the times of the timeline, to the last bit.
+    is_per_task
+        Whether ``costs`` and ``held`` have a row a task: in a replay, and if micro-batches differ.
     is_replay
         Whether durations are those of the timeline's tasks, as `pipesim.replay` takes them.
     refusal
@@ -52,6 +54,7 @@ class SimulationInputs(NamedTuple):
     costs: TaskCosts | None
     held: Floats
     is_exact: bool
+    is_per_task: bool
     is_replay: bool
     refusal: str
 
@@ -65,9 +68,14 @@ def simulation_inputs(timeline: Timeline) -> SimulationInputs:
         return _refused(_THREADS)
     if timeline.costs is not None and timeline.issued is None:
         costs = timeline.costs.of(graph)
+        if costs.row is not graph.kind:  # micro-batches differ
+            costs = costs.per_task()
         refusal = _LINKS if _shares_links(graph, costs) else ""
         if _reproduces(timeline, costs):
-            return SimulationInputs(costs, _held(timeline, costs), True, False, refusal)
+            is_per_task = costs.row is not graph.kind
+            return SimulationInputs(
+                costs, _held(timeline, costs), True, is_per_task, False, refusal
+            )
         if refusal:
             return _refused(refusal)
     if len(timeline) > MAX_REPLAYED:
@@ -78,7 +86,7 @@ def simulation_inputs(timeline: Timeline) -> SimulationInputs:
     costs = replay_costs(timeline)
     if _shares_links(graph, costs):
         return _refused(_LINKS)
-    return SimulationInputs(costs, np.zeros(len(timeline)), False, True, "")
+    return SimulationInputs(costs, np.zeros(len(timeline)), False, True, True, "")
 
 
 def unit_costs(graph: TaskGraph, computing: NDArray[np.bool_]) -> TaskCosts:
@@ -90,7 +98,7 @@ def unit_costs(graph: TaskGraph, computing: NDArray[np.bool_]) -> TaskCosts:
 
 def _refused(reason: str) -> SimulationInputs:
     """Return inputs that say why the page does not simulate."""
-    return SimulationInputs(None, np.empty(0), False, False, reason)
+    return SimulationInputs(None, np.empty(0), False, False, False, reason)
 
 
 def _shares_links(graph: TaskGraph, costs: TaskCosts) -> bool:
@@ -107,25 +115,31 @@ def _reproduces(timeline: Timeline, costs: TaskCosts) -> bool:
 
 
 def _held(timeline: Timeline, costs: TaskCosts) -> Floats:
-    """Return ``held`` of `SimulationInputs`, one value a kind.
+    """Return ``held`` of `SimulationInputs`, one value a row of ``costs``: a kind, or a task.
 
     Seconds of a SEND beyond bytes over bandwidth are found from a network of half the bandwidth.
     """
     graph, kinds = timeline.graph, timeline.graph.kinds
-    held, duration = np.zeros(len(kinds)), costs.table.duration
-    sends = kinds.is_op(SENDS) & (duration > 0)
+    is_per_task = costs.row is not graph.kind
+    kind = graph.kind if is_per_task else np.arange(len(kinds))
+    held, duration = np.zeros(len(kind)), costs.table.duration
+    sends = kinds.is_op(SENDS)[kind] & (duration > 0)
     base = timeline.costs
     if base is not None and sends.any():
         slower = replace(base, network=base.network.scaled(bandwidth=0.5)).of(graph)
-        seconds = slower.table.duration - duration
+        slow = slower.duration if is_per_task else slower.table.duration
+        seconds = slow - duration
         held[sends] = np.maximum(0.0, duration - seconds)[sends]
         held[held < 1e-12 * duration] = 0.0  # rounding
-    collectives = kinds.is_op(COLLECTIVES)
+    collectives = kinds.is_op(COLLECTIVES | COPIES)[kind]
     if collectives.any():
-        latency = np.zeros(len(kinds))
-        latency[graph.kind] = collective_latency(timeline)
+        latency = collective_latency(timeline)
+        if not is_per_task:
+            of_kind = np.zeros(len(kinds))
+            of_kind[graph.kind] = latency
+            latency = of_kind
         held[collectives] = np.minimum(latency, duration)[collectives]
-        work = kinds.is_op(frozenset({Op.GRAD_NORM}))
+        work = kinds.is_op(frozenset({Op.GRAD_NORM}))[kind]
         held[work] = duration[work]
     return held
 
@@ -143,6 +157,7 @@ def input_columns(writer: ColumnWriter, inputs: SimulationInputs) -> Spec:
     if inputs.costs is None:
         return spec
     table = inputs.costs.table
+    spec["per_task"] = inputs.is_per_task
     spec |= {"latency": writer.floats(table.latency), "held": writer.floats(inputs.held)}
     if not inputs.is_replay:
         spec["duration"] = writer.floats(table.duration)

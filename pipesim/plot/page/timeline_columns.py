@@ -15,7 +15,7 @@ from pipesim.plot.page.columns import ColumnWriter, Spec, decimal_digits, ticks_
 from pipesim.plot.page.simulation_inputs import SimulationInputs, input_columns, simulation_inputs
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.memory_limit import memory_limit
-from pipesim.timeline.task_bytes import changes, static, workspaces
+from pipesim.timeline.task_bytes import changes, row_bytes, static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
@@ -131,7 +131,8 @@ def _memory(writer: ColumnWriter, timeline: Timeline) -> Spec:
     """Add bytes that tasks allocate and release, and bytes that devices hold throughout."""
     graph, costs = timeline.graph, costs_of(timeline)
     allocated, released = changes(graph, costs)
-    always, workspace = static(graph, costs), workspaces(graph, costs)
+    rows = row_bytes(graph, costs)
+    always, workspace = static(graph, costs), rows.workspace[rows.row]
     if not (allocated.any() or always.any() or workspace.any()):
         return {}
     spec: Spec = {

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.simulation.engines.plan import (
+    HOLDS,
     RECV,
     SEND,
     Plan,
@@ -186,7 +187,7 @@ def _ready(
 def _hold_links(
     plan: Plan, state: State, task: int, ready: float, seconds: float
 ) -> tuple[float, float]:
-    """Hold the links of a SEND once all are free; return its start and end, in seconds."""
+    """Hold the links of a SEND or a copy once all are free; return its start and end (s)."""
     row, begin = plan.row[task], ready
     for k in range(plan.links.shape[1]):
         if plan.links[row, k] >= 0:
@@ -292,7 +293,7 @@ def event_loop(plan: Plan, state: State, start: Floats, end: Floats) -> None:
             begin, finish = ready, ready + seconds
             if role == RECV:
                 begin, finish = receive_times(plan, task, ready, start, end)
-            elif role == SEND and plan.asks[plan.row[task]] and seconds > 0.0:
+            elif role & HOLDS and plan.asks[plan.row[task]] and seconds > 0.0:
                 if task != granted:
                     _push_request(state, ready, task)
                     break

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.simulation.engines.plan import (
+    HOLDS,
     RECV,
     SEND,
     Plan,
@@ -52,7 +53,7 @@ def _group_ready(plan: Plan, progress: Progress, group: int, start: Floats, end:
 
 
 def _hold_links(plan: Plan, progress: Progress, task: int, ready: float, seconds: float) -> float:
-    """Hold the links of a SEND once all are free; return its start (s).
+    """Hold the links of a SEND or a copy once all are free; return its start (s).
 
     Return -1 if a smaller id asked for one of them later: rule 8 then grants that one later.
     """
@@ -121,7 +122,7 @@ def one_pass(plan: Plan, progress: Progress, start: Floats, end: Floats) -> bool
                 group_start[group] = _hold_group_links(plan, progress, group, ready)
             ready = group_start[group]
         seconds = task_seconds(plan, task)
-        if role == SEND and plan.asks[plan.row[task]] and seconds > 0.0:
+        if role & HOLDS and plan.asks[plan.row[task]] and seconds > 0.0:
             ready = _hold_links(plan, progress, task, ready, seconds)
         if ready < 0.0:
             return False

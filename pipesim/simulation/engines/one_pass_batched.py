@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.simulation.engines.plan import RECV, SEND, Plan, Progress
+from pipesim.simulation.engines.plan import HOLDS, RECV, SEND, Plan, Progress
 from pipesim.simulation.noise import Draws
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -188,7 +188,7 @@ def _hold_group_links(
 def _hold_links(
     plan: Plan, batch: ScenarioBatch, progress: Progress, task: int, begin: Floats, seconds: Floats
 ) -> None:
-    """Hold the links of a SEND in each scenario; mark those in which one is not free."""
+    """Hold the links of a SEND or a copy in each scenario; mark those in which one is not free."""
     for j in range(plan.links.shape[1]):
         link = plan.links[plan.row[task], j]
         for k in range(len(begin) if link >= 0 else 0):
@@ -255,7 +255,7 @@ def one_pass_batched(plan: Plan, draws: Draws, batch: ScenarioBatch, progress: P
         for k in range(n):
             batch.end[task & last, k] = ready[k] + seconds[k]
             stream_free[stream, k] = batch.end[task & last, k]
-        if role == SEND and plan.asks[plan.row[task]]:
+        if role & HOLDS and plan.asks[plan.row[task]]:
             _hold_links(plan, batch, progress, task, ready, seconds)
     for stream in range(plan.n_streams):
         for k in range(n):

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_times import issue_times
-from pipesim.ops import COLLECTIVES, RECVS, SENDS
+from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = [
+    "COPY",
+    "HOLDS",
     "RECV",
     "SEND",
     "Plan",
@@ -26,7 +28,9 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 #: Values of `Plan.role`, besides 0 for all other kinds.
-SEND, RECV = 1, 2
+SEND, RECV, COPY = 1, 2, 3
+#: Bit of the roles whose tasks hold links by themselves: `SEND` and `COPY`.
+HOLDS = 1
 
 
 class Plan(NamedTuple):
@@ -35,7 +39,7 @@ class Plan(NamedTuple):
     Attributes
     ----------
     kind, stream, role
-        Kind of each task. Stream of each kind, and its role: `SEND`, `RECV` or 0.
+        Kind of each task. Stream of each kind, and its role: `SEND`, `RECV`, `COPY` or 0.
     row, latency, duration
         Row of costs of each task. Latency and duration of each row, in seconds.
     drawn
@@ -90,6 +94,8 @@ def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
     collectives, links = graph.collectives, shared_links(graph, costs)
     needs, share = _needs(graph, costs)
     role = SEND * graph.kinds.is_op(SENDS) + RECV * graph.kinds.is_op(RECVS)
+    if not graph.kinds.ops.isdisjoint(COPIES):
+        role = role + COPY * graph.kinds.is_op(COPIES)
     return Plan(
         kind=graph.kind,
         stream=graph.stream_of_kind,
@@ -140,7 +146,7 @@ def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
     Tasks of one stream never compete for a link: each holds the stream as long as the link.
     """
     none = np.full((len(costs.table.duration), 1), -1, dtype=np.int64)
-    holders = SENDS | COLLECTIVES
+    holders = SENDS | COLLECTIVES | COPIES
     if costs.row is graph.kind:
         rows = np.flatnonzero(graph.kinds.is_op(holders))
         streams = graph.stream_of_kind[rows]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import RECVS, SENDS
+from pipesim.ops import COPIES, RECVS, SENDS
 
 __all__ = ["run"]
 
@@ -122,6 +122,7 @@ class _SimulatedStep:
         self.granted: dict[int, simpy.Event] = {}  # by collective: it may hold its links
         self.in_threads = graph.host_threads and bool(graph.host.any())
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
+        self.is_copy = graph.is_op(COPIES)
         if costs.issued is not None:
             self.issued = [env.timeout(moment) for moment in costs.issued.tolist()]
         else:
@@ -155,6 +156,8 @@ class _SimulatedStep:
                 yield from self.send(task)
             elif self.is_recv[task]:
                 yield from self.receive(task)
+            elif self.is_copy[task]:
+                yield from self.copy(task)
             else:
                 yield from self.compute(task)
             self.end[task] = self.env.now
@@ -212,6 +215,16 @@ class _SimulatedStep:
             yield self.env.timeout(duration)
             self.links.release(links)
         self.tail[task] = self.env.timeout(latency)
+
+    def copy(self, task: int) -> Process:
+        """Hold the host's link and the stream while activations are copied (rule 8)."""
+        duration, links = self.duration[task], self.held(task)
+        if duration > 0:
+            yield self.links.request(task, links)
+        self.begin(task)
+        if duration > 0:
+            yield self.env.timeout(duration)
+            self.links.release(links)
 
     def receive(self, task: int) -> Process:
         """Start at the arrival of the first byte, end at that of the last byte (rule 4)."""

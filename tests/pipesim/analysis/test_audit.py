@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,25 @@ def test_rows_name_what_is_exchanged_and_put_in_order() -> None:
     assert not {"REORDER", "ALL_TO_ALL"} & {word for name in rows for word in name.split()}
 
 
+NEEDED = {
+    "offload": ({"offload": "all"}, ["OFFLOAD needs F", "RELOAD needs OFFLOAD", "B needs RELOAD"]),
+    "experts": (
+        {"n_replicas": 2, "expert_layers": 1},
+        ["ALL_TO_ALL.dispatch0 needs F", "F needs ALL_TO_ALL.dispatch0",
+         "ALL_TO_ALL.dispatch_grad0 needs B", "B needs ALL_TO_ALL.dispatch_grad0",
+         "members of ALL_TO_ALL meet"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_copies_and_exchanges_of_experts_are_needed(name: str) -> None:
+    options, rows = NEEDED[name]
+    costs = replace(COSTS, network=ps.Network(host=ps.HostLink()))
+    table = ps.audit(ps.lower(ps.schedule("gpipe", 2, 4), **options), costs)
+    assert table.loc[rows, "needed"].all()
+
+
 def test_a_rendezvous_does_not_imply_the_queue_it_is_derived_from() -> None:
     """Of one queue: a RECV is reached when what is before it on its stream has ended."""
     graph = lowered("gpipe", 3, 4, rendezvous=True, overlap=False)
@@ -163,6 +183,11 @@ def test_orders_that_deadlock_have_no_makespan() -> None:
     assert np.isnan(ps.audit(graph, COSTS).loc["copy streams", "makespan"])
 
 
+def test_a_single_task_waits_for_nothing() -> None:
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), step="none", forward_only=True)
+    assert ps.audit(graph, ps.Costs(1, 2)).index.tolist() == ["nothing"]
+
+
 def test_the_page_of_gpipe_shows_a_true_table() -> None:
     """Rows of docs/gpipe.md: name, edges, redundant, seconds, needed."""
     text = (ROOT / "docs" / "gpipe.md").read_text()
@@ -183,7 +208,6 @@ def test_the_page_of_gpipe_shows_a_true_table() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
 @given(st.one_of(cases(), skipping_cases()))
 def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """What `pipesim.lower` makes orders all tasks that use the same data."""

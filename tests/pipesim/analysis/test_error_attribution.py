@@ -242,7 +242,13 @@ def test_other_durations_are_nothing_but_durations(
     The seconds of GRAD_NORM are those of a collective, which is a transfer.
     """
     task_graph, prices = case
-    free = replace(prices, network=ps.Network(), launch=0.0, output_seconds=0.0, grad_norm=0.0)
+    free = replace(
+        prices,
+        network=ps.Network(host=ps.HostLink()),
+        launch=0.0,
+        output_seconds=0.0,
+        grad_norm=0.0,
+    )
     predicted, ran = ps.simulate(task_graph, free), ps.simulate(task_graph, free.scaled(factor))
     causes = error_parts(predicted, without_costs(ran))
     assert causes["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
@@ -256,7 +262,7 @@ def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObje
     # On streams of micro-batches, messages that last wait for the link, which nothing shows.
     streams = data.draw(st.sampled_from(["per_peer", "single"]))
     task_graph = data.draw(graphs(streams=streams).filter(lambda g: not len(g.collectives)))
-    network = ps.Network(latency=data.draw(st.sampled_from([0.0, 0.5])))
+    network = ps.Network(latency=data.draw(st.sampled_from([0.0, 0.5])), host=ps.HostLink(0.5))
     both = [
         replace(
             data.draw(costs(task_graph.n_stages, task_graph.n_devices)),

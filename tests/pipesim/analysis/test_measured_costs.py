@@ -69,6 +69,18 @@ def test_any_simulation_gives_its_durations_back(case: tuple[ps.TaskGraph, ps.Co
             assert estimate == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+def test_recomputes_with_experts() -> None:
+    """An R repeats the exchanges of its forward, also if the costs name no layers with experts."""
+    graph = ps.lower(
+        ps.schedule("1f1b", 2, 2), recompute="always", n_replicas=2, expert_layers=(0, 1)
+    )
+    costs = ps.Costs(1, 2, recompute=1, network=ps.Network(latency=0.25))
+    timeline = ps.simulate(graph, costs)
+    recomputes = (graph.op == Op.R) & (graph.stage == 1)
+    assert set(timeline.duration[recomputes]) == {1 + 2 * 0.25}
+    assert ps.Costs.from_timeline(timeline).recompute == (1, 1)
+
+
 @given(
     st.sampled_from(["gpipe", "1f1b"]),
     st.integers(2, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def test_two_changes_where_none_fits() -> None:
     assert not table_of(COSTS, ps.schedule("gpipe", 2, 2), 10, every=False), "parameters alone fit"
 
 
+@cache
+def changes_of_model(grad_sync: str) -> dict[str, tuple[float, float, bool]]:
+    """Return the table of 1F1B with the reductions of gradients of these micro-batches."""
+    start = {**LOWERING, "grad_sync": grad_sync}
+    return table_of(stage_costs(), ps.schedule("1f1b", 2, 4), 1e7, **start)
+
+
 @pytest.mark.parametrize(
     ("change", "costs", "schedule", "lowering"),
     [
@@ -115,6 +123,9 @@ def test_two_changes_where_none_fits() -> None:
         ),
         ("schedule='gpipe'", {}, {"name": "gpipe"}, {}),
         ("shard_optimizer=True", {}, {}, {"shard_optimizer": True, "grad_sync": "last"}),
+        ("shard_parameters='step'", {}, {}, {"shard_parameters": "step", "grad_sync": "last"}),
+        ("shard_parameters='every'", {}, {}, {"shard_parameters": "every", "grad_sync": "last"}),
+        ("offload='all'", {}, {}, {"offload": "all"}),
     ],
 )
 def test_changes_of_a_model(
@@ -122,10 +133,43 @@ def test_changes_of_a_model(
 ) -> None:
     """Each row is what the user gets who makes the change; all other options stay."""
     start = {**LOWERING, **({"grad_sync": "last"} if "shard" in change else {})}
-    got = table_of(stage_costs(), ps.schedule("1f1b", 2, 4), 1e7, **start)
+    got = changes_of_model(start["grad_sync"])
     changed = ps.schedule(**{"name": "1f1b", "n_devices": 2, "n_microbatches": 4, **schedule})
     graph = ps.lower(changed, **{**start, **lowering})
     assert got[change] == simulated(graph, stage_costs(**costs), 1e7)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_experts_on_more_gpus(segments: bool) -> None:
+    """Experts are divided among twice as many GPUs; those of more GPUs than there are is no change.
+
+    A sharded optimizer becomes sharded parameters. Graphs may have the exchanges as tasks.
+    """
+    model = ps.Transformer(
+        hidden_size=64, n_layers=4, n_heads=4, sequence_length=128, vocabulary_size=256,
+        n_experts=8, experts_per_token=2, expert_ffn_size=64,
+    )  # fmt: skip
+
+    def costs(n_gpus: int) -> ps.Costs:
+        return model.costs([2, 2], microbatch_size=1, gpu=GPU, expert_parallel=n_gpus,
+                           network=ps.Network.preset("dgx_h100"))  # fmt: skip
+
+    def graph(n_gpus: int, **changes: Any) -> ps.TaskGraph:
+        own = {"expert_layers": 2, "expert_replicas": n_gpus} if segments else {}
+        options = {"n_replicas": 2, "shard_optimizer": True, **own, **changes}
+        return ps.lower(ps.schedule("1f1b", 2, 4), **options)
+
+    limit = simulated(graph(2), costs(2), 0)[1]
+    timeline = predict_timeline(graph(1), costs(1), memory_limit=limit)
+    table = timeline.changes_that_fit(every=True).set_index("change")
+    row = table.loc["expert_parallel=2"]
+    assert (row["makespan"], row["peak_memory"], row["fits"]) == simulated(
+        graph(2), costs(2), limit
+    )
+    assert "expert_parallel=4" not in table.index
+    row = table.loc["shard_parameters='step'"]
+    other = graph(1, shard_optimizer=False, shard_parameters="step")
+    assert (row["makespan"], row["peak_memory"], row["fits"]) == simulated(other, costs(1), limit)
 
 
 def test_schedules_with_other_stages() -> None:
@@ -171,6 +215,10 @@ def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
         assert got == simulated(ps.lower(other), wanted, 1e7)
         listed = MODEL.costs(layers, **options)
         assert got == simulated(ps.lower(other), listed, 1e7), "the text gives it again"
+
+
+def test_what_layers_of_other_stages_cost() -> None:
+    """Other splits stay; STEP and launches of stages are shared by a device's stages."""
     placed = MODEL.costs(2, **SIZES, placement=ps.linear(2))
     zbv = ps.schedule("zbv", 2, 4)
     got = table_of(placed, ps.schedule("1f1b", 2, 4), 1e7)[
@@ -216,7 +264,7 @@ def test_advice_where_no_change_fits(n_replicas: int) -> None:
 
 def test_skips_name_stages() -> None:
     """Other numbers of stages have no such skips."""
-    got = table_of(COSTS, ps.schedule("1f1b", 2, 4), 1, skips=[(0, 1)])
+    got = table_of(COSTS, ps.schedule("1f1b", 2, 4), 20, skips=[(0, 1)])
     assert "schedule='gpipe'" in got
     assert "schedule='interleaved_1f1b'" not in got
 
@@ -261,11 +309,11 @@ def test_reductions_stay_as_far_apart() -> None:
     """With twice as many micro-batches, after twice as many of them."""
     costs = replace(COSTS, reduce_grad=9)
     options: dict[str, Any] = {"n_replicas": 2}
-    got = table_of(costs, ps.schedule("1f1b", 2, 8), 1, grad_sync="2/2", **options)
+    got = table_of(costs, ps.schedule("1f1b", 2, 8), 20, grad_sync="2/2", **options)
     half = replace(costs, forward=0.5, backward=1, activation_bytes=2.5)
     graph = ps.lower(ps.schedule("1f1b", 2, 16), grad_sync=4, **options)
     key = "n_microbatches=16, at a half of the seconds and bytes of a micro-batch"
-    assert got[key] == simulated(graph, half, 1)
+    assert got[key] == simulated(graph, half, 20)
 
 
 def test_orders_of_your_own() -> None:
@@ -275,7 +323,7 @@ def test_orders_of_your_own() -> None:
     changed = replace(built, microbatch=built.microbatch[::-1].copy(), op=built.op.copy())
     changed = replace(changed, microbatch=1 - built.microbatch)
     for schedule in (own, changed):
-        got = table_of(COSTS, schedule, 1)
+        got = table_of(COSTS, schedule, 15)
         assert "lower(recompute='always')" in got
         assert not any("n_microbatches" in change for change in got)
 

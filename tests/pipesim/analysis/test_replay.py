@@ -24,7 +24,7 @@ from pipesim.errors import AccuracyWarning, CostsError, TimelineError
 from pipesim.ops import Op
 
 #: Graphs of each engine and number of hosts.
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "5"))
 LAUNCHES = st.sampled_from([0.0, 0.1, 0.37, 1.0])
 
 

@@ -56,7 +56,7 @@ def test_rows_without_noise_give_back_the_constants() -> None:
 
 
 def test_standard_errors_are_those_of_repeated_measurements() -> None:
-    results = [fitted(sums, measured(0.03, seed), 3) for seed in range(60)]
+    results = [fitted(sums, measured(0.03, seed), 3) for seed in range(30)]
     spread = np.std([result.x for result in results], axis=0)
     stated = np.mean([result.standard_errors for result in results], axis=0)
     assert (spread > stated / 1.6).all()

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from kernels import compiled as all_compiled
-from strategies import bandwidths, cases, networks, seconds
+from strategies import bandwidths, cases, host_links, networks, seconds
 
 import pipesim as ps
 from pipesim.lowering.lower_replica import lower_replica
@@ -69,7 +69,7 @@ def replicated_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     n_replicas = draw(st.sampled_from([2, 3, 4]))
     graph, costs = draw(cases(n_replicas=n_replicas, step="flush"))
     network = draw(regular_networks(graph.n_devices // n_replicas, n_replicas))
-    costs = replace(costs, network=network)
+    costs = replace(costs, network=replace(network, host=draw(host_links())))
     if draw(st.integers(0, 3)):
         costs = replace(costs, launch=0.0)
     if draw(st.booleans()):  # everything competes
@@ -78,7 +78,6 @@ def replicated_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(replicated_cases())
 def test_times_are_those_of_the_full_simulation(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """On random schedules, modes, hosts and networks, whether or not replicas are equal."""
@@ -97,6 +96,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "reduced in buckets": {"grad_sync": "bucketed"},
     "reduced every time": {"grad_sync": "every"},
     "optimizer shared": {"shard_optimizer": True},
+    "parameters shared": {"shard_parameters": 1, "prefetch": 2},
     "recomputed": {"recompute": "except_last"},
     "blocking messages": {"overlap": False},
     "rendezvous": {"rendezvous": True},

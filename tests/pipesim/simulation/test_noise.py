@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 from drawing import draw, grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import cases, noises
 
@@ -19,15 +20,20 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, Op
 
-#: 20,000 compute tasks of a second each, on one device.
-MANY = ps.lower(ps.schedule("gpipe", 1, 10_000), step="none")
 ONE = ps.Costs(1, 1)
 normal = NormalDist().cdf
 
 
+@cache
+def many_tasks() -> ps.TaskGraph:
+    """Return 20,000 compute tasks of a second each, on one device."""
+    return ps.lower(ps.schedule("gpipe", 1, 10_000), step="none")
+
+
 def factors(noise: ps.Noise, scenario: int = 0) -> np.ndarray:
-    """Return the seconds of each of `MANY` tasks, which are the factors that were drawn."""
-    return noise.applied(MANY, ONE.of(MANY), scenario).duration
+    """Return the seconds of each of many tasks, which are the factors that were drawn."""
+    graph = many_tasks()
+    return noise.applied(graph, ONE.of(graph), scenario).duration
 
 
 def assert_distributed(values: np.ndarray, cdf: Callable[[float], float]) -> None:
@@ -77,9 +83,9 @@ def test_tails() -> None:
     drawn = np.stack([factors(noise, scenario) for scenario in range(20)])
     for side in ((drawn > 1.405).sum(), (drawn < 0.595).sum()):
         assert 2 <= side <= 22
-    many = ps.simulate_many(MANY, ONE, noise, 3, progress=False)
+    many = ps.simulate_many(many_tasks(), ONE, noise, 3, progress=False)
     for k in range(3):
-        assert many.makespan[k] == ps.simulate(MANY, ONE, noise=noise, scenario=k).makespan
+        assert many.makespan[k] == ps.simulate(many_tasks(), ONE, noise=noise, scenario=k).makespan
 
 
 def test_lognormal() -> None:
@@ -161,7 +167,7 @@ def test_distribution_of_your_own() -> None:
     with pytest.raises(
         ArgumentError, match=r"factors must be finite and >= 0, but Uniform\(low=-0"
     ):
-        ps.simulate(MANY, ONE, noise=wrong)
+        ps.simulate(many_tasks(), ONE, noise=wrong)
 
     @dataclass
     class Changing:
@@ -317,7 +323,6 @@ def test_scenarios_are_the_same_on_any_number_of_threads() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
 @given(st.data())
 def test_scenarios_are_what_simulate_says(data: st.DataObject) -> None:
     """With and without contention, rendezvous, launch and replicas, on the same bits."""
@@ -507,7 +512,7 @@ def test_unknown_operation() -> None:
         UnknownNameError, match=r"unknown compute operation 'STPE'; did you mean 'S"
     ):
         noise_of(task={"STPE": ps.Normal(0.1)})
-    names = "B, DISPATCH, F, I, R, REORDER, STEP, W"
+    names = "B, DISPATCH, F, I, R, REORDER, RESHARD, STEP, W"
     with pytest.raises(UnknownNameError, match=rf"'SEND_F'.*\(known: {names}\)"):
         noise_of(task={"SEND_F": ps.Normal(0.1)})
 

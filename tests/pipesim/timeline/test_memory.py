@@ -116,8 +116,9 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
     assert (allocated >= 0).all()
     assert (given_back >= 0).all()
     messages = TRANSFERS if graph.forward_only else frozenset()
-    assert (allocated[~graph.is_op(COMPUTE | messages)] == 0).all()
-    assert (given_back[~graph.is_op(COMPUTE | messages | {Op.REDUCE_GRAD})] == 0).all()
+    assert (allocated[~graph.is_op(COMPUTE | messages | {Op.RELOAD, Op.UNSHARD})] == 0).all()
+    others = {Op.REDUCE_GRAD, Op.OFFLOAD}
+    assert (given_back[~graph.is_op(COMPUTE | messages | others)] == 0).all()
     assert allocated.sum() == given_back.sum()
     for device in range(graph.n_devices):
         own = frame[frame["device"] == device]
@@ -137,20 +138,37 @@ def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Cost
     no time at that moment, those with smaller ids.
     """
     graph, costs = case
-    assume(not graph.forward_only)  # its messages take bytes too
+    # Messages and RELOADs take bytes too.
+    assume(not graph.forward_only and not graph.is_op(frozenset({Op.RELOAD})).any())
     timeline = ps.simulate(graph, costs)
     allocated, given_back = changes(graph, costs)
     temporary = workspaces(graph, costs)[graph.kind]
     for device in range(graph.n_devices):
         own = graph.device == device
         others = np.flatnonzero(own & ~graph.on_compute & (given_back > 0))
+        gathers = np.flatnonzero(own & ~graph.on_compute & (allocated > 0))
         now = peak = 0.0
-        for task in np.flatnonzero(own & graph.on_compute):
-            now += allocated[task]
+        moments = []  # of each taking task: what others hold then
+        for task in np.flatnonzero(own & (graph.on_compute | (allocated > 0))):
             moment, start, end = timeline.start[task], timeline.start[others], timeline.end[others]
             ended = (end < moment) | (end == moment) & ((start < end) | (others < task))
-            peak = max(peak, now + temporary[task] - given_back[others[ended]].sum())
-            now -= given_back[task]
+            started = timeline.start[gathers] < moment
+            started |= (timeline.start[gathers] == moment) & (gathers <= task)
+            elsewhere = allocated[gathers[started]].sum() - given_back[others[ended]].sum()
+            moments.append((task, moment, elsewhere))
+        for task, moment, elsewhere in moments:
+            if graph.on_compute[task]:
+                now += allocated[task]
+                peak = max(peak, now + temporary[task] + elsewhere)
+                now -= given_back[task]
+                continue
+            computes = np.flatnonzero(own & graph.on_compute)
+            start, end = timeline.start[computes], timeline.end[computes]
+            started = (start < moment) | (start == moment) & (computes < task)
+            over = (end < moment) | (end == moment) & ((start < end) | (computes < task))
+            held = allocated[computes[started]].sum() - given_back[computes[over]].sum()
+            held += temporary[computes[started & ~over]].sum()
+            peak = max(peak, held + elsewhere)
         assert timeline.peak_memory[device] == static(graph, costs)[device] + peak
 
 

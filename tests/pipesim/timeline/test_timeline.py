@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import cases
 
@@ -295,7 +295,6 @@ FUZZED += ["F", "STEP", "compute", "copy", "send:0", "recv:9", "send:" + "9" * 2
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(data=st.data())
 def test_edited_in_any_way(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """One cell replaced by anything: a timeline that holds, or an error of ours; nothing else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import cases, skipping_cases
 
 import pipesim as ps
@@ -36,14 +36,12 @@ def uneven_costs(seconds: tuple[list[float], ...], latency: float) -> ps.Costs:
     )
 
 
-@settings(max_examples=50)
 @given(cases())
 def test_no_makespan_is_below(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Every schedule and option of `lower`, with any costs and network."""
     check(case)
 
 
-@settings(max_examples=25)
 @given(skipping_cases())
 def test_no_makespan_is_below_with_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Skip connections likewise."""

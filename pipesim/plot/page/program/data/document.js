@@ -18,9 +18,7 @@ export function readBlock(bytes) {
     throw new Error(`the page's format ${document.format} is unknown`);
   }
   const columns = new Columns(bytes.subarray(4 + length));
-  const graphs = document.graphs.map((spec) =>
-    new Graph(spec, columns, document.ops, document.exchanges)
-  );
+  const graphs = document.graphs.map((spec) => new Graph(spec, columns, document.ops));
   const tracks = document.timelines.map((spec) => new Track(spec, graphs, columns));
   return { document, graphs, tracks };
 }

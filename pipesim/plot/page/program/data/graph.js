@@ -19,7 +19,7 @@ export function grouped(rowOf, nRows) {
 
 /** A task graph: one entry a task in each column, and one a kind in the columns of kinds. */
 export class Graph {
-  constructor(spec, columns, ops, exchanges) {
+  constructor(spec, columns, ops) {
     const read = (column) => columns.read(column);
     this.name = spec.name;
     this.n = spec.n;
@@ -29,7 +29,6 @@ export class Graph {
     this.nMicrobatches = spec.n_microbatches;
     this.rendezvous = spec.rendezvous;
     this.ops = ops;
-    this.exchanges = exchanges;
     this.kinds = Object.fromEntries(
       Object.entries(spec.kinds).map(([name, column]) => [name, read(column)]),
     );
@@ -112,17 +111,21 @@ export class Graph {
   boxLabel(task) {
     const microbatch = this.microbatch[task] < 0 ? "" : String(this.microbatch[task]);
     const op = this.ops[this.op(task)], part = this.kinds.part[this.kind[task]];
-    if (part >= 0 && op.parts === "exchange") return microbatch + this.exchanges[part][0];
+    if (op.segmented && part >= 0) return microbatch;
+    if (part >= 0 && op.parts.length) return microbatch + this.#partName(part, op)[0];
     return microbatch + this.#suffix(task, op);
+  }
+
+  /** The name of a part of an operation: those of a layer with experts follow the others. */
+  #partName(part, op) {
+    const more = part - op.parts.length, n = op.layer_parts.length;
+    if (more < 0 || !n) return op.parts[part] ?? String(part);
+    return op.layer_parts[more % n] + Math.floor(more / n);
   }
 
   #suffix(task, op) {
     const part = this.kinds.part[this.kind[task]], peer = this.kinds.peer_stage[this.kind[task]];
-    if (part >= 0) {
-      return `.${
-        op.parts === "exchange" && part < this.exchanges.length ? this.exchanges[part] : part
-      }`;
-    }
+    if (part >= 0) return `.${this.#partName(part, op)}`;
     return peer < 0 ? "" : `${op.role === "send" ? ">" : "<"}${peer}`;
   }
 

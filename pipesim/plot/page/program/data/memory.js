@@ -55,7 +55,7 @@ export function memoryOverTime(timeline, memory) {
     let held = memory.static[device], peak = held, peakTime = 0;
     nbytes[0] = held;
     ofDevice.forEach((event, k) => {
-      const task = event >> 1, workspace = memory.workspace[graph.kind[task]];
+      const task = event >> 1, workspace = memory.workspace[task];
       held += event % 2 ? -memory.released[task] - workspace : memory.allocated[task] + workspace;
       times[k + 1] = timeOf(event);
       nbytes[k + 1] = held;

@@ -29,8 +29,8 @@ export function isUnchanged(factors) {
  * Return inputs with changed seconds. Rows are kinds or tasks, as in the inputs.
  *
  * Seconds of compute tasks are multiplied by the factors of their operation and stage. Seconds of
- * messages and collectives are divided by the bandwidth's, without those that they hold
- * regardless; of a collective these are its latency.
+ * messages, collectives and copies to and from hosts are divided by the bandwidth's, without those
+ * that they hold regardless; of a collective and of a copy these are its latency.
  */
 export function scaledInputs(graph, inputs, factors) {
   const { bandwidth, latency } = factors;
@@ -40,7 +40,7 @@ export function scaledInputs(graph, inputs, factors) {
     if (role === "send" || role === "recv") {
       return bandwidth === 1 ? seconds : held + (seconds - held) / bandwidth;
     }
-    if (role === "collective") {
+    if (role === "collective" || role === "copy") {
       if (bandwidth === 1 && latency === 1) return seconds;
       const isWork = graph.ops[graph.kinds.op[kind]].name === "GRAD_NORM";
       return isWork ? seconds : held * latency + (seconds - held) / bandwidth;

@@ -59,7 +59,7 @@ export class Track {
     const given = spec.inputs;
     this.inputs = given.latency
       ? {
-        isPerTask: given.replay,
+        isPerTask: given.per_task,
         duration: given.duration ? read(given.duration) : null,
         latency: read(given.latency),
         held: read(given.held),
