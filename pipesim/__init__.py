@@ -27,13 +27,16 @@ from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
+from pipesim.models.experts.routing import Routing
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.published_models import transformers
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
+from pipesim.network.host_link import HostLink
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
+from pipesim.network.parallel_layout import Layout
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
@@ -69,8 +72,10 @@ __all__ = [
     "Counts",
     "Empirical",
     "Failures",
+    "HostLink",
     "Keys",
     "Layers",
+    "Layout",
     "Link",
     "LogNormal",
     "Network",
@@ -85,6 +90,7 @@ __all__ = [
     "PlanChoice",
     "Plans",
     "Routes",
+    "Routing",
     "Scenarios",
     "Schedule",
     "Shard",

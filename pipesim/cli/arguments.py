@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -45,6 +46,14 @@ _FLAGS = (
         "many, or bucketed; every/2/last: one a stage",
     ),
     ("--n-buckets", "N", "buckets of a stage's gradients"),
+    (
+        "--shard-parameters",
+        "WHEN",
+        "replicas share parameters, which are freed after every use, once a step, or but for those "
+        "of the K stages that a device uses next: every, step, K",
+    ),
+    ("--expert-layers", "COUNTS", "layers with experts of each stage: one number, or 0,2,2,1"),
+    ("--expert-replicas", "N", "replicas that together have all experts"),
     ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
     ("--exchange-work", "STREAM", "collective or compute: stream of the work around exchanges"),
     (
@@ -63,6 +72,13 @@ _FLAGS = (
     ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
     ("--issue-order", "ORDER", "hosts issue by clock_cycle, microbatch_major or stage_major"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
+    (
+        "--offload",
+        "VALUE",
+        "activations in host memory: none, all, a share such as 0.5, or longest:0.5 for the half "
+        "that lives longest; all/0.5/none: one a stage",
+    ),
+    ("--prefetch", "N", "compute tasks that a RELOAD or UNSHARD may run beside before its use"),
     ("--engine", "NAME", "engine that simulates"),
     (
         "--memory-limit",
@@ -114,6 +130,7 @@ def parse_arguments(
     SystemExit
         After ``--help`` or ``--version``.
     """
+    arguments = sys.argv[1:] if argv is None else argv
     parser = RaisingParser(
         prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
     )
@@ -130,7 +147,8 @@ def parse_arguments(
         )
         command.set_defaults(run=run, parser=command, verbose=False)
         command.add_argument("--verbose", action="store_true", help="show all lines of an error")
-        _ADD_ARGUMENTS[name](command)
+        if name in arguments:  # adding arguments takes milliseconds a command
+            _ADD_ARGUMENTS[name](command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = suggestion(unknown[0], re.findall(r"--[\w-]+", args.parser.format_usage()))
@@ -218,6 +236,9 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
         dest = f"settings.costs.network.{name}"
         costs.add_argument(f"--{name}", dest=dest, type=parse_value, metavar=unit)
+        costs.add_argument(f"--host-{name}", dest=f"settings.costs.network.host.{name}",
+                           type=parse_value, metavar=unit,
+                           help="of copies to and from host memory")  # fmt: skip
 
 
 def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:

@@ -19,6 +19,7 @@ from pipesim.cli.tables import (
     known_result_columns,
 )
 from pipesim.errors import ArgumentError, PipeError
+from pipesim.ops import COPIES
 from pipesim.scheduling.registry import schedules
 from pipesim.sweeps.grid import grid_rows
 from pipesim.sweeps.settings import COUNTS, Settings, cases, read_grid, run
@@ -54,7 +55,7 @@ def simulate(args: argparse.Namespace) -> None:
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"
         f"peak memory  {format_numbers([timeline.peak_memory.max()], GIB)[0]} GiB "
-        f"(device {timeline.peak_memory.argmax()})\n{result_lines(timeline)}"
+        f"(device {timeline.peak_memory.argmax()})\n{_host_line(timeline)}{result_lines(timeline)}"
     )
     columns = {
         "device": [str(device) for device in devices.index],
@@ -75,6 +76,14 @@ def simulate(args: argparse.Namespace) -> None:
                 heading | cause_columns(causes, lambda seconds: format_numbers(seconds, _MS))
             )
         )
+
+
+def _host_line(timeline: Timeline) -> str:
+    """Return a line with the most memory that a host holds; empty if nothing is offloaded."""
+    if not timeline.graph.is_op(COPIES).any():
+        return ""
+    held = timeline.peak_host_memory
+    return f"host memory  {format_numbers([held.max()], GIB)[0]} GiB (host {held.argmax()})\n"
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -18,7 +18,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   microbatches = 8
   recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
                             # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
-                            # exchange_work, prefetch_keys, sparse_grad_sync
+                            # exchange_work, prefetch_keys, sparse_grad_sync, offload, prefetch,
+                            # shard_parameters, expert_layers, expert_replicas
   memory_limit = "80GiB"    # bytes that a device may hold, as a text or a number
   per = "device"            # costs are of all that a device holds, however many stages
 
@@ -29,6 +30,7 @@ A TOML file (--config) holds the same settings; arguments override it:
   output_bytes = 4194304
   network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
   # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
+  # network = { host = { latency = 10e-6, bandwidth = 25e9 } }    # for offload
 
   # [costs.transformer]     # in place of seconds and bytes: a model on GPUs
   # model = "llama3_8b"     # or sizes: hidden_size, n_layers, ...
@@ -99,6 +101,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   memory_limit = "75GiB"
   tensor_parallel = [4, 8]
   schedules = ["1f1b", "zbv"]
+  shard_parameters = ["none", "every", "step"]
+  offload = ["none", 0.5]   # of a cluster whose network has a link to the host
 
   [model]                   # or model = "llama3_70b"
   model = "llama3_70b"      # with other sizes, or sizes alone: hidden_size, n_layers, ...

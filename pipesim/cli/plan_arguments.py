@@ -32,7 +32,14 @@ CHOICES: Mapping[str, tuple[str, str]] = {
     "recompute": ("MODE", "recompute of layers: none, selective, full"),
     "shard_optimizer": ("BOOL", "true, false or true,false: a distributed optimizer, as in ZeRO-1"),
     "sequence_parallel": ("BOOL", "likewise: split the sequence where tensor parallelism does not"),
-}
+    "context_parallel": ("N", "GPUs that share each sequence; 1 by default"),
+    "expert_parallel": ("N", "GPUs among which the experts of a layer are divided"),
+    "shard_parameters": ("MODE", "replicas share parameters, and gather them: none (the default), "
+                         "every, step, or the number of stages that a device keeps"),
+    "offload": ("SHARE", "activations in host memory: none (the default), all, a share (0.5), "
+                "or longest:0.5"),
+    "n_slices": ("N", "slices of each sequence, for seq1f1b and slimpipe; 1 by default"),
+}  # fmt: skip
 #: Settings of the model that are true or false, and their help.
 SWITCHES: Mapping[str, str] = {
     "flash_attention": "the attention core is one fused kernel",

@@ -160,7 +160,7 @@ def _read_run(path: Path, options: ViewOptions) -> dict[str, Showable]:
 
 def _read_trace(path: Path, options: ViewOptions) -> dict[str, Showable]:
     """Return the step of a trace; its messages have the bytes of the costs."""
-    nbytes = 0.0 if options.costs is None else options.costs.output_bytes
+    nbytes: Any = 0.0 if options.costs is None else options.costs.averaged().output_bytes
     timeline = Timeline.from_chrome(path, output_bytes=nbytes, **options.trace)
     return {"": replace(timeline, costs=options.costs)}
 

@@ -35,8 +35,7 @@ def checked_costs(costs: object) -> Costs:
 def check_weight_bytes(costs: Costs, n_stages: int, stacklevel: int = 6) -> None:
     """Warn if W holds no bytes under a memory limit only because the costs give none for it."""
     held, seconds = (
-        getattr(costs, name) is not None and costs.per_stage(name, n_stages).any()
-        for name in ("activation_bytes", "weight_grad")
+        _is_positive(costs, name, n_stages) for name in ("activation_bytes", "weight_grad")
     )
     if held and seconds and not np.any(costs.weight_grad_bytes):
         warnings.warn(
@@ -48,8 +47,18 @@ def check_weight_bytes(costs: Costs, n_stages: int, stacklevel: int = 6) -> None
         )
 
 
+def _is_positive(costs: Costs, name: str, n_stages: int) -> bool:
+    """Return whether a field is above 0 for a stage and micro-batch."""
+    if getattr(costs, name) is None:
+        return False
+    return bool(costs.averaged().per_stage(name, n_stages).any())
+
+
 def checked_limits(
-    memory_limit: object, placement: Placement, f_bytes: Sequence[float] | NDArray[np.float64]
+    memory_limit: object,
+    placement: Placement,
+    f_bytes: NDArray[np.float64],
+    class_of: NDArray[np.int64],
 ) -> list[float]:
     """Return the bytes that each device may hold.
 
@@ -60,7 +69,9 @@ def checked_limits(
     placement
         Which device holds which stage.
     f_bytes
-        Bytes that the F of a micro-batch takes; one number a stage.
+        Bytes that the F of a micro-batch takes; shape ``(n_classes, n_stages)``.
+    class_of
+        Which row of these each micro-batch has; shape ``(n_microbatches,)``.
 
     Raises
     ------
@@ -85,7 +96,7 @@ def checked_limits(
                 "give one number, or one a device"
             )
         limits.append(limit)
-        _check_fits(limit, device, placement, f_bytes)
+        _check_fits(limit, device, placement, f_bytes, class_of)
     return limits
 
 
@@ -93,15 +104,21 @@ def _check_fits(
     limit: float,
     device: int,
     placement: Placement,
-    f_bytes: Sequence[float] | NDArray[np.float64],
+    f_bytes: NDArray[np.float64],
+    class_of: NDArray[np.int64],
 ) -> None:
-    for path in placement.paths:
-        stages = [stage for stage, home in enumerate(path) if home == device]
-        needed = sum(f_bytes[stage] for stage in stages)
+    path_of = placement.path_of(len(class_of))
+    for path, homes in enumerate(placement.paths):
+        stages = [stage for stage, home in enumerate(homes) if home == device]
+        nbytes = f_bytes[:, stages].sum(axis=1)[class_of]
+        nbytes[path_of != path] = -1.0
+        largest = int(nbytes.argmax())
+        needed = float(nbytes[largest])
         if needed > limit * (1 + 1e-9):  # as `Admission` compares sums
             names = ", ".join(map(str, stages))
+            which = "one micro-batch" if len(f_bytes) == 1 else f"micro-batch {largest}"
             raise ArgumentError(
-                f"memory_limit of device {device} is {limit:.10g} bytes, but one micro-batch takes "
+                f"memory_limit of device {device} is {limit:.10g} bytes, but {which} takes "
                 f"{needed:.10g} there ({'stages' if len(stages) > 1 else 'stage'} {names}); "
                 f"give at least {needed:.10g}"
             )

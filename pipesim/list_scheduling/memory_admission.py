@@ -31,11 +31,12 @@ class HeldBytes(NamedTuple):
     ----------
     limit
         Bytes that each device may hold.
-    needed, n_chunks
-        Bytes that a micro-batch needs on a device at the same time, and number of its stages
-        there. One number for each device and path: entry ``device * n_paths + path``.
+    n_chunks
+        Number of stages of a path on a device: entry ``device * n_paths + path``.
     most_needed
-        Largest entry of ``needed`` of each device.
+        Most bytes that a micro-batch needs on each device at the same time.
+    most_later
+        Most bytes that one of a row's micro-batch and the later ones of its path needs there.
     held, held_for_w
         Bytes that each device holds until I or B, and until W. A W can run whenever its room is
         needed.
@@ -43,22 +44,20 @@ class HeldBytes(NamedTuple):
         Bytes that each micro-batch holds until I or B, and bytes that it will still take.
     backwards
         Backwards that each micro-batch has still to run on the device; -1 before its first F.
-    next_to_start, started_end, oldest
-        Numbers of micro-batches on a path: the first one that has not started on a device; one
-        more than the last one that has; no more than the first one in progress. Entries as in
-        ``needed``.
+    started_end, oldest
+        Numbers of micro-batches on a path: one more than the last one that has started on a
+        device; no more than the first one that has not ended there. Entries as in ``n_chunks``.
     """
 
     limit: Floats
-    needed: Floats
     n_chunks: Ints
     most_needed: Floats
+    most_later: Floats
     held: Floats
     held_for_w: Floats
     row_held: Floats
     to_come: Floats
     backwards: Ints
-    next_to_start: Ints
     started_end: Ints
     oldest: Ints
 
@@ -67,23 +66,30 @@ def new_held_bytes(problem: Problem) -> HeldBytes:
     """Return the bytes of devices that have not started."""
     shape = problem.n_devices, problem.n_paths
     n_rows = problem.n_devices * problem.n_microbatches
-    needed, n_chunks = np.zeros(shape), np.zeros(shape, int)
-    stage, path = np.divmod(np.arange(len(problem.home)), problem.n_paths)
-    np.add.at(needed, (problem.home, path), problem.f_bytes[stage])
+    needed, n_chunks = np.zeros((problem.n_devices, problem.n_microbatches)), np.zeros(shape, int)
+    most_later = np.empty_like(needed)
+    path = np.arange(len(problem.home)) % problem.n_paths
+    for copy, (home, own) in enumerate(zip(problem.home, path, strict=True)):
+        first = problem.first[own]
+        nbytes = problem.f_bytes[problem.lane_ptr[copy] : problem.lane_ptr[copy + 1]]
+        needed[home, first : first + problem.n_of_path[own]] += nbytes
     np.add.at(n_chunks, (problem.home, path), 1)
+    for first, count in zip(problem.first, problem.n_of_path, strict=True):
+        columns = slice(first, first + count)
+        backwards = needed[:, columns][:, ::-1]
+        most_later[:, columns] = np.maximum.accumulate(backwards, axis=1)[:, ::-1]
     return HeldBytes(
         limit=problem.limits * (1 + _ROUNDING),
-        needed=needed.ravel(),
         n_chunks=n_chunks.ravel(),
         most_needed=needed.max(axis=1),
+        most_later=most_later.ravel(),
         held=np.zeros(problem.n_devices),
         held_for_w=np.zeros(problem.n_devices),
         row_held=np.zeros(n_rows),
-        to_come=np.repeat(needed, problem.n_of_path, axis=1).ravel(),
+        to_come=needed.ravel(),
         backwards=np.full(n_rows, -1),
-        next_to_start=np.zeros(needed.size, int),
-        started_end=np.zeros(needed.size, int),
-        oldest=np.zeros(needed.size, int),
+        started_end=np.zeros(n_chunks.size, int),
+        oldest=np.zeros(n_chunks.size, int),
     )
 
 
@@ -108,17 +114,13 @@ def is_safe(
     for other in range(problem.n_paths - 1, -1, -1):
         entry = device * problem.n_paths + other
         row = device * problem.n_microbatches + problem.first[other]
-        end = problem.n_of_path[other]
         taker = microbatch if other == path else -1
-        following = memory.next_to_start[entry]
-        while following < end and (
-            following == taker or memory.backwards[row + following] >= 0
-        ):  # fmt: skip
-            following += 1
-        last = max(memory.started_end[entry] - 1, taker, following if following < end else -1)
-        for number in range(last, memory.oldest[entry] - 1, -1):
-            in_progress = memory.backwards[row + number] > 0
-            if not (in_progress or number in (taker, following)):
+        end = max(memory.started_end[entry], taker + 1)
+        # Of those that have not started, behind all others: the largest one.
+        if end < problem.n_of_path[other] and held_by_later + memory.most_later[row + end] > limit:
+            return False
+        for number in range(end - 1, memory.oldest[entry] - 1, -1):
+            if memory.backwards[row + number] == 0:
                 continue
             held, to_come = memory.row_held[row + number], memory.to_come[row + number]
             if number == taker:
@@ -134,8 +136,7 @@ def count_forward(
 ) -> None:
     """Count an F, which takes ``nbytes``."""
     entry = device * problem.n_paths + path
-    first = device * problem.n_microbatches + problem.first[path]
-    row = first + microbatch
+    row = device * problem.n_microbatches + problem.first[path] + microbatch
     memory.held[device] += nbytes
     memory.row_held[row] += nbytes
     memory.to_come[row] -= nbytes
@@ -143,10 +144,6 @@ def count_forward(
         return
     memory.backwards[row] = memory.n_chunks[entry]
     memory.started_end[entry] = max(memory.started_end[entry], microbatch + 1)
-    following = memory.next_to_start[entry]
-    while following < problem.n_of_path[path] and memory.backwards[first + following] >= 0:
-        following += 1
-    memory.next_to_start[entry] = following
 
 
 def count_backward(

@@ -19,11 +19,13 @@ from pipesim.errors import (
     number,
 )
 from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
-from pipesim.list_scheduling.priorities import Priority, action_ranks
+from pipesim.list_scheduling.changed_problems import in_order
+from pipesim.list_scheduling.priorities import Priority, action_ranks, microbatch_order
 from pipesim.list_scheduling.problem import make_problem, operations
 from pipesim.list_scheduling.scheduler import list_orders, scheduled
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
 
 __all__ = ["list_schedule", "order_by"]
 
@@ -48,7 +50,9 @@ def order_by(
     when its actions run.
 
     Orders never deadlock, with any limits and any priority: a device reserves room and a place in
-    flight for the oldest micro-batch that it has not run yet.
+    flight for the oldest micro-batch that it has not run yet. The oldest one is that of the lowest
+    number, and for ``"longest_first"``, ``"shortest_first"`` and ``"critical_path"`` the first by
+    length.
 
     Parameters
     ----------
@@ -58,7 +62,8 @@ def order_by(
         Micro-batches of a step, at least one for each path of the placement.
     costs
         Seconds of F, of I and W (or of B), and of messages; bytes of activations, as rule 10 of
-        docs/time.md counts them without recompute. By default a second each, and no bytes.
+        docs/time.md counts them without recompute. By default a second each, and no bytes. They
+        may differ between micro-batches.
     priority
         Which action a device starts first:
 
@@ -67,6 +72,9 @@ def order_by(
         - ``"forward_first"``: F, then B or I, then W.
         - ``"first_come"``: the action that was ready first.
         - ``"critical_path"``: the action with the most seconds of work after it.
+        - ``"longest_first"``, ``"shortest_first"``: as ``"backward_first"``, with micro-batches in
+          order of their length (LPT and SPT in the literature), the seconds of a micro-batch over
+          all stages. Equally long ones stay in order. Each path has its own micro-batches.
         - a function ``priority(action, ready)``, called when the action's predecessors have been
           ordered, with the time at which it will be ready (s). It returns a number or a tuple of
           numbers, and the lowest goes first.
@@ -89,8 +97,8 @@ def order_by(
         For arguments that are out of range, and for a limit in which no micro-batch fits; the
         message names the device and the bytes that it needs at least.
     CostsError
-        If the costs lack seconds of an operation, or if sums of their seconds or bytes are not
-        finite.
+        If the costs lack seconds of an operation or are of another number of micro-batches, or if
+        sums of their seconds or bytes are not finite.
     CapacityError
         If there is no memory for so many actions.
 
@@ -147,8 +155,13 @@ def list_schedule(
     split_backward: bool = True,
     patience: float = 0.0,
     name: str = "custom",
+    microbatches: Ints | None = None,
 ) -> Schedule:
-    """Order actions as `order_by` does, without warnings."""
+    """Order actions as `order_by` does, without warnings.
+
+    ``microbatches`` is the order in which a named priority takes micro-batches, in place of its
+    own: a permutation that leaves each micro-batch on its path.
+    """
     check_type("placement", placement, Placement)
     check_flag("split_backward", split_backward)
     check_text("name", name)
@@ -165,5 +178,10 @@ def list_schedule(
         memory_limit,
         in_flight,
     )
+    if microbatches is None:
+        microbatches = microbatch_order(priority, problem)
+    if microbatches is not None:
+        problem = in_order(problem, microbatches)
     ranks = action_ranks(priority, problem, operations(problem))
-    return scheduled(problem, list_orders(problem, ranks, finite_patience), placement, name)
+    schedule = scheduled(problem, list_orders(problem, ranks, finite_patience), placement, name)
+    return schedule if microbatches is None else schedule.with_microbatch_order(microbatches)

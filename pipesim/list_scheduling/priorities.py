@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,11 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, PipeError, check_name, number
-from pipesim.list_scheduling.problem import BACKWARD, FORWARD, WEIGHT, Problem, action_columns
+from pipesim.list_scheduling.changed_problems import microbatch_seconds
+from pipesim.list_scheduling.problem import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Problem,
+    action_columns,
+)
 from pipesim.list_scheduling.queues import Ranks
 from pipesim.ops import Action, Op
+from pipesim.utils.csr import Ints
 
-__all__ = ["PRIORITIES", "Priority", "action_ranks"]
+__all__ = ["PRIORITIES", "Priority", "action_ranks", "microbatch_order"]
 
 Floats = NDArray[np.float64]
 #: ``priority(action, ready)`` ranks an action that is ready at ``ready`` seconds; lowest first.
@@ -63,18 +70,38 @@ def _first_come(problem: Problem) -> Ranks:
     return Ranks(np.zeros(len(tie)), tie, by_arrival=True)
 
 
+#: Priorities that take micro-batches by length, and its sign.
+_BY_LENGTH = {"longest_first": -1.0, "critical_path": -1.0, "shortest_first": 1.0}
+
+
 def _critical_path(problem: Problem) -> Ranks:
     """Rank by the seconds of the longest chain of actions that begins with this one."""
     phase, stage, microbatch = action_columns(problem)
-    seconds = problem.seconds.reshape(problem.n_phases, -1)[:, :: problem.n_paths].tolist()
-    weight = seconds[WEIGHT] if problem.n_phases > WEIGHT else [0.0] * problem.n_stages
+    shape = problem.n_phases, problem.n_stages, problem.n_microbatches
+    seconds = np.empty(shape)
+    seconds[phase, stage, microbatch] = problem.seconds
+    weight = seconds[WEIGHT] if problem.n_phases > WEIGHT else np.zeros(shape[1:])
     # A backward is followed by those of all earlier stages, and a W may follow any of them.
-    backward = [weight[0] + seconds[BACKWARD][0]]
+    backward = weight + seconds[BACKWARD]
     for s in range(1, problem.n_stages):
-        backward.append(seconds[BACKWARD][s] + max(weight[s], backward[-1]))
-    down = list(itertools.accumulate(reversed(seconds[FORWARD])))[::-1]
-    chain = np.array([[x + backward[-1] for x in down], backward, weight])
-    return Ranks(-chain[phase, stage], microbatch * 3 + phase, by_arrival=False)
+        backward[s] = seconds[BACKWARD][s] + np.maximum(weight[s], backward[s - 1])
+    down = np.cumsum(seconds[FORWARD][::-1], axis=0)[::-1]
+    chain = np.stack([down + backward[-1], backward, weight])
+    return Ranks(-chain[phase, stage, microbatch], microbatch * 3 + phase, by_arrival=False)
+
+
+def microbatch_order(priority: object, problem: Problem) -> Ints | None:
+    """Return the micro-batches in the order in which a priority starts them; None for their own.
+
+    Equally long ones stay in order, and each path has its own ones.
+    """
+    if not isinstance(priority, str) or priority not in _BY_LENGTH:
+        return None
+    length = _BY_LENGTH[priority] * microbatch_seconds(problem)
+    path = np.repeat(np.arange(problem.n_paths), problem.n_of_path)
+    order: Ints = np.lexsort((length, path))
+    is_own = bool((order[1:] > order[:-1]).all())
+    return None if is_own else order
 
 
 #: The priorities that have a name.
@@ -83,6 +110,9 @@ PRIORITIES: dict[str, Callable[[Problem], Ranks]] = {
     "forward_first": _by_phase(FORWARD, BACKWARD, WEIGHT),
     "first_come": _first_come,
     "critical_path": _critical_path,
+    # For micro-batches in this order, see `microbatch_order`.
+    "longest_first": _by_phase(BACKWARD, FORWARD, WEIGHT),
+    "shortest_first": _by_phase(BACKWARD, FORWARD, WEIGHT),
 }
 
 

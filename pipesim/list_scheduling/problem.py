@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.microbatch_costs import distinct_costs
 from pipesim.errors import CostsError
 from pipesim.list_scheduling.argument_checks import checked_in_flight, checked_limits
 from pipesim.ops import Op
@@ -23,15 +24,14 @@ __all__ = [
     "WEIGHT",
     "Problem",
     "action_columns",
+    "lane_actions",
     "make_problem",
     "operations",
-    "with_equal_lengths",
-    "with_microbatches",
 ]
 
 Floats = NDArray[np.float64]
 #: Bytes of memory that ordering takes for each action, measured.
-_BYTES_PER_ACTION = 320
+_BYTES_PER_ACTION = 340
 #: Phases of a stage and a micro-batch: F; B or I; W.
 FORWARD, BACKWARD, WEIGHT = range(3)
 
@@ -57,10 +57,13 @@ class Problem(NamedTuple):
     lane_ptr, lane
         First action of each lane, shape ``(n_lanes + 1,)``; and the lane of each action.
     seconds, delay
-        Seconds of an action of each lane, and from its end until its message is at the next stage
-        (F) or at the previous one (B or I).
+        Seconds of each action, and from its end until its message is at the next stage (F) or at
+        the previous one (B or I).
     f_bytes, w_bytes
-        Bytes that an F takes, and the part that is held from I to W; one number a stage.
+        Bytes that each F takes, and the part that is held from I to W. Actions of F come first, so
+        that they are numbered alike.
+    has_equal_bytes
+        Whether all F of a stage take as many bytes.
     limits
         Bytes that each device may hold.
     in_flight
@@ -83,6 +86,7 @@ class Problem(NamedTuple):
     delay: Floats
     f_bytes: Floats
     w_bytes: Floats
+    has_equal_bytes: bool
     limits: Floats
     in_flight: Floats
 
@@ -109,22 +113,24 @@ def make_problem(
     n_stages, n_paths = placement.n_stages, placement.n_paths
     n_actions = 3 * n_stages * n_microbatches
     check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
-    f_bytes, w_bytes = (
-        costs.per_stage(f"{name}_bytes", n_stages) for name in ("activation", "weight_grad")
-    )
-    # W's bytes count from the start. Without W, nothing is held after the backward.
-    f_bytes, w_bytes = (
-        (np.maximum(f_bytes, w_bytes), w_bytes) if split else (f_bytes, np.zeros(n_stages))
-    )
+    different, number = distinct_costs(costs, n_microbatches)
     phases = ("forward", "input_grad", "weight_grad") if split else ("forward", "backward")
-    seconds = [costs.per_stage(name, n_stages) for name in phases]
-    delays = _delays(placement, costs)
-    with np.errstate(over="ignore"):  # infinite sums are refused
-        _check_sums(n_microbatches, [*seconds, *delays], f_bytes.sum() * n_paths)
+    values = [_lane_values(placement, x, phases) for x in different]
+    _check_sums(values, n_microbatches, n_paths)
     in_flight_of_stages = checked_in_flight(in_flight, n_stages)  # may be too large for a float
     home = np.array(placement.paths).T.ravel()
     path = np.arange(len(home)) % n_paths
-    count, lane_ptr, lane = _actions(n_microbatches, n_paths, len(home) * len(phases))
+    count, lane_ptr, lane = lane_actions(n_microbatches, n_paths, len(home) * len(phases))
+    first = np.cumsum(count) - count
+    seconds, delay, f_bytes, w_bytes = map(np.array, zip(*values, strict=True))
+    classes = np.split(number, first[1:])  # of the micro-batches of each path
+
+    def of_actions(rows: Floats) -> Floats:
+        """Return the values of lanes, given for each class, as one an action."""
+        if len(rows) == 1:
+            return np.repeat(rows[0], count[np.arange(rows.shape[1]) % n_paths])
+        return np.concatenate([row[classes[k % n_paths]] for k, row in enumerate(rows.T)])
+
     return Problem(
         n_stages=n_stages,
         n_paths=n_paths,
@@ -134,43 +140,52 @@ def make_problem(
         home=home,
         copies_ptr=np.append(0, np.cumsum(np.bincount(home))),
         copies=np.lexsort((path, home)),
-        first=np.cumsum(count) - count,
+        first=first,
         n_of_path=count,
         lane_ptr=lane_ptr,
         lane=lane,
-        seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
-        delay=np.concatenate([*delays, np.zeros(len(home) * (len(phases) - 2))]),
-        f_bytes=f_bytes,
-        w_bytes=w_bytes,
-        limits=np.array(checked_limits(memory_limit, placement, f_bytes), float),
+        seconds=of_actions(seconds),
+        delay=of_actions(delay),
+        f_bytes=of_actions(np.repeat(f_bytes, n_paths, axis=1)),
+        w_bytes=of_actions(np.repeat(w_bytes, n_paths, axis=1)),
+        has_equal_bytes=bool((f_bytes == f_bytes[0]).all()),
+        limits=np.array(checked_limits(memory_limit, placement, f_bytes, number), float),
         in_flight=np.array([min(x, n_microbatches + 1) for x in in_flight_of_stages], float),
     )
 
 
-def with_equal_lengths(problem: Problem) -> Problem:
-    """Return the same problem with a second for F, I and W, a byte from F to W, and no messages."""
-    one = np.ones(problem.n_stages)
-    return problem._replace(
-        seconds=np.ones_like(problem.seconds),
-        delay=np.zeros_like(problem.delay),
-        f_bytes=one,
-        w_bytes=one,
+class _LaneValues(NamedTuple):
+    """Seconds and delays of each lane, and bytes of each stage, for equal micro-batches."""
+
+    seconds: Floats
+    delay: Floats
+    f_bytes: Floats
+    w_bytes: Floats
+
+
+def _lane_values(placement: Placement, costs: Costs, phases: tuple[str, ...]) -> _LaneValues:
+    """Return the values of the actions of one micro-batch."""
+    n_stages, n_paths = placement.n_stages, placement.n_paths
+    f_bytes, w_bytes = (
+        costs.per_stage(f"{name}_bytes", n_stages) for name in ("activation", "weight_grad")
+    )
+    # W's bytes count from the start. Without W, nothing is held after the backward.
+    f_bytes, w_bytes = (
+        (np.maximum(f_bytes, w_bytes), w_bytes)
+        if len(phases) > WEIGHT
+        else (f_bytes, np.zeros(n_stages))
+    )
+    seconds = [costs.per_stage(name, n_stages) for name in phases]
+    no_delays = np.zeros(n_stages * n_paths * (len(phases) - 2))
+    return _LaneValues(
+        seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
+        delay=np.concatenate([*_delays(placement, costs), no_delays]),
+        f_bytes=f_bytes,
+        w_bytes=w_bytes,
     )
 
 
-def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
-    """Return the same problem for another number of micro-batches."""
-    count, lane_ptr, lane = _actions(n_microbatches, problem.n_paths, len(problem.seconds))
-    return problem._replace(
-        n_microbatches=n_microbatches,
-        first=np.cumsum(count) - count,
-        n_of_path=count,
-        lane_ptr=lane_ptr,
-        lane=lane,
-    )
-
-
-def _actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints, Ints, Ints]:
+def lane_actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints, Ints, Ints]:
     """Return ``n_of_path``, ``lane_ptr`` and ``lane`` of a problem."""
     path = np.arange(n_microbatches) * n_paths // n_microbatches  # as `Placement.path_of`
     count = np.bincount(path, minlength=n_paths)
@@ -192,13 +207,16 @@ def action_columns(problem: Problem) -> tuple[Ints, Ints, Ints]:
     return phase, stage, number + problem.first[path]
 
 
-def _check_sums(n_microbatches: int, seconds: list[Floats], nbytes: float) -> None:
-    total_seconds = float(sum(row.sum() for row in seconds))
-    for unit, total in (("seconds", total_seconds), ("bytes", float(nbytes))):
-        if not math.isfinite(total * n_microbatches):
+def _check_sums(values: list[_LaneValues], n_microbatches: int, n_paths: int) -> None:
+    """Raise for sums of so many of the largest micro-batches that are not finite."""
+    with np.errstate(over="ignore"):  # infinite sums are refused
+        seconds = [float(x.seconds.sum() + x.delay.sum()) for x in values]
+        nbytes = [float(x.f_bytes.sum() * n_paths) for x in values]
+    for unit, totals in (("seconds", seconds), ("bytes", nbytes)):
+        if not math.isfinite(max(totals) * n_microbatches):
             raise CostsError(
-                f"the {unit} of {n_microbatches} micro-batches, {total:g} each, add up to more "
-                "than a number can hold; check the costs"
+                f"the {unit} of {n_microbatches} micro-batches, {max(totals):g} each, add up to "
+                "more than a number can hold; check the costs"
             )
 
 

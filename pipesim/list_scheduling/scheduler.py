@@ -120,10 +120,10 @@ def _start_forward(
     problem: Problem, progress: Progress, memory: HeldBytes, copy: int, number: int
 ) -> None:
     """Count a micro-batch that begins on a copy."""
-    stage, path = copy // problem.n_paths, copy % problem.n_paths
-    count_forward(problem, memory, problem.home[copy], path, number, problem.f_bytes[stage])
+    path, action = copy % problem.n_paths, problem.lane_ptr[copy] + number
+    count_forward(problem, memory, problem.home[copy], path, number, problem.f_bytes[action])
     progress.n_in_flight[copy] += 1
-    progress.started[problem.lane_ptr[copy] + number] = True
+    progress.started[action] = True
     following = progress.next_in_order[copy]
     while (
         following < problem.n_of_path[path] and progress.started[problem.lane_ptr[copy] + following]
@@ -143,9 +143,9 @@ def _start(
     start_ready(queues, lane, action)
     progress.order[progress.end[device]] = action
     progress.end[device] += 1
-    free = now + problem.seconds[lane]
+    free = now + problem.seconds[action]
     progress.free[device] = progress.wake[device] = free
-    message = free + problem.delay[lane]
+    message = free + problem.delay[action]
     if lane < n_copies:
         _start_forward(problem, progress, memory, copy, number)
         if stage + 1 < problem.n_stages:
@@ -153,7 +153,8 @@ def _start(
         else:
             _arrive(problem, ranks, progress, queues, lane + n_copies, number, free)
     elif lane < WEIGHT * n_copies:
-        f_bytes, w_bytes = problem.f_bytes[stage], problem.w_bytes[stage]
+        forward = problem.lane_ptr[copy] + number
+        f_bytes, w_bytes = problem.f_bytes[forward], problem.w_bytes[forward]
         count_backward(problem, memory, device, copy % n_paths, number, f_bytes, w_bytes)
         progress.n_in_flight[copy] -= 1
         if problem.n_phases > WEIGHT:
@@ -161,7 +162,7 @@ def _start(
         if stage > 0:
             _arrive(problem, ranks, progress, queues, lane - n_paths, number, message)
     else:
-        memory.held_for_w[device] -= problem.w_bytes[stage]
+        memory.held_for_w[device] -= problem.w_bytes[problem.lane_ptr[copy] + number]
 
 
 @kernel(

@@ -75,31 +75,49 @@ def _in_flight_allows(problem: Problem, progress: Progress, copy: int, microbatc
 
 
 def _allows(problem: Problem, progress: Progress, memory: HeldBytes, action: int) -> bool:
-    """Return whether an F may start, for which there is room now."""
+    """Return whether an F may start."""
     copy = problem.lane[action]  # as lanes of F come first
+    device, nbytes = problem.home[copy], problem.f_bytes[action]
     microbatch = action - problem.lane_ptr[copy]
+    if not has_room(memory, device, nbytes):
+        return False
     if not _in_flight_allows(problem, progress, copy, microbatch):
         return False
-    stage, path = copy // problem.n_paths, copy % problem.n_paths
-    return is_safe(problem, memory, problem.home[copy], path, microbatch, problem.f_bytes[stage])
+    return is_safe(problem, memory, device, copy % problem.n_paths, microbatch, nbytes)
 
 
 def _first_allowed(
     problem: Problem, progress: Progress, queues: Queues, memory: HeldBytes, copy: int
 ) -> int:
-    """Return the F of lowest rank that may start, or `NONE`; there is room for each of them."""
+    """Return the F of lowest rank that has room and may start, or `NONE`."""
     ready, future = queues.ready[copy], queues.future[copy]
     first = queues.action[ready]
     if _allows(problem, progress, memory, first):
         return int(first)
-    oldest = first
-    if first - problem.lane_ptr[copy] != progress.next_in_order[copy]:
-        for k in range(ready + 1, future):
-            oldest = min(oldest, queues.action[k])
-    if oldest == first or not _allows(problem, progress, memory, oldest):
-        return NONE  # no other F is allowed either
+    if problem.has_equal_bytes:
+        if not has_room(memory, problem.home[copy], problem.f_bytes[first]):
+            return NONE
+        oldest = first
+        if first - problem.lane_ptr[copy] != progress.next_in_order[copy]:
+            for k in range(ready + 1, future):
+                oldest = min(oldest, queues.action[k])
+        if oldest == first or not _allows(problem, progress, memory, oldest):
+            return NONE  # no other F is allowed either
     for k in range(ready + 1, future):
         if _allows(problem, progress, memory, queues.action[k]):
+            return int(queues.action[k])
+    return NONE
+
+
+def _first_blocked(problem: Problem, queues: Queues, memory: HeldBytes, copy: int) -> int:
+    """Return the ready F of lowest rank that waits for the room of a W, or `NONE`."""
+    ready, future = queues.ready[copy], queues.future[copy]
+    device = problem.home[copy]
+    if problem.has_equal_bytes:  # then all of them wait, or none
+        future = min(future, ready + 1)
+    for k in range(ready, future):
+        nbytes = problem.f_bytes[queues.action[k]]
+        if not has_room(memory, device, nbytes) and could_have_room(memory, device, nbytes):
             return int(queues.action[k])
     return NONE
 
@@ -131,13 +149,12 @@ def _weight_may_start(
                 forward = action
     if forward != NONE:
         copy = problem.lane[forward]
-        stage = copy // problem.n_paths
         if (
-            has_room(memory, device, problem.f_bytes[stage])
-            and progress.n_in_flight[copy] < problem.in_flight[stage]
+            has_room(memory, device, problem.f_bytes[forward])
+            and progress.n_in_flight[copy] < problem.in_flight[copy // problem.n_paths]
         ):
             soonest = min(soonest, queues.arrival[forward])
-    return bool(soonest - now >= patience * problem.seconds[problem.lane[weight]])
+    return bool(soonest - now >= patience * problem.seconds[weight])
 
 
 def choose(
@@ -155,20 +172,17 @@ def choose(
     blocked = NONE  # the first F that waits for the room of a W
     for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
         copy = problem.copies[k]
-        stage = copy // problem.n_paths
         if (
             queues.ready[copy] == queues.future[copy]
-            or progress.n_in_flight[copy] >= problem.in_flight[stage]
+            or progress.n_in_flight[copy] >= problem.in_flight[copy // problem.n_paths]
         ):
             continue
-        if has_room(memory, device, problem.f_bytes[stage]):
-            action = _first_allowed(problem, progress, queues, memory, copy)
-            if action != NONE and (best == NONE or ranks_below(ranks, action, best)):
-                best = action
-        elif could_have_room(memory, device, problem.f_bytes[stage]):
-            action = queues.action[queues.ready[copy]]
-            if blocked == NONE or goes_before(ranks, action, blocked):
-                blocked = action
+        action = _first_allowed(problem, progress, queues, memory, copy)
+        if action != NONE and (best == NONE or ranks_below(ranks, action, best)):
+            best = action
+        action = _first_blocked(problem, queues, memory, copy)
+        if action != NONE and (blocked == NONE or goes_before(ranks, action, blocked)):
+            blocked = action
     weight = NONE
     if problem.n_phases > WEIGHT:
         weight = _first_ready(problem, ranks, queues, device, WEIGHT)
@@ -187,5 +201,5 @@ def choose(
 #: Functions that `choose` calls, for kernels that call it.
 HELPERS = (
     ranks_below, goes_before, has_room, could_have_room, is_safe, _first_ready, _in_flight_allows,
-    _allows, _first_allowed, _weight_may_start,
+    _allows, _first_allowed, _first_blocked, _weight_may_start,
 )  # fmt: skip

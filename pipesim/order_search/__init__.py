@@ -3,8 +3,14 @@
 from pipesim.order_search.evaluate import Times, evaluate, keeps_limit, peak_bytes
 from pipesim.order_search.improve import LocalSearch, improve
 from pipesim.order_search.lane_order import LaneOrder, lane_order, schedule_of
+from pipesim.order_search.microbatch_orders import anneal_microbatches, first_microbatch_orders
 from pipesim.order_search.objective import OBJECTIVES, Objective, checked_bound, meets
-from pipesim.order_search.problem import OrderProblem, counts_all_costs, order_problem
+from pipesim.order_search.problem import (
+    OrderProblem,
+    counts_all_costs,
+    has_equal_microbatches,
+    order_problem,
+)
 
 __all__ = [
     "OBJECTIVES",
@@ -13,9 +19,12 @@ __all__ = [
     "Objective",
     "OrderProblem",
     "Times",
+    "anneal_microbatches",
     "checked_bound",
     "counts_all_costs",
     "evaluate",
+    "first_microbatch_orders",
+    "has_equal_microbatches",
     "improve",
     "keeps_limit",
     "lane_order",

@@ -67,11 +67,11 @@ def _trace(lanes: Lanes, state: State, span: bool) -> None:
         begin, before, source = state.start[task], -1, -1
         if position > lanes.ptr[lanes.device[lane]]:
             other = state.task[position - 1]
-            if state.start[other] + lanes.seconds[lanes.lane[other]] >= begin:
+            if state.start[other] + lanes.seconds[lanes.row[other]] >= begin:
                 before = other
         if lanes.source[lane] != 0:
             other = task + lanes.source[lane]
-            if state.sent[other] + lanes.latency[lane] >= begin:
+            if state.sent[other] + lanes.latency[lanes.row[task]] >= begin:
                 source = other
         takes_before = before >= 0 and (source < 0 or _uniform(state) < 0.5)
         task = before if takes_before else source

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.order_search.lane_order import LaneOrder
+from pipesim.order_search.lane_order import LaneOrder, rows_of
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -44,14 +44,14 @@ def evaluate(problem: OrderProblem, order: LaneOrder) -> Times:
     They are the times of `pipesim.simulate` if no link is shared by several channels, and
     launches take no time. A deadlock is no error here: its makespan is infinite.
     """
-    lanes, ptr = order
+    lanes, ptr, _ = order
     start, end = np.full(len(lanes), np.nan), np.full(len(lanes), np.nan)
     done = np.zeros(len(problem.count), dtype=np.int64)
     first = np.cumsum(problem.count) - problem.count
     ready = np.zeros(len(lanes))
     channel_free = np.zeros(int(problem.channel.max(initial=-1)) + 1)
-    receiver = receivers(problem)
-    _evaluate(problem, lanes, ptr, receiver, first, start, end, done, ready, channel_free)
+    receiver, row = receivers(problem), rows_of(problem, order.microbatches)
+    _evaluate(problem, lanes, ptr, receiver, row, first, start, end, done, ready, channel_free)
     if np.isnan(end).any():
         return Times(start, end, np.inf, np.inf)
     full = np.diff(ptr) > 0
@@ -73,6 +73,7 @@ def fill_times(
     lanes: Ints,
     ptr: Ints,
     receiver: Ints,
+    row: Ints,
     first: Ints,
     start: Floats,
     end: Floats,
@@ -82,8 +83,9 @@ def fill_times(
 ) -> None:
     """Fill start and end; tasks of a deadlock keep theirs.
 
-    ``first`` numbers the first task of each lane. ``done`` counts the tasks of each lane that have
-    ended. ``ready[first[lane] + k]`` is when the data of a task arrives.
+    ``first`` numbers the first task of each lane, and ``row`` has the row of each. ``done`` counts
+    the tasks of each lane that have ended. ``ready[first[lane] + k]`` is when the data of a task
+    arrives.
     """
     seconds, needs, latency, hold, channel = (
         problem.seconds, problem.needs, problem.latency, problem.hold, problem.channel,
@@ -100,17 +102,17 @@ def fill_times(
                 if (data >= 0 and done[data] <= number) or (own >= 0 and done[own] <= number):
                     break
                 begin = max(free[device], ready[first[lane] + number])
-                finish = begin + seconds[lane]
+                finish = begin + seconds[row[first[lane] + number]]
                 start[task], end[task], free[device] = begin, finish, finish
                 done[lane] = number + 1
                 to = receiver[lane]
                 if to >= 0:
-                    arrival = finish
+                    arrival, other = finish, first[to] + number
                     c = channel[to, 0]
                     if c >= 0:
-                        channel_free[c] = max(channel_free[c], finish) + hold[to, 0]
-                        arrival = channel_free[c] + latency[to, 0]
-                    ready[first[to] + number] = arrival
+                        channel_free[c] = max(channel_free[c], finish) + hold[row[other], 0]
+                        arrival = channel_free[c] + latency[row[other], 0]
+                    ready[other] = arrival
                 position[device] = task + 1
                 progress = True
 
@@ -131,20 +133,25 @@ def peak_bytes(problem: OrderProblem, order: LaneOrder) -> Floats:
 
     The sum is that of `Timeline.peak_memory`, number by number.
     """
-    peak = np.zeros(problem.n_devices)
-    _peak_bytes(problem, order.lanes, order.ptr, peak)
+    peak, row = np.zeros(problem.n_devices), rows_of(problem, order.microbatches)
+    following = np.cumsum(problem.count) - problem.count
+    _peak_bytes(problem, order.lanes, order.ptr, row, following, peak)
     return peak
 
 
-def fill_peaks(problem: OrderProblem, lanes: Ints, ptr: Ints, peak: Floats) -> None:
-    """Fill the most bytes of each device."""
+def fill_peaks(
+    problem: OrderProblem, lanes: Ints, ptr: Ints, row: Ints, following: Ints, peak: Floats
+) -> None:
+    """Fill the most bytes of each device; ``following`` is the first task of each lane."""
     for device in range(problem.n_devices):
         held = 0.0
         for task in range(ptr[device], ptr[device + 1]):
             lane = lanes[task]
-            during = held + problem.allocated[lane]
-            peak[device] = max(peak[device], during + problem.workspace[lane])
-            held = during - problem.released[lane]
+            own = row[following[lane]]
+            following[lane] += 1
+            during = held + problem.allocated[own]
+            peak[device] = max(peak[device], during + problem.workspace[own])
+            held = during - problem.released[own]
 
 
 _peak_bytes = kernel()(fill_peaks)

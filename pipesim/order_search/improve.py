@@ -68,7 +68,8 @@ class LocalSearch:
         Temperature at which rounds begin, in mean seconds of a task. A low one suits few moves
         from a good order. By default several in turn.
     others
-        More orders that keep the limits, the most promising first.
+        More orders that keep the limits, the most promising first. Of micro-batches that differ,
+        they must have the same order.
     budget
         Number of moves that will be made, about; the length of rounds follows from it. None: many.
 
@@ -95,7 +96,7 @@ class LocalSearch:
         self._temperature = temperature
         self._objective = objective
         self._span = check_name("objective", objective, OBJECTIVES) == "span"
-        self._lanes = lanes_of(problem, order.ptr)
+        self._lanes = lanes_of(problem, order)
         self._state = new_state(problem, order, check_count("seed", seed, 0))
         n_tasks = len(order.lanes)
         most = math.inf if budget is None else _FIRST_SHARE * budget
@@ -189,18 +190,22 @@ class LocalSearch:
 
     def _copy_period(self) -> None:
         """Replace the order of the state by one that leaves out a period and repeats another."""
-        order = order_of_state(self.problem, self._state.task, self.order.ptr)
+        order = self._order_of(self._state.task)
         random = np.random.default_rng((self._seed, self._round))
         n_pairs = 1 + self._length // _MOVES_A_PAIR
         copy = period_copy(self.problem, order, self._objective, n_pairs, random)
         if copy is not None:
             self._state.task[:] = new_state(self.problem, copy, 0).task
 
+    def _order_of(self, task: Ints) -> LaneOrder:
+        """Return the order of these tasks."""
+        return order_of_state(self.problem, task, self.order.ptr, self.order.microbatches)
+
     def _keep_best(self) -> None:
         """Note a better order; sums of bytes are checked anew, since searching rounds them."""
         value = float(self._state.values[BEST])
         if value < self.value:
-            order = order_of_state(self.problem, self._state.best, self.order.ptr)
+            order = self._order_of(self._state.best)
             if keeps_limit(self.problem, order):
                 self.order, self.value = order, value
 

@@ -8,38 +8,46 @@ import numpy as np
 
 from pipesim.errors import ScheduleError
 from pipesim.ops import Op
-from pipesim.order_search.problem import OrderProblem
+from pipesim.order_search.problem import OrderProblem, has_equal_microbatches
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-__all__ = ["LaneOrder", "lane_order", "occurrences", "schedule_of"]
+__all__ = ["LaneOrder", "lane_order", "n_microbatches", "occurrences", "path_counts", "rows_of",
+           "schedule_of"]  # fmt: skip
 
 
 class LaneOrder(NamedTuple):
-    """The order of each device: the lanes of its tasks.
+    """The order of each device: the lanes of its tasks; and the order of micro-batches.
 
     Attributes
     ----------
     lanes
         Lane of each task, the tasks of device 0 first; shape ``(n_tasks,)``. The k-th task of a
-        lane is its k-th micro-batch.
+        lane is of the k-th micro-batch of its path.
     ptr
         Device ``d`` runs ``lanes[ptr[d]:ptr[d + 1]]``; shape ``(n_devices + 1,)``.
+    microbatches
+        The micro-batches of path 0 in the order in which all lanes run them, then those of path 1,
+        and so on; None for their own order.
     """
 
     lanes: Ints
     ptr: Ints
+    microbatches: Ints | None = None
 
 
 def lane_order(problem: OrderProblem, schedule: Schedule) -> LaneOrder:
-    """Return the order of a schedule; micro-batches of a path lose their numbers.
+    """Return the order of a schedule; micro-batches of a path lose their numbers if identical.
+
+    If they differ, all lanes take them in the order of F of stage 0. So the times of a schedule in
+    which stages take them in other orders change.
 
     Raises
     ------
     ScheduleError
         If the schedule has other tasks than the problem: another placement, other operations,
-        another number of micro-batches, recomputes, or overlapped actions.
+        another number of micro-batches, recomputes, slices, or overlapped actions.
     """
     columns = ("device", "path", "stage", "op")
     size = [max(problem.n_devices, schedule.n_devices), 0, 0, len(Op)]
@@ -47,23 +55,55 @@ def lane_order(problem: OrderProblem, schedule: Schedule) -> LaneOrder:
     number = np.full(size, -1, dtype=np.int64)
     number[tuple(getattr(problem, k) for k in columns)] = np.arange(len(problem.count))
     lanes = number[tuple(getattr(schedule, k) for k in columns)]
-    if schedule.overlapped is not None or schedule.n_batches > 1 or (lanes < 0).any():
+    has_parts = schedule.n_batches > 1 or schedule.n_slices > 1
+    if schedule.overlapped is not None or has_parts or (lanes < 0).any():
         raise ScheduleError(
             f"schedule {schedule.name!r} has actions that the problem does not have: overlapped "
-            "ones, recomputes, several mini-batches, other operations, or another placement"
+            "ones, recomputes, several mini-batches, slices of sequences, other operations, or "
+            "another placement"
         )
     if not np.array_equal(np.bincount(lanes, minlength=len(problem.count)), problem.count):
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.n_microbatches} micro-batches, but the "
             f"problem has {n_microbatches(problem)}"
         )
-    return LaneOrder(lanes, schedule.ptr.astype(np.int64))
+    microbatches = None if has_equal_microbatches(problem) else _first_forwards(schedule)
+    return LaneOrder(lanes, schedule.ptr.astype(np.int64), microbatches)
+
+
+def _first_forwards(schedule: Schedule) -> Ints:
+    """Return the micro-batches in the order of F of stage 0, path after path."""
+    forwards = np.flatnonzero((schedule.op == Op.F) & (schedule.stage == 0))
+    by_path = forwards[np.argsort(schedule.path[forwards], kind="stable")]
+    return schedule.microbatch[by_path].astype(np.int64)
+
+
+def path_counts(problem: OrderProblem) -> Ints:
+    """Return the number of micro-batches of each path."""
+    _, first = np.unique(problem.path, return_index=True)
+    counts: Ints = problem.count[first]
+    return counts
+
+
+def rows_of(problem: OrderProblem, microbatches: Ints | None) -> Ints:
+    """Return the row of each task, the tasks of lane 0 first, for an order of micro-batches."""
+    n_lanes = len(problem.count)
+    lane = np.repeat(np.arange(n_lanes), problem.count)
+    if has_equal_microbatches(problem):
+        return lane
+    counts = path_counts(problem)
+    offset = np.cumsum(counts) - counts
+    number = np.arange(len(lane)) - np.repeat(np.cumsum(problem.count) - problem.count,
+                                              problem.count)  # fmt: skip
+    place = offset[problem.path[lane]] + number
+    microbatch = place if microbatches is None else microbatches[place]
+    rows: Ints = problem.class_of[microbatch] * n_lanes + lane
+    return rows
 
 
 def n_microbatches(problem: OrderProblem) -> int:
     """Return the number of micro-batches of all paths."""
-    _, first = np.unique(problem.path, return_index=True)
-    return int(problem.count[first].sum())
+    return int(path_counts(problem).sum())
 
 
 def occurrences(lanes: Ints) -> Ints:
@@ -83,12 +123,13 @@ def occurrences(lanes: Ints) -> Ints:
 def schedule_of(
     problem: OrderProblem, order: LaneOrder, placement: Placement, name: str
 ) -> Schedule:
-    """Return an order as a schedule; the micro-batches of a path are numbered in order."""
-    lanes, ptr = order
-    _, first = np.unique(problem.path, return_index=True)
-    counts = problem.count[first]
+    """Return an order as a schedule; identical micro-batches of a path are numbered in order."""
+    lanes, ptr, microbatches = order
+    counts = path_counts(problem)
     offset = np.cumsum(counts) - counts
     microbatch = offset[problem.path[lanes]] + occurrences(lanes)
+    if microbatches is not None:
+        microbatch = microbatches[microbatch]
     return Schedule(
         name=name,
         placement=placement,

@@ -13,7 +13,7 @@ def sum_seconds(lanes: Lanes, state: State, device: int, first: int, last: int) 
     if last + 1 < lanes.ptr[device + 1]:
         rest = state.rest[last + 1]
     for position in range(last, first - 1, -1):
-        rest += lanes.seconds[lanes.lane[state.task[position]]]
+        rest += lanes.seconds[lanes.row[state.task[position]]]
         state.rest[position] = rest
 
 
@@ -22,11 +22,11 @@ def sum_bytes(lanes: Lanes, state: State, device: int) -> None:
     held = 0.0
     for position in range(lanes.ptr[device], lanes.ptr[device + 1]):
         state.held[position] = held
-        held += lanes.net[lanes.lane[state.task[position]]]
+        held += lanes.net[lanes.row[state.task[position]]]
 
 
 def _fits(lanes: Lanes, device: int, held: float, first: int, second: int) -> bool:
-    """Return whether two lanes, one after the other, keep the limit of their device."""
+    """Return whether tasks of two rows, one after the other, keep the limit of their device."""
     limit = lanes.limit[device]
     if held + lanes.allocated[first] + lanes.workspace[first] > limit:
         return False
@@ -54,11 +54,11 @@ def move_later(lanes: Lanes, state: State, position: int, distance: int, is_undo
             if not is_undo and (
                 (own != 0 and other + own == task)
                 or (source != 0 and other + source == task)
-                or not _fits(lanes, device, state.held[place], passed, lane)
+                or not _fits(lanes, device, state.held[place], lanes.row[other], lanes.row[task])
             ):
                 break
             state.task[place], state.position[other] = other, place
-            state.held[place + 1] = state.held[place] + lanes.net[passed]
+            state.held[place + 1] = state.held[place] + lanes.net[lanes.row[other]]
         else:
             state.task[place], state.position[task] = task, place
             task = other
@@ -86,11 +86,13 @@ def move_earlier(lanes: Lanes, state: State, position: int, distance: int, is_un
             if not is_undo and (
                 (own != 0 and task + own == other)
                 or (source != 0 and task + source == other)
-                or not _fits(lanes, device, state.held[place - 1], lane, passed)
+                or not _fits(
+                    lanes, device, state.held[place - 1], lanes.row[task], lanes.row[other]
+                )
             ):
                 break
             state.task[place], state.position[other] = other, place
-            state.held[place] = state.held[place - 1] + lanes.net[lane]
+            state.held[place] = state.held[place - 1] + lanes.net[lanes.row[task]]
         else:
             state.task[place], state.position[task] = task, place
             task = other

@@ -14,7 +14,7 @@ ROUNDING = 1e-9
 
 
 def meets(value: float, bound: float) -> bool:
-    """Return whether a time is as good as a lower bound on it (s), up to rounding."""
+    """Return whether a time is at most another (s), such as a lower bound, up to rounding."""
     return value <= bound * (1.0 + ROUNDING)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.order_search.evaluate import evaluate, fill_peaks, fill_times, receivers
-from pipesim.order_search.lane_order import LaneOrder
+from pipesim.order_search.lane_order import LaneOrder, rows_of
 from pipesim.order_search.objective import Objective
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
@@ -87,10 +87,10 @@ def period_copy(
     pairs = random.integers(len(begins), size=(n_pairs, 2))
     best = np.empty_like(order.lanes)
     value = best_copy(
-        problem, order.lanes, order.ptr, receivers(problem), begins, size, pairs,
-        objective == "span", best,
+        problem, order.lanes, order.ptr, receivers(problem), rows_of(problem, order.microbatches),
+        begins, size, pairs, objective == "span", best,
     )  # fmt: skip
-    return LaneOrder(best, order.ptr) if value < math.inf else None
+    return order._replace(lanes=best) if value < math.inf else None
 
 
 def _copy(lanes: Ints, ptr: Ints, left_out: Ints, repeated: Ints, size: Ints, other: Ints) -> bool:
@@ -126,6 +126,7 @@ def best_copy(
     lanes: Ints,
     ptr: Ints,
     receiver: Ints,
+    row: Ints,
     begins: Ints,
     size: Ints,
     pairs: Ints,
@@ -142,10 +143,11 @@ def best_copy(
         if not _copy(lanes, ptr, begins[pairs[k, 0]], begins[pairs[k, 1]], size, other):
             continue
         end[:], done[:], ready[:], channel_free[:], peak[:] = np.nan, 0, 0.0, 0.0, 0.0
-        fill_times(problem, other, ptr, receiver, first, start, end, done, ready, channel_free)
+        fill_times(problem, other, ptr, receiver, row, first, start, end, done, ready, channel_free)
         value = _value(problem, ptr, start, end, span)
         if value < least:
-            fill_peaks(problem, other, ptr, peak)
+            done[:] = first
+            fill_peaks(problem, other, ptr, row, done, peak)
             if (peak <= problem.limit).all():
                 least = value
                 best[:] = other

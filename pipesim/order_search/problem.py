@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.task_costs import CostTable
+from pipesim.costs.microbatch_costs import distinct_costs
 from pipesim.errors import CostsError, check_count, check_flag, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import Op
+from pipesim.order_search.messages import channels, kind_numbers, messages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.plan import shared_links
@@ -26,7 +27,8 @@ from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.task_bytes import kind_bytes, static, workspaces
 from pipesim.utils.csr import Ints, bincount
 
-__all__ = ["OrderProblem", "counts_all_costs", "is_split", "order_problem"]
+__all__ = ["OrderProblem", "counts_all_costs", "has_equal_microbatches", "is_split",
+           "order_problem"]  # fmt: skip
 
 Floats = NDArray[np.float64]
 
@@ -34,8 +36,13 @@ Floats = NDArray[np.float64]
 class OrderProblem(NamedTuple):
     """The lanes of a placement, with their seconds, needs and bytes.
 
-    A *lane* is one operation of one stage on one path, for all micro-batches of the path. A device
-    runs the tasks of a lane in order of micro-batches. As these are identical, that loses nothing.
+    A *lane* is one operation of one stage on one path, for all micro-batches of the path. All lanes
+    of a path take its micro-batches in one order. If these are identical, that loses nothing. If
+    they differ, orders in which a stage takes them in another order than the stage before are left
+    out.
+
+    A *row* has the values of a lane for a class of equal micro-batches: row ``k * n_lanes + lane``
+    those of class k. If all are identical, rows are lanes.
 
     Attributes
     ----------
@@ -44,18 +51,22 @@ class OrderProblem(NamedTuple):
     device, op, stage, path, count
         Device, operation (`pipesim.Op`), stage and path of each lane, and the number of its
         micro-batches; shape ``(n_lanes,)``. Lanes are in order of path, stage and operation.
+    class_of
+        Class of each micro-batch, numbered over all paths; shape ``(n_microbatches,)``.
     seconds
-        Seconds of each task of a lane; shape ``(n_lanes,)``.
+        Seconds of a task of each row; shape ``(n_rows,)``.
     needs
         Lanes whose task of the same number must have ended, -1 for none; shape ``(n_lanes, 2)``.
         The first is the data from another stage, the second the F or I of the same stage.
-    latency, hold, channel
-        Message that delivers the need: seconds of its latency, seconds for which it holds its
-        channel, and the number of the channel; shape ``(n_lanes, 2)``. Channel -1: both tasks are
+    latency, hold
+        Message that delivers the need: seconds of its latency, and seconds for which it holds its
+        channel; shape ``(n_rows, 2)``.
+    channel
+        Number of the channel of this message; shape ``(n_lanes, 2)``. Channel -1: both tasks are
         on one device, and no message is sent. A channel is an ordered pair of devices.
     allocated, released, workspace
         Bytes that a task takes at its start, gives back at its end, and holds while it runs; shape
-        ``(n_lanes,)``.
+        ``(n_rows,)``.
     limit
         Most bytes of these that each device may hold; shape ``(n_devices,)``. A device that holds
         as many fits exactly in the user's limit, with static bytes and reserve.
@@ -69,6 +80,7 @@ class OrderProblem(NamedTuple):
     stage: Ints
     path: Ints
     count: Ints  # type: ignore[assignment]  # shadows the method of tuples
+    class_of: Ints
     seconds: Floats
     needs: Ints
     latency: Floats
@@ -117,7 +129,7 @@ def order_problem(
     n_microbatches
         Micro-batches of a step, at least one for each path of the placement.
     costs
-        Seconds and bytes of the operations. ``launch`` is not counted.
+        Seconds and bytes of the operations, also of each micro-batch. ``launch`` is not counted.
     split_backward
         Whether the backward is I and W, or B. None: I and W if the costs have both.
     memory_limit
@@ -130,7 +142,8 @@ def order_problem(
         For a placement of another type, fewer micro-batches than paths, and for a limit that is
         no number of bytes.
     CostsError
-        If the costs lack seconds of an operation, or are for another number of stages.
+        If the costs lack seconds of an operation, or are for another number of stages or of
+        micro-batches.
     """
     check_type("placement", placement, Placement)
     check_type("costs", costs, Costs)
@@ -140,29 +153,57 @@ def order_problem(
     n_paths, n_stages, n_ops = placement.n_paths, placement.n_stages, len(ops)
     path, stage, phase = (x.ravel() for x in np.indices((n_paths, n_stages, n_ops)))
     op = np.array(ops, dtype=np.int64)[phase]
-    kind = _kind_numbers(graph)[op, path, stage]
-    tasks = costs.of(graph)
-    allocated, _, released = kind_bytes(graph, costs)
+    kind = kind_numbers(graph)[op, path, stage]
     needs = _needs(stage, phase, n_stages, n_ops)
-    latency, hold, channel = _messages(graph, tasks.table, needs, kind)
+    path_of = placement.path_of(m)  # checks that so many micro-batches fit in memory
+    different, class_of = distinct_costs(costs, m)
+    values = [_row_values(graph, own, needs, kind) for own in different]
+    rows = _RowValues(*map(np.concatenate, zip(*values, strict=True)))
     return OrderProblem(
         n_devices=placement.n_devices,
         device=graph.kinds.device[kind].astype(np.int64),
         op=op,
         stage=stage,
         path=path,
-        count=np.bincount(placement.path_of(m), minlength=n_paths)[path],
-        seconds=_finite(tasks.table.duration[kind], graph, kind),
+        count=np.bincount(path_of, minlength=n_paths)[path],
+        class_of=class_of,
         needs=needs,
+        channel=channels(graph, needs, kind),
+        **rows._asdict(),
+        limit=_limits(graph, different[0], memory_limit),
+        tail=_tail(graph, different[0].of(graph).table.duration),
+    )
+
+
+class _RowValues(NamedTuple):
+    """Values of the rows of a class of micro-batches, as in `OrderProblem`."""
+
+    seconds: Floats
+    latency: Floats
+    hold: Floats
+    allocated: Floats
+    released: Floats
+    workspace: Floats
+
+
+def _row_values(graph: TaskGraph, costs: Costs, needs: Ints, kind: Ints) -> _RowValues:
+    """Return the values of lanes, of which ``kind`` are the kinds in the graph."""
+    table = costs.of(graph).table
+    allocated, _, released = kind_bytes(graph, costs)
+    latency, hold = messages(graph, table, needs, kind)
+    return _RowValues(
+        seconds=_finite(table.duration[kind], graph, kind),
         latency=latency,
         hold=hold,
-        channel=channel,
         allocated=allocated[kind],
         released=released[kind],
         workspace=workspaces(graph, costs)[kind],
-        limit=_limits(graph, costs, memory_limit),
-        tail=_tail(graph, tasks.table.duration),
     )
+
+
+def has_equal_microbatches(problem: OrderProblem) -> bool:
+    """Return whether all micro-batches have the same seconds and bytes."""
+    return len(problem.seconds) == len(problem.count)
 
 
 def counts_all_costs(
@@ -175,6 +216,8 @@ def counts_all_costs(
     """
     ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
     graph = _graph(placement, ops)
+    if costs.n_microbatches is not None:  # channels and REDUCE_GRAD are those of all
+        costs = costs.averaged()
     tasks = costs.of(graph)
     reduces = np.any(tasks.table.duration[graph.kinds.op == Op.REDUCE_GRAD] > 0)
     has_launches = np.any(costs.launch)
@@ -196,14 +239,6 @@ def _graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph:
     return lower(Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns))
 
 
-def _kind_numbers(graph: TaskGraph) -> Ints:
-    """Return the kind of each operation, path and stage of a graph; -1 for none."""
-    kinds = graph.kinds
-    numbers = np.full((len(Op), graph.n_replicas, graph.n_stages), -1, dtype=np.int64)
-    numbers[kinds.op, kinds.replica, kinds.stage] = np.arange(len(kinds))
-    return numbers
-
-
 def _needs(stage: Ints, phase: Ints, n_stages: int, n_ops: int) -> Ints:
     """Return the lanes that each lane needs: data of another stage; F or I of its own stage."""
     lane = np.arange(len(stage))
@@ -211,23 +246,6 @@ def _needs(stage: Ints, phase: Ints, n_stages: int, n_ops: int) -> Ints:
     following = np.where(stage < n_stages - 1, lane + n_ops, -1)
     data = np.select([phase == 0, phase == 1], [previous, following], -1)
     return np.stack([data, np.where(phase > 0, lane - 1, -1)], axis=1)
-
-
-def _messages(
-    graph: TaskGraph, table: CostTable, needs: Ints, kind: Ints
-) -> tuple[Floats, Floats, Ints]:
-    """Return latency, hold and channel of the messages that deliver the needs."""
-    kinds, numbers = graph.kinds, _kind_numbers(graph)
-    device, replica, stage = (x[kind] for x in (kinds.device, kinds.replica, kinds.stage))
-    latency, hold, channel = np.zeros(needs.shape), np.zeros(needs.shape), np.full_like(needs, -1)
-    lanes = np.flatnonzero((needs[:, 0] >= 0) & (device[needs[:, 0]] != device))
-    source = needs[lanes, 0]
-    send = np.where(kinds.op[kind[lanes]] == Op.F, Op.SEND_F, Op.SEND_B)
-    message = numbers[send, replica[source], stage[source]]
-    latency[lanes, 0], hold[lanes, 0] = table.latency[message], table.duration[message]
-    pairs = device[source].astype(np.int64) * graph.n_devices + device[lanes]
-    channel[lanes, 0] = np.unique(pairs, return_inverse=True)[1]
-    return latency, hold, channel
 
 
 def _finite(seconds: Floats, graph: TaskGraph, kind: Ints) -> Floats:

@@ -27,7 +27,7 @@ def _resume(lanes: Lanes, state: State, first: int) -> None:
         state.free[device] = 0.0
         if low > begin:
             last = state.task[low - 1]
-            state.free[device] = state.start[last] + lanes.seconds[lanes.lane[last]]
+            state.free[device] = state.start[last] + lanes.seconds[lanes.row[last]]
         state.stack[device], state.is_stacked[device] = device, 1
     for channel in range(len(lanes.sender)):
         device = lanes.sender[channel]
@@ -65,13 +65,13 @@ def propagate(lanes: Lanes, state: State, first: int, most: float, span: bool) -
                 late += state.start[state.task[lanes.ptr[device]]]
         while position < last:
             task = state.task[position]
-            lane = lanes.lane[task]
+            lane, row = lanes.lane[task], lanes.row[task]
             begin = free
             if lanes.source[lane] != 0:
                 source = task + lanes.source[lane]
                 if state.position[source] >= state.next[lanes.device[lanes.lane[source]]]:
                     break
-                begin = max(free, state.sent[source] + lanes.latency[lane])
+                begin = max(free, state.sent[source] + lanes.latency[row])
             if span and position == lanes.ptr[device]:
                 late = most + begin
             if begin + state.rest[position] > late:
@@ -81,10 +81,10 @@ def propagate(lanes: Lanes, state: State, first: int, most: float, span: bool) -
             state.old_sent[n_changed] = state.sent[task]
             n_changed += 1
             state.start[task] = begin
-            free = begin + lanes.seconds[lane]
+            free = begin + lanes.seconds[row]
             sent, channel = free, lanes.channel[lane]
             if channel >= 0:
-                sent = max(state.channel_free[channel], free) + lanes.hold[lane]
+                sent = max(state.channel_free[channel], free) + lanes.hold[row]
                 state.channel_free[channel] = sent
             state.sent[task] = sent
             position += 1
@@ -115,7 +115,7 @@ def device_value(lanes: Lanes, state: State, device: int, span: bool) -> float:
     if first == last:
         return -math.inf
     task = state.task[last - 1]
-    end = state.start[task] + lanes.seconds[lanes.lane[task]]
+    end = state.start[task] + lanes.seconds[lanes.row[task]]
     return float(end + (-state.start[state.task[first]] if span else lanes.tail[device]))
 
 

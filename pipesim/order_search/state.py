@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.order_search.evaluate import receivers
-from pipesim.order_search.lane_order import LaneOrder, occurrences
-from pipesim.order_search.problem import OrderProblem
+from pipesim.order_search.lane_order import LaneOrder, occurrences, rows_of
+from pipesim.order_search.problem import OrderProblem, has_equal_microbatches
 from pipesim.utils.csr import Ints
 
 __all__ = ["Lanes", "State", "first_tasks", "lanes_of", "new_state", "order_of_state"]
@@ -26,20 +26,22 @@ class Lanes(NamedTuple):
 
     Attributes
     ----------
-    device, seconds, allocated, workspace
+    device
         As in `OrderProblem`; shape ``(n_lanes,)``.
+    seconds, allocated, workspace
+        As in `OrderProblem`; shape ``(n_rows,)``.
     source, receiver, own
         Offset from a task to the task whose data it needs, to the task that needs its data, and to
         the F or I of its stage that it needs; 0 for none. Shape ``(n_lanes,)``.
     latency
-        Seconds of the latency of the message from ``source``.
+        Seconds of the latency of the message from ``source``, of each row.
     hold, channel
-        Message to the ``receiver``: seconds for which it holds its channel, and the channel; -1
-        for none.
+        Message to the ``receiver``: seconds for which it holds its channel, of each row, and the
+        channel of each lane; -1 for none.
     net
-        Bytes allocated less bytes released.
-    lane
-        Lane of each task; shape ``(n_tasks,)``.
+        Bytes allocated less bytes released, of each row.
+    lane, row
+        Lane and row of each task; shape ``(n_tasks,)``.
     ptr
         Positions ``ptr[d]`` to ``ptr[d + 1]`` are device ``d``'s.
     sender
@@ -60,6 +62,7 @@ class Lanes(NamedTuple):
     channel: Ints
     net: Floats
     lane: Ints
+    row: Ints
     ptr: Ints
     sender: Ints
     limit: Floats
@@ -123,17 +126,19 @@ def first_tasks(problem: OrderProblem) -> Ints:
     return first
 
 
-def lanes_of(problem: OrderProblem, ptr: Ints) -> Lanes:
-    """Return the lanes of a problem, with offsets between their tasks."""
+def lanes_of(problem: OrderProblem, order: LaneOrder) -> Lanes:
+    """Return the lanes of a problem, with offsets between their tasks, and rows for an order."""
     n_lanes, first = len(problem.count), first_tasks(problem)
     source, own = problem.needs.T
     receiving = np.flatnonzero(source >= 0)
-    hold, channel = np.zeros(n_lanes), np.full(n_lanes, -1, dtype=np.int64)
-    hold[source[receiving]] = problem.hold[receiving, 0]
+    hold, channel = np.zeros((len(problem.hold) // n_lanes, n_lanes)), np.full(n_lanes, -1)
+    hold[:, source[receiving]] = problem.hold[:, 0].reshape(hold.shape)[:, receiving]
     channel[source[receiving]] = problem.channel[receiving, 0]
     sender = np.zeros(int(channel.max(initial=-1)) + 1 if hold.any() else 0, dtype=np.int64)
     if len(sender):
         sender[channel[channel >= 0]] = problem.device[channel >= 0]
+
+    lane = np.repeat(np.arange(n_lanes), problem.count)
 
     def offset(lanes: Ints) -> Ints:
         return np.where(lanes >= 0, first[lanes] - first, 0)
@@ -147,11 +152,12 @@ def lanes_of(problem: OrderProblem, ptr: Ints) -> Lanes:
         receiver=offset(receivers(problem)),
         own=offset(own),
         latency=problem.latency[:, 0].copy(),
-        hold=hold,
+        hold=hold.ravel(),
         channel=channel if len(sender) else np.full_like(channel, -1),
         net=problem.allocated - problem.released,
-        lane=np.repeat(np.arange(n_lanes), problem.count),
-        ptr=ptr,
+        lane=lane,
+        row=lane if has_equal_microbatches(problem) else rows_of(problem, order.microbatches),
+        ptr=order.ptr,
         sender=sender,
         limit=problem.limit,
         tail=problem.tail,
@@ -193,7 +199,9 @@ def new_state(problem: OrderProblem, order: LaneOrder, seed: int) -> State:
     )
 
 
-def order_of_state(problem: OrderProblem, task: Ints, ptr: Ints) -> LaneOrder:
+def order_of_state(
+    problem: OrderProblem, task: Ints, ptr: Ints, microbatches: Ints | None = None
+) -> LaneOrder:
     """Return an order of tasks as one of lanes."""
     lane = np.repeat(np.arange(len(problem.count)), problem.count)
-    return LaneOrder(lane[task], ptr)
+    return LaneOrder(lane[task], ptr, microbatches)

@@ -10,10 +10,10 @@ from typing import Any
 from pipesim.errors import ArgumentError, check_count, check_type, number
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
+from pipesim.network.host_link import HostLink
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
 from pipesim.network.presets import machine as machine_named
-from pipesim.network.sources import preset_nodes
 
 __all__ = [
     "GpuLike",
@@ -130,7 +130,7 @@ def _machine_network(row: _Row, efficiency: float | None) -> Network:
     if has_gpu_table(gpu):
         table = gpu_table(gpu)
         if table.network_efficiency != 1 and efficiency is None:
-            return scaled_network(Network(nodes=preset_nodes(name)), table)
+            return scaled_network(Network.preset(name), table)
         network = _preset(name, efficiency)
         return scaled_network(network, table, efficiency=False)
     return _preset(name, efficiency)
@@ -139,7 +139,7 @@ def _machine_network(row: _Row, efficiency: float | None) -> Network:
 def _preset(name: str, efficiency: float | None) -> Network:
     """Return the network of a machine at a share of its nominal bandwidths."""
     share = _EFFICIENCY if efficiency is None else checked_share("network_efficiency", efficiency)
-    return Network(nodes=preset_nodes(name, share))
+    return Network.preset(name, share)
 
 
 def checked_network(network: Network | Mapping[str, Any], efficiency: float | None) -> Network:
@@ -170,7 +170,20 @@ def _slowest(networks: Sequence[Network]) -> Network:
             "machine: nodes differ in their numbers of GPUs or NICs; give nodes of one size, or "
             "network=..."
         )
-    return Network(nodes=_slowest_nodes(nodes))
+    hosts = [network.host for network in networks if network.host is not None]
+    return Network(
+        nodes=_slowest_nodes(nodes),
+        host=_slowest_host(hosts) if len(hosts) == len(networks) else None,
+    )
+
+
+def _slowest_host(hosts: Sequence[HostLink]) -> HostLink:
+    """Return a host link with the slowest rates of several, shared by the most devices."""
+    return HostLink(
+        max(x.latency for x in hosts),
+        min(x.bandwidth for x in hosts),
+        max(x.devices_per_link for x in hosts),
+    )
 
 
 def _slowest_nodes(nodes: Sequence[Nodes]) -> Nodes:

@@ -18,6 +18,7 @@ from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggesti
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu_files import gpu_table
 from pipesim.models.transformer import RECOMPUTE
+from pipesim.network.host_link import HostLink
 from pipesim.network.links import Nodes
 from pipesim.network.sources import KEYS
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
@@ -60,26 +61,37 @@ LOWERING = {
     **{k: k for k in ("step", "skips", "portals")},
     **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
     **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
-    **{k: k for k in ("tied", "grad_norm")},
+    **{
+        k: k
+        for k in (
+            *("tied", "grad_norm", "prefetch", "offload", "shard_parameters"),
+            *("expert_layers", "expert_replicas"),
+        )
+    },
 }
-_NODES = tuple(field.name for field in fields(Nodes))
+_NODES, _HOST = (tuple(field.name for field in fields(x)) for x in (Nodes, HostLink))
 #: Keys of a layer, besides the name and label of a schedule.
 SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "costs")
 
 #: Flat names of seconds whose names are options of the lowering.
-SECONDS = {"recompute": "recompute_time", "grad_norm": "grad_norm_time"}
+SECONDS = {
+    "recompute": "recompute_time",
+    "grad_norm": "grad_norm_time",
+    "offload": "offload_time",
+}
 #: Path in the tables of each flat setting. Other names are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
     **{flat: (key,) for key, flat in LOWERING.items()},
     **{key: (key,) for key in ("engine", "memory_limit", "per", "costs")},
-    # `recompute` is how the graph is lowered, not how long R takes; likewise `grad_norm`.
-    **{SECONDS.get(k, k): ("costs", k) for k in VALUE_FIELDS},
-    **{key: ("costs", key) for key in OTHER_FIELDS},
+    # `recompute` is how the graph is lowered, not how long R takes; likewise others.
+    **{SECONDS.get(k, k): ("costs", k) for k in VALUE_FIELDS if SECONDS.get(k, k) not in LOWERING},
+    **{key: ("costs", key) for key in OTHER_FIELDS if key not in LOWERING},
     "network": ("costs", "network"),
     "latency": ("costs", "network", "latency"),
     "bandwidth": ("costs", "network", "bandwidth"),
+    **{f"host_{k}": ("costs", "network", "host", k) for k in ("latency", "bandwidth")},
     "transformer": ("costs", "transformer"),
     # `recompute` stands above; `nest` tells that of a transformer by its value.
     **{key: ("costs", "transformer", key) for key in TRANSFORMER if key != "recompute"},
@@ -144,6 +156,8 @@ def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) 
         network = _check_table(f"{where}: costs.network", costs["network"], KEYS)
         if "nodes" in network:
             _check_table(f"{where}: costs.network.nodes", network["nodes"], _NODES)
+        if "host" in network:
+            _check_table(f"{where}: costs.network.host", network["host"], _HOST)
     if "file" in costs:
         costs = merge(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
     return {**table, "costs": costs}

@@ -67,10 +67,11 @@ def sweep(
         row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
         `lower` takes; ``engine``; ``memory_limit`` in bytes or as ``"80GiB"``, under which
         ``zb_1p`` and ``zb_2p`` order their activations too; the fields of `Costs`
-        (``recompute_time`` for the seconds of R, ``grad_norm_time`` for those of GRAD_NORM) or
-        whole ``costs``; in their place a transformer (``model`` or its sizes), ``gpu`` and other
-        arguments of `Transformer.costs` (``recompute`` by its value), or a mapping of all these,
-        ``transformer``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
+        (``recompute_time`` for the seconds of R, ``grad_norm_time`` for those of GRAD_NORM,
+        ``offload_time`` for those of OFFLOAD) or whole ``costs``; in their place a transformer
+        (``model`` or its sizes), ``gpu`` and other arguments of `Transformer.costs` (``recompute``
+        by its value), or a mapping of all these, ``transformer``; ``network``, ``latency``,
+        ``bandwidth``, ``host_latency`` and ``host_bandwidth``. Parts override the whole.
         ``layers_per_stage`` may be ``"balanced"`` (the default: for the devices of the row's
         schedule) or ``"even"``. ``per`` says whether costs are those of a ``"stage"`` (the default)
         or of all stages of a ``"device"``, which share them evenly: use that to compare schedules

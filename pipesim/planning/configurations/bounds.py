@@ -1,4 +1,4 @@
-"""Certified lower bounds on step and memory of a configuration, in any order of its tasks.
+"""Certified lower bounds on the step of a configuration, in any order of its tasks.
 
 A device that holds stages S of a pipeline, for m micro-batches:
 
@@ -11,8 +11,11 @@ A device that holds stages S of a pipeline, for m micro-batches:
 
 The longest sum of these over devices is a bound on the step. So is the longest path of a stage: the
 first micro-batch reaches it, it computes F and B (or I) of all, and the last one goes back to stage
-0, whose gradients are then reduced. Memory is at least parameters,
-gradients and optimizer, with the activations and the workspace of one micro-batch of one stage.
+0, whose gradients are then reduced. `pipesim.planning.configurations.memory_bounds` bounds bytes.
+
+F, B and I include the exchanges of experts, unless these run behind the other half of a pair. If
+micro-batches are slices of sequences, the first F and the last B of a stage are those of a first
+slice.
 """
 
 from __future__ import annotations
@@ -23,24 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.expert_pricing import exchange_seconds
 from pipesim.network.network import Network, all_reduce_seconds
-from pipesim.scheduling.placement import Layout, Placement, replica_devices
-from pipesim.utils.csr import Ints, bincount
+from pipesim.planning.configurations.memory_bounds import ROUNDING, Sharing
+from pipesim.planning.configurations.stage_devices import StageDevices
+from pipesim.scheduling.placement import Layout, replica_devices
 
 __all__ = [
     "Bounds",
     "DeviceWork",
     "Reductions",
-    "StageDevices",
     "device_work",
     "least_end",
-    "least_memory",
     "reductions",
 ]
 
 Floats = NDArray[np.float64]
-#: Share by which bounds are lowered, since sums of seconds are rounded.
-_ROUNDING = 1e-9
 #: Bytes of a stage's gradients that no GPU holds.
 _MOST_BYTES = 1e13
 
@@ -53,54 +54,6 @@ class Bounds(NamedTuple):
 
     step: float
     memory: Floats
-
-
-class StageDevices(NamedTuple):
-    """Devices of the stages of a placement of one path, for sums and extremes over their stages.
-
-    Attributes
-    ----------
-    device
-        Device of each stage.
-    n_devices
-        Number of devices, each of which has a stage.
-    stages
-        Stages in order of their devices.
-    starts
-        Position in ``stages`` of the first stage of each device.
-    """
-
-    device: Ints
-    n_devices: int
-    stages: Ints
-    starts: Ints
-
-    @classmethod
-    def of_placement(cls, placement: Placement) -> StageDevices:
-        """Return the devices of the stages of a placement."""
-        device = np.array(placement.paths[0])
-        stages = np.argsort(device, kind="stable")
-        starts = np.searchsorted(device[stages], np.arange(placement.n_devices))
-        return cls(device, placement.n_devices, stages, starts)
-
-    @property
-    def first(self) -> Ints:
-        """First stage of each device."""
-        return self.stages[self.starts]
-
-    def sums(self, values: Floats) -> Floats:
-        """Return the sum of the values of the stages of each device."""
-        return bincount(self.device, values, self.n_devices)
-
-    def least(self, values: Floats) -> Floats:
-        """Return the least value of the stages of each device."""
-        least: Floats = np.minimum.reduceat(values[self.stages], self.starts)
-        return least
-
-    def most(self, values: Floats) -> Floats:
-        """Return the largest value of the stages of each device."""
-        most: Floats = np.maximum.reduceat(values[self.stages], self.starts)
-        return most
 
 
 class Reductions(NamedTuple):
@@ -149,25 +102,57 @@ class DeviceWork(NamedTuple):
         """
         total = n_microbatches * self.busy + self.head + np.maximum(self.tail, end)
         path = n_microbatches * self.stage_busy + self.stage_ends
-        return float(max(total.max(), path.max() + end[first])) * (1 - _ROUNDING)
+        return float(max(total.max(), path.max() + end[first])) * (1 - ROUNDING)
 
 
-def device_work(costs: Costs, devices: StageDevices, *, splits_backward: bool) -> DeviceWork:
-    """Return the work of each device; ``splits_backward`` if any backward is I and W."""
+def device_work(
+    costs: Costs,
+    devices: StageDevices,
+    *,
+    splits_backward: bool,
+    hides_exchanges: bool = False,
+    n_slices: int = 1,
+) -> DeviceWork:
+    """Return the work of each device for a micro-batch, or for a sequence in slices.
+
+    ``splits_backward``: whether any backward is I and W. ``hides_exchanges``: whether exchanges of
+    experts may run beside the compute of another micro-batch.
+    """
+    options = {"splits_backward": splits_backward, "hides_exchanges": hides_exchanges}
+    if n_slices == 1:
+        return _work_of_one(costs, devices, **options)
+    first, *others = (
+        _work_of_one(costs.microbatch(k), devices, **options) for k in range(n_slices)
+    )
+    for work in others:
+        first = first._replace(
+            busy=first.busy + work.busy, stage_busy=first.stage_busy + work.stage_busy
+        )
+    return first
+
+
+def _work_of_one(
+    costs: Costs, devices: StageDevices, *, splits_backward: bool, hides_exchanges: bool
+) -> DeviceWork:
+    """Return the work of each device for a micro-batch or a slice."""
     n = len(devices.device)
     forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
+    exchanges: Floats | float = exchange_seconds(costs, n) if costs.expert_layers else 0.0
+    hidden = 2 * exchanges if hides_exchanges else 0.0
+    forward += exchanges
+    backward += exchanges
     chain = backward  # what the stages before wait for
     if splits_backward:
         chain = np.zeros(n) if costs.input_grad is None else costs.per_stage("input_grad", n)
-        chain = np.minimum(backward, chain)
-        backward = _least_backward(costs, n)
+        chain = np.minimum(backward, chain + exchanges)
+        backward = _least_backward(costs, n) + exchanges
     head, tail = (_sums_before(x) for x in (forward, backward))
     ends = head[1:] - forward + chain.cumsum() - chain + (backward[0] - chain[0])
     if splits_backward:  # a W may come last, which nothing waits for
         tail = np.zeros(n + 1)
     return DeviceWork(
-        devices.sums(forward + backward), head[devices.first], tail[devices.first],
-        forward + chain, ends,
+        devices.sums(forward + backward - hidden), head[devices.first], tail[devices.first],
+        forward + chain - hidden, ends,
     )  # fmt: skip
 
 
@@ -188,48 +173,65 @@ def _least_backward(costs: Costs, n_stages: int) -> Floats:
 
 
 def reductions(
-    network: Network, n_replicas: int, n_devices: int, layout: Layout, algorithm: str
+    network: Network,
+    n_replicas: int,
+    n_devices: int,
+    layout: Layout,
+    algorithm: str,
+    step: int = 1,
 ) -> Reductions | None:
-    """Return bounds on all-reduces over the replicas of each device; None for one replica.
+    """Return bounds on all-reduces over every ``step``-th replica of each device; None for one.
 
     Seconds are a line of bytes for each algorithm, and the least of such lines is concave: it lies
     above its chord from 0 to `_MOST_BYTES`.
     """
-    if n_replicas == 1:
+    if n_replicas == step:
         return None
     devices = replica_devices(n_replicas, n_devices, layout)
-    formulas = [all_reduce_seconds(network, np.sort(column), algorithm) for column in devices.T]
+    columns = [np.sort(column)[::step] for column in devices.T]
+    formulas = [all_reduce_seconds(network, column, algorithm) for column in columns]
     least, most = (np.array([x(nbytes) for x in formulas]) for nbytes in (0.0, _MOST_BYTES))
     return Reductions(least, (most - least) / _MOST_BYTES)
 
 
 def least_end(
-    costs: Costs, devices: StageDevices, shares: int, reduction: Reductions | None
+    costs: Costs,
+    devices: StageDevices,
+    sharing: Sharing,
+    reduction: Reductions | None,
+    of_experts: Reductions | None = None,
 ) -> Floats:
     """Return the least seconds from the last backward of each device to the end of the step.
 
-    ``shares`` is the number of replicas that share the optimizer, ``reduction`` the result of
-    `reductions`.
+    ``reduction`` is the result of `reductions`, and ``of_experts`` that of the replicas that have
+    the same experts.
     """
     n, device = len(devices.device), devices.device
-    seconds = costs.per_stage("optimizer_step", n) / shares
+    seconds = costs.per_stage("optimizer_step", n) / sharing.optimizer
+    if costs.reduce_copies:
+        seconds += costs.per_stage("reduce_copies", n)
+    has_experts = costs.expert_replicas > 1
+    experts = _moved_bytes(costs, n, sharing, "expert_") if has_experts else 0.0
     if reduction is not None:
-        nbytes = costs.per_stage("gradient_bytes", n)
-        if shares > 1:  # a reduce-scatter of gradients and an all-gather of parameters
-            nbytes = (nbytes + costs.per_stage("parameter_bytes", n)) / 2
-        seconds += reduction.least[device] + reduction.slope[device] * nbytes
+        part = 0.5 if sharing.parameters else 1.0  # a reduce-scatter is half of an all-reduce
+        nbytes = _moved_bytes(costs, n, sharing) - experts
+        if costs.reduced_share != 1:
+            nbytes = nbytes * costs.per_stage("reduced_share", n)
+        seconds += part * reduction.least[device] + reduction.slope[device] * nbytes
+    if of_experts is not None:
+        seconds += of_experts.slope[device] * experts
     return devices.least(seconds)
 
 
-def least_memory(costs: Costs, devices: StageDevices, shares: int) -> Floats:
-    """Return the least bytes of each device, the allocator's reserve included."""
-    n = len(devices.device)
-    held = costs.per_stage("parameter_bytes", n) + costs.per_stage("gradient_bytes", n)
-    held = held + costs.per_stage("optimizer_bytes", n) / shares
-    workspace = np.maximum(
-        costs.per_stage("forward_workspace_bytes", n),
-        costs.per_stage("backward_workspace_bytes", n),
-    )
-    used = devices.most(costs.per_stage("activation_bytes", n) + workspace)
-    least: Floats = devices.sums(held) + used
-    return least * (1 + costs.memory_reserve) * (1 - _ROUNDING)
+def _moved_bytes(costs: Costs, n_stages: int, sharing: Sharing, prefix: str = "") -> Floats:
+    """Return the bytes of an all-reduce that takes as long as the reductions of each stage.
+
+    If replicas share the optimizer, these are a reduce-scatter of gradients and an all-gather of
+    parameters, unless parameters are gathered in the next step.
+    """
+    gradients = costs.per_stage(f"{prefix}gradient_bytes", n_stages)
+    if sharing.parameters:
+        return gradients / 2
+    if sharing.optimizer == 1:
+        return gradients
+    return (gradients + costs.per_stage(f"{prefix}parameter_bytes", n_stages)) / 2

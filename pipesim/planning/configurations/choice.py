@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["Evaluation", "PlanChoice", "Status", "layers_text", "microbatches_text"]
+from pipesim.lowering.parameter_shards import ShardParameters
+
+__all__ = [
+    "Evaluation",
+    "PlanChoice",
+    "Status",
+    "invalid",
+    "layers_text",
+    "microbatches_text",
+    "offload_text",
+    "partial_choice",
+    "sharding_text",
+    "sizes_text",
+    "slices_text",
+    "with_settings",
+]
 
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
@@ -43,6 +59,18 @@ class PlanChoice:
         Layers of each stage.
     ordered_for_costs
         Whether the schedule orders its tasks for the costs, if it can, and not for equal ones.
+    context_parallel
+        Groups of ``tensor_parallel`` GPUs that share each sequence; together they are one device.
+    expert_parallel
+        GPUs among which the experts of a layer are divided; those of several replicas.
+    shard_parameters
+        Whether replicas share parameters, as in `pipesim.lower`: ``"none"``, ``"every"``,
+        ``"step"``, or the number of stages whose parameters a device keeps.
+    offload
+        Activations that wait in host memory, as in `pipesim.lower`: ``"none"``, ``"all"``, a share
+        such as ``"0.5"``, or ``"longest:0.5"``.
+    n_slices
+        Slices of each sequence; 1 for whole sequences.
     """
 
     tensor_parallel: int
@@ -57,16 +85,41 @@ class PlanChoice:
     sequence_parallel: bool
     layers_per_stage: tuple[int, ...]
     ordered_for_costs: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    shard_parameters: ShardParameters = "none"
+    offload: str = "none"
+    n_slices: int = 1
+
+    @property
+    def gpus_per_device(self) -> int:
+        """GPUs of a device of the pipeline."""
+        return self.tensor_parallel * self.context_parallel
 
     @property
     def n_gpus(self) -> int:
         """GPUs of all replicas."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.gpus_per_device * self.pipeline_parallel * self.data_parallel
 
     @property
     def n_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pipeline_parallel * self.n_chunks
+
+    @property
+    def n_scheduled(self) -> int:
+        """Micro-batches of the schedule of a replica: slices, if sequences are cut into them."""
+        return self.n_microbatches * self.n_slices
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether replicas share parameters, gradients and optimizer."""
+        return self.shard_parameters != "none"
+
+    @property
+    def optimizer_shares(self) -> int:
+        """Replicas that share the optimizer; 1 if each has all of it."""
+        return self.data_parallel if self.shard_optimizer or self.shards_parameters else 1
 
     @property
     def layout_matters(self) -> bool:
@@ -75,7 +128,7 @@ class PlanChoice:
 
     def __str__(self) -> str:
         parts = [
-            f"tp{self.tensor_parallel} pp{self.pipeline_parallel} dp{self.data_parallel}",
+            sizes_text(self),
             self.schedule
             + (f" x{self.n_chunks}" if self.n_chunks > 1 else "")
             + " for costs" * self.ordered_for_costs,
@@ -84,7 +137,9 @@ class PlanChoice:
         if self.recompute != "none":
             parts.append(f"{self.recompute} recompute")
         parts += ["distributed optimizer"] * self.shard_optimizer
+        parts += [sharding_text(self)] * self.shards_parameters
         parts += ["sequence parallel"] * self.sequence_parallel
+        parts += [offload_text(self)] * (self.offload != "none")
         if len(set(self.layers_per_stage)) > 1:
             parts.append(f"{layers_text(self.layers_per_stage)} layers")
         return ", ".join(parts)
@@ -126,10 +181,67 @@ class Evaluation(NamedTuple):
     noisy_step: float = float("nan")
 
 
+def invalid(choice: PlanChoice, reason: str, status: Status = "invalid") -> Evaluation:
+    """Return a configuration that is ruled out before anything is known of it."""
+    nan = math.nan
+    return Evaluation(choice, nan, nan, nan, nan, status, reason)
+
+
+def partial_choice(**settings: Any) -> PlanChoice:
+    """Return some settings of many configurations; 0 and "" stand for values that do not matter."""
+    none: dict[str, Any] = {
+        **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "data_parallel"), 0),
+        **dict.fromkeys(("microbatch_size", "n_microbatches", "n_chunks", "n_slices"), 0),
+        **dict.fromkeys(("context_parallel", "expert_parallel"), 0),
+        **dict.fromkeys(("schedule", "recompute", "shard_parameters", "offload"), ""),
+        "shard_optimizer": False, "sequence_parallel": False, "layers_per_stage": (),
+    }  # fmt: skip
+    return PlanChoice(**{**none, **settings})
+
+
+def with_settings(choice: PlanChoice, **settings: Any) -> PlanChoice:
+    """Return a configuration with other settings, as `dataclasses.replace` does.
+
+    It sets all fields at once, since a plan changes tens of thousands of configurations.
+    """
+    changed = object.__new__(PlanChoice)
+    vars(changed).update(vars(choice), **settings)
+    return changed
+
+
+def sizes_text(choice: PlanChoice) -> str:
+    """Return the sizes of parallelism, such as "tp8 pp4 dp2"; cp and ep only above 1."""
+    context, experts = choice.context_parallel, choice.expert_parallel
+    parts = [f"tp{choice.tensor_parallel}", f"cp{context}" * (context > 1)]
+    parts += [f"pp{choice.pipeline_parallel}", f"dp{choice.data_parallel}"]
+    parts += [f"ep{experts}" * (experts > 1)]
+    return " ".join(part for part in parts if part)
+
+
 def microbatches_text(choice: PlanChoice) -> str:
     """Return number and size of the micro-batches of a replica, such as "8 micro-batches of 1"."""
     word = "micro-batch" if choice.n_microbatches == 1 else "micro-batches"
-    return f"{choice.n_microbatches} {word} of {choice.microbatch_size}"
+    return f"{choice.n_microbatches} {word} of {choice.microbatch_size}{slices_text(choice)}"
+
+
+def slices_text(choice: PlanChoice) -> str:
+    """Return the slices of a sequence, such as " in 4 slices"; empty for whole sequences."""
+    return f" in {choice.n_slices} slices" if choice.n_slices > 1 else ""
+
+
+def sharding_text(choice: PlanChoice) -> str:
+    """Return how replicas share parameters, such as "parameters gathered for every use"."""
+    value = choice.shard_parameters
+    texts = {"none": "whole parameters", "every": "parameters gathered for every use",
+             "step": "parameters gathered once a step"}  # fmt: skip
+    if isinstance(value, str):
+        return texts[value]
+    return f"parameters of {value} {'stage' if value == 1 else 'stages'} gathered"
+
+
+def offload_text(choice: PlanChoice) -> str:
+    """Return the activations that wait in host memory, such as "offload longest:0.5"."""
+    return f"offload {choice.offload}"
 
 
 def layers_text(sizes: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""`Evaluator`: bounds, memory and exact step of configurations, with what they share in caches."""
+"""`Evaluator`: bounds, memory and exact step of configurations, with what they share in caches.
+
+The file has more than 300 lines: one class, whose methods share the caches.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ from pipesim.planning.configurations.bounds import (
     Reductions,
     device_work,
     least_end,
-    least_memory,
     reductions,
 )
 from pipesim.planning.configurations.cache import Cache
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.problem import PlanProblem, order_facts
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice, with_settings
+from pipesim.planning.configurations.memory_bounds import Sharing, least_memory
+from pipesim.planning.configurations.order_facts import hides_exchanges, order_facts
+from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, stages_of
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.one_of_replicas import OneOfReplicas, replica_memory_graph
@@ -63,10 +67,9 @@ class Evaluator:
     def with_split(self, choice: PlanChoice) -> PlanChoice | None:
         """Return a configuration with its balanced split; None if there are too few layers."""
         gpus = self.problem.gpus_of_devices(choice)
-        key = ("split", self._layer_key(choice), choice.schedule, choice.pipeline_parallel,
-               choice.n_chunks, gpus)  # fmt: skip
+        key = ("split", self._layer_key(choice), *_place(choice), gpus)
         sizes = self._cache.get(key, lambda: self._split(choice, gpus))
-        return None if sizes is None else replace(choice, layers_per_stage=sizes)
+        return None if sizes is None else with_settings(choice, layers_per_stage=sizes)
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of a configuration, which `Costs.rebuilt` cannot build again."""
@@ -78,26 +81,42 @@ class Evaluator:
         costs, place = priced.costs, _place(choice)
         facts = order_facts(*place)
         devices, splits = facts.devices, facts.splits_backward
-        dp, shares = choice.data_parallel, choice.data_parallel if choice.shard_optimizer else 1
+        sharing, offloads = _sharing(choice), choice.offload != "none"
         work = priced.values.get(
-            ("work", place), lambda: device_work(costs, devices, splits_backward=splits)
+            ("work", place),
+            lambda: device_work(
+                costs,
+                devices,
+                splits_backward=splits,
+                hides_exchanges=hides_exchanges(choice),
+                n_slices=choice.n_slices,
+            ),
         )
         end = priced.values.get(
-            ("end", place, dp, shares),
-            lambda: least_end(costs, devices, shares, self._reductions(choice, costs)),
+            ("end", place, choice.data_parallel, sharing),
+            lambda: least_end(costs, devices, sharing, *self._reductions(choice, costs)),
         )
         memory = priced.values.get(
-            ("memory", place, shares), lambda: least_memory(costs, devices, shares)
+            ("memory", place, sharing, offloads),
+            lambda: least_memory(
+                costs,
+                devices,
+                sharing,
+                splits_backward=splits,
+                offloads=offloads,
+                n_slices=choice.n_slices,
+            ),
         )
         return Bounds(work.least_step(choice.n_microbatches, end, int(devices.device[0])), memory)
 
     def memory(self, choice: PlanChoice) -> Floats | None:
         """Return the bytes of each device, the allocator's reserve included.
 
-        They follow from the order of the schedule alone, without a simulation. None if the order of
-        few micro-batches lacks an operation of that of all.
+        They follow from the order of the schedule alone, without a simulation. None if they do not:
+        if the order of few micro-batches lacks an operation of that of all, and for activations or
+        parameters that are not always on their device.
         """
-        if choice.ordered_for_costs:
+        if choice.ordered_for_costs or self._needs_all(choice):
             return None
         order = self._order(choice)
         if order is None:
@@ -129,7 +148,7 @@ class Evaluator:
 
         ``memory`` is the result of `memory`; by default the bound, which holds in any order.
         """
-        key = ("limits", choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
+        key = ("limits", choice.gpus_per_device, choice.pipeline_parallel, choice.data_parallel)
         limits = self._cache.get(key, lambda: np.array(self.problem.device_limits(choice)))
         needed = bounds.memory if memory is None else memory
         if (needed <= limits).all():
@@ -138,6 +157,8 @@ class Evaluator:
 
     def replica(self, choice: PlanChoice) -> OneOfReplicas | None:
         """Return a replica, ordered for equal costs, that stands for all; None if they differ."""
+        if self._needs_all(choice):
+            return None
         replicated = choice.data_parallel > 1
         key: tuple[Hashable, ...] = (
             _place(choice), choice.n_microbatches, replicated,
@@ -156,8 +177,16 @@ class Evaluator:
             )
             return OneOfReplicas.make(graph, shared, costs.all_reduce)
 
-        sizes = (choice.tensor_parallel, choice.data_parallel)
+        sizes = (choice.gpus_per_device, choice.data_parallel)
         return self._graphs.get(("replica", key, sizes), build)
+
+    def _needs_all(self, choice: PlanChoice) -> bool:
+        """Return whether a choice is simulated with the tasks of all replicas in any case."""
+        if choice.offload != "none" or choice.shards_parameters or choice.n_slices > 1:
+            return True
+        if choice.expert_parallel == 1:
+            return False
+        return hides_exchanges(choice) or self.costs(choice).exchange_dispatch is None
 
     def _priced(self, choice: PlanChoice) -> _Priced:
         """Return the costs of a configuration, and what follows from them."""
@@ -192,7 +221,7 @@ class Evaluator:
 
     def _bytes(self, choice: PlanChoice) -> OrderBytes:
         """Return the bytes of the kinds of tasks of a configuration."""
-        shares = choice.data_parallel if choice.shard_optimizer else 1
+        shares = choice.optimizer_shares
         priced, place = self._priced(choice), _place(choice)
 
         def build() -> OrderBytes:
@@ -230,7 +259,7 @@ class Evaluator:
         schedule = self._schedule(choice, costs)
         limits = self.problem.limits(choice)
         timeline = predict_timeline(
-            self.problem.graph(choice, schedule), costs, memory_limit=limits
+            self.problem.graph(choice, schedule, costs), costs, memory_limit=limits
         )
         needed, most = reserved_memory(timeline), np.array(limits)
         if (needed > most).any():
@@ -240,14 +269,23 @@ class Evaluator:
             "simulated",
         )  # fmt: skip
 
-    def _reductions(self, choice: PlanChoice, costs: Costs) -> Reductions | None:
-        """Return bounds on the reductions of each device."""
+    def _reductions(
+        self, choice: PlanChoice, costs: Costs
+    ) -> tuple[Reductions | None, Reductions | None]:
+        """Return bounds on the reductions of each device: over all replicas, and of experts.
+
+        Those of experts are over the replicas that have the same ones; None if all have them.
+        """
         dp, p = choice.data_parallel, choice.pipeline_parallel
-        algorithm = "ring" if choice.shard_optimizer and dp > 1 else costs.all_reduce
-        return self._cache.get(
-            ("reductions", choice.tensor_parallel, p, dp, algorithm),
-            lambda: reductions(costs.network, dp, p, self.problem.layout, algorithm),
-        )
+        algorithm = "ring" if choice.optimizer_shares > 1 else costs.all_reduce
+
+        def over(step: int) -> Reductions | None:
+            return self._cache.get(
+                ("reductions", choice.gpus_per_device, p, dp, algorithm, step),
+                lambda: reductions(costs.network, dp, p, self.problem.layout, algorithm, step),
+            )
+
+        return over(1), None if costs.expert_replicas == 1 else over(costs.expert_replicas)
 
     def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the layers of each stage."""
@@ -263,14 +301,15 @@ class Evaluator:
     def _layer_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
         """Return the values that the costs of layers depend on."""
         return (choice.tensor_parallel, choice.microbatch_size, choice.recompute,
-                choice.sequence_parallel)  # fmt: skip
+                choice.sequence_parallel, choice.context_parallel, choice.expert_parallel,
+                choice.n_slices)  # fmt: skip
 
     def _costs_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
         """Return the values that costs depend on."""
         key = ("costs", self._layer_key(choice), choice.layers_per_stage)
         if not self.problem.cluster.is_mixed:
             return key
-        place = (choice.schedule, choice.n_chunks)
+        place = (choice.schedule, choice.n_chunks, choice.n_slices)
         return (*key, place, self.problem.gpus_of_devices(choice))
 
 
@@ -281,9 +320,14 @@ class _Priced(NamedTuple):
     values: Cache
 
 
-def _place(choice: PlanChoice) -> tuple[str, int, int]:
+def _place(choice: PlanChoice) -> tuple[str, int, int, int]:
     """Return the values that the placement of a choice depends on."""
-    return choice.schedule, choice.pipeline_parallel, choice.n_chunks
+    return choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices
+
+
+def _sharing(choice: PlanChoice) -> Sharing:
+    """Return the replicas that share what a stage holds."""
+    return Sharing(choice.optimizer_shares, choice.shards_parameters)
 
 
 def _too_full(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.reasons import PART_NAMES, part_reason
+from pipesim.planning.configurations.reasons import part_name, part_reason
 from pipesim.plot.html_parts import note_html, table_html
 from pipesim.utils.units import format_bytes, format_time
 
@@ -76,7 +76,8 @@ class Explanation:
         for part in shown:
             reason = part_reason(part, self.first, self.second, is_tied=self.is_tied)
             end = f"; {reason}." if reason else "."
-            texts.append(f"{PART_NAMES[part]}: {_changes(parts[part], format_time)}{end}")
+            name = part_name(part, self.first, self.second)
+            texts.append(f"{name}: {_changes(parts[part], format_time)}{end}")
         if abs(rest) > _ROUNDING * step:
             texts.append(f"All other parts together: {_change(rest, format_time)}.")
         return texts
@@ -103,7 +104,10 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         steps, sizes = _rows(self.seconds), _rows(self.memory)
-        parts = [[PART_NAMES[part], *map(format_time, row)] for part, row in steps.items()]
+        parts = [
+            [part_name(part, self.first, self.second), *map(format_time, row)]
+            for part, row in steps.items()
+        ]
         kinds = [[kind, *map(format_bytes, row)] for kind, row in sizes.items()]
         head = ["A", "B", "A minus B"]
         return "".join(

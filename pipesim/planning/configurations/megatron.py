@@ -27,18 +27,41 @@ _RECOMPUTE: dict[str, tuple[str, ...]] = {
 }
 
 
-def megatron_flags(choice: PlanChoice, global_batch: int, layout: Layout) -> str:
+#: Flags of Megatron-FSDP besides those of the distributed optimizer.
+_FSDP = [
+    "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
+    "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor",
+]  # fmt: skip
+#: Modules whose inputs are offloaded; with those of experts, nearly all activations of a layer.
+_OFFLOADED = (
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
+)  # fmt: skip
+
+
+def megatron_flags(
+    choice: PlanChoice, global_batch: int, layout: Layout, *, has_experts: bool = False
+) -> str:
     """Return the flags of a configuration; see `Plan.to_megatron`."""
     _check(choice)
+    _check_sharing(choice, has_experts)
     t = choice.tensor_parallel
     flags = ["--tensor-model-parallel-size", str(t)]
     flags += ["--pipeline-model-parallel-size", str(choice.pipeline_parallel)]
+    flags += ["--context-parallel-size", str(choice.context_parallel)] * (
+        choice.context_parallel > 1
+    )
+    flags += ["--expert-model-parallel-size", str(choice.expert_parallel)] * (
+        choice.expert_parallel > 1
+    )
     flags += _split_flags(choice)
     flags += ["--micro-batch-size", str(choice.microbatch_size)]
     flags += ["--global-batch-size", str(global_batch)]
     flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
     flags += _RECOMPUTE[choice.recompute]
-    flags += ["--use-distributed-optimizer"] * choice.shard_optimizer
+    flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
+    flags += _FSDP * choice.shards_parameters
+    if choice.offload != "none":
+        flags += ["--fine-grained-activation-offloading", "--offload-modules", *_OFFLOADED]
     # Megatron-LM numbers the replicas of a stage in a row unless told otherwise.
     is_replica_major = layout == "replica_major" and choice.layout_matters
     flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
@@ -74,4 +97,31 @@ def _check(choice: PlanChoice) -> None:
         raise ArgumentError(
             f"Megatron-LM runs interleaved_1f1b with a multiple of pipeline_parallel="
             f"{choice.pipeline_parallel} micro-batches; got {choice.n_microbatches}"
+        )
+
+
+def _check_sharing(choice: PlanChoice, has_experts: bool) -> None:
+    """Raise `ArgumentError` for parallel sizes, sharding and offload that Megatron-LM lacks."""
+    t = choice.tensor_parallel
+    if choice.expert_parallel > 1 and t > 1 and not choice.sequence_parallel:
+        raise ArgumentError(
+            "Megatron-LM divides experts only with sequence parallelism, if there is tensor "
+            f"parallelism; got expert_parallel={choice.expert_parallel} and tensor_parallel={t}; "
+            "plan with sequence_parallel=True"
+        )
+    if choice.shards_parameters and (
+        choice.shard_parameters != "every" or choice.pipeline_parallel > 1
+    ):
+        raise ArgumentError(
+            "the flags of Megatron-FSDP are for one device a replica that frees parameters after "
+            f"each use; got shard_parameters={choice.shard_parameters!r} and pipeline_parallel="
+            f'{choice.pipeline_parallel}; plan with shard_parameters="every" and '
+            "pipeline_parallel=1, or with shard_optimizer=True"
+        )
+    if choice.offload not in ("none", "all") or (choice.offload == "all" and not has_experts):
+        model = "" if has_experts else " of a model without experts"
+        raise ArgumentError(
+            "Megatron-LM offloads the inputs of named modules (--offload-modules), all or none, and"
+            f" of the MLP only those of experts; got offload={choice.offload!r}{model}; plan with "
+            'offload="none", or run the graph with pipeexec'
         )

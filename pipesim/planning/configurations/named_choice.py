@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Integral
+from numbers import Real
 from typing import Any
 
 from pipesim.costs.layer_split import checked_split
@@ -27,10 +27,15 @@ _DEFAULTS: Mapping[str, Any] = {
     "recompute": "none",
     "shard_optimizer": False,
     "sequence_parallel": False,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+    "shard_parameters": "none",
+    "offload": "none",
+    "n_slices": 1,
 }
 _COUNTS = (
     "tensor_parallel", "pipeline_parallel", "data_parallel", "microbatch_size", "n_microbatches",
-    "n_chunks",
+    "n_chunks", "context_parallel", "expert_parallel", "n_slices",
 )  # fmt: skip
 
 
@@ -43,7 +48,8 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs", False))
     for name, value in single.items():
         may_be_missing = name in ("data_parallel", "n_chunks")
-        if not isinstance(value, (str, bool, Integral)) and not (value is None and may_be_missing):
+        is_value = isinstance(value, (str, bool, Real))
+        if not is_value and not (value is None and may_be_missing):
             raise ArgumentError(f"{name} must be one value, got {value!r:.60}")
     schedules = single.pop("schedule")
     if "microbatch_size" not in settings and problem.measured_size is not None:
@@ -106,9 +112,10 @@ def checked_choice(problem: PlanProblem, choice: PlanChoice) -> PlanChoice:
             f"plan's global_batch is {problem.global_batch}"
         )
     if choice.n_gpus != problem.cluster.n_gpus:
+        sizes = [choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel]
+        sizes[1:1] = [choice.context_parallel] * (choice.context_parallel > 1)
         raise ArgumentError(
-            f"the configuration has {choice.n_gpus} GPUs ({choice.tensor_parallel} x "
-            f"{choice.pipeline_parallel} x {choice.data_parallel}); the plan's cluster has "
-            f"{problem.cluster.n_gpus}, and all are used"
+            f"the configuration has {choice.n_gpus} GPUs ({' x '.join(map(str, sizes))}); the "
+            f"plan's cluster has {problem.cluster.n_gpus}, and all are used"
         )
     return named_choice(problem, settings)

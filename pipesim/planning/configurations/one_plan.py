@@ -63,7 +63,7 @@ class Plan:
     @cached_property
     def graph(self) -> TaskGraph:
         """Task graph of all replicas."""
-        return self.problem.graph(self.choice, self.schedule)
+        return self.problem.graph(self.choice, self.schedule, self.costs)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -75,16 +75,21 @@ class Plan:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
 
         They are those of Megatron-LM 0.20.0: parallel sizes, order of ranks, stages and their
-        layers, batch sizes, recompute and distributed optimizer. ``shlex.split`` makes them a list.
-        Replicas follow from the number of processes. Sizes of the model, kernels and the
-        optimizer's settings are not among them.
+        layers, batch sizes, recompute, distributed optimizer and Megatron-FSDP. ``shlex.split``
+        makes them a list. Replicas follow from the number of processes. Sizes of the model, kernels
+        and the optimizer's settings are not among them. ``offload="all"`` of a model with experts
+        is the offload of the inputs of all modules, which are nearly all activations.
 
         Raises
         ------
         ArgumentError
             For a configuration that Megatron-LM cannot run, naming those that it can.
         """
-        return megatron_flags(self.choice, self.problem.global_batch, self.problem.layout)
+        has_experts = bool(getattr(self.problem.model, "n_experts", 0))
+        problem = self.problem
+        return megatron_flags(
+            self.choice, problem.global_batch, problem.layout, has_experts=has_experts
+        )
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
         """Return the settings of torchtitan 0.2.2 for this configuration, as TOML.

@@ -15,6 +15,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
+from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
@@ -64,6 +65,11 @@ def plan(
     recompute: str | Sequence[str] | None = None,
     shard_optimizer: bool | Sequence[bool] | None = None,
     sequence_parallel: bool | Sequence[bool] | None = None,
+    context_parallel: int | Sequence[int] | None = None,
+    expert_parallel: int | Sequence[int] | None = None,
+    shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
+    offload: str | float | Sequence[str | float] | None = None,
+    n_slices: int | Sequence[int] | None = None,
     flash_attention: bool = True,
     scatter_gather: bool = False,
     fused_loss: bool = False,
@@ -82,9 +88,9 @@ def plan(
     """Return the configurations with the shortest steps that fit in memory, best first.
 
     Each parameter may be fixed, listed, or None for all sensible values. All GPUs are used:
-    ``tensor_parallel * pipeline_parallel * data_parallel`` is their number. Bounds rule out
-    configurations that can be neither among the ``n_best`` nor on the front of time and memory; the
-    others are simulated, exactly as `pipesim.simulate` simulates all replicas.
+    ``tensor_parallel * context_parallel * pipeline_parallel * data_parallel`` is their number.
+    Bounds rule out configurations that can be neither among the ``n_best`` nor on the front of time
+    and memory; the others are simulated, exactly as `pipesim.simulate` simulates all replicas.
 
     Parameters
     ----------
@@ -104,7 +110,8 @@ def plan(
     microbatch_size
         Sequences of a micro-batch; by default divisors of the batch of a replica up to 16.
     schedules
-        Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape.
+        Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape;
+        for slices of sequences ``"seq1f1b"`` and ``"slimpipe"``.
     n_chunks
         Stages of each device, for schedules with chunks.
     recompute
@@ -115,6 +122,22 @@ def plan(
     sequence_parallel
         Whether tensors that tensor parallelism leaves whole are split along the sequence. With
         ``tensor_parallel=1`` it does not apply, and is False.
+    context_parallel
+        GPUs that share each sequence, as in `Transformer.costs`; by default 1. A device of the
+        pipeline has ``tensor_parallel * context_parallel`` GPUs.
+    expert_parallel
+        GPUs among which the experts of a layer are divided, those of several replicas. By default
+        divisors of the number of experts whose groups fill whole replicas; 1 without experts. If
+        the schedule pairs F and B (DualPipeV), exchanges of tokens run behind the other half.
+    shard_parameters
+        Whether and how long replicas share parameters (FSDP, ZeRO-3), as in `pipesim.lower`; by
+        default ``"none"``. Configurations with shared parameters have ``shard_optimizer=False``:
+        replicas share the optimizer anyway.
+    offload
+        Activations that wait in host memory, as in `pipesim.lower`, one value for all stages; by
+        default ``"none"``. The network of the cluster must have a link to the host.
+    n_slices
+        Slices of each sequence, for schedules that take slices; by default 1, whole sequences.
     flash_attention, scatter_gather, fused_loss
         As in `Transformer.costs`.
     split
@@ -162,7 +185,9 @@ def plan(
         tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
         data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,
         n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_parallel, context_parallel=context_parallel,
+        expert_parallel=expert_parallel, shard_parameters=shard_parameters, offload=offload,
+        n_slices=n_slices,
     )  # fmt: skip
     problem = replace(problem, measured_size=space.measured_size(problem))
     filters = checked_filters(where)
@@ -207,7 +232,7 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     return (
         f"none of {len(unfit)} configurations fits in {name}, {limit} a device{reserve}. The "
         f"nearest: {nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
-        'recompute="full", or shard_optimizer=True'
+        'recompute="full", shard_optimizer=True, or shard_parameters="step"'
     )
 
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipesim.errors import check_count
-from pipesim.planning.configurations.choice import PlanChoice, layers_text
+from pipesim.planning.configurations.choice import (
+    PlanChoice,
+    layers_text,
+    offload_text,
+    sharding_text,
+    sizes_text,
+)
 from pipesim.planning.configurations.plan_tables import SETTINGS, ranked_table, shown_columns
 from pipesim.plot.html_parts import note_html, table_html
 from pipesim.utils.text_tables import align_columns
@@ -45,11 +51,11 @@ def short_names(choices: Sequence[PlanChoice]) -> list[str]:
 
 def _short_name(choice: PlanChoice) -> str:
     """Return parallel sizes, chunks, micro-batch and recompute of a configuration, in short."""
-    sizes = (choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel)
-    name = "tp{} pp{} dp{}".format(*sizes)
+    name = sizes_text(choice)
     name += f", {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
     name += ", for costs" * choice.ordered_for_costs
     name += f", b{choice.microbatch_size}" if choice.microbatch_size > 1 else ""
+    name += f", {choice.n_slices} slices" if choice.n_slices > 1 else ""
     return name + (f", {choice.recompute}" if choice.recompute != "none" else "")
 
 
@@ -57,6 +63,8 @@ def _short_name(choice: PlanChoice) -> str:
 _DETAILS: tuple[Callable[[PlanChoice], str], ...] = (
     lambda choice: f", {choice.schedule}",
     lambda choice: ", distributed optimizer" * choice.shard_optimizer,
+    lambda choice: f", {sharding_text(choice)}" * choice.shards_parameters,
+    lambda choice: f", {offload_text(choice)}" * (choice.offload != "none"),
     lambda choice: ", sequence parallel" * choice.sequence_parallel,
     lambda choice: f", {layers_text(choice.layers_per_stage)} layers",
 )

@@ -5,24 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, CostsWarning, check_type
+from pipesim.errors import CostsWarning, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.microbatch_shards import costs_of_shards, microbatch_shards
 from pipesim.models.shard_costs import ShardCosts
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
-from pipesim.ops import Op
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.configurations.bounds import StageDevices
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.mixed_gpus import (
     kinds_of_devices,
@@ -30,12 +28,18 @@ from pipesim.planning.configurations.mixed_gpus import (
     mean_peak,
     slowest_kinds,
 )
-from pipesim.scheduling.placement import Layout, Placement, replica_devices
-from pipesim.scheduling.registry import ScheduleInfo, schedule_info
+from pipesim.planning.configurations.order_facts import (
+    hides_exchanges,
+    order_facts,
+    placement_of,
+    schedule_options,
+)
+from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.registry import schedule as named_schedule
+from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["OrderFacts", "PlanProblem", "order_facts", "order_facts_of", "placement_of"]
+__all__ = ["PlanProblem"]
 
 
 @dataclass(frozen=True)
@@ -96,24 +100,28 @@ class PlanProblem:
             return costs_on(0)
         gpus = self.gpus_of_devices(choice)
         kinds = sorted(set(gpus))
-        placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+        placement = placement_of(choice)
         stages = [kinds.index(gpus[device]) for device in placement.paths[0]]
         return _joined([costs_on(kind) for kind in kinds], stages, mean_peak(self.cluster))
 
-    def shard_costs(self, choice: PlanChoice, kind: int) -> ShardCosts:
+    def shard_costs(self, choice: PlanChoice, kind: int) -> Callable[[Sequence[int]], Costs]:
         """Return the costs of a transformer's stages on one of ``cluster.gpus``, for any split.
 
         Their workload has no settings, so that `Costs.rebuilt` cannot build them again.
         """
-        network = self.cluster.network(choice.tensor_parallel)
-        return ShardCosts(
-            self._shard(choice), self.cluster.gpus[kind], None, network,
-            memory_reserve=self.memory_reserve,
-        )  # fmt: skip
+        gpu, network = self.cluster.gpus[kind], self.cluster.network(choice.gpus_per_device)
+        reserve = self.memory_reserve
+        whole = self._shard(choice)
+        costs = ShardCosts(whole, gpu, None, network, memory_reserve=reserve)
+        slices = microbatch_shards(whole, None, choice.n_slices)
+        if not slices:
+            return costs
+        parts = {own: ShardCosts(own, gpu, None, network) for own in slices}
+        return lambda sizes: costs_of_shards(costs(sizes), slices, lambda own: parts[own](sizes))
 
     def _costs_on(self, choice: PlanChoice, kind: int) -> Costs:
         """Return the costs of stages that all run on one of ``cluster.gpus``."""
-        network = self.cluster.network(choice.tensor_parallel)
+        network = self.cluster.network(choice.gpus_per_device)
         if isinstance(self.model, Layers):
             costs = self.model.costs(choice.layers_per_stage, network=network)
         else:
@@ -127,14 +135,26 @@ class PlanProblem:
                 flash_attention=self.flash_attention,
                 scatter_gather=self.scatter_gather,
                 fused_loss=self.fused_loss,
+                context_parallel=choice.context_parallel,
+                expert_parallel=choice.expert_parallel,
+                slices=choice.n_slices,
                 network=network,
             )
         return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
 
     def parts(self, choice: PlanChoice, gpu: GPU) -> tuple[float, float, float]:
         """Return the seconds of F and B of a layer, of the embedding, and of the head, on a GPU."""
-        network = self.cluster.network(choice.tensor_parallel)
+        network = self.cluster.network(choice.gpus_per_device)
         return stage_seconds(self._shard(choice), gpu, None, network).parts
+
+    def check_shards(self, choice: PlanChoice) -> None:
+        """Raise a `PipeError` if a transformer cannot be divided as a choice says."""
+        microbatch_shards(self._shard(choice), None, choice.n_slices)
+        self.cluster.network(choice.gpus_per_device)
+
+    def expert_replicas(self, choice: PlanChoice) -> int:
+        """Return the number of replicas that together have all experts of a transformer."""
+        return self._shard(choice).expert_replicas
 
     def _shard(self, choice: PlanChoice) -> Shard:
         """Return the share of one GPU of a transformer."""
@@ -146,6 +166,8 @@ class PlanProblem:
             flash_attention=self.flash_attention,
             scatter_gather=self.scatter_gather,
             fused_loss=self.fused_loss,
+            context_parallel=choice.context_parallel,
+            expert_parallel=choice.expert_parallel,
         )
 
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
@@ -165,7 +187,7 @@ class PlanProblem:
     def _kinds(self, choice: PlanChoice) -> tuple[tuple[int, ...], ...]:
         """Return the different GPUs of each device, in all replicas."""
         return kinds_of_devices(
-            self.cluster, choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel,
+            self.cluster, choice.gpus_per_device, choice.pipeline_parallel, choice.data_parallel,
             self.layout,
         )  # fmt: skip
 
@@ -175,31 +197,42 @@ class PlanProblem:
         if choice.ordered_for_costs:
             options["costs"] = costs
         return named_schedule(
-            choice.schedule, choice.pipeline_parallel, choice.n_microbatches, **options
+            choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **options
         )
 
     def options(self, choice: PlanChoice) -> dict[str, Any]:
         """Return the options of the schedule of a choice, without its costs."""
-        takes_chunks = "n_chunks" in schedule_info(choice.schedule).options
-        return {"n_chunks": choice.n_chunks} if takes_chunks else {}
+        return schedule_options(schedule_info(choice.schedule), choice.n_chunks, choice.n_slices)
 
     def takes_costs(self, name: str) -> bool:
         """Return whether a schedule orders its tasks for costs."""
         return "costs" in schedule_info(name).options
 
-    def chunks_of(self, name: str, n_devices: int) -> int | None:
+    def chunks_of(self, name: str, n_devices: int, n_slices: int) -> int | None:
         """Return the number of stages of each device; None if a schedule takes any."""
         if "n_chunks" in schedule_info(name).options:
             return None
-        return placement_of(name, n_devices, 1).n_stages // n_devices
+        return order_facts(name, n_devices, 1, n_slices).schedule.n_stages // n_devices
 
-    def graph(self, choice: PlanChoice, schedule: Schedule) -> TaskGraph:
-        """Return the task graph of all replicas."""
+    def graph(self, choice: PlanChoice, schedule: Schedule, costs: Costs) -> TaskGraph:
+        """Return the task graph of all replicas.
+
+        If the schedule pairs F and B, exchanges of experts are tasks, which run behind the other
+        half of a pair. Otherwise they are part of F, B and I.
+        """
+        experts: dict[str, Any] = {}
+        if hides_exchanges(choice):
+            experts = {
+                "expert_layers": costs.expert_layers, "expert_replicas": costs.expert_replicas
+            }  # fmt: skip
         return lower(
             schedule,
             n_replicas=choice.data_parallel,
             shard_optimizer=choice.shard_optimizer,
             layout=self.layout,
+            shard_parameters=choice.shard_parameters,
+            offload=choice.offload,
+            **experts,
         )
 
     def device_limits(self, choice: PlanChoice) -> list[float]:
@@ -219,63 +252,13 @@ class PlanProblem:
         return [float(limit) for limit in limits]
 
 
-class OrderFacts(NamedTuple):
-    """Facts of a schedule that hold for any number of micro-batches.
-
-    Attributes
-    ----------
-    devices
-        Devices of its stages.
-    splits_backward
-        Whether it has I and W.
-    schedule
-        The order of few micro-batches.
-    """
-
-    devices: StageDevices
-    splits_backward: bool
-    schedule: Schedule
-
-
-def placement_of(name: str, n_devices: int, n_chunks: int) -> Placement:
-    """Return the placement of a schedule; errors are those of `order_facts`."""
-    return order_facts(name, n_devices, n_chunks).schedule.placement
-
-
-def order_facts(name: str, n_devices: int, n_chunks: int) -> OrderFacts:
-    """Return placement and operations of a schedule, from the order of few micro-batches.
-
-    Raises
-    ------
-    ArgumentError
-        For a schedule of several paths or mini-batches, which a plan cannot use.
-    """
-    return order_facts_of(schedule_info(name), n_devices, n_chunks)
-
-
-@lru_cache(maxsize=4096)
-def order_facts_of(info: ScheduleInfo, n_devices: int, n_chunks: int) -> OrderFacts:
-    """Return `order_facts` of an entry of the registry, which a later registration replaces."""
-    options = {"n_chunks": n_chunks} if "n_chunks" in info.options else {}
-    counts = range(n_devices, 2 * n_devices + 1)
-    n = next((k for k in counts if info.allows(n_devices, k, **options)), n_devices)
-    built = info.make(n_devices, n, **options)
-    if built.placement.n_paths > 1 or built.n_batches > 1:
-        raise ArgumentError(
-            f"schedules has {info.name!r}, whose micro-batches take several paths or belong to "
-            "several mini-batches; a plan has one of each"
-        )
-    devices = StageDevices.of_placement(built.placement)
-    return OrderFacts(devices, _has_input_grads(built), built)
-
-
 def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) -> Costs:
     """Return costs whose stage s has the values of ``costs[which[s]]``, and GPUs this peak."""
     values: dict[str, Any] = {}
     for column in fields(Costs):
         rows = [getattr(x, column.name) for x in costs]
         if isinstance(rows[0], tuple) and len(rows[0]) == len(which) and rows[0] and (
-            isinstance(rows[0][0], float)
+            isinstance(rows[0][0], float) or column.name == "segments"
         ):  # fmt: skip
             values[column.name] = tuple(rows[k][stage] for stage, k in enumerate(which))
     work = costs[0].work
@@ -284,8 +267,3 @@ def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
         return replace(costs[0], **values, workload=work)
-
-
-def _has_input_grads(schedule: Schedule) -> bool:
-    """Return whether a schedule splits any backward."""
-    return bool((schedule.op == Op.I).any())

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.problem import placement_of
+from pipesim.planning.configurations.choice import (
+    PlanChoice,
+    offload_text,
+    sharding_text,
+    slices_text,
+)
+from pipesim.planning.configurations.order_facts import placement_of
 
-__all__ = ["PART_NAMES", "part_reason"]
+__all__ = ["part_name", "part_reason"]
 
 #: Name of each part of a step in sentences.
-PART_NAMES: Mapping[str, str] = {
+_NAMES: Mapping[str, str] = {
     "compute": "Compute",
     "tensor_parallel": "Collectives of tensor parallelism",
     "recompute": "Recompute",
@@ -21,6 +26,32 @@ PART_NAMES: Mapping[str, str] = {
     "messages": "Waits for messages between stages",
     "reduction_and_optimizer": "Reduction of gradients and optimizer",
 }
+
+
+#: Names of parts that contain more if a configuration has certain settings.
+_LONGER: Mapping[str, tuple[str, Callable[[PlanChoice], bool]]] = {
+    "tensor_parallel": (
+        "Collectives of tensor, context and expert parallelism",
+        lambda choice: choice.context_parallel * choice.expert_parallel > 1,
+    ),
+    "messages": (
+        "Waits for messages between stages and for copies to the host",
+        lambda choice: choice.offload != "none",
+    ),
+    "reduction_and_optimizer": (
+        "Reduction of gradients, gathers of parameters and optimizer",
+        lambda choice: choice.shards_parameters,
+    ),
+}
+
+
+def part_name(part: str, first: PlanChoice, second: PlanChoice) -> str:
+    """Return the name of a part of two configurations in sentences."""
+    if part in _LONGER:
+        name, applies = _LONGER[part]
+        if applies(first) or applies(second):
+            return name
+    return _NAMES[part]
 
 
 def part_reason(part: str, first: PlanChoice, second: PlanChoice, *, is_tied: bool = False) -> str:
@@ -40,12 +71,15 @@ def part_reason(part: str, first: PlanChoice, second: PlanChoice, *, is_tied: bo
 def _kernels(choice: PlanChoice) -> str:
     """Return the sizes that decide how efficient kernels are."""
     sequences = _count(choice.microbatch_size, "sequence")
-    return f"micro-batches of {sequences} and {_layer_share(choice)}"
+    return f"micro-batches of {sequences}{slices_text(choice)} and {_layer_share(choice)}"
 
 
 def _layer_share(choice: PlanChoice) -> str:
-    """Return the number of GPUs that share a layer."""
-    return f"{_count(choice.tensor_parallel, 'GPU')} a layer"
+    """Return the numbers of GPUs that share a layer, a sequence and the experts of a layer."""
+    parts = [f"{_count(choice.tensor_parallel, 'GPU')} a layer"]
+    parts += [f"{choice.context_parallel} a sequence"] * (choice.context_parallel > 1)
+    parts += [f"{choice.expert_parallel} for the experts"] * (choice.expert_parallel > 1)
+    return ", ".join(parts)
 
 
 def _recompute(choice: PlanChoice) -> str:
@@ -56,7 +90,7 @@ def _recompute(choice: PlanChoice) -> str:
 def _depth(choice: PlanChoice) -> str:
     """Return the sizes that decide how long the pipeline fills and drains."""
     chunks = f" of {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
-    count = _count(choice.n_microbatches, "micro-batch", "micro-batches")
+    count = _count(choice.n_microbatches, "micro-batch", "micro-batches") + slices_text(choice)
     return (
         f"{_schedule(choice)} on {_count(choice.pipeline_parallel, 'device')}{chunks} with {count}"
     )
@@ -79,20 +113,22 @@ def _schedule(choice: PlanChoice) -> str:
 
 
 def _borders(choice: PlanChoice) -> str:
-    """Return the number of borders that messages of a micro-batch cross."""
+    """Return the number of borders that messages of a micro-batch cross, and what is offloaded."""
     borders = choice.n_stages - 1 if choice.pipeline_parallel > 1 else 0
-    return f"{_count(borders, 'border')} between stages"
+    copies = f" and {offload_text(choice)}" if choice.offload != "none" else ""
+    return f"{_count(borders, 'border')} between stages{copies}"
 
 
 def _replicas(choice: PlanChoice) -> str:
-    """Return the replicas and the optimizer."""
-    optimizer = "a distributed" if choice.shard_optimizer else "a whole"
-    return f"{_count(choice.data_parallel, 'replica')} with {optimizer} optimizer"
+    """Return the replicas and the optimizer, or how they share parameters."""
+    optimizer = f"{'a distributed' if choice.shard_optimizer else 'a whole'} optimizer"
+    what = sharding_text(choice) if choice.shards_parameters else optimizer
+    return f"{_count(choice.data_parallel, 'replica')} with {what}"
 
 
 def _tied(choice: PlanChoice) -> str:
     """Return where the matrix of embedding and head is: V placements need no sum over devices."""
-    path = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks).paths[0]
+    path = placement_of(choice).paths[0]
     return f"tied embeddings on {_count(len({path[0], path[-1]}), 'device')}"
 
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from pipesim.errors import PipeError
 from pipesim.planning.configurations.bounds import Bounds
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice, invalid
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.search_space import invalid
 from pipesim.sweeps.worker_pool import LostCall, run_calls
 from pipesim.utils.units import format_bytes, format_time
 
@@ -232,7 +231,7 @@ def _cannot_win(choice: PlanChoice, bounds: Bounds) -> Evaluation:
 def _shape(choice: PlanChoice) -> tuple[object, ...]:
     """Return the values that a graph depends on."""
     return (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches,
-            choice.data_parallel, choice.shard_optimizer)  # fmt: skip
+            choice.data_parallel, choice.shard_optimizer, choice.n_slices)  # fmt: skip
 
 
 def _cores() -> int:

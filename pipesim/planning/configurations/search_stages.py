@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice, invalid
 from pipesim.planning.configurations.filters import Filters, keeps
 from pipesim.planning.configurations.refinement import refined
 from pipesim.planning.configurations.search import Search, Workers
-from pipesim.planning.configurations.search_space import SearchSpace, invalid
+from pipesim.planning.configurations.search_space import SearchSpace
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
 
@@ -108,7 +108,7 @@ def with_noise(
         with _bar(progress, min(search.n_best, len(rows)), "noise") as bar:
             for row in rows[: search.n_best]:
                 costs = problem.costs(row.choice)
-                graph = problem.graph(row.choice, problem.schedule(row.choice, costs))
+                graph = problem.graph(row.choice, problem.schedule(row.choice, costs), costs)
                 many = simulate_many(graph, costs, noise, _SCENARIOS, n_jobs=1, progress=False)
                 step = float(np.percentile(many.makespan, percentile))
                 best.append(row._replace(noisy_step=step))

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.models.layers import Layers
 from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.problem import PlanProblem, placement_of
+from pipesim.planning.configurations.order_facts import placement_of
+from pipesim.planning.configurations.problem import PlanProblem
 
 __all__ = ["DeviceSeconds", "stages_of", "uniform_split"]
 
@@ -30,7 +31,7 @@ def stages_of(
     ``seconds`` returns those of each device, for the layers of a transformer.
     """
     n_layers, model = problem.n_layers, problem.model
-    placement = placement_of(choice.schedule, choice.pipeline_parallel, choice.n_chunks)
+    placement = placement_of(choice)
     if problem.is_even:
         n_each, rest = divmod(n_layers, placement.n_stages)
         return None if rest else (n_each,) * placement.n_stages

@@ -50,13 +50,14 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     part                    seconds
     ======================= =======================================================================
     reduction_and_optimizer makespan, minus that without REDUCE_GRAD, UNSHARD and STEP
-    messages                the latter, minus that without messages, too
+    messages                the latter, minus that without messages, copies to and from the host
+                            (OFFLOAD, RELOAD) and exchanges of experts that are tasks, too
     warm_up_cool_down,      mean idle time of a device in this last simulation, by cause; see
     imbalance,              `pipesim.analysis.idle`. ``host`` is 0 unless the costs have launches.
     schedule_order, host
     recompute               mean of a device: R, and the recompute inside B and I
-    tensor_parallel         mean of a device: collectives of the GPUs that share a layer, inside F,
-                            B, I and W
+    tensor_parallel         mean of a device: collectives of tensor, context and expert parallelism
+                            inside F, B, I and W
     compute                 mean of a device: the rest of F, B, I and W
     ======================= =======================================================================
 
@@ -75,8 +76,12 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     """
     timeline.check_complete("the parts of a step need")
     graph, costs = timeline.graph, costs_of(timeline)
-    steady = replace(costs, reduce_grad=0.0, unshard=0.0, optimizer_step=0.0, tied_bytes=0.0)
-    local = replace(steady, network=Network(), output_seconds=0.0)
+    steady = replace(
+        costs, reduce_grad=0.0, unshard=0.0, optimizer_step=0.0, tied_bytes=0.0, reduce_copies=0.0
+    )
+    local = replace(steady, network=Network(), output_seconds=0.0, offload=0.0, reload=0.0)
+    if graph.kinds.has_segments:
+        local = replace(local, exchange_dispatch=0.0, exchange_combine=0.0)
     without_tail = predict_timeline(graph, steady).makespan
     alone = predict_timeline(graph, local)
     idle = idle_by_cause(alone).mean()
@@ -102,7 +107,7 @@ def _busy_parts(alone: Timeline, built: Costs) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
         once = built.rebuilt(recompute="none")
-        without_collectives = once.rebuilt(network=Network())
+        without_collectives = once.rebuilt(network=Network(host=built.network.host))
     first, compute = _busy_once(graph, once), _busy_once(graph, without_collectives)
     return {"compute": compute, "tensor_parallel": first - compute, "recompute": whole - first}
 

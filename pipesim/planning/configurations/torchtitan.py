@@ -17,7 +17,7 @@ from pipesim.errors import ArgumentError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.problem import placement_of
+from pipesim.planning.configurations.order_facts import placement_of
 from pipesim.scheduling.placement import Layout, looped, v_shaped
 
 __all__ = ["TORCH_NAMES", "torchtitan_toml"]
@@ -65,20 +65,24 @@ def torchtitan_toml(
 ) -> str:
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
     _check(choice, layout)
+    _check_sharing(choice, model)
     name = _placement_name(choice) if schedule_csv else _schedule_name(choice)
     p = choice.pipeline_parallel
     local = choice.microbatch_size * (choice.n_microbatches if p > 1 else 1)
     training: dict[str, object] = {"local_batch_size": local, "global_batch_size": global_batch}
     if isinstance(model, Transformer):
         training["seq_len"] = model.sequence_length
+    shards = choice.optimizer_shares
     parallelism: dict[str, object] = {
-        "data_parallel_replicate_degree": 1 if choice.shard_optimizer else choice.data_parallel,
-        "data_parallel_shard_degree": choice.data_parallel if choice.shard_optimizer else 1,
+        "data_parallel_replicate_degree": choice.data_parallel // shards,
+        "data_parallel_shard_degree": shards,
         "tensor_parallel_degree": choice.tensor_parallel,
         "pipeline_parallel_degree": p,
     }
-    if choice.shard_optimizer:
-        parallelism["fsdp_reshard_after_forward"] = "never"
+    parallelism |= _context_and_experts(choice)
+    if shards > 1:
+        always = choice.shard_parameters == "every"
+        parallelism["fsdp_reshard_after_forward"] = "always" if always else "never"
     if p > 1:
         parallelism["pipeline_parallel_schedule"] = name
         parallelism |= {"pipeline_parallel_schedule_csv": schedule_csv} if schedule_csv else {}
@@ -90,6 +94,18 @@ def torchtitan_toml(
         "activation_checkpoint": _recompute_settings(choice.recompute),
     }
     return _comments(choice) + "\n".join(_table_text(*table) for table in tables.items())
+
+
+def _context_and_experts(choice: PlanChoice) -> dict[str, object]:
+    """Return the settings of context and expert parallelism; none for sizes of 1."""
+    values: dict[str, object] = {}
+    if choice.context_parallel > 1:
+        values["context_parallel_degree"] = choice.context_parallel
+        values["context_parallel_rotate_method"] = "alltoall"  # keys and values go around a ring
+    if choice.expert_parallel > 1:
+        values["expert_parallel_degree"] = choice.expert_parallel
+        values["expert_tensor_parallel_degree"] = choice.tensor_parallel
+    return values
 
 
 def _recompute_settings(recompute: str) -> dict[str, object]:
@@ -151,7 +167,7 @@ def _placement_name(choice: PlanChoice) -> str:
     torchtitan takes the placement from its name, and the order from a file.
     """
     p, v = choice.pipeline_parallel, choice.n_chunks
-    placement = placement_of(choice.schedule, p, v)
+    placement = placement_of(choice)
     if v > 1 and placement == v_shaped(p):
         return "ZBVZeroBubble"
     if placement != looped(p, v):
@@ -201,9 +217,42 @@ def _check(choice: PlanChoice, layout: Layout) -> None:
             f"torchtitan always splits the sequence with tensor parallelism; got tensor_parallel="
             f"{t} without sequence_parallel; plan with sequence_parallel=True"
         )
-    if choice.data_parallel > 1 and not choice.shard_optimizer and p * t > 1:
+    if 1 == choice.optimizer_shares < choice.data_parallel and p * t > 1:
         raise ArgumentError(
             f"torchtitan replicates parameters only without pipeline and tensor parallelism; got "
             f"data_parallel={choice.data_parallel} with pipeline_parallel={p} and "
             f"tensor_parallel={t}; plan with shard_optimizer=True"
+        )
+
+
+def _check_sharing(choice: PlanChoice, model: Transformer | Layers) -> None:
+    """Raise `ArgumentError` for slices, offload, sharding and sizes that torchtitan lacks."""
+    c, x = choice.context_parallel, choice.expert_parallel
+    if choice.n_slices > 1:
+        raise ArgumentError(
+            f"torchtitan runs whole sequences; got n_slices={choice.n_slices}; plan with n_slices=1"
+        )
+    if choice.offload != "none":
+        raise ArgumentError(
+            f"torchtitan offloads no activations; got offload={choice.offload!r}; plan with "
+            'offload="none"'
+        )
+    if isinstance(choice.shard_parameters, int):
+        raise ArgumentError(
+            "torchtitan frees parameters after each use or keeps them in a step; got "
+            f"shard_parameters={choice.shard_parameters}; plan with "
+            'shard_parameters="every" or "step"'
+        )
+    if x > 1 and (x % c or (x > c and choice.optimizer_shares == 1)):
+        raise ArgumentError(
+            "torchtitan divides experts among the GPUs of context parallelism and among replicas "
+            f"that share parameters; got expert_parallel={x}, context_parallel={c} and "
+            f"shard_optimizer={choice.shard_optimizer}; plan with expert_parallel a multiple of "
+            "context_parallel, and shard_optimizer=True"
+        )
+    parts = 2 * choice.tensor_parallel * c
+    if isinstance(model, Transformer) and c > 1 and model.sequence_length % parts:
+        raise ArgumentError(
+            f"torchtitan splits a sequence into 2 x tensor_parallel x context_parallel = {parts} "
+            f"parts, which do not divide sequence_length={model.sequence_length}"
         )

@@ -19,6 +19,8 @@ from pipesim.order_search import (
     Objective,
     OrderProblem,
     evaluate,
+    first_microbatch_orders,
+    has_equal_microbatches,
     keeps_limit,
     lane_order,
 )
@@ -140,21 +142,31 @@ def _candidates(
 
 
 def _checked(problem: OrderProblem, schedule: Schedule, objective: Objective) -> Candidate | None:
-    """Return the order of a schedule if it has the problem's tasks and keeps the limit."""
+    """Return the order of a schedule if it has the problem's tasks and keeps the limit.
+
+    If micro-batches differ, it is the best of several orders of them.
+    """
     try:
         order = lane_order(problem, schedule)
     except PipeError:
         return None
-    value = getattr(evaluate(problem, order), objective)
-    if not math.isfinite(value) or not keeps_limit(problem, order):
-        return None
-    return Candidate(order, value, schedule.name)
+    orders = [order]
+    if not has_equal_microbatches(problem):
+        orders += [order._replace(microbatches=x) for x in first_microbatch_orders(problem)]
+    best = None
+    for variant in orders:
+        value = getattr(evaluate(problem, variant), objective)
+        is_better = math.isfinite(value) and (best is None or value < best.value)
+        if is_better and keeps_limit(problem, variant):
+            best = Candidate(variant, value, schedule.name)
+    return best
 
 
 def _activation_limits(problem: OrderProblem) -> list[float]:
     """Return the bytes of activations that each device may hold beside the largest workspace."""
     workspace = np.zeros(problem.n_devices)
-    np.maximum.at(workspace, problem.device, problem.workspace)
+    rows = problem.workspace.reshape(-1, len(problem.device))
+    np.maximum.at(workspace, problem.device, rows.max(axis=0))
     limits: list[float] = np.maximum(problem.limit - workspace, 0.0).tolist()
     return limits
 
@@ -212,6 +224,8 @@ def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | Non
 def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule | None]:
     """Yield list schedules under the limit, by priority, micro-batches in flight and patience.
 
+    Micro-batches that differ are taken in several orders.
+
     None stands for one that the limit does not allow.
     """
     m = n_microbatches(problem)
@@ -219,7 +233,10 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
     after = placement.n_stages - np.arange(placement.n_stages)
     limits = _activation_limits(problem) if np.isfinite(problem.limit).any() else None
     patiences = _PATIENCE if split else _PATIENCE[:1]
-    for share, priority, patience in itertools.product(_IN_FLIGHT, _PRIORITIES, patiences):
+    orders = [None] if has_equal_microbatches(problem) else first_microbatch_orders(problem)
+    for share, priority, patience, microbatches in itertools.product(
+        _IN_FLIGHT, _PRIORITIES, patiences, orders
+    ):
         in_flight = None
         if math.isfinite(share):
             in_flight = np.ceil(share * after).astype(int).tolist()
@@ -227,6 +244,7 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
             yield list_schedule(
                 placement, m, costs, priority=priority, memory_limit=limits, in_flight=in_flight,
                 split_backward=split, patience=patience, name="list schedule",
+                microbatches=microbatches,
             )  # fmt: skip
         except PipeError:
             yield None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesim.order_search import OrderProblem
+from pipesim.order_search import OrderProblem, has_equal_microbatches
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
 
@@ -18,9 +18,10 @@ _PAIR_SECONDS, _MODEL_SHARE = 5e-6, 0.1
 def can_prove(problem: OrderProblem, effort: Effort) -> bool:
     """Return whether CP-SAT takes the problem, and builds its model within about a second.
 
-    The model has a boolean for pairs of tasks of devices that hold several stages and have a limit.
+    It takes micro-batches to be identical. The model has a boolean for pairs of tasks of devices
+    that hold several stages and have a limit.
     """
-    if problem.count.sum() > MOST_TASKS:
+    if problem.count.sum() > MOST_TASKS or not has_equal_microbatches(problem):
         return False
     limited = np.isfinite(problem.limit)
     changes = (problem.allocated != problem.released) & limited[problem.device]

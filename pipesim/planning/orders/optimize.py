@@ -69,6 +69,13 @@ def optimize(
     order meets the lower bound, if the search counts all costs. Ctrl-C ends it too, and the best
     order so far is returned: at least one micro-batch after the other.
 
+    If micro-batches differ, their order is searched too. First orders take micro-batches in their
+    own order and by length: the longest first, the shortest first, and the short ones at both ends.
+    Then moves of micro-batches and of tasks take turns, until the effort is spent. All stages run
+    micro-batches in one order; an order in which stages differ may take less time. CP-SAT's model
+    takes micro-batches to be identical, so that it is not used. The lower bound holds for all
+    orders, and is often far below the best one: ``proved`` is then seldom true.
+
     Times are those of `pipesim.simulate` for ``lower(schedule)``. Where links are shared, launches
     take time, or paths reduce gradients, the search neglects that; a simulation of the best
     orders then decides between them.
@@ -80,7 +87,7 @@ def optimize(
     n_microbatches
         Micro-batches of a step, at least one for each path of the placement.
     costs
-        Seconds and bytes of each stage.
+        Seconds and bytes of each stage, or of each stage and micro-batch.
     memory_limit
         All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`; by
         default the memory of a GPU in the workload of the costs, if any. Each returned order fits.
@@ -122,7 +129,7 @@ def optimize(
         For arguments that are out of range, and for a limit in which no micro-batch fits; the
         message names the device and the bytes that it needs at least.
     CostsError
-        If the costs lack seconds of an operation.
+        If the costs lack seconds of an operation, or are of another number of micro-batches.
 
     Warns
     -----

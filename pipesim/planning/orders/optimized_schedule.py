@@ -26,7 +26,8 @@ class OptimizedSchedule(Schedule):
         Seconds that `pipesim.simulate` predicts: of the step, and the longest time of a device from
         the start of its first task to the end of its last F, B, I or W.
     lower_bound
-        Seconds of the objective that no order of these costs and limits goes below.
+        Seconds of the objective that no order of these costs and limits goes below, also in any
+        order of micro-batches.
     proved
         Whether no order is better: the objective meets the bound. A span of seconds without a
         common unit may miss this: it may be rounded to 1/4096 of itself for each task.

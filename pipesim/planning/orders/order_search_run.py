@@ -16,6 +16,7 @@ from pipesim.order_search import (
     Objective,
     OrderProblem,
     evaluate,
+    has_equal_microbatches,
     meets,
     order_problem,
 )
@@ -25,6 +26,7 @@ from pipesim.planning.orders.cp_sat import prove
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.first_orders import Candidate, first_orders, sequential_candidate
+from pipesim.planning.orders.microbatch_search import improve_both
 from pipesim.planning.orders.model_size import can_prove
 from pipesim.planning.orders.move_rate import moves_a_second
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
@@ -54,6 +56,12 @@ _SECONDS_WITH_SEARCH = 5.0
 _LEAST_WORK, _WORK_OF_TASKS = 0.1, 10.0
 #: Most orders that are kept beside the best one.
 _MOST_KEPT = 24
+
+
+def _key(order: LaneOrder) -> bytes:
+    """Return a key by which equal orders are found."""
+    more = b"" if order.microbatches is None else order.microbatches.tobytes()
+    return order.lanes.tobytes() + more
 
 
 @dataclass
@@ -102,7 +110,7 @@ class Search:
     @property
     def is_done(self) -> bool:
         """Whether the best order meets the bound."""
-        return self.best is not None and meets(self.best.value, self._target)
+        return self.best is not None and meets(self.best.value, self.target)
 
     @property
     def kept(self) -> list[Candidate]:
@@ -110,18 +118,21 @@ class Search:
         return [*reversed(self.firsts), *self.better]
 
     @property
-    def _target(self) -> float:
+    def target(self) -> float:
         """Value that no order goes below (s)."""
         return self.lower_bound if self.is_exact else 0.0
 
     def run(self) -> None:
         """Search until the best order is proved, or the effort is spent."""
-        self._note(sequential_candidate(self.problem, self.objective))
+        self.note(sequential_candidate(self.problem, self.objective))
         is_short = self.effort.evaluations is None and self.effort.seconds < _SECONDS_WITH_SEARCH
         self.lower_bound = self._bound(search=not is_short)
         self.first = self._first()
         self.report(self)
         if self.is_done:
+            return
+        if not has_equal_microbatches(self.problem):
+            improve_both(self)
             return
         if self._is_large:
             self._repeat_period()
@@ -138,12 +149,13 @@ class Search:
     def _is_large(self) -> bool:
         """Whether there are so many micro-batches that a period of them is searched first."""
         m = n_microbatches(self.problem)
-        return int(self.problem.count.sum()) > MOST_TASKS and m > 2 * self._few(m)
+        is_large = int(self.problem.count.sum()) > MOST_TASKS and m > 2 * self._few(m)
+        return is_large and has_equal_microbatches(self.problem)
 
     def _few(self, m: int) -> int:
         return fewer_microbatches(m, self.placement.n_stages, self.placement.n_paths)
 
-    def _note(self, candidate: Candidate) -> None:
+    def note(self, candidate: Candidate) -> None:
         """Keep an order if it is better than the best one."""
         if self.best is None or candidate.value < self.best.value:
             self.best = candidate
@@ -158,12 +170,12 @@ class Search:
             problem, self.placement, self.costs, objective, lambda: effort.is_spent(last_share)
         )
         for candidate in orders:
-            different.setdefault(candidate.order.lanes.tobytes(), candidate)
-            self._note(candidate)
+            different.setdefault(_key(candidate.order), candidate)
+            self.note(candidate)
             if self.is_done and not self.tries_all:
                 return candidate
         last = sequential_candidate(problem, objective)
-        different.setdefault(last.order.lanes.tobytes(), last)
+        different.setdefault(_key(last.order), last)
         most = None if self.tries_all else _MOST_FIRST
         self.firsts = sorted(different.values(), key=lambda x: x.value)[:most]
         self.best, self.better = self.firsts[0], []
@@ -188,7 +200,7 @@ class Search:
         if self.effort.is_spent(share):
             return
         search, before = self._local_search(share), self.evaluations
-        target = self._target * (1.0 + ROUNDING)
+        target = self.target * (1.0 + ROUNDING)
         total = self.effort.evaluations
         while search.value > target:
             if total is not None:
@@ -201,7 +213,7 @@ class Search:
                     return
                 search.advance_for(_CALL_SECONDS, 2**31, target)
             self.evaluations = before + search.moves
-            self._note(Candidate(search.order, search.value, "local search"))
+            self.note(Candidate(search.order, search.value, "local search"))
             self.report(self)
 
     def _local_search(self, share: float) -> LocalSearch:
@@ -239,7 +251,7 @@ class Search:
         proof = prove(
             self.problem,
             self.best.order,
-            self._target,
+            self.target,
             objective=self.objective,
             seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
             work=None if total is None else self._proof_work(total),
@@ -248,7 +260,7 @@ class Search:
         )
         self.lower_bound = max(self.lower_bound, proof.lower_bound)
         if proof.order is not None:
-            self._note(self._candidate(proof.order, "CP-SAT"))
+            self.note(self._candidate(proof.order, "CP-SAT"))
         if proof.interrupted:
             raise KeyboardInterrupt
         self.report(self)
@@ -297,7 +309,7 @@ class Search:
         """Note the order that repeats a period of an order with fewer micro-batches."""
         order = unrolled(small, candidate.order, self.problem, self.objective, self.effort.is_spent)
         if order is not None:
-            self._note(self._candidate(order, "period"))
+            self.note(self._candidate(order, "period"))
 
     def _target_of_part(self, small: OrderProblem) -> float:
         """Return a value of fewer micro-batches with which a repeated period can meet the bound.
@@ -306,4 +318,4 @@ class Search:
         """
         more = (self.problem.count - small.count) * small.seconds
         busiest = np.bincount(small.device, more, small.n_devices).max()
-        return max(0.0, self._target - float(busiest))
+        return max(0.0, self.target - float(busiest))

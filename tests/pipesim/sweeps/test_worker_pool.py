@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -25,25 +22,6 @@ def test_results_come_by_key_from_this_process() -> None:
 
 def test_nothing_to_call() -> None:
     assert dict(run_calls(square, {}, n_jobs=2, backend=None)) == {}
-
-
-@pytest.mark.slow
-def test_one_killed_worker_costs_no_other_result(tmp_path: Path) -> None:
-    """The call that kills is run twice: with others, then alone."""
-
-    def call(number: int) -> int:
-        with (tmp_path / "calls").open("a") as file:
-            file.write(f"{number}\n")
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return -number
-
-    results = dict(run_calls(call, {str(k): (k,) for k in range(6)}, n_jobs=2, backend=None))
-    lost = results.pop("2")
-    assert isinstance(lost, LostCall)
-    assert lost.reason == "worker was killed (SIGKILL(-9); out of memory?)"
-    assert results == {str(k): -k for k in (0, 1, 3, 4, 5)}
-    assert (tmp_path / "calls").read_text().split().count("2") == 2
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from pipesim.order_search import (
     Times,
     checked_bound,
     evaluate,
+    has_equal_microbatches,
     keeps_limit,
     meets,
 )
@@ -98,8 +99,9 @@ def prove(
     The bound holds for float costs too. Seconds without a common unit are rounded down to ticks
     of 2**-42 of the makespan, and the objective of a new order is `evaluate`'s.
 
-    Nothing is searched, and the arguments are returned, in three cases: ortools is not installed,
-    the problem has over `MOST_TASKS` tasks, or ``lower_bound`` already meets the order.
+    Nothing is searched, and the arguments are returned, in four cases: ortools is not installed,
+    the problem has over `MOST_TASKS` tasks, ``lower_bound`` already meets the order, or
+    micro-batches differ, which the model takes to be identical.
 
     Parameters
     ----------
@@ -138,7 +140,8 @@ def prove(
         )
     if meets(value, lower_bound):
         return Proof(None, lower_bound, True)
-    if not available() or problem.count.sum() > MOST_TASKS:
+    is_too_large = problem.count.sum() > MOST_TASKS
+    if not available() or is_too_large or not has_equal_microbatches(problem):
         return Proof(None, lower_bound, False)
     began = time.perf_counter()
     try:
