@@ -15,6 +15,7 @@ from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor.optimizer_steps.lr_schedulers import LRSchedulers
 from pipeexec.executor.pipeline import EvaluationResult, Pipeline, StepResult
+from pipeexec.experts.layer import Experts
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.measure import measure, profile
@@ -23,6 +24,8 @@ from pipeexec.projection.project import project
 from pipeexec.projection.projection import Projection
 from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
+from pipeexec.stages.microbatches import Microbatches
+from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.training.train import train
 from pipeexec.training.training_run import TrainingRun
@@ -35,9 +38,12 @@ __all__ = [
     "EmbeddingStage",
     "Equivalence",
     "EvaluationResult",
+    "Experts",
     "GPipe",
     "GradientAccumulation",
+    "KeyValueCache",
     "LRSchedulers",
+    "Microbatches",
     "Pipeline",
     "Processes",
     "Profile",

@@ -66,10 +66,11 @@ def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
     Raises
     ------
     ArgumentError
-        For an object that a checkpoint cannot hold.
+        For an object that a checkpoint cannot hold, and for shares of experts.
     """
     names, contents = pipeline.names, Contents()
-    optimizer = optimizer_state(names, pipeline.optimizers)
+    _check_whole(pipeline)
+    optimizer = optimizer_state(names, pipeline._model.whole_optimizers())
     rows, hidden = {}, set()
     for prefix, embedding in names.embeddings().items():
         state = optimizer["state"].get(f"{prefix}weight", {})
@@ -104,6 +105,16 @@ def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
     contents.facts["objects"] = encoded
     contents.facts["digests"] = {name: _digest(encoded[name], kept, name) for name in encoded}
     return contents
+
+
+def _check_whole(pipeline: Pipeline) -> None:
+    """Raise `ArgumentError` if a stage has a share of its experts alone."""
+    for stage in sorted(pipeline._model.expert_groups):
+        raise ArgumentError(
+            f"stage {stage} has a share of its experts in this process, and the files of a stage "
+            "are written by one process; give pipeexec.Experts without share, so that each process "
+            "holds all experts, or save pipeline.state_dict() of each process yourself"
+        )
 
 
 def _encoded_optimizer(

@@ -72,6 +72,7 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
         _agree(processes, manifest)
         with raise_together(processes), _plain_errors(folder):
             check_files(folder, manifest, rank, n_ranks)
+        optimizers = pipeline._model.whole_optimizers()
         with raise_together(processes), _plain_errors(folder):
             names, rows = pipeline.names, {}
             _check_model(names, manifest)
@@ -81,16 +82,15 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
             prepared = []
             if pipeline.zero_grad:
                 optimizer = _optimizer_state(folder, manifest, _parameters(names), rows)
-                prepared = prepared_states(
-                    names, pipeline.optimizers, optimizer, error=CheckpointError
-                )
+                prepared = prepared_states(names, optimizers, optimizer, error=CheckpointError)
             states = manifest["random"]
             random = random_tensors(states[rank] if rank < len(states) else states[0])
             objects = _objects(folder, manifest)
             tied = pipeline._model.gradient_options.tied
             values = tied_values(names, tied, pipeline._model.modules, state)
         check_tied_values(tied, values, processes, error=CheckpointError, label="the checkpoint")
-        load_model_state(names, state)
+        with pipeline._model.whole_parameters(changes=True):
+            load_model_state(names, state)
         apply_optimizer_states(prepared)
         pipeline.n_steps = manifest["n_steps"]
         pipeline._model.accumulated = AccumulatedSteps()

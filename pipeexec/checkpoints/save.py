@@ -86,7 +86,7 @@ def save_checkpoint(
     if keep is not None:
         check_count("keep", keep)
     processes = pipeline.processes
-    with pipeline._model.locked("save_checkpoint"):
+    with pipeline._model.locked("save_checkpoint"), pipeline._model.whole_parameters():
         with raise_together(processes):
             _check_no_gradients(pipeline)
             contents = local_contents(pipeline, objects)

@@ -62,7 +62,8 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     stages = split(model.layers, n_stages, balance=arguments.balance or None)
     batch = arguments.batch
     if batch is None:
-        batch = _BATCH[arguments.model] * n_microbatches
+        n_slices = next(iter(graphs.values())).n_slices  # `validate` refuses unlike graphs
+        batch = _BATCH[arguments.model] * n_microbatches // n_slices
     rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
     replicas = replicas_of(rank, n_ranks, arguments.replicas)
     record = {

@@ -1,13 +1,13 @@
 """Byte-level GPT as an ``nn.Sequential`` that can be cut between any two layers.
 
-No two layers share a parameter: the head is not tied to the embedding.
+It can run sequences in slices: attention and positions use `pipeexec.KeyValueCache`. No two layers
+share a parameter: the head is not tied to the embedding.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeexec.demo_models.construction import (
@@ -16,9 +16,10 @@ from pipeexec.demo_models.construction import (
     costed_layer,
     seeded_model,
 )
+from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
 from pipesim.errors import ArgumentError, number
 
-__all__ = ["gpt"]
+__all__ = ["Embedding", "gpt"]
 
 
 def gpt(
@@ -78,7 +79,7 @@ def gpt(
     head_cost = vocabulary / (10 * d_model)
     return seeded_model(
         lambda: [
-            _Embedding(vocabulary, sequence, d_model, p),
+            Embedding(vocabulary, sequence, d_model, p),
             *(_Block(d_model, n_heads, p) for _ in range(n_layers)),
             costed_layer(
                 head_cost, nn.LayerNorm(d_model), nn.Linear(d_model, vocabulary, bias=False)
@@ -88,7 +89,7 @@ def gpt(
     )
 
 
-class _Embedding(nn.Module):
+class Embedding(nn.Module):
     """Token and position embedding: int64 (batch, sequence) to (batch, sequence, d_model)."""
 
     relative_cost = 0.04
@@ -98,17 +99,20 @@ class _Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary, d_model)
         self.position = nn.Embedding(sequence, d_model)
         self.dropout = _dropout(dropout)
+        self.cache = KeyValueCache()
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length, longest = tokens.shape[1], self.position.num_embeddings
+        """Return the sum of both embeddings; raise `ArgumentError` for too many tokens."""
+        first, longest = self.cache.offset(tokens.shape[1]), self.position.num_embeddings
+        length = first + tokens.shape[1]
         if length > longest:
             raise ArgumentError(
                 f"the embedding got samples of {length} tokens, and has positions for at most "
                 f"{longest}; shorten the samples or build the model with sequence={length}"
             )
-        x: Tensor = self.dropout(self.token(tokens) + self.position.weight[:length])
+        x: Tensor = self.dropout(self.token(tokens) + self.position.weight[first:length])
         return x
 
 
@@ -128,11 +132,12 @@ class _Block(nn.Module):
             nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model)
         )
         self.dropout = _dropout(dropout)
+        self.cache = KeyValueCache()
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = self.cache.attend(query, key, value)
         x = x + self.dropout(self.projection(attended.transpose(1, 2).flatten(2)))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x

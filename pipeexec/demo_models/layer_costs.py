@@ -179,8 +179,9 @@ def layer_costs(module: nn.Sequential, sample: Batch, *, winograd: float = 1.0) 
     >>> import torch
     >>> linear = torch.nn.Linear(10, 20, bias=False, device="meta")
     >>> [layer] = layer_costs(torch.nn.Sequential(linear), torch.empty(4, 10)).layers
-    >>> layer.forward  # 2 * 4 * 10 * 20 operations; 4 bytes per number of input, weight, output
-    (Kernel(name='mm', flops=1600.0, nbytes=1280.0, depth=10.0, n_kernels=1),)
+    >>> [product] = layer.forward
+    >>> product.flops, product.nbytes  # 2 * 4 * 10 * 20; 4 for a number of input, weight, output
+    (1600.0, 1280.0)
     """
     shelf, saved = DetachingShelf(), _SavedStorages()
     source: dict[Key, tuple[int, float]] = {}

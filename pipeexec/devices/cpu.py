@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 
@@ -35,6 +36,8 @@ class CpuDevice(NamedStreams):
     def _make_stream(self, name: str, blocks: bool) -> Stream:
         if name == "compute":
             return CpuStream(f"{self.name} {name}", self._prepare)
+        if name in ("offload", "reload"):  # whose copies take time, beside compute tasks
+            return CpuStream(f"{self.name} {name}", partial(torch.set_num_threads, 1))
         if name == "caller":
             return CallerStream()
         return CpuStream(f"{self.name} {name}") if blocks else InlineStream()

@@ -52,6 +52,15 @@ class CudaDevice(NamedStreams):
             if value is not None:
                 value.record_stream(current)
 
+    def to_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy in pinned memory, to which the current stream copies; nobody waits."""
+        copy = torch.empty_like(data, device="cpu", pin_memory=torch.cuda.is_available())
+        return copy.copy_(data, non_blocking=True)
+
+    def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy on this GPU, which the current stream makes; nobody waits."""
+        return torch.empty_like(data, device=self.torch_device).copy_(data, non_blocking=True)
+
     def wait_for_host(self, event: Event) -> None:
         """Return at once: the host launched the kernels when it submitted the work."""
 

@@ -69,6 +69,14 @@ class Device(Protocol):
         """Wait for the rest of a message's time; runs on the stream that receives it."""
         ...
 
+    def to_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory; runs on a stream of this device, which it may outlast."""
+        ...
+
+    def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy of host memory on this device; likewise."""
+        ...
+
     def synchronize(self) -> None:
         """Block until every stream has run all its work."""
         ...
@@ -156,6 +164,14 @@ class NamedStreams:
 
     def await_link(self, values: Values) -> None:
         """Do nothing: the copy has taken its time."""
+
+    def to_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of its own: this device has that of the host."""
+        return data.clone()
+
+    def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory of its own."""
+        return data.clone()
 
     def synchronize(self) -> None:
         """Block until every stream has run all its work."""

@@ -64,6 +64,14 @@ class RemoteDevice:
     def await_link(self, values: Values) -> None:
         """Do nothing."""
 
+    def to_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Raise, as `stream` does."""
+        self._refuse()
+
     def synchronize(self) -> None:
         """Do nothing."""
 

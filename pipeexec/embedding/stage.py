@@ -154,7 +154,7 @@ class ShardedStage:
         self.is_random: dict[bool, bool] = {}
         self.modifies_input: dict[bool, bool] = {}
         self.loss_fn: LossCall | None = None
-        self.arguments: Arguments | None = None
+        self.arguments: Sequence[Arguments] | None = None
         self.versions: WeightVersions | None = None
         self.meter: ActivationMeter | None = None
         self.embedding, self._reorders = module.embedding, reorders

@@ -21,12 +21,13 @@ from pipeexec.executor.gradients.gradient_sync import assign_reduced_gradients, 
 from pipeexec.executor.gradients.tied_gradients import reduce_tied_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.stages.stage import Stage
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["HANDLERS"]
+__all__ = ["HANDLERS", "convert_collective_errors", "keep_for_both_streams", "task_input"]
 
 
-def _input(step: Step, task: PlannedTask) -> Values:
+def task_input(step: Step, task: PlannedTask) -> Values:
     """Return the input of a task: the result of another task, or a micro-batch of the batch."""
     return (
         step.inputs.microbatches[task.global_microbatch]
@@ -38,7 +39,7 @@ def _input(step: Step, task: PlannedTask) -> Values:
 def _forward(step: Step, task: PlannedTask) -> None:
     values = task.stage.forward(
         task.microbatch,
-        _input(step, task),
+        task_input(step, task),
         step.inputs.random_seed(task),
         task.is_recomputed,
         task.is_split,
@@ -83,26 +84,48 @@ def _receive(step: Step, task: PlannedTask) -> None:
 def _reduce(step: Step, task: PlannedTask) -> None:
     """Sum gradients over replicas, unless another task of this process does it for this one."""
     if task.copies:
-        with _convert_collective_errors(task.group):
+        with convert_collective_errors(task.group):
             reduce_gradients(step, task)
+
+
+def _unshard(step: Step, task: PlannedTask) -> None:
+    """Gather the parameters of a stage from the shares of its replicas."""
+    shards = step.gradients.shards.get(task.slot)
+    if shards is None:  # a stage without parameters
+        return
+    with convert_collective_errors(task.group):
+        shards.gather(task.group)
+    step.events.nbytes[task.id] = shards.nbytes
+    if task.stage.meter is not None:
+        task.stage.meter.ignore_weights(task.slot, shards.whole_tensors)
+
+
+def _reshard(step: Step, task: PlannedTask) -> None:
+    """Free the gathered parameters of a stage."""
+    shards = step.gradients.shards.get(task.slot)
+    if shards is None:
+        return
+    if task.stage.meter is not None:  # others may get this memory
+        task.stage.meter.ignore_weights(task.slot, ())
+    shards.free()
 
 
 def _reduce_tied(step: Step, task: PlannedTask) -> None:
     """Sum gradients over tied stages, unless another task of this process does it."""
     if task.copies:
-        with _convert_collective_errors(task.group):
+        with convert_collective_errors(task.group):
             reduce_tied_gradients(step, task)
 
 
 def _grad_norm(step: Step, task: PlannedTask) -> None:
     """Compute the norm of all gradients, unless another task of this process does it."""
     if task.copies:
-        with _convert_collective_errors(task.group):
+        with convert_collective_errors(task.group):
             compute_grad_norm(step, task)
 
 
 @contextmanager
-def _convert_collective_errors(group: ProcessGroup | None) -> Iterator[None]:
+def convert_collective_errors(group: ProcessGroup | None) -> Iterator[None]:
     """Raise errors of a collective as `LostConnection`."""
     try:
         yield
@@ -124,17 +147,17 @@ def _exchange(step: Step, task: PlannedTask) -> None:
     stage = task.stage
     assert isinstance(stage, ShardedStage)
     name = EXCHANGES[task.part]
-    values = () if name == "accumulated" else _input(step, task)
-    _keep_for_both_streams(task, (*values, *stage.held_tensors(task.microbatch)))
-    with _convert_collective_errors(task.group):
+    values = () if name == "accumulated" else task_input(step, task)
+    keep_for_both_streams(task, (*values, *stage.held_tensors(task.microbatch)))
+    with convert_collective_errors(task.group):
         outputs = step.results[task.id] = stage.exchange(name, task.microbatch, values)
-    _keep_for_both_streams(task, (*outputs, *stage.held_tensors(task.microbatch)))
+    keep_for_both_streams(task, (*outputs, *stage.held_tensors(task.microbatch)))
     step.events.nbytes[task.id] = stage.sent
 
 
 def _dispatch(step: Step, task: PlannedTask) -> None:
     assert isinstance(task.stage, ShardedStage)
-    step.results[task.id] = task.stage.dispatch(task.microbatch, _input(step, task))
+    step.results[task.id] = task.stage.dispatch(task.microbatch, task_input(step, task))
 
 
 def _reorder(step: Step, task: PlannedTask) -> None:
@@ -143,7 +166,7 @@ def _reorder(step: Step, task: PlannedTask) -> None:
     step.results[task.id] = task.stage.reorder(name, task.microbatch, values)
 
 
-def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
+def keep_for_both_streams(task: PlannedTask, values: Values) -> None:
     """Keep the memory of tensors until an exchange's stream and the compute stream have used it.
 
     Lookups read tensors that exchanges received. Exchanges send results of lookups.
@@ -152,6 +175,20 @@ def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
         if value is not None:
             for stream in (task.stream, task.device.stream("compute")):
                 task.device.adopt(value, stream)
+
+
+def _offload(step: Step, task: PlannedTask) -> None:
+    """Move activations to the host; record their bytes."""
+    assert isinstance(task.stage, Stage)
+    share = float(step.graph.offload_shares[task.stage.index])
+    moved = task.stage.offload(task.microbatch, share, task.device, task.stream)
+    step.events.nbytes[task.id] = moved
+
+
+def _reload(step: Step, task: PlannedTask) -> None:
+    """Move activations back to the device; record their bytes."""
+    assert isinstance(task.stage, Stage)
+    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device, task.stream)
 
 
 def _step(step: Step, task: PlannedTask) -> None:
@@ -183,5 +220,9 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.REORDER: _reorder,
     Op.REDUCE_TIED: _reduce_tied,
     Op.GRAD_NORM: _grad_norm,
+    Op.OFFLOAD: _offload,
+    Op.RELOAD: _reload,
     Op.STEP: _step,
+    Op.UNSHARD: _unshard,
+    Op.RESHARD: _reshard,
 }

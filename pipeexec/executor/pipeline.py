@@ -39,7 +39,9 @@ from pipeexec.executor.step_runner import StepRunner
 from pipeexec.splitting.split_facts import split_facts
 from pipeexec.stages.batches import split_batches
 from pipeexec.stages.loss.loss_function import Loss, LossFunction
+from pipeexec.stages.microbatches import Microbatches
 from pipeexec.stages.optimizers import OptimizerFactory
+from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -100,6 +102,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ``{"inputs['mask']": None, "targets": 1}``. The values are the dimension of the samples, or
         None for what every micro-batch needs whole. See `step`; for `predict`, paths of outputs,
         such as ``"output"`` or ``"output.logits"``, too.
+    slice_dim
+        Dimension of the positions in every tensor of samples, along which a graph of several slices
+        a sequence (``graph.n_slices``) cuts micro-batches: inputs, targets, and outputs of
+        `predict`. Modules with attention need `pipeexec.KeyValueCache`.
     tied
         Copies of parameters in several stages that are cut by hand, one group a parameter, by stage
         and name in its module: ``[[(0, "embedding.weight"), (3, "head.weight")]]``. They must begin
@@ -187,6 +193,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         processes: Processes | None = None,
         cuda_graph: bool = False,
         batch_dims: Mapping[str, int | None] | None = None,
+        slice_dim: int = 1,
         tied: Sequence[Sequence[tuple[int, str]]] | None = None,
         max_grad_norm: float | None = None,
         error_if_nonfinite: bool = True,
@@ -218,6 +225,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 processes=processes,
                 cuda_graph=cuda_graph,
                 batch_dims=batch_dims,
+                slice_dim=slice_dim,
                 is_split=facts is not None,
                 gradient_options=GradientOptions(
                     checked_tied_parameters(tied, listed),
@@ -234,6 +242,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                     has_optimizer=self._model.zero_grad,
                     gradient_options=self._model.gradient_options,
                 )
+            self._model.shard(graph)
             self.names = StateNames(self._model.modules, graph.n_stages, processes)
             self._set_runner(StepRunner(graph, self._model, loss))
 
@@ -292,6 +301,11 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     def batch_dims(self) -> Mapping[str, int | None]:
         """Dimensions of the samples by path, as given."""
         return self._model.batch_dims
+
+    @property
+    def slice_dim(self) -> int:
+        """Dimension of the positions, as given."""
+        return self._model.slice_dim
 
     @property
     def loss_fn(self) -> Loss:
@@ -410,8 +424,17 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         - A tensor of first dimension 1 or without dimensions, such as a mask that broadcasts, is
           given whole to every micro-batch. So are numbers, text and None.
         - Everything else is refused, unless its path is in ``batch_dims`` of the pipeline.
+
+        A graph of several slices a sequence cuts each of these parts along ``slice_dim`` as well;
+        a tensor that is given whole is cut if it has as many entries there as the sequence.
         """
         check_flag("accumulate", accumulate)
+        if accumulate and any(what != "none" for what in self._model.sharding):
+            raise ArgumentError(
+                "accumulate=True, but the replicas share gradients and optimizer steps: gradients "
+                "are scattered in each step, and no share of them is kept; give one step more "
+                "micro-batches, or lower without shard_optimizer and shard_parameters"
+            )
         with self._model.locked_open("step"):
             if accumulate:
                 return self._accumulating().step(self._checked(inputs), targets)
@@ -426,14 +449,19 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
     def _checked(self, inputs: Any) -> Any:
         """Return inputs whose tensors are in the order in which the first stage takes them."""
-        return inputs if inputs is None or self._ordered is None else self._ordered(inputs)
+        if inputs is None or self._ordered is None:
+            return inputs
+        if isinstance(inputs, Microbatches):
+            return inputs.map(self._ordered)
+        return self._ordered(inputs)
 
     def check_batch(self, inputs: Any, targets: Any) -> None:
         """Raise unless a step can train on a batch, and this process is given all that it needs."""
         inputs = self._checked(inputs)
         check_step_batch(inputs, targets, self.graph, self.devices)
         n, n_shares = self.graph.n_microbatches, len(self.shares.local)
-        split_batches(inputs, targets, n, n_shares, self.batch_dims)
+        cut = SequenceCut(self.graph.n_slices, self.slice_dim)
+        split_batches(inputs, targets, n, n_shares, self.batch_dims, cut)
 
     def align(self) -> None:
         """Measure the differences of the processes' clocks again; all processes must call this.

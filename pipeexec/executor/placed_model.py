@@ -10,11 +10,14 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp_stage import check_ddp
+from pipeexec.data_parallel.sharded_optimizer import WholeOptimizer
 from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
+from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.distributed.processes import Processes
@@ -31,9 +34,12 @@ from pipeexec.executor.setup.gradient_options import (
     check_gradient_options,
     check_optimizers_of_copies,
 )
+from pipeexec.executor.setup.shards import Sharding, make_shards, sharding_of
+from pipeexec.experts.gradient_groups import expert_groups
 from pipeexec.splitting.parameter_names import named_model_parameters
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.sample_dims import BatchDims, check_batch_dims
+from pipeexec.stages.sequence_slices.cut_batch import check_slice_dim
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -48,7 +54,7 @@ class PlacedModel:
 
     Parameters
     ----------
-    stages, devices, optimizer, pin_threads, timeout, processes, cuda_graph, batch_dims
+    stages, devices, optimizer, pin_threads, timeout, processes, cuda_graph, batch_dims, slice_dim
         See `Pipeline`.
     gradient_options
         Tied parameters and clipping.
@@ -67,7 +73,7 @@ class PlacedModel:
         One a module, or None.
     zero_grad
         Whether each step begins without gradients.
-    timeout, processes, cuda_graph, batch_dims, gradient_options
+    timeout, processes, cuda_graph, batch_dims, slice_dim, gradient_options
         As given.
     has_checked_squares
         Whether a step has looked for masks as large as the batch.
@@ -77,8 +83,12 @@ class PlacedModel:
         Steps whose gradients add up until the optimizers step.
     tied_copies
         Copies of tied parameters, which follow the first if it changes between steps.
+    expert_groups
+        Processes with the same experts as this one, by stage; empty if all have all experts.
     captures
         Captured steps of all pipelines that share this model.
+    sharding, shards
+        What the replicas of each stage share, and the shards of local stages by slot.
     """
 
     def __init__(
@@ -93,10 +103,12 @@ class PlacedModel:
         processes: Processes | None,
         cuda_graph: bool,
         batch_dims: BatchDims | None = None,
+        slice_dim: int = 1,
         is_split: bool = False,
         gradient_options: GradientOptions,
     ) -> None:
         self.batch_dims = check_batch_dims(batch_dims)
+        self.slice_dim = check_slice_dim(slice_dim)
         self.has_checked_squares = False
         self.is_split = is_split
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
@@ -117,6 +129,7 @@ class PlacedModel:
             optimizer, self.modules, graph.n_stages, named_model_parameters
         )
         self.zero_grad = optimizer is not None
+        self.expert_groups = expert_groups(self.modules, graph.n_stages, processes)
         self.gradient_options = gradient_options
         check_gradient_options(
             gradient_options, graph, has_optimizer=self.zero_grad, cuda_graph=cuda_graph
@@ -136,6 +149,44 @@ class PlacedModel:
         self.accumulated = AccumulatedSteps()
         self.tied_copies = TiedCopies(gradient_options.tied, self.modules)
         self.captures: WeakSet[StepCapture] = WeakSet()
+        self.sharding: Sharding = ("none",) * graph.n_stages
+        self.shards: dict[int, StageShards] = {}
+
+    def shard(self, graph: TaskGraph) -> None:
+        """Let the replicas of stages share what a graph says; all processes must call this."""
+        self.shards = make_shards(
+            graph,
+            self.modules,
+            self.optimizers,
+            self.devices,
+            self.processes,
+            self.gradient_options,
+            has_optimizer=self.zero_grad,
+        )
+        self.sharding = sharding_of(graph)
+
+    @contextmanager
+    def whole_parameters(self, *, changes: bool = False) -> Iterator[None]:
+        """Give sharded parameters their values in a block; all processes must run it.
+
+        With ``changes``, shares are taken from the parameters at its end.
+        """
+        with ExitStack() as stack:
+            for shards in self.shards.values():
+                stack.enter_context(shards.whole(changes=changes))
+            yield
+
+    def whole_optimizers(self) -> list[torch.optim.Optimizer | WholeOptimizer | None]:
+        """Return the optimizers, sharded ones as ones of whole parameters.
+
+        All processes must call this.
+        """
+        return [
+            optimizer
+            if slot not in self.shards or (sharded := self.shards[slot].optimizer) is None
+            else sharded.whole()
+            for slot, optimizer in enumerate(self.optimizers)
+        ]
 
     @contextmanager
     def locked(self, call: str) -> Iterator[None]:

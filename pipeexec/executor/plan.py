@@ -12,6 +12,7 @@ from pipeexec.devices.device import Device
 from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
+from pipeexec.executor.expert_handlers import expert_handler
 from pipeexec.executor.gradients.gradient_sync import add_per_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
@@ -86,8 +87,7 @@ def _check_runnable(graph: TaskGraph) -> None:
     for index in np.flatnonzero(~graph.is_op(frozenset(HANDLERS)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(
-            f"{task} cannot be run: a sharded optimizer is simulated, not run; lower without "
-            "shard_optimizer"
+            f"{task} cannot be run: {task.op} is simulated, not run; lower without it"
         )
     if graph.skips:
         raise ArgumentError(
@@ -194,7 +194,7 @@ class _SyncPlan:
 
 def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
     """Return the handler of a task; for a backward, one that prepares its gradients' reduction."""
-    handler = HANDLERS[task.op]
+    handler = expert_handler(task.op, task.part) or HANDLERS[task.op]
     if sync is not None and sync.n_buckets_marked:
         return mark_buckets(handler)
     return add_per_group(handler, group) if group and task.op in (Op.B, Op.I, Op.W) else handler

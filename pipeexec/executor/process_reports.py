@@ -15,6 +15,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.setup.agreement import agree_on_graph, agree_on_messages
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_errors import describe_last_task
+from pipeexec.experts.stage_parts import shape_module
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
@@ -39,8 +40,8 @@ class ProcessReports:
     Attributes
     ----------
     shapes
-        Those of the batch of a forward-only graph, as text that is equal in all processes; None for
-        a graph of steps, whose batches have one shape.
+        Those of `Microbatches`, or of the batch of a forward-only graph, as text that is equal in
+        all processes; None for other steps, whose batches have one shape.
 
     Raises
     ------
@@ -60,7 +61,8 @@ class ProcessReports:
         """Agree on the messages of the first step of `shapes`, and report that a step starts."""
         processes = self.processes
         if self.shapes not in self._messages:
-            modules, devices = self.model.modules, self.model.devices
+            modules = [shape_module(module) for module in self.model.modules]
+            devices = self.model.devices
             if len(self._messages) >= _MOST_SHAPES:
                 del self._messages[next(iter(self._messages))]
             self._messages[self.shapes] = agree_on_messages(

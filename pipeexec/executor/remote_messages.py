@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from torch.distributed import ProcessGroup
 
 from pipeexec.devices import transfer
@@ -22,9 +23,12 @@ from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
-from pipesim.ops import RECVS, SENDS, Op
+from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
 
 __all__ = ["RemoteParts", "expected_messages"]
+
+#: Backend of exchanges of experts' tokens: gloo exchanges no tensors of GPUs.
+_EXCHANGE_BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 class RemoteParts:
@@ -246,17 +250,34 @@ def _process_groups(
         members = graph.collectives[number]
         member_ranks = sorted({ranks[graph.device[t]] for t in members})
         if len(member_ranks) > 1:
-            key = _group_key(graph.task(int(members[0])))
-            groups[number] = processes.group(member_ranks, key=key)
+            task = graph.task(int(members[0]))
+            _check_members(task, [ranks[graph.device[t]] for t in members])
+            backend = _EXCHANGE_BACKEND if is_expert_exchange(task.op, task.part) else "gloo"
+            groups[number] = processes.group(member_ranks, backend, _group_key(task))
     return groups
+
+
+def _check_members(task: Task, ranks: Sequence[int]) -> None:
+    """Raise `ArgumentError` if an exchange of experts' tokens has two members in a process."""
+    if is_expert_exchange(task.op, task.part) and list(ranks) != sorted({*ranks}):
+        raise ArgumentError(
+            f"replicas that share the experts of stage {task.stage} are in processes "
+            f"{list(ranks)}; give each a process of its own, or all of them one process"
+        )
 
 
 def _group_key(task: Task) -> str:
     """Return the key of a collective's group, with one of its members.
 
-    There is one a stage, so that no stage waits for collectives of another; one for each group of
-    tied stages and replica; and one for the norm of all gradients.
+    There is one a stage, so that no stage waits for collectives of another; one for exchanges of
+    experts' tokens of a stage and path, which run beside its reductions; one for each group of tied
+    stages and replica; and one for the norm of all gradients. Gathers of parameters have one of
+    their own, as they are on another stream than reductions.
     """
+    if is_expert_exchange(task.op, task.part):
+        return f"tokens {task.stage} of replica {task.replica}"
     if task.op == Op.REDUCE_TIED:
         return f"tied {task.part} of replica {task.replica}"
+    if task.op == Op.UNSHARD:
+        return f"parameters {task.stage}"
     return "norm" if task.op == Op.GRAD_NORM else f"gradients {task.stage}"

@@ -75,7 +75,18 @@ def check_batch_is_here(
 
 def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
     """Warn if losses of micro-batches do not combine to that of several, or may not."""
-    number, difference = loss.unchecked_number(), loss.difference()
+    number, unlike, difference = loss.unchecked_number(), loss.unlike_shapes(), loss.difference()
+    if unlike is not None:
+        name, shapes = unlike
+        warnings.warn(
+            f"{name} of Microbatches have unlike shapes beyond their samples, such as {shapes[0]} "
+            f"and {shapes[1]}, and loss_fn returns a mean: micro-batches are weighted by samples, "
+            "so a mean over tokens is not that of all tokens; let loss_fn return the tuple (sum, "
+            "count), or give px.Microbatches(targets, weights=[number of tokens of each]), or "
+            "their numbers of samples if that is right",
+            LossWarning,
+            stacklevel=5,
+        )
     if number is not None:
         warnings.warn(
             f"the loss depends on {number}, a number that the model computes for each micro-batch: "

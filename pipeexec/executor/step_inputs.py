@@ -18,9 +18,12 @@ from pipeexec.nesting import Arguments, call_arguments, with_tensors
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch, split_batches, to_devices
 from pipeexec.stages.loss.loss_function import LossFunction
+from pipeexec.stages.loss.loss_shapes import LossShapes
 from pipeexec.stages.loss.step_loss import StepLoss
+from pipeexec.stages.microbatches import BatchFacts, Microbatches, batch_facts
 from pipeexec.stages.random_numbers import task_seed
 from pipeexec.stages.sample_dims import BatchDims
+from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 
@@ -42,8 +45,8 @@ class StepInputs:
     number
         Number of the step.
     arguments
-        Positional and keyword arguments of the first stage, with the tensors of the whole batch;
-        None if it takes the tensors alone.
+        Positional and keyword arguments of the first stage for each micro-batch of all replicas,
+        with the tensors of the whole batch; None if it takes the tensors alone.
     seed
         Seed from which the seeds of tasks are derived.
     """
@@ -52,7 +55,7 @@ class StepInputs:
     microbatches: list[Values]
     loss: StepLoss
     number: int
-    arguments: Arguments | None = None
+    arguments: Sequence[Arguments] | None = None
     seed: int = field(default_factory=torch.initial_seed)
 
     def random_seed(self, task: PlannedTask) -> int:
@@ -73,6 +76,7 @@ def split_inputs(
     number: int,
     processes: Processes | None = None,
     batch_dims: BatchDims = MappingProxyType({}),
+    slice_dim: int = 1,
     is_split: bool = False,
 ) -> StepInputs:
     """Split a batch into micro-batches on their devices; all processes must call this.
@@ -82,12 +86,18 @@ def split_inputs(
     Raises
     ------
     ArgumentError
-        If the batch has too few samples, or the batches of processes are not compatible.
+        If the batch has too few samples, or the batches of processes are not compatible. See
+        `split_batches` for `Microbatches`.
     """
     n_microbatches = shares.n_shares * shares.n_microbatches
     numbers = shares.local_numbers()
     inputs_split, targets_split, sizes = split_batches(
-        inputs, targets, shares.n_microbatches, len(shares.local), batch_dims
+        inputs,
+        targets,
+        shares.n_microbatches,
+        len(shares.local),
+        batch_dims,
+        SequenceCut(graph.n_slices, slice_dim),
     )
     if any(batch_dims.values()):  # outputs may have their samples anywhere
         loss.is_checked = True
@@ -99,15 +109,17 @@ def split_inputs(
     labels: list[Any] = [None] * n_microbatches
     on_last = [device.type != "meta" for device in last]
     tensors = to_devices(targets_split, last)
-    for index, label, is_here in zip(numbers, tensors, on_last, strict=True):
+    forms = targets if isinstance(targets, Microbatches) else [targets] * len(numbers)
+    for index, label, form, is_here in zip(numbers, tensors, forms, on_last, strict=True):
         if is_here and targets is not None:
-            labels[index] = with_tensors(targets, label)
-    sizes = shares.agree(
-        [] if inputs is None else sizes, [] if targets is None else sizes, processes
+            labels[index] = with_tensors(form, label)
+    facts = batch_facts(inputs, targets)
+    weights = shares.agree(
+        [] if inputs is None else sizes, [] if targets is None else sizes, processes, facts
     )
     step_loss = StepLoss(
         loss,
-        sizes,
+        weights,
         labels,
         shares,
         graph.n_batches,
@@ -116,8 +128,39 @@ def split_inputs(
         [index for index, is_here in zip(numbers, on_last, strict=True) if is_here],
         device_ranks([devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0),
     )
-    arguments = None if is_split else _nested_arguments(inputs, graph)
+    if facts is not None:
+        step_loss.output_shapes = _loss_shapes(facts, shares, loss)
+    arguments = None if is_split else _microbatch_arguments(inputs, graph, numbers, n_microbatches)
     return StepInputs(shares, microbatches, step_loss, number, arguments)
+
+
+def _loss_shapes(facts: BatchFacts, shares: BatchShares, loss: LossFunction) -> LossShapes:
+    """Return the shapes of `Microbatches`; raise `ArgumentError` for weights of a sum."""
+    if facts.weights is not None and loss.reduction == "sum":
+        raise ArgumentError(
+            "Microbatches have weights, which are those of a mean, but loss_reduction is 'sum'; "
+            "leave the weights out"
+        )
+    return LossShapes(shares.target_shapes(), has_weights=shares.has_weights)
+
+
+def _microbatch_arguments(
+    inputs: Batch | None, graph: TaskGraph, numbers: Sequence[int], n_microbatches: int
+) -> Sequence[Arguments] | None:
+    """Return the arguments of the first stage for each micro-batch; None if they are tensors.
+
+    ``numbers`` are those of this process's micro-batches; others have no arguments.
+    """
+    if not isinstance(inputs, Microbatches):
+        arguments = _nested_arguments(inputs, graph)
+        return None if arguments is None else [arguments] * n_microbatches
+    own = [_nested_arguments(x, graph) for x in inputs]
+    rows: list[Arguments] = [((), {})] * n_microbatches
+    for number, arguments in zip(numbers, own, strict=True):
+        if arguments is None:  # of one, so of all: they are nested alike
+            return None
+        rows[number] = arguments
+    return rows
 
 
 def _nested_arguments(inputs: Batch | None, graph: TaskGraph) -> Arguments | None:

@@ -31,6 +31,7 @@ from pipeexec.executor.process_reports import ProcessReports
 from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.executor.setup.devices_and_stages import make_stages
 from pipeexec.executor.setup.gradient_options import check_gradient_options, clear_later_copies
+from pipeexec.executor.setup.shards import check_sharding
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_checks import (
     check_step_batch,
@@ -41,16 +42,22 @@ from pipeexec.executor.step_checks import (
 )
 from pipeexec.executor.step_errors import raise_failure
 from pipeexec.executor.step_inputs import split_inputs
-from pipeexec.nesting import Arguments
+from pipeexec.experts.graph_checks import check_experts
+from pipeexec.experts.stage import ExpertStage
+from pipeexec.nesting import Arguments, tensors_in
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
 from pipeexec.stages.loss.loss_function import LossFunction
+from pipeexec.stages.microbatches import are_microbatches
+from pipeexec.stages.offload import storages
 from pipeexec.stages.restore import restore_afterwards
 from pipeexec.stages.sample_dims import warn_of_squares
+from pipeexec.stages.sequence_slices.module_checks import check_sliceable
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
+from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
@@ -105,6 +112,7 @@ class StepRunner:
         self, graph: TaskGraph, model: PlacedModel, loss: LossFunction, n_steps: int = 0
     ) -> None:
         verify(graph)
+        check_sharding(graph, model.sharding, trains=self.trains)
         if self.trains and not self.accumulates:
             check_gradient_options(
                 model.gradient_options,
@@ -112,6 +120,10 @@ class StepRunner:
                 has_optimizer=model.zero_grad,
                 cuda_graph=model.cuda_graph,
             )
+        if graph.n_slices > 1:
+            check_sliceable(model.modules, graph.n_stages, graph.n_slices)
+        # Before processes agree on the graph: none of them then waits for one that raised.
+        check_experts(model.modules, graph, cuda_graph=model.cuda_graph)
         self.graph, self.model, self.loss, self.n_steps = graph, model, loss, n_steps
         self.timeout = model.timeout
         devices, processes = model.devices, model.processes
@@ -121,6 +133,9 @@ class StepRunner:
         self.held = [ActivationCounter() for _ in devices]
         self._microbatch_loss = MicrobatchLoss()
         self.stages = self._make_stages()
+        for stage in self.stages:
+            if isinstance(stage, ExpertStage):
+                stage.expert_group = model.expert_groups.get(stage.index)
         self.tasks = plan(graph, self.stages, devices, self.shares, processes)
         warn_of_compiled(graph, self.stages)
         self._hosts = make_host_threads(graph, self.tasks, processes)
@@ -158,6 +173,12 @@ class StepRunner:
             self.graph.n_microbatches // self.graph.n_batches, stacklevel=4
         )
         capture = self.capture
+        if capture is not None and are_microbatches(inputs, targets):
+            raise ArgumentError(
+                "inputs or targets are Microbatches, whose shapes may differ from step to step, "
+                "and cuda_graph=True repeats a step of one shape; leave cuda_graph out, or give "
+                "batches that are split evenly"
+            )
         if capture is None or inputs is None:  # a captured step is of one process
             step = self.run(inputs, targets, Step.walk)
             return self.result(step, may_wait=self.model.processes is None)
@@ -224,6 +245,8 @@ class StepRunner:
         try:
             with ExitStack() as stack:
                 stack.enter_context(restore_afterwards(self.model.modules, self.model.optimizers))
+                for shards in self.model.shards.values():
+                    stack.enter_context(shards.preserved())
                 if self.model.gradient_options.scaling is not None:
                     stack.enter_context(self.model.gradient_options.scaling.preserved())
                 self.model.accumulated = AccumulatedSteps()
@@ -249,7 +272,7 @@ class StepRunner:
         """Return a step whose tasks can be issued, once its batch and modules are ready."""
         graph, model = self.graph, self.model
         self._check(inputs, targets)
-        if not model.has_checked_squares and inputs is not None:
+        if not (model.has_checked_squares or inputs is None or are_microbatches(inputs)):
             model.has_checked_squares = True
             warn_of_squares(inputs, model.batch_dims)
         step = Step(
@@ -265,6 +288,7 @@ class StepRunner:
                 number=self.n_steps,
                 processes=model.processes,
                 batch_dims=model.batch_dims,
+                slice_dim=model.slice_dim,
                 is_split=model.is_split,
             ),
             StepGradients(
@@ -273,6 +297,7 @@ class StepRunner:
                 graph.n_stages,
                 options=model.gradient_options,
                 scale=self._scale(),
+                shards=model.shards,
             ),
             timeout=self.timeout,
             processes=model.processes,
@@ -283,11 +308,22 @@ class StepRunner:
         if 0 in graph.sharded:  # others get their keys from the stage before
             check_keys(model.modules[:: graph.n_stages], step.inputs.microbatches)
         if self.reports is not None:
+            if self.trains:  # an evaluation has agreed on shapes before
+                self.reports.shapes = self.shares.input_shapes()
             self.reports.start(step, self.tasks)
         self._prepare_modules()
         self._begin_stages(step.inputs.arguments)
+        self._keep_batch_on_devices(step)
         self._keep_earlier_gradients(step)
         return step
+
+    def _keep_batch_on_devices(self, step: Step) -> None:
+        """Tell stages that offload activations which tensors are of the batch."""
+        offloading = [x for x in self.stages if isinstance(x, Stage) and x.offloaded]
+        if offloading:
+            batch = tensors_in((step.inputs.microbatches, step.inputs.loss.targets))
+            for stage in offloading:
+                stage.batch_storages = storages(batch)
 
     def _check(self, inputs: Batch | None, targets: Any) -> None:
         """Raise unless a batch can be run."""
@@ -319,16 +355,22 @@ class StepRunner:
             is_copy = slot >= graph.n_stages and slot % graph.n_stages not in graph.sharded
             if is_copy or (self.model.zero_grad and not self.model.accumulated.n_steps):
                 module.zero_grad(set_to_none=True)
+        for shards in self.model.shards.values():
+            shards.pieces.zero_grad(set_to_none=True)
 
-    def _begin_stages(self, arguments: Arguments | None) -> None:
+    def _begin_stages(self, arguments: Sequence[Arguments] | None) -> None:
         """Begin a step in every stage, and count its activations from zero.
 
         ``arguments`` are those of the first stage; see `StepInputs`.
         """
         autocast = current_autocast()
-        for stage, number in zip(self.stages, self.graph.homes.ravel().tolist(), strict=False):
+        homes, m = self.graph.homes.ravel().tolist(), self.graph.n_microbatches
+        for slot, (stage, number) in enumerate(zip(self.stages, homes, strict=False)):
             stage.begin_step(autocast)
-            stage.arguments = arguments if stage.index == 0 else None
+            begin = self.shares.number(slot // self.graph.n_stages, 0)
+            stage.arguments = (
+                None if stage.index or arguments is None else arguments[begin : begin + m]
+            )
             # Versions of weights are made on the caller's stream, and freed within the step.
             for weight in () if stage.versions is None else stage.versions.parameters():
                 device = self.model.devices[number]

@@ -4,37 +4,57 @@ Stages share memory bandwidth, and threads of one process share an interpreter. 
 one stage at a time are therefore too short. Costs are means over the steps of one calibration
 schedule, in which all stages run at the same time:
 
-- breadth first, with every activation recomputed;
+- breadth first, with every activation recomputed, unless a stage has layers with experts;
 - one micro-batch more than the pipeline has, so that it is no schedule that costs are used for;
 - if backwards are split, every other micro-batch has I and W, so that B is measured as well.
+
+Slices of sequences have one cost a stage, their mean. The steps have one sequence more, and every
+other sequence has I and W.
+
+Of `Microbatches`, one of each class of equal shapes is measured, in turns; see
+`pipeexec.profiling.shape_classes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.nesting import with_tensors
 from pipeexec.profiling.accuracy_warnings import warn_of_poor_accuracy
 from pipeexec.profiling.collectives import (
     base_placement,
     check_exchanges,
     collective_seconds,
+    expert_values,
     lower_for_replicas,
     max_buckets,
     measured_buckets,
     norm_seconds,
 )
+from pipeexec.profiling.host_copies import (
+    check_microbatches,
+    check_shares,
+    graphs_that_offload,
+    host_link,
+    offload_bytes,
+)
 from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.profiling.link_fit import fits, network_of, with_fits
 from pipeexec.profiling.link_speed import measure_transfers, pairs_of
 from pipeexec.profiling.profile import Profile
+from pipeexec.profiling.shape_classes import shape_classes
 from pipeexec.profiling.stage_bytes import optimizer_bytes, with_stage_bytes
 from pipeexec.profiling.task_seconds import mean_task_seconds
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
+from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import Costs
@@ -45,6 +65,9 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Calibration", "breadth_first"]
+
+#: A value a stage, or an array with one a stage and micro-batch.
+Values = tuple[float, ...] | NDArray[np.float64]
 
 
 class Calibration:
@@ -76,19 +99,23 @@ class Calibration:
         self.pipeline = pipeline
         graphs = _checked_graphs(graphs) or [graph]
         check_exchanges(graph, graphs)
+        _check_slices(graph, graphs)
+        check_shares(graphs)
+        self._offloading = graphs_that_offload(graphs)
         #: Whether backwards are split into I and W.
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
-        n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.local)
-        dims = pipeline.batch_dims
-        *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here, dims)
-        self.microbatch_size = min(sizes)
-        self.batch, self.one_microbatch = (
-            repeated_samples(inputs, targets, n_here * n * self.microbatch_size, dims)
-            for n in (n_microbatches, 1)
-        )
+        self.cut = SequenceCut(graph.n_slices, pipeline.slice_dim)
+        #: Classes of equal shapes of `Microbatches`; None for a batch that is split evenly.
+        self.classes = shape_classes(pipeline, inputs, targets)
+        self._step_batch = inputs, targets
+        #: Batch of a loaded step, and batches of one micro-batch for isolated steps.
+        self.batch, self.singles = self._batches(inputs, targets)
+        n_sequences = graph.n_microbatches // graph.n_slices + 1
+        if self.classes is not None:  # with a split, each class with B, and with I and W
+            n_sequences = self.classes.order.shape[1] * (1 + self.splits)
         self.loaded, self.isolated = (
-            self._with_graph(self._schedule(n, 2), recompute="always") for n in (n_microbatches, 1)
+            self._with_graph(self._schedule(n, 2), recompute="always") for n in (n_sequences, 1)
         )
         self.n_buckets = max_buckets(graphs)
         self.bucketed = self.n_buckets and self._with_graph(
@@ -98,7 +125,29 @@ class Calibration:
         self.isolated_steps: list[StepResult] = []
         #: Steps with bucketed gradients: the result of this process, and that of all processes.
         self.bucket_steps: list[tuple[StepResult, StepResult]] = []
+        self.offload_steps: list[StepResult] = []
         self.optimizer_bytes: tuple[float, ...] = ()
+
+    def _batches(
+        self, inputs: Batch, targets: Any
+    ) -> tuple[tuple[Batch, Any], list[tuple[Batch, Any]]]:
+        """Return the batch of a loaded step, and batches of a single micro-batch."""
+        graph, local = self.pipeline.graph, self.pipeline.shares.local
+        if self.classes is None:
+            n_samples = self._n_samples(inputs, targets)
+            whole, single = (
+                repeated_samples(inputs, targets, n * n_samples, self.pipeline.batch_dims)
+                for n in (graph.n_microbatches // graph.n_slices + 1, 1)
+            )
+            return whole, [single]
+        check_microbatches(graph, self._offloading)
+        n = self.classes.order.shape[1]
+        columns = [list(range(n)) * (1 + self.splits), *([k] for k in range(n))]
+        whole, *singles = (
+            (self.classes.batches(inputs, local, k), self.classes.batches(targets, local, k))
+            for k in columns
+        )
+        return whole, singles
 
     def _run(self, pipeline: Pipeline, batch: tuple[Batch, ...]) -> StepResult:
         """Run a step and return the measurements of all processes."""
@@ -110,18 +159,22 @@ class Calibration:
         with self.pipeline.preserved():
             for _ in range(n_steps):
                 self.loaded.step(*self.batch)
-                self.isolated.step(*self.one_microbatch)
+                for batch in self.singles:
+                    self.isolated.step(*batch)
+                for pipeline, batch in self._offloads:
+                    pipeline.step(*batch)
                 if self.bucketed:
-                    self.bucketed.step(*self.one_microbatch)
+                    self.bucketed.step(*self.singles[0])
 
     def step(self) -> None:
         """Measure one step under load, and one of a single micro-batch."""
         with self.pipeline.preserved():
             self.loaded_steps.append(self._run(self.loaded, self.batch))
-            self.isolated_steps.append(self._run(self.isolated, self.one_microbatch))
+            self.isolated_steps += [self._run(self.isolated, batch) for batch in self.singles]
+            self.offload_steps += [self._run(*offload) for offload in self._offloads]
             if self.bucketed:
                 self.pipeline.align()
-                own = self.bucketed.step(*self.one_microbatch)
+                own = self.bucketed.step(*self.singles[0])
                 self.bucket_steps.append((own, self.bucketed.gather(own)))
             # Optimizers have no state before their first step: their bytes are counted here.
             self.optimizer_bytes = optimizer_bytes(self.pipeline)
@@ -134,28 +187,79 @@ class Calibration:
         graph = lower_for_replicas(pipeline.graph, schedule, pipeline.shares, **options)
         return (source or pipeline).with_graph(graph)
 
-    def _schedule(self, n_microbatches: int, split: int) -> Schedule:
+    def _schedule(self, n_sequences: int, split: int) -> Schedule:
+        """Return the schedule of so many sequences; they are micro-batches without slices."""
         placement = base_placement(self.pipeline.graph)
-        schedule = breadth_first(placement, n_microbatches, split if self.splits else 0)
+        n_slices, split = self.cut.n_slices, split if self.splits else 0
+        schedule = breadth_first(placement, n_sequences * n_slices, split, n_slices)
         # The time of a STEP includes that of keeping the weights: step after each micro-batch.
-        many = self.keeps_versions and n_microbatches > 1
-        return schedule.with_updates(n_microbatches, "stashed") if many else schedule
+        many = self.keeps_versions and n_sequences > 1
+        return schedule.with_updates(n_sequences, "stashed") if many else schedule
 
     @cached_property
-    def held_bytes(self) -> list[int]:
-        """Bytes of activations that each stage holds for one micro-batch."""
-        schedule = breadth_first(base_placement(self.pipeline.graph), 1)
+    def _offloads(self) -> list[tuple[Pipeline, tuple[Batch, Any]]]:
+        """Pipelines of the graphs that offload, and their batches.
+
+        They are made after a first step, which knows the stages: a first forward gets copies.
+        """
+        return [
+            (self.loaded.with_graph(graph), self._offloaded_batch(graph))
+            for graph in self._offloading
+        ]
+
+    def _offloaded_batch(self, graph: TaskGraph) -> tuple[Batch, Any]:
+        """Return the batch of a graph that offloads; micro-batches are as large as in others."""
+        if self.classes is not None:
+            return self._step_batch
+        n_samples = self._n_samples(*self._step_batch) * graph.n_microbatches
+        return repeated_samples(*self._step_batch, n_samples, self.pipeline.batch_dims)
+
+    def _n_samples(self, inputs: Batch, targets: Any) -> int:
+        """Return the samples of one micro-batch of calibration steps, over all replicas here."""
+        graph, n_here = self.pipeline.graph, len(self.pipeline.shares.local)
+        n_sequences = graph.n_microbatches // graph.n_slices
+        *_, sizes = split_batches(inputs, targets, n_sequences, n_here, self.pipeline.batch_dims)
+        return n_here * min(sizes)
+
+    @cached_property
+    def held_bytes(self) -> Values:
+        """Bytes of activations that each stage holds for one micro-batch; the mean of slices."""
+        n_slices = self.cut.n_slices
+        schedule = breadth_first(base_placement(self.pipeline.graph), n_slices, n_slices=n_slices)
         # From `loaded`, as `pipeline` may not have run yet: a first forward gets copies.
         probe = self._with_graph(schedule, self.loaded)
-        return probe.held_bytes(*self.one_microbatch)[: probe.graph.n_stages]
+        held = [probe.held_bytes(*batch) for batch in self.singles]
+        return self._of_singles([[nbytes / n_slices for nbytes in row] for row in held])
 
     @cached_property
-    def left_bytes(self) -> list[int]:
+    def left_bytes(self) -> Values:
         """Bytes that each stage holds for one micro-batch between I and W; 0 without a split."""
         if not self.splits:
-            return [0] * self.pipeline.graph.n_stages
-        probe = self._with_graph(self._schedule(1, 1), self.loaded)
-        return probe.left_bytes(*self.one_microbatch)[: probe.graph.n_stages]
+            return (0.0,) * self.pipeline.graph.n_stages
+        probe = self._with_graph(
+            breadth_first(base_placement(self.pipeline.graph), 1, 1), self.loaded
+        )
+        firsts = self.singles if self.cut.n_slices == 1 else [self._first_slice()]
+        return self._of_singles([probe.left_bytes(*batch) for batch in firsts])
+
+    def _first_slice(self) -> tuple[Batch, ...]:
+        """Return the batch of the first slice of one micro-batch, as a sequence of its own.
+
+        What W needs does not depend on the earlier slices.
+        """
+        [single] = self.singles
+        slices = split_batches(*single, self.cut.n_slices, 1, self.pipeline.batch_dims, self.cut)
+        firsts = slices.inputs[0], slices.targets[0]
+        return tuple(map(with_tensors, single, firsts))
+
+    def _of_singles(self, rows: Sequence[Sequence[float]]) -> Values:
+        """Return a field of costs from bytes of isolated steps, by replica and stage."""
+        n_stages = self.pipeline.graph.n_stages
+        if self.classes is None:
+            return tuple(map(float, rows[0][:n_stages]))
+        n_shares = len(self.classes.order)
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), n_shares, n_stages)
+        return self.classes.of_measured(table.transpose(2, 1, 0).reshape(n_stages, -1))
 
     def _buckets(self, costs: Costs) -> Buckets | None:
         if not self.bucket_steps:
@@ -174,15 +278,22 @@ class Calibration:
         )
         launch = self._launch()
         network = network_of(transfers, fitted, timelines)
+        copied = [step.timeline for step in self.offload_steps]
+        network = replace(network, host=host_link(copied))
+        values |= {
+            "output_bytes": tuple(output_bytes(timelines[-1]).tolist()),
+            "activation_bytes": self.held_bytes,
+            "weight_grad_bytes": self.left_bytes,
+            **(self.classes.fields(timelines, with_split=self.splits) if self.classes else {}),
+            **offload_bytes(copied, self.pipeline.graph.n_stages, self.classes),
+        }
         costs = Costs(
             **values,
             launch=launch,
-            activation_bytes=tuple(map(float, self.held_bytes)),
-            weight_grad_bytes=tuple(map(float, self.left_bytes)),
             network=network,
-            output_bytes=tuple(output_bytes(timelines[-1]).tolist()),
             **collective_seconds(timelines),
             **norm_seconds(timelines, network),
+            **expert_values(timelines),
         )
         costs = replace(
             with_stage_bytes(costs, self.pipeline),
@@ -217,23 +328,39 @@ class Calibration:
         return mean_launch(self.loaded_steps)
 
 
-def breadth_first(placement: Placement, n_microbatches: int, split: int = 0) -> Schedule:
+def breadth_first(
+    placement: Placement, n_microbatches: int, split: int = 0, n_slices: int = 1
+) -> Schedule:
     """Return all forwards stage by stage, then all backwards stage by stage.
 
-    With ``split``, every ``split``-th micro-batch has I and W in place of B: micro-batch ``j``
-    where ``j + 1`` is a multiple of ``split``.
+    With ``split``, every ``split``-th sequence has I and W in place of B: sequence ``j`` where
+    ``j + 1`` is a multiple of ``split``. Without slices, a micro-batch is one sequence.
     """
     counts = range(n_microbatches)
-    backward = [("I", "W") if split and (j + 1) % split == 0 else ("B",) for j in counts]
+    last_first = [j + n_slices - 1 - 2 * (j % n_slices) for j in counts]
+    backward = [
+        ("I", "W") if split and (j // n_slices + 1) % split == 0 else ("B",) for j in counts
+    ]
     orders = [
         [f"{s}F{j}" for s in placement.stages_of(d) for j in counts]
-        + [f"{s}{op}{j}" for s in reversed(placement.stages_of(d)) for j in counts
+        + [f"{s}{op}{j}" for s in reversed(placement.stages_of(d)) for j in last_first
            for op in backward[j]]
         for d in range(placement.n_devices)
     ]  # fmt: skip
     return Schedule.from_orders(
         orders, placement=placement, n_microbatches=n_microbatches, name="calibration"
-    )
+    ).with_slices(n_slices)
+
+
+def _check_slices(graph: TaskGraph, graphs: Iterable[TaskGraph]) -> None:
+    """Raise `ArgumentError` for graphs of another number of slices, whose costs differ."""
+    for other in graphs:
+        if other.n_slices != graph.n_slices:
+            raise ArgumentError(
+                f"graph {other.name!r} has n_slices={other.n_slices}, that of the pipeline "
+                f"n_slices={graph.n_slices}: costs hold for slices of one length; measure each "
+                "with its own pipeline"
+            )
 
 
 def _checked_graphs(graphs: object) -> list[TaskGraph]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeexec.experts.graph_checks import layers_of_graph, n_members
 from pipeexec.stages.batch_shares import BatchShares
 from pipesim.analysis.measured_collectives import grad_norm_seconds, measured_collectives
+from pipesim.analysis.measured_segments import measured_segments
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
@@ -27,6 +29,7 @@ __all__ = [
     "base_placement",
     "check_exchanges",
     "collective_seconds",
+    "expert_values",
     "lower_for_replicas",
     "max_buckets",
     "measured_buckets",
@@ -48,6 +51,10 @@ def lower_for_replicas(
     are those of the graph if both have the same devices.
     """
     options |= {"tied": graph.tied, "grad_norm": graph.has_grad_norm}
+    layers = layers_of_graph(graph)
+    options |= {"expert_layers": layers}
+    if any(layers):
+        options["recompute"] = "never"  # stages with experts have no R
     if shares.n_shares * schedule.n_devices == graph.n_devices:
         options |= {"hosts": graph.host, "host_threads": graph.host_threads}
     if shares.n_shares == 1:
@@ -59,7 +66,9 @@ def lower_for_replicas(
         schedule,
         n_replicas=shares.n_shares,
         layout="replica_major" if is_major else "stage_major",
+        expert_replicas=graph.expert_replicas or None,
         **_exchanges(graph),
+        **_shards(graph),
         **options,
     )
 
@@ -92,12 +101,39 @@ def _exchanges(graph: TaskGraph) -> dict[str, Any]:
     }
 
 
+def _shards(graph: TaskGraph) -> dict[str, Any]:
+    """Return the options of `lower` for what the replicas of a graph share."""
+    if (graph.parameter_shares > 1).any():
+        return {"shard_parameters": "every"}
+    return {"shard_optimizer": bool((graph.optimizer_shares > 1).any())}
+
+
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the mean seconds of each collective in the timelines, as fields of `Costs`."""
     measured = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
     return {
         name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
         for name in measured[0]
+    }
+
+
+def expert_values(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the fields of `Costs` about experts: layers, shares of segments, and replicas.
+
+    Shares are means over the timelines. Empty without layers with experts.
+    """
+    measured = [measured_segments(timeline, np.mean) for timeline in timelines]
+    if not measured[0]:
+        return {}
+    stages = zip(*(values["segments"] for values in measured), strict=True)
+    segments = [
+        [np.mean(shares, axis=0).tolist() for shares in zip(*stage, strict=True)]
+        for stage in stages
+    ]
+    return {
+        "expert_layers": tuple(measured[0]["expert_layers"]),
+        "segments": segments,
+        "expert_replicas": n_members(timelines[0].graph),
     }
 
 

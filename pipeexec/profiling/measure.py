@@ -26,7 +26,8 @@ def profile(
     Parameters
     ----------
     inputs, targets
-        A batch as for ``pipeline.step``. Parameters, buffers and optimizers are unchanged after.
+        A batch as for ``pipeline.step``. Parameters, buffers and optimizers are unchanged after. Of
+        `Microbatches`, costs have a value a stage and micro-batch; equal shapes are measured once.
     n_steps, warm_up
         Number of measured steps, and of steps before them that are not measured.
 

@@ -25,9 +25,12 @@ def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:
 
 
 def optimizer_bytes(pipeline: Pipeline) -> tuple[float, ...]:
-    """Return the bytes of the optimizer state of each stage."""
-    own = pipeline.optimizers[: pipeline.graph.n_stages]
-    return tuple(pipeline.total([float(_state_bytes(o)) for o in own]))
+    """Return the bytes of the optimizer state of each stage; shares of replicas are added up."""
+    n = pipeline.graph.n_stages
+    own = [float(_state_bytes(o)) for o in pipeline.optimizers]
+    sharding = pipeline._model.sharding
+    sums = [sum(own[s::n]) if sharding[s] != "none" else own[s] for s in range(n)]
+    return tuple(pipeline.total(sums))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -18,7 +18,7 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["mean_task_seconds"]
+__all__ = ["mean_task_seconds", "measured_fields"]
 
 #: Field of `Costs` for each operation, and for its part if it has several.
 _FIELDS: dict[tuple[Op, int | None], str] = {
@@ -44,13 +44,16 @@ def mean_task_seconds(
 
     fields: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for op, part, name in _measured_fields(loaded[0].graph, with_split):
+    for op, part, name in measured_fields(loaded[0].graph, with_split):
         steps = _seconds_by_step(loaded, op, part)
-        fields[name] = tuple(steps.mean(axis=0).tolist())
+        seconds_of_shares = steps.mean(axis=0)
+        # A STEP of a share lasts that part of the seconds of all parameters.
+        shares = loaded[0].graph.optimizer_shares if op == Op.STEP else 1
+        fields[name] = tuple((shares * seconds_of_shares).tolist())
         alone = _seconds_by_step(isolated, op, part).mean(axis=0).tolist()
         spread = steps.std(axis=0).tolist()
         label = op.name if part is None else f"{op}.{EXCHANGES[part]}"
-        for stage, seconds in enumerate(fields[name]):
+        for stage, seconds in enumerate(seconds_of_shares.tolist()):
             rows.append(
                 {
                     "op": label,
@@ -64,12 +67,12 @@ def mean_task_seconds(
     return fields, pd.DataFrame(rows).set_index(["op", "stage"])
 
 
-def _measured_fields(graph: TaskGraph, with_split: bool) -> Iterator[tuple[Op, int | None, str]]:
+def measured_fields(graph: TaskGraph, with_split: bool) -> Iterator[tuple[Op, int | None, str]]:
     """Yield the operations that a calibration runs, with their part and field of `Costs`."""
     for (op, part), name in _FIELDS.items():
         if op in (Op.I, Op.W) and not with_split:
             continue
-        if op in (Op.DISPATCH, Op.REORDER) and not (graph.op == op).any():
+        if op in (Op.R, Op.DISPATCH, Op.REORDER) and not (graph.op == op).any():
             continue
         yield op, part, name
 

@@ -63,6 +63,12 @@ def _stage_costs(
     projection: Projection, order: Schedule, split: Split
 ) -> tuple[Costs, tuple[tuple[int, ...], ...]]:
     """Return the costs of the stages of a schedule, and the groups of tied ones."""
+    if order.n_slices > 1:
+        raise ArgumentError(
+            f"schedule {order.name!r} runs slices of sequences, but layers were profiled with "
+            "whole micro-batches; give a schedule of these, or measure the slices of the stages "
+            "with pipeexec.profile"
+        )
     n_stages = order.placement.n_stages
     if n_stages > len(projection.layers):
         raise ArgumentError(

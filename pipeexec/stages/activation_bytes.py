@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -39,7 +40,7 @@ class ActivationMeter:
 
     A storage counts once, however many tensors share it.
 
-    A meter slows a step down, so steps with one are not timed. One thread uses it.
+    A meter slows a step down, so steps with one are not timed. Threads may share it.
 
     Parameters
     ----------
@@ -67,6 +68,7 @@ class ActivationMeter:
         self._batch = _storages(batch)
         self._weights: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()
+        self._lock = threading.RLock()  # the collector may free a tensor within `acquire`
 
     def ignore_weights(self, stage: int, weights: Iterable[Tensor]) -> None:
         """Ignore the versions of weights that a stage has now; count its former ones again."""
@@ -80,21 +82,23 @@ class ActivationMeter:
             key, nbytes = tensor.data_ptr(), tensor.nbytes
         if not nbytes or key in self._ignored or any(key in w for w in self._weights.values()):
             return 0, 0
-        self._holders[key] += 1
-        if self._holders[key] == 1:
-            self.current += nbytes
-            self.peak = max(self.peak, self.current)
-            self.window_peak = max(self.window_peak, self.current)
+        with self._lock:
+            self._holders[key] += 1
+            if self._holders[key] == 1:
+                self.current += nbytes
+                self.peak = max(self.peak, self.current)
+                self.window_peak = max(self.window_peak, self.current)
         return key, nbytes
 
     def release(self, key: int, nbytes: int) -> None:
         """Count a tensor as freed."""
         if not nbytes:
             return
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self.current -= nbytes
+        with self._lock:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.current -= nbytes
 
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which each tensor saved by autograd counts until it is freed."""

@@ -13,7 +13,20 @@ from torch import Tensor
 
 from pipeexec.devices.device import Values
 from pipeexec.nesting import leaves, tensors_in, with_tensors
+from pipeexec.stages.microbatches import (
+    Microbatches,
+    are_microbatches,
+    batch_facts,
+    check_uncut,
+)
 from pipeexec.stages.sample_dims import NO_DIMS, BatchDims, sample_dims
+from pipeexec.stages.sequence_slices.cut_batch import (
+    NO_SLICES,
+    SequenceCut,
+    cut_parts,
+    n_positions,
+    slice_sizes,
+)
 from pipesim.errors import ArgumentError
 
 __all__ = [
@@ -31,7 +44,15 @@ Batch = Any
 
 
 class SplitBatch(NamedTuple):
-    """Tensors of each micro-batch, and its samples; inputs or targets of None have none."""
+    """Tensors of each micro-batch, and its samples; inputs or targets of None have none.
+
+    Attributes
+    ----------
+    inputs, targets
+        Tensors of each micro-batch.
+    sizes
+        Samples of each micro-batch; of a slice, positions of all its samples.
+    """
 
     inputs: list[Values]
     targets: list[Values]
@@ -73,22 +94,36 @@ def split_batches(
     n_microbatches: int,
     n_shares: int = 1,
     batch_dims: BatchDims = NO_DIMS,
+    cut: SequenceCut = NO_SLICES,
 ) -> SplitBatch:
     """Return the tensors of each micro-batch, whose numbers of samples differ by one at most.
 
     Inputs or targets may be None, and then have no micro-batches. Each of ``n_shares`` replicas has
-    ``n_microbatches`` of them.
+    ``n_microbatches`` of them. If ``cut`` has several slices, they are slices of sequences.
+    `Microbatches` are returned as they were given.
 
     Raises
     ------
     ArgumentError
-        If there are too few samples, or the batch cannot be split; see `sample_dims`.
+        If there are too few samples, or the batch cannot be split; see `sample_dims`. Also if there
+        are more or fewer `Microbatches`, or inputs and targets do not match,
+        or ``cut`` has several slices.
     """
-    n_parts = n_shares * n_microbatches
+    n_parts = n_shares * n_microbatches // cut.n_slices
     if inputs is None and targets is None:
-        return SplitBatch([], [], [1] * n_parts)
+        return SplitBatch([], [], [1] * n_parts * cut.n_slices)
+    if are_microbatches(inputs, targets):
+        check_uncut(cut.n_slices)
+        _check_number(inputs, targets, n_microbatches, n_shares)
+        batch_facts(inputs, targets)  # raises for weights that differ
+        return SplitBatch(
+            [] if inputs is None else [tensors_in(x) for x in inputs],
+            [] if targets is None else [tensors_in(x) for x in targets],
+            _microbatch_sizes(inputs, targets, batch_dims),
+        )
     dims = sample_dims(inputs, targets, batch_dims)
     if dims.n_samples < n_parts:
+        n_microbatches //= cut.n_slices
         suffix = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
         raise ArgumentError(
             f"{'targets' if inputs is None else 'inputs'} have {dims.n_samples} samples, too few "
@@ -96,11 +131,56 @@ def split_batches(
             "give a larger batch, or lower a schedule of fewer micro-batches"
         )
     least, n_larger = divmod(dims.n_samples, n_parts)
-    return SplitBatch(
+    split = SplitBatch(
         [] if inputs is None else _parts(tensors_in(inputs), dims.inputs, n_parts),
         [] if targets is None else _parts(tensors_in(targets), dims.targets, n_parts),
         [least + (k < n_larger) for k in range(n_parts)],
     )
+    if cut.n_slices == 1:
+        return split
+    size = n_positions(inputs, targets, dims[1:], cut)
+    return SplitBatch(
+        cut_parts(split.inputs, dims.inputs, size, cut),
+        cut_parts(split.targets, dims.targets, size, cut),
+        [n * k for n in split.sizes for k in slice_sizes(size, cut.n_slices)],
+    )
+
+
+def _check_number(inputs: Batch, targets: Batch, n_microbatches: int, n_shares: int) -> None:
+    """Raise `ArgumentError` unless inputs and targets have one value a micro-batch."""
+    suffix = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
+    for name, batch in (("inputs", inputs), ("targets", targets)):
+        if batch is not None and not isinstance(batch, Microbatches):
+            other = "targets" if name == "inputs" else "inputs"
+            raise ArgumentError(
+                f"{other} are Microbatches, but {name} are {type(batch).__name__}; give "
+                f"px.Microbatches of both, or of neither"
+            )
+        if batch is not None and len(batch) != n_microbatches * n_shares:
+            raise ArgumentError(
+                f"{name} have {len(batch)} Microbatches, but a step has "
+                f"{n_microbatches * n_shares}{suffix}; give as many, or lower a schedule of "
+                "another number of micro-batches"
+            )
+
+
+def _microbatch_sizes(inputs: Batch, targets: Batch, batch_dims: BatchDims) -> list[int]:
+    """Return the samples of each of the `Microbatches`."""
+    sizes = []
+    n = len(targets if inputs is None else inputs)
+    for number in range(n):
+        x, y = (None if batch is None else batch[number] for batch in (inputs, targets))
+        try:
+            size = sample_dims(x, y, batch_dims).n_samples
+        except ArgumentError as error:
+            raise ArgumentError(f"micro-batch {number}: {error}") from error
+        if not size:
+            raise ArgumentError(
+                f"micro-batch {number} has no samples; leave it out, and lower a schedule of fewer "
+                "micro-batches"
+            )
+        sizes.append(size)
+    return sizes
 
 
 def repeated_samples(

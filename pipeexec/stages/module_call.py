@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.nesting import Arguments, with_tensors
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
+from pipeexec.stages.offload import SavedActivations
 from pipeexec.stages.random_numbers import OwnGenerator
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ExecutionError
@@ -47,8 +48,8 @@ class ModuleCaller:
     meter
         Counts the bytes that the stage holds; None if they are not counted.
     arguments
-        Positional and keyword arguments of the first stage in a step, with other tensors; None for
-        a stage that takes tensors, all positional.
+        Positional and keyword arguments of the first stage for each micro-batch of a step, with
+        other tensors; None for a stage that takes tensors, all positional.
     loss_scale
         Gradient of the loss from which backwards start: 1, or that of a gradient scaler.
     """
@@ -69,7 +70,7 @@ class ModuleCaller:
         self.modifies_input: dict[bool, bool] = {}
         self.autocast: ContextFactory | None = None
         self.meter: ActivationMeter | None = None
-        self.arguments: Arguments | None = None
+        self.arguments: Sequence[Arguments] | None = None
         self._loss_gradient = torch.ones(())  # of a loss with respect to itself
         self.loss_scale = 1.0
 
@@ -80,6 +81,7 @@ class ModuleCaller:
         seed: Seed,
         buffers: dict[str, Tensor] | None = None,
         deferred: DeferredGradients | None = None,
+        saved: SavedActivations | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the module, and the loss after the last stage, under the task's random numbers."""
         is_inference = torch.is_inference_mode_enabled()  # its tensors have no version counter
@@ -89,7 +91,7 @@ class ModuleCaller:
         counters = [] if is_inference else [x._version for x in arguments]
         draws = self.is_random.get(training, True) or isinstance(seed, Tensor)
         generator = OwnGenerator(seed, self.device) if draws and seed is not None else None
-        with self._call_contexts(generator, deferred):
+        with self._call_contexts(generator, deferred, saved):
             output = self._module_output(arguments, microbatch, buffers)
             if self.loss_fn is not None:
                 outputs: tuple[Tensor, ...] = (self.loss_fn(output, microbatch),)
@@ -103,11 +105,14 @@ class ModuleCaller:
         return outputs
 
     def _call_contexts(
-        self, generator: OwnGenerator | None, deferred: DeferredGradients | None
+        self,
+        generator: OwnGenerator | None,
+        deferred: DeferredGradients | None,
+        saved: SavedActivations | None,
     ) -> contextlib.AbstractContextManager[object]:
         """Return the context in which to run the module; most calls need none."""
         if (generator is None and self.meter is None and deferred is None and self.ddp is None
-                and self.autocast is None):  # fmt: skip
+                and self.autocast is None and saved is None):  # fmt: skip
             return _NO_CONTEXT
         context = contextlib.ExitStack()
         if self.autocast is not None:
@@ -116,7 +121,9 @@ class ModuleCaller:
             context.enter_context(self.ddp.forward_context())
         if generator is not None:
             context.enter_context(generator)
-        if self.meter is not None:
+        if saved is not None:  # counts the bytes too: only the last of such contexts counts
+            context.enter_context(saved.hooks())
+        elif self.meter is not None:
             context.enter_context(self.meter.saved_tensors())
         if deferred is not None:
             context.enter_context(deferred.interception())
@@ -128,7 +135,7 @@ class ModuleCaller:
         weights = {} if self.versions is None else self.versions.weights(microbatch)
         args, kwargs = inputs, None
         if self.arguments is not None:
-            args, kwargs = with_tensors(self.arguments, inputs)
+            args, kwargs = with_tensors(self.arguments[microbatch], inputs)
         if buffers or weights:
             return functional_call(self.module, {**weights, **(buffers or {})}, args, kwargs)
         return self.module(*args, **(kwargs or {}))

@@ -23,7 +23,8 @@ def restore_afterwards(
     modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer | None] = ()
 ) -> Iterator[None]:
     """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
-    states = [copy.deepcopy(module.state_dict()) for module in modules]
+    # Parameters without memory, whose stand-ins are expanded, have nothing to restore.
+    states = [copy.deepcopy(_with_memory(module.state_dict())) for module in modules]
     # Buffers may be missing in the state.
     buffers = [[b.clone() for b in module.buffers()] for module in modules]
     gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
@@ -33,7 +34,7 @@ def restore_afterwards(
         yield
     finally:
         for module, state, values, grads in zip(modules, states, buffers, gradients, strict=True):
-            module.load_state_dict(state)
+            module.load_state_dict(state, strict=False)
             for buffer, value in zip(module.buffers(), values, strict=True):
                 if not _is_expanded(buffer):  # no operation can write to it
                     buffer.copy_(value)
@@ -42,6 +43,11 @@ def restore_afterwards(
         for optimizer, saved in zip(optimizers, optimizer_states, strict=True):
             if optimizer is not None and saved is not None:
                 restore_optimizer(optimizer, saved)
+
+
+def _with_memory(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a state without expanded tensors."""
+    return {k: x for k, x in state.items() if not (isinstance(x, Tensor) and _is_expanded(x))}
 
 
 def _is_expanded(tensor: Tensor) -> bool:

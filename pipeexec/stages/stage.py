@@ -1,4 +1,7 @@
-"""One stage: forward, recompute, backward and split backward of one micro-batch at a time."""
+"""One stage: forward, recompute, backward and split backward of one micro-batch at a time.
+
+Over 300 lines: one class, whose methods share what it holds of micro-batches in flight.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,23 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeexec.devices.device import Values
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter, CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import LossCall, ModuleCaller, Seed
+from pipeexec.stages.offload import SavedActivations, module_storages, storages
+from pipeexec.stages.sequence_slices.stage_slices import Mode, StageSlices
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 
-__all__ = ["Stage", "attach_meters"]
+__all__ = ["Stage", "attach_meters", "run_backward"]
+
+_NO_SLICE = contextlib.nullcontext()
 
 
-def _run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
+def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
     """Accumulate gradients, as `torch.autograd.backward` does, without its checks.
 
     The checks take 30 us a call in Python, as long as the backward of a small stage. The engine
@@ -56,6 +64,7 @@ class _Activations:
     outputs: tuple[GradientEdge | None, ...]
     deferred: DeferredGradients | None = None  # left by I for W
     counted: tuple[CountedTensor, ...] = ()
+    saved: SavedActivations | None = None  # of a micro-batch that is offloaded
 
 
 class Stage(ModuleCaller):
@@ -80,6 +89,8 @@ class Stage(ModuleCaller):
     batch_size
         Micro-batches of a mini-batch. A stage that is DistributedDataParallel needs it: it adds up
         its gradients over replicas after so many.
+    n_slices
+        Slices of a sequence; micro-batches are slices then.
 
     Raises
     ------
@@ -96,15 +107,21 @@ class Stage(ModuleCaller):
         loss_fn: LossCall | None = None,
         versions: WeightVersions | None = None,
         batch_size: int | None = None,
+        n_slices: int = 1,
     ) -> None:
         super().__init__(module, index, device, loss_fn, versions, batch_size)
+        self.slices = StageSlices(module, index, n_slices) if n_slices > 1 else None
         self.counter = counter
         self.buffers = [name for name, _ in module.named_buffers()]
         self.needs_input_grad = index > 0
         # Inputs of micro-batches to be recomputed.
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._counted_inputs: dict[int, tuple[CountedTensor, ...]] = {}
+        self._saved_inputs: dict[int, SavedActivations] = {}
         self._activations: dict[int, _Activations] = {}
+        #: Micro-batches that have an OFFLOAD, and storages of the batch of a step.
+        self.offloaded: frozenset[int] = frozenset()
+        self.batch_storages: set[int] = set()
 
     @property
     def is_ddp(self) -> bool:
@@ -114,7 +131,7 @@ class Stage(ModuleCaller):
     def evaluate(self, microbatch: int, values: Values, seed: Seed) -> Values:
         """Run F without keeping anything for a backward."""
         inputs = tuple(value for value in values if value is not None)
-        with torch.no_grad():
+        with torch.no_grad(), self._slice(microbatch, "evaluate"):
             return tuple(x.detach() for x in self._call(inputs, microbatch, seed))
 
     def forward(
@@ -136,9 +153,8 @@ class Stage(ModuleCaller):
         if self.versions is not None:
             self.versions.begin_microbatch(microbatch)
         if recomputed:
-            self._inputs[microbatch] = inputs
-            self._counted_inputs[microbatch] = self._count(inputs)
-            with torch.no_grad():
+            self._keep_inputs(microbatch, inputs)
+            with torch.no_grad(), self._slice(microbatch, "drop"):
                 outputs = self._call(inputs, microbatch, seed, fresh)
         else:
             outputs = self._activate(microbatch, self._leaves(inputs), seed, split, fresh)
@@ -147,8 +163,10 @@ class Stage(ModuleCaller):
     def recompute(self, microbatch: int, seed: Seed, split: bool = False) -> None:
         """Run R: F again, under the same random numbers, without updating buffers again."""
         leaves = self._leaves(self._inputs.pop(microbatch))
-        self._activate(microbatch, leaves, seed, split, self._fresh_buffers())
-        del self._counted_inputs[microbatch]
+        fresh = self._fresh_buffers()
+        self._activate(microbatch, leaves, seed, split, fresh, "recompute", offloads=False)
+        self._counted_inputs.pop(microbatch, None)
+        self._saved_inputs.pop(microbatch, None)
 
     def _fresh_buffers(self) -> dict[str, Tensor]:
         return {name: self.module.get_buffer(name).clone() for name in self.buffers}
@@ -156,11 +174,11 @@ class Stage(ModuleCaller):
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: accumulate the parameters' gradients, return those of the inputs."""
         kept = self._release(microbatch)
-        outputs, output_gradients = self._with_gradients(kept.outputs, gradients)
+        outputs, output_gradients = self._with_gradients(microbatch, kept.outputs, gradients)
         if outputs:
             if self.ddp is not None:
                 self.ddp.before_backward(microbatch)
-            _run_backward(outputs, output_gradients)
+            run_backward(outputs, output_gradients)
         self._end_backward(microbatch)
         return tuple(leaf.grad for leaf in kept.inputs)
 
@@ -171,9 +189,9 @@ class Stage(ModuleCaller):
         `pipeexec.stages.deferred_weight_grads`.
         """
         kept = self._activations[microbatch]
-        outputs, output_gradients = self._with_gradients(kept.outputs, gradients)
+        outputs, output_gradients = self._with_gradients(microbatch, kept.outputs, gradients)
         if outputs:
-            run = _run_backward if kept.deferred is None else kept.deferred.collect
+            run = run_backward if kept.deferred is None else kept.deferred.collect
             run(outputs, output_gradients)
         self._activations[microbatch] = _Activations((), (), kept.deferred)
         input_gradients = tuple(leaf.grad for leaf in kept.inputs)
@@ -212,6 +230,8 @@ class Stage(ModuleCaller):
         """End a step: free what only a step needs."""
         if self.versions is not None:
             self.versions.clear()
+        if self.slices is not None:
+            self.slices.clear()
 
     def after_optimizer_step(self, *, zero_grad: bool) -> None:
         """Note an optimizer step; of several in a step, each begins without gradients."""
@@ -237,10 +257,47 @@ class Stage(ModuleCaller):
         if self.ddp is not None:
             self.ddp.finish_microbatch(microbatch)
 
+    def offload(self, microbatch: int, share: float, device: Device, stream: Stream) -> int:
+        """Run OFFLOAD: move a share of what F keeps to the host, and return the bytes.
+
+        Of a micro-batch that will be recomputed, all of the input goes.
+        """
+        if microbatch in self._saved_inputs:
+            return self._saved_inputs[microbatch].offload(1.0, device, stream)
+        return self._saved(microbatch).offload(share, device, stream)
+
+    def reload(self, microbatch: int, device: Device, stream: Stream) -> int:
+        """Run RELOAD: move what is on the host back, and return the bytes."""
+        saved = self._saved_inputs.get(microbatch) or self._saved(microbatch)
+        return saved.reload(device, stream)
+
+    def _saved(self, microbatch: int) -> SavedActivations:
+        saved = self._activations[microbatch].saved
+        assert saved is not None  # `offloaded` has the micro-batch
+        return saved
+
+    def _keep_inputs(self, microbatch: int, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the inputs of a micro-batch that will be recomputed."""
+        if microbatch not in self.offloaded:
+            self._inputs[microbatch] = inputs
+            self._counted_inputs[microbatch] = self._count(inputs)
+            return
+        own = tuple(x.detach() for x in inputs)  # whose data OFFLOAD may free
+        self._inputs[microbatch] = own
+        self._saved_inputs[microbatch] = SavedActivations(own, self.meter, self._kept_storages())
+
+    def _kept_storages(self) -> set[int]:
+        """Return the addresses of storages that OFFLOAD does not move."""
+        weights = set() if self.versions is None else storages(self.versions.parameters())
+        return self.batch_storages | module_storages(self.module) | weights
+
     def forget(self, microbatch: int) -> None:
         """Drop a micro-batch that gets no backward, if it is held."""
         self._inputs.pop(microbatch, None)
         self._counted_inputs.pop(microbatch, None)
+        if self.slices is not None:
+            self.slices.forget(microbatch)
+        self._saved_inputs.pop(microbatch, None)
         if microbatch in self._activations:
             self._release(microbatch)
 
@@ -248,8 +305,11 @@ class Stage(ModuleCaller):
         """Forget the micro-batches in flight, after a failure."""
         self._inputs.clear()
         self._counted_inputs.clear()
+        self._saved_inputs.clear()
         while self._activations:
             self._release(next(iter(self._activations)))
+        if self.slices is not None:
+            self.slices.clear()
         if self.ddp is not None:
             self.ddp.reset()
 
@@ -260,15 +320,28 @@ class Stage(ModuleCaller):
         seed: Seed,
         split: bool,
         buffers: dict[str, Tensor] | None = None,
+        mode: Mode = "train",
+        offloads: bool = True,
     ) -> tuple[Tensor, ...]:
         """Run the module, and keep what the backward needs."""
         deferred = DeferredGradients(self.meter) if split else None
-        outputs = self._call(leaves, microbatch, seed, buffers, deferred)
+        saved = None
+        if offloads and microbatch in self.offloaded:
+            saved = SavedActivations(leaves, self.meter, self._kept_storages())
+        with self._slice(microbatch, mode):
+            outputs = self._call(leaves, microbatch, seed, buffers, deferred, saved)
         edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-        kept = _Activations(leaves, edges, deferred, self._count(leaves))
+        counted = self._count(leaves) if saved is None else ()
+        kept = _Activations(leaves, edges, deferred, counted, saved)
         self._activations[microbatch] = kept
         self.counter.acquire()
         return outputs
+
+    def _slice(self, microbatch: int, mode: Mode) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a slice's forward, in which modules find keys and values."""
+        if self.slices is None:
+            return _NO_SLICE
+        return self.slices.forward(microbatch, mode, self.meter)
 
     def _count(self, tensors: tuple[Tensor, ...]) -> tuple[CountedTensor, ...]:
         return () if self.meter is None else tuple(CountedTensor(self.meter, x) for x in tensors)
@@ -287,9 +360,12 @@ class Stage(ModuleCaller):
         )
 
     def _with_gradients(
-        self, outputs: tuple[GradientEdge | None, ...], gradients: Values
+        self, microbatch: int, outputs: tuple[GradientEdge | None, ...], gradients: Values
     ) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the outputs from which the backward starts, and their gradients; 1 for a loss."""
+        """Return the outputs from which the backward starts, and their gradients; 1 for a loss.
+
+        Of a slice, keys and values that later slices have read are among the outputs.
+        """
         if self.loss_fn is not None:
             gradients = (self._loss_gradient,)
         pairs = [
@@ -297,4 +373,8 @@ class Stage(ModuleCaller):
             for output, gradient in zip(outputs, gradients, strict=True)
             if output is not None and gradient is not None
         ]
-        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        starts, start_gradients = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+        if self.slices is not None:
+            edges, left = self.slices.gradients(microbatch)
+            return [*starts, *edges], [*start_gradients, *left]
+        return starts, start_gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ class StageLike(Protocol):
     meter
         Counts the bytes that the stage holds; None if they are not counted.
     arguments
-        Positional and keyword arguments of the first stage in a step, with other tensors; None for
-        a stage that takes tensors, all positional.
+        Positional and keyword arguments of the first stage for each micro-batch of a step, with
+        other tensors; None for a stage that takes tensors, all positional.
     """
 
     module: nn.Module
@@ -46,7 +47,7 @@ class StageLike(Protocol):
     loss_fn: LossCall | None
     versions: WeightVersions | None
     meter: ActivationMeter | None
-    arguments: Arguments | None
+    arguments: Sequence[Arguments] | None
 
     @property
     def is_ddp(self) -> bool:

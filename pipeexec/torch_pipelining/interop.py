@@ -227,6 +227,11 @@ def _compute_only(schedule: Schedule) -> _Orders:
             f"{schedule.weight_versions!r}; torch's runtime knows no optimizer step inside a step: "
             "take a schedule with one set of weights"
         )
+    if schedule.n_slices > 1:
+        raise ArgumentError(
+            f"{where} has {schedule.n_slices} slices a sequence; torch's runtime keeps no keys and "
+            "values from one micro-batch for the next: take a schedule without slices"
+        )
     verify(schedule)
     orders = [[str(action) for action in order] for order in schedule.orders]
     return orders, list(schedule.placement.device_of), "compute_only"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.stages.microbatches import Microbatches
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["batch_counts", "learning_rate", "log_row", "predicted_columns"]
@@ -78,8 +79,12 @@ def batch_counts(pipeline: Pipeline, inputs: Any, targets: Any) -> dict[str, flo
 
     Samples are the length of the first tensor of the batch. Tokens are the elements of the first
     tensor of the inputs, if it has whole numbers and two dimensions: the ids of a language model.
-    Each process has the samples of its replicas.
+    Each process has the samples of its replicas. Those of `Microbatches` are added up.
     """
+    batch = inputs if isinstance(inputs, Microbatches) else targets
+    if isinstance(batch, Microbatches):
+        rows = [batch_counts(pipeline, x, None) for x in batch]
+        return {name: sum(row.get(name, 0) for row in rows) for name in rows[0]}
     leaves = [x for x in pytree.tree_leaves((inputs, targets)) if isinstance(x, Tensor) and x.dim()]
     if not leaves:
         return {}

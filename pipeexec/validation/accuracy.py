@@ -167,7 +167,9 @@ def warn_of_other_sizes(costs: Costs, measured: Timeline) -> None:
     AccuracyWarning
         If the bytes of a stage's messages differ by more than 1 %.
     """
-    expected = costs.per_stage("output_bytes", measured.graph.n_stages)
+    n_stages, n_different = measured.graph.n_stages, costs.n_microbatches or 1
+    sizes = (costs.microbatch(k).per_stage("output_bytes", n_stages) for k in range(n_different))
+    expected = np.max(list(sizes), axis=0)
     sent = output_bytes(measured)
     differs = (sent > 0) & (np.abs(expected - sent) > 0.01 * sent)
     for stage in np.flatnonzero(differs)[:1]:

@@ -73,6 +73,11 @@ def widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
                 f"{first.n_microbatches}: costs hold for one size of micro-batch; validate graphs "
                 "with the same number of micro-batches"
             )
+        if graph.n_slices != first.n_slices:
+            raise ArgumentError(
+                f"graph {name!r} has n_slices={graph.n_slices}, the first {first.n_slices}: costs "
+                "hold for slices of one length; validate graphs of equal n_slices"
+            )
     return first
 
 

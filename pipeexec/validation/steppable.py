@@ -12,8 +12,10 @@ from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
+from pipeexec.stages.microbatches import Microbatches, shapes_as_text
 from pipeexec.validation.accuracy import MeasuredStep
 from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 
@@ -88,13 +90,32 @@ class PipelineCalibration:
     ) -> None:
         graphs = [subject.pipeline.graph for subject in subjects]
         self._calibration = Calibration(pipeline, inputs, targets, graphs)
+        self._shapes = self._shapes_of(inputs)
+
+    @staticmethod
+    def _shapes_of(inputs: Batch) -> list[str]:
+        return shapes_as_text(inputs) if isinstance(inputs, Microbatches) else []
 
     def warm_up(self) -> None:
         """Run a step that is not measured."""
         self._calibration.warm_up(1)
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Measure a step on the constructor's batch; the arguments are ignored."""
+        """Measure a step on the constructor's batch; raise if this one has other shapes.
+
+        Raises
+        ------
+        ArgumentError
+            If batches are `Microbatches`, and these have other shapes than the first.
+        """
+        shapes = self._shapes_of(inputs)
+        if shapes != self._shapes:
+            changed = [k for k, (a, b) in enumerate(zip(shapes, self._shapes)) if a != b]  # noqa: B905
+            where = f"micro-batch {changed[0]}" if changed else "the number of micro-batches"
+            raise ArgumentError(
+                f"batches have different shapes: {where} is not as in the first batch, which the "
+                "costs are of; give Microbatches of the same shapes in every round"
+            )
         self._calibration.step()
 
     def result(self, inputs: Batch, targets: Any) -> tuple[Costs, Profile | None]:

@@ -68,6 +68,7 @@ def validate(
     cuda_graph: bool = False,
     loss_reduction: Literal["mean", "sum"] = "mean",
     batch_dims: Mapping[str, int | None] | None = None,
+    slice_dim: int = 1,
     tied: Sequence[Sequence[tuple[int, str]]] | None = None,
     max_grad_norm: float | None = None,
     grad_scaler: GradScaler | None = None,
@@ -107,6 +108,7 @@ def validate(
     cuda_graph: bool = False,
     loss_reduction: Literal["mean", "sum"] = "mean",
     batch_dims: Mapping[str, int | None] | None = None,
+    slice_dim: int = 1,
     tied: Sequence[Sequence[tuple[int, str]]] | None = None,
     max_grad_norm: float | None = None,
     grad_scaler: GradScaler | None = None,
@@ -125,7 +127,8 @@ def validate(
         Task graphs by name; all with the same placement and number of micro-batches.
     batches
         Yields ``(inputs, targets)``, a new batch for every round of steps. With replicas in several
-        processes: the share of this process, as for ``pipeline.step``.
+        processes: the share of this process, as for ``pipeline.step``. `Microbatches` have the same
+        shapes in every batch.
     n_steps, warm_up
         Number of measured steps of each graph, and of uncounted steps before them, in each repeat.
     repeat
@@ -134,6 +137,8 @@ def validate(
     timeout, processes, cuda_graph, loss_reduction, batch_dims, tied, max_grad_norm, grad_scaler
         As for `Pipeline`. With several processes, each calls this and gets the whole result. All
         graphs have the operations for ``tied``, ``max_grad_norm`` and ``grad_scaler``.
+    slice_dim
+        Likewise; all graphs have the same number of slices a sequence.
     costs
         Costs to predict from, without calibration; from `px.profile` or `Costs.load`.
     progress
@@ -167,6 +172,7 @@ def validate(
         check_no_pipeline_options(
             loss_reduction=None if loss_reduction == "mean" else loss_reduction,
             batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
+            slice_dim=None if slice_dim == 1 else slice_dim,
         )  # fmt: skip
         return _validate_gpipes(models, check_loss(loss_fn), options)
     if graphs is None or devices is None:
@@ -180,7 +186,8 @@ def validate(
     with Pipeline(
         stages, first, devices, loss_fn, optimizer,
         timeout=timeout, processes=processes, cuda_graph=cuda_graph, loss_reduction=loss_reduction,
-        batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
+        batch_dims=batch_dims, slice_dim=slice_dim, tied=tied, max_grad_norm=max_grad_norm,
+        grad_scaler=grad_scaler,
     ) as pipeline:  # fmt: skip
         repeats, peaks = _run_graphs(pipeline, graphs, options)
         clocks, notes = pipeline.clocks(), pipeline.notes

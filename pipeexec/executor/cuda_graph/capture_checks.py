@@ -16,6 +16,7 @@ from pipeexec.devices.device import Device
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
+from pipesim.ops import COPIES
 
 __all__ = [
     "HostState",
@@ -58,6 +59,16 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
         raise ArgumentError(
             f"cuda_graph=True runs one mini-batch a step, the graph has {graph.n_batches}: the "
             "host changes versions of weights between them; leave it out"
+        )
+    if graph.n_slices > 1:
+        raise ArgumentError(
+            f"cuda_graph=True runs whole micro-batches, the graph has {graph.n_slices} slices a "
+            "sequence, whose keys and values a capture would not share; leave it out"
+        )
+    if graph.is_op(COPIES).any():
+        raise ArgumentError(
+            "cuda_graph=True repeats the addresses of its capture, and host memory of offloaded "
+            "activations is new in each step; lower without offload, or leave it out"
         )
     for index, optimizer in enumerate(optimizers):
         groups = () if optimizer is None else optimizer.param_groups

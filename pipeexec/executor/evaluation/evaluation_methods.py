@@ -29,7 +29,8 @@ class EvaluationMethods(ABC):
           gradients, buffers, optimizers, random numbers and ``n_steps`` are as before.
         - The loss is combined as that of a step. Mini-batches count as one batch.
         - Batches may have different sizes. One with fewer samples than micro-batches runs with
-          fewer micro-batches. Each replica, and each path, needs one sample.
+          fewer micro-batches. Each replica, and each path, needs one sample. `Microbatches` may be
+          fewer than those of the schedule, too.
         - `torch.autocast` around the call holds for all stages and the loss. A step that is
           captured as a CUDA graph stays as it is; this runs eagerly.
 
@@ -62,6 +63,7 @@ class EvaluationMethods(ABC):
 
         - Tensors whose first dimension is that of the samples are concatenated.
         - Other values, such as numbers, must be equal in all micro-batches.
+        - Of `Microbatches`, the outputs are a list, one a micro-batch.
 
         Returns
         -------

@@ -12,13 +12,15 @@ from torch import Tensor
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.evaluation.forward_runner import ForwardRunner
-from pipeexec.executor.evaluation.joined_outputs import joined_output
+from pipeexec.executor.evaluation.joined_outputs import joined_output, joined_slices
 from pipeexec.executor.evaluation.modes import evaluation_mode
 from pipeexec.executor.results.step_result import EvaluationResult
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.nesting import leaves, tensors_in
 from pipeexec.stages.batches import Batch
+from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
 from pipeexec.stages.sample_dims import sample_dims
+from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -62,8 +64,12 @@ class Evaluator:
             for tensor in tensors_in(rows):
                 if tensor.is_cuda:  # made on a stream of its stage
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            dims = self._training.model.batch_dims
-            return joined_output(rows, [sizes[k] for k in numbers], dims)
+            if runner.shares.shapes is not None:  # some process gave Microbatches
+                return rows
+            model = self._training.model
+            cut = SequenceCut(self._training.graph.n_slices, model.slice_dim)
+            rows, samples = joined_slices(rows, [sizes[k] for k in numbers], cut)
+            return joined_output(rows, samples, model.batch_dims)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -88,13 +94,14 @@ class Evaluator:
         return runner, repr((n, shapes))
 
     def _shapes(self, inputs: Batch | None, targets: Any) -> list[list[Any]]:
-        """Return samples, replicas, shapes of inputs and autocast of each process.
+        """Return samples, `Microbatches`, replicas, shapes and autocast of each process.
 
         Inputs that are no tensors may change the shapes of outputs, too.
         """
         training, processes = self._training, self._training.model.processes
         own = [
             self._n_samples(inputs, targets),
+            self._n_listed(inputs, targets),
             len(training.shares.local),
             [_shape(path, value) for path, value in leaves(inputs)],
             None if current_autocast() is None else [
@@ -107,15 +114,38 @@ class Evaluator:
     def _n_samples(self, inputs: Batch | None, targets: Any) -> list[int]:
         """Return the number of samples of inputs and of targets, if they are here."""
         dims = self._training.model.batch_dims
+        if are_microbatches(inputs, targets):
+            check_uncut(self._training.graph.n_slices)
+            return []
         pairs = (inputs, None), (None, targets)
         return [
             sample_dims(x, y, dims).n_samples for x, y in pairs if not (x is None and y is None)
         ]
 
+    def _n_listed(self, inputs: Batch | None, targets: Any) -> list[int]:
+        """Return the number of `Microbatches` of inputs and of targets, if they are here."""
+        return [len(batch) for batch in (inputs, targets) if isinstance(batch, Microbatches)]
+
     def _n_microbatches(self, shapes: list[list[Any]]) -> int:
-        """Return the number of micro-batches of a batch: one sample each at least."""
+        """Return the number of micro-batches of a batch: one sample each at least.
+
+        Slices count, those of whole sequences.
+        """
+        n_slices = self._training.graph.n_slices
         n_paths, most = self._training.shares.n_paths, self._training.graph.n_microbatches
-        for samples, n_shares, *_ in shapes:
+        most //= n_slices
+        numbers = {n / n_shares for _, listed, n_shares, *_ in shapes for n in listed}
+        if numbers:
+            n = int(min(numbers))
+            if numbers != {n} or not n_paths <= n <= most:
+                texts = " or ".join(f"{x:g}" for x in sorted(numbers))
+                raise ArgumentError(
+                    f"inputs and targets have {texts} Microbatches a replica; give both the same "
+                    f"whole number, between {n_paths} and {most}, the number of micro-batches of "
+                    "the schedule"
+                )
+            return n
+        for samples, _, n_shares, *_ in shapes:
             for n_samples in samples:
                 if 0 < n_samples < n_paths * n_shares:
                     raise ArgumentError(
@@ -125,7 +155,7 @@ class Evaluator:
                         "one replica"
                     )
                 most = min(most, max(n_samples // n_shares, n_paths))
-        return most
+        return most * n_slices
 
 
 def _shape(path: str, value: Any) -> list[Any]:

@@ -50,7 +50,7 @@ class ForwardRunner(StepRunner):
         step = self.run(inputs, targets, Step.walk)
         return self.result(step, may_wait=self.model.processes is None)
 
-    def predict(self, inputs: Batch | None, shapes: object) -> tuple[dict[int, Any], list[int]]:
+    def predict(self, inputs: Batch | None, shapes: object) -> tuple[dict[int, Any], list[float]]:
         """Return the output of each micro-batch of this process by number, and all their sizes."""
         self._check_last_stages()
         self._agree_anew(shapes)

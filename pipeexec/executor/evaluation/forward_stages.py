@@ -13,6 +13,7 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.setup.devices_and_stages import make_stages
+from pipeexec.experts.stage import ForwardExpertStage
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.module_call import Seed
 from pipeexec.stages.stage import Stage
@@ -92,4 +93,5 @@ def make_forward_stages(
         Takes the outputs of the last stage.
     """
     bare = [m.module if isinstance(m, DistributedDataParallel) else m for m in modules]
-    return make_stages(bare, graph, devices, counters, result, _ForwardStage, _ForwardShardedStage)
+    types = _ForwardStage, _ForwardShardedStage, ForwardExpertStage
+    return make_stages(bare, graph, devices, counters, result, *types)

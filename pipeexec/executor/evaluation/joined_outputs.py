@@ -12,7 +12,7 @@ The output of a single micro-batch is that of the batch, whatever it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -21,15 +21,19 @@ from torch import Tensor
 
 from pipeexec.nesting import Leaf, leaves, mapped
 from pipeexec.stages.sample_dims import NO_DIMS, BatchDims, dims_by_path
+from pipeexec.stages.sequence_slices.cut_batch import SequenceCut, positions_of
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["joined_output"]
+__all__ = ["joined_output", "joined_slices"]
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def joined_output(
-    outputs: Sequence[Any], sizes: Sequence[int], batch_dims: BatchDims = NO_DIMS
+    outputs: Sequence[Any],
+    sizes: Sequence[float],
+    batch_dims: BatchDims = NO_DIMS,
+    default_dim: int = 0,
 ) -> Any:
     """Return the output of a batch; tensors are on the device of the first micro-batch's.
 
@@ -39,6 +43,8 @@ def joined_output(
         Output and number of samples of each micro-batch, in the order of the batch.
     batch_dims
         Those of the pipeline.
+    default_dim
+        Dimension along which tensors without a path in ``batch_dims`` are concatenated.
 
     Raises
     ------
@@ -59,9 +65,49 @@ def joined_output(
                     f"batch: {_describe(one)} and {_describe(other)}; return the same for all"
                 )
     dims = _output_dims(rows[0], batch_dims)
-    joined = iter([_joined([leaf.value for leaf in same], sizes, same[0].path, dims)
-                   for same in zip(*rows, strict=True)])  # fmt: skip
+    joined = iter([
+        _joined([leaf.value for leaf in same], sizes, path, dims.get(path, default_dim))
+        for same in zip(*rows, strict=True)
+        for path in [same[0].path]
+    ])  # fmt: skip
     return mapped(lambda _: next(joined), outputs[0])
+
+
+def joined_slices(
+    outputs: Sequence[Any], sizes: Sequence[float], cut: SequenceCut
+) -> tuple[list[Any], list[float]]:
+    """Return the output of each micro-batch, and its samples, from those of its slices.
+
+    Parameters
+    ----------
+    outputs
+        Output of each slice; tensors have the positions in dimension ``cut.dim``.
+    sizes
+        Positions of each slice, over all its samples.
+    cut
+        How sequences were cut.
+
+    Raises
+    ------
+    ExecutionError
+        As `joined_output`, and if no tensor has the dimension.
+    """
+    k = cut.n_slices
+    if k == 1:
+        return list(outputs), list(sizes)
+    whole, samples = [], []
+    for first in range(0, len(outputs), k):
+        own = outputs[first : first + k]
+        positions = [positions_of(leaves(output, "output"), cut.dim) for output in own]
+        if not all(positions):
+            raise ExecutionError(
+                f"the output of the last stage has no tensor of positions in dimension {cut.dim} "
+                "(slice_dim), along which the outputs of slices are joined; return one, or predict "
+                "with a schedule without slices"
+            )
+        whole.append(joined_output(own, positions, default_dim=cut.dim))
+        samples.append(sum(sizes[first : first + k]) // sum(positions))
+    return whole, samples
 
 
 def _output_dims(values: Sequence[Leaf], batch_dims: BatchDims) -> dict[str, int | None]:
@@ -82,13 +128,11 @@ def _describe(leaf: Any) -> str:
     return "nothing more" if leaf is None else leaf.path
 
 
-def _joined(
-    values: Sequence[Any], sizes: Sequence[int], path: str, dims: Mapping[str, int | None]
-) -> Any:
+def _joined(values: Sequence[Any], sizes: Sequence[float], path: str, dim: int | None) -> Any:
     """Return the value of a batch from those of its micro-batches."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        return _joined_tensor(values, sizes, path, dims.get(path, 0))
+        return _joined_tensor(values, sizes, path, dim)
     if not all(isinstance(value, _PLAIN) for value in values):
         names = ", ".join(dict.fromkeys(type(value).__name__ for value in values))
         raise ExecutionError(
@@ -107,7 +151,7 @@ def _joined(
 
 
 def _joined_tensor(
-    values: Sequence[Tensor], sizes: Sequence[int], path: str, dim: int | None
+    values: Sequence[Tensor], sizes: Sequence[float], path: str, dim: int | None
 ) -> Tensor:
     """Return the tensor of a batch; ``dim`` is the dimension of the samples, None for none."""
     first = values[0].detach()

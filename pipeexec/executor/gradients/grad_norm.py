@@ -1,7 +1,8 @@
 """Norm of all gradients between backward and optimizer step, and clipping by it (GRAD_NORM).
 
 Each stage counts once: replicas have the same sums of gradients, and copies of a tied parameter
-too. The rows of a sharded embedding are different in each replica, and all count.
+too. The rows of a sharded embedding, experts, and shares of gradients are different in each
+replica, and all count.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from pipeexec.executor.gradients.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.experts.gradient_groups import shared_out
+from pipeexec.experts.stage import ExpertStage
 from pipesim.costs.collective_costs import NORM_BYTES
 from pipesim.errors import ExecutionError
 
@@ -55,12 +58,12 @@ def compute_grad_norm(step: Step, task: PlannedTask) -> None:
     torch_device, clipping = task.device.torch_device, step.gradients.clipping
     squares = [torch.zeros((), dtype=torch.float64, device=torch_device)] * step.graph.n_stages
     dtype = torch.float32
+    counted_stages: set[int] = set()
     for slot in task.copies:
         stage = slot % step.graph.n_stages
         assign_reduced_gradients(step, slot)
-        if slot != stage and stage not in step.graph.sharded:
-            continue  # the sums of the first replica
-        gradients = list(_gradients(step, slot))
+        gradients = list(_gradients(step, slot, is_first_here=stage not in counted_stages))
+        counted_stages.add(stage)
         if any(x.dtype in (torch.float64, torch.complex128) for x in gradients):
             dtype = torch.float64
         squares[stage] = squares[stage] + _squares(step, slot, gradients, torch_device)
@@ -82,11 +85,22 @@ def compute_grad_norm(step: Step, task: PlannedTask) -> None:
     step.events.nbytes[members] = NORM_BYTES if len(members) > 1 else 0
 
 
-def _gradients(step: Step, slot: int) -> Iterable[Tensor]:
-    """Yield the gradients of a stage, without those of later copies of tied parameters."""
+def _gradients(step: Step, slot: int, *, is_first_here: bool) -> Iterable[Tensor]:
+    """Yield the gradients of a local copy that no other copy counts.
+
+    These are the sums of the first replica; the rows of each replica of a sharded stage; and
+    experts in the first process that has them. Later copies of tied parameters do not count.
+    """
+    stage = step.gradients.stages[slot]
+    group = stage.expert_group if isinstance(stage, ExpertStage) else None
+    experts = set() if group is None else {id(p) for p in shared_out(stage.module).values()}
+    is_first = slot < step.graph.n_stages or stage.index in step.graph.sharded
+    is_first = is_first or slot in step.gradients.shards
+    counts_experts = group is not None and group.is_first and is_first_here
     copies = step.gradients.later_copies
-    for parameter in step.gradients.stages[slot].module.parameters():
-        if parameter.grad is not None and id(parameter) not in copies:
+    for parameter in step.gradients.trained(slot).parameters():
+        counts = counts_experts if id(parameter) in experts else is_first
+        if counts and parameter.grad is not None and id(parameter) not in copies:
             yield parameter.grad
 
 
@@ -145,7 +159,7 @@ def clip_gradients(step: Step, task: PlannedTask) -> None:
     if norm is None or norm.factor is None:
         return
     factors: dict[torch.device, Tensor] = {}
-    for parameter in task.stage.module.parameters():
+    for parameter in step.gradients.trained(task.slot).parameters():
         gradient = parameter.grad
         if gradient is None:
             continue

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.experts.gradient_groups import shared_out
+from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.earlier_gradients import add_gradients
 from pipesim.errors import ExecutionError
 
@@ -158,7 +160,10 @@ def reduce_gradients(step: Step, task: PlannedTask) -> None:
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # computed on another stream
     _record_bytes(step, task, gradients)
-    sums = sum_gradients(gradients, parameters_by_copy[0], task.group)
+    if task.slot in step.gradients.shards:  # each replica is in a process of its own
+        _scatter(step, task, gradients[0], parameters_by_copy[0], is_per_group=is_per_group)
+        return
+    sums = _sums(task, gradients, parameters_by_copy[0])
     for number, (slot, parameters) in enumerate(zip(task.copies, parameters_by_copy, strict=True)):
         totals = sums if number == 0 else copy_sums(sums, gradients[number], parameters)
         if is_per_group:
@@ -169,6 +174,49 @@ def reduce_gradients(step: Step, task: PlannedTask) -> None:
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
+
+
+def _scatter(
+    step: Step,
+    task: PlannedTask,
+    gradients: list[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+    *,
+    is_per_group: bool,
+) -> None:
+    """Sum the gradients of a stage whose replicas share them; its pieces get their part."""
+    assert task.group is not None
+    for parameter in () if is_per_group else parameters:
+        parameter.grad = None
+    is_first = task.slot not in step.gradients.scattered
+    step.gradients.scattered.add(task.slot)
+    step.gradients.shards[task.slot].reduce(gradients, task.group, adds=not is_first)
+
+
+def _sums(
+    task: PlannedTask, gradients: list[list[Tensor | None]], parameters: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    """Return the sum of each parameter's gradients; of experts over the processes that have them.
+
+    Parameters
+    ----------
+    gradients
+        Gradients of each local copy, one a parameter.
+    parameters
+        Parameters of the first copy.
+    """
+    experts = task.stage.expert_group if isinstance(task.stage, ExpertStage) else None
+    if experts is None:
+        return sum_gradients(gradients, parameters, task.group)
+    of_experts = {id(p) for p in shared_out(task.stage.module).values()}
+    sums: list[Tensor | None] = [None] * len(parameters)
+    for has_share, group in ((False, task.group), (True, experts.group)):
+        own = [k for k, p in enumerate(parameters) if (id(p) in of_experts) == has_share]
+        rows = [[copy[k] for k in own] for copy in gradients]
+        totals = sum_gradients(rows, [parameters[k] for k in own], group)
+        for k, total in zip(own, totals, strict=True):
+            sums[k] = total
+    return sums
 
 
 def copy_sums(
@@ -182,6 +230,7 @@ def copy_sums(
         if (
             total is None
             or gradient is None
+            or gradient is total  # the first copy has none of its own: both would be one tensor
             or gradient.layout != torch.strided
             or (total.layout != torch.strided)
         ):

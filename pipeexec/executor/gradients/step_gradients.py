@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
+from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.executor.setup.gradient_options import Clipping, GradientOptions
 from pipeexec.splitting.split_facts import tied_parameter
 from pipeexec.stages.earlier_gradients import EarlierGradients
@@ -50,6 +51,10 @@ class StepGradients:
         Tied parameters and clipping.
     norm
         Norm of all gradients; None until it is computed.
+    shards
+        Shares of the parameters of stages, by slot, for those whose replicas share them.
+    scattered
+        Slots of these whose pieces have gradients of this step.
     """
 
     stages: Sequence[StageLike]
@@ -63,6 +68,13 @@ class StepGradients:
     is_skipped: bool = False
     options: GradientOptions = field(default_factory=GradientOptions)
     norm: GradNorm | None = None
+    shards: Mapping[int, StageShards] = field(default_factory=dict)
+    scattered: set[int] = field(default_factory=set)
+
+    def trained(self, slot: int) -> nn.Module:
+        """Return the module whose parameters the optimizer of a stage steps: its share, if any."""
+        shards = self.shards.get(slot)
+        return self.stages[slot].module if shards is None else shards.pieces
 
     @property
     def clipping(self) -> Clipping:
@@ -96,9 +108,9 @@ class StepGradients:
         ExecutionError
             If the gradients include those from before the step.
         """
-        stage = self.stages[slot]
+        stage, trained = self.stages[slot], self.trained(slot)
         if self.scale != 1:
-            _unscale(stage.module, self.scale)
+            _unscale(trained, self.scale)
         if not loss.is_counted():
             return
         is_separate = self.optimizers[slot] is not None or (
@@ -110,7 +122,7 @@ class StepGradients:
                 f"but gradients of stage {stage.index} accumulate over steps; give Pipeline an "
                 "optimizer, or leave out DistributedDataParallel and cuda_graph"
             )
-        loss.divide(stage.module, batch, stage.mean_count)
+        loss.divide(trained, batch, stage.mean_count)
         if self.earlier is not None:
             self.earlier.end_mini_batch(slot)
 

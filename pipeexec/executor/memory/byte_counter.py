@@ -1,4 +1,4 @@
-"""Count the activations, gradients and buffers of a step, task by task, on any device.
+"""Count the activations, gradients, buffers and gathered parameters of a step, task by task.
 
 A gradient counts until its storage is freed, whatever holds it. Buffers are everything else that a
 REDUCE_GRAD allocates, such as a message of several gradients.
@@ -7,6 +7,7 @@ REDUCE_GRAD allocates, such as a message of several gradients.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from pipeexec.executor.memory.step_memory import Bytes
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
-from pipesim.ops import Op
+from pipesim.ops import COPIES, Op
 
 __all__ = ["ByteCounter"]
 
@@ -44,14 +45,16 @@ class ByteCounter:
     Attributes
     ----------
     columns
-        Bytes taken and given back of activations, gradients and buffers; shape ``(6, n_tasks)``.
+        Bytes taken and given back of activations, gradients, buffers and gathered parameters; shape
+        ``(8, n_tasks)``.
     """
 
     def __init__(self, n_tasks: int, meters: Sequence[ActivationMeter]) -> None:
         self.meters = meters
-        self.columns = np.zeros((6, n_tasks))
-        self.activations, self.gradients, self.buffers = (
-            Bytes(*pair) for pair in self.columns.reshape(3, 2, n_tasks)
+        self._locks = [threading.Lock() for _ in meters]  # of devices whose copies run beside
+        self.columns = np.zeros((8, n_tasks))
+        self.activations, self.gradients, self.buffers, self.parameters = (
+            Bytes(*pair) for pair in self.columns.reshape(4, 2, n_tasks)
         )
 
     def wrap(self, task: PlannedTask) -> PlannedTask:
@@ -68,12 +71,24 @@ class ByteCounter:
 
     def _compute(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         """Count a task on a compute stream, where a device's activations change."""
-        meter = self.meters[int(step.graph.device[task.id])]
-        before = meter.window_peak = meter.current
-        with self._counting(step, task, [task.slot], [task.id]):
+        with self._window(step, task), self._counting(step, task, [task.slot], [task.id]):
             handler(step, task)
-        self.activations.taken[task.id] = meter.window_peak - before
-        self.activations.given[task.id] = meter.window_peak - meter.current
+
+    def _copy(self, step: Step, task: PlannedTask, handler: Handler) -> None:
+        """Count a copy to or from the host, which changes activations alone."""
+        with self._window(step, task):
+            handler(step, task)
+
+    @contextmanager
+    def _window(self, step: Step, task: PlannedTask) -> Iterator[None]:
+        """Count the activations of a task's device, one task at a time."""
+        device = int(step.graph.device[task.id])
+        meter = self.meters[device]
+        with self._locks[device]:
+            before = meter.window_peak = meter.current
+            yield
+            self.activations.taken[task.id] = meter.window_peak - before
+            self.activations.given[task.id] = meter.window_peak - meter.current
 
     def _reduce(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         """Count the reduction of all local copies of a stage."""
@@ -94,6 +109,16 @@ class ByteCounter:
             gradients = _storages(x for slot in task.copies for x in _gradients(step, task, slot))
             buffers = watch.peak - max(watch.n_bytes_before, _n_alive_bytes(gradients))
         self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
+
+    def _gather(self, step: Step, task: PlannedTask, handler: Handler) -> None:
+        """Count a task that gathers parameters, or frees them."""
+        shards = step.gradients.shards.get(task.slot)
+        tensors = [] if shards is None else shards.whole_tensors
+        before = sum(x.untyped_storage().nbytes() for x in tensors)
+        handler(step, task)
+        change = sum(x.untyped_storage().nbytes() for x in tensors) - before
+        self.parameters.taken[task.id] = max(0, change)
+        self.parameters.given[task.id] = max(0, -change)
 
     @contextmanager
     def _counting(
@@ -116,6 +141,8 @@ class ByteCounter:
 _COUNTERS: dict[Op, Callable[..., None]] = {
     **dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP), ByteCounter._compute),
     Op.REDUCE_GRAD: ByteCounter._reduce,
+    **dict.fromkeys(COPIES, ByteCounter._copy),
+    **dict.fromkeys((Op.UNSHARD, Op.RESHARD), ByteCounter._gather),
 }
 
 

@@ -67,7 +67,9 @@ class MemoryMethods(ABC):
             return probes.count_activations(self._runner, self._checked(inputs), targets, groups)
 
     def memory(self, inputs: Any, targets: Any) -> StepMemory:
-        """Return the bytes of activations and gradients over a step, counted task by task.
+        """Return the bytes of activations, gradients and gathered parameters over a step.
+
+        They are counted task by task.
 
         The simulator's counterpart is ``timeline.memory()``. Counting delays the host, so this runs
         a step of its own, which leaves no trace. All processes must call this.
@@ -76,15 +78,18 @@ class MemoryMethods(ABC):
             nbytes, result = probes.count_task_bytes(self._runner, self._checked(inputs), targets)
         one_gradient = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
+            if self._model.sharding[stage.index] != "parameters"
+            else 0.0
             for stage in self.stages
         ]
-        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(6, -1)
+        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(8, -1)
         return StepMemory(
             self.gather(result).timeline,
             Bytes(*columns[:2]),
             Bytes(*columns[2:4]),
-            Bytes(*columns[4:]),
+            Bytes(*columns[4:6]),
             np.array(self.total(one_gradient)).reshape(self.graph.homes.shape),
+            Bytes(*columns[6:]),
         )
 
     def allocated(self, inputs: Any, targets: Any) -> Allocated:

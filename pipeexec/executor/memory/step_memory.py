@@ -1,4 +1,4 @@
-"""`StepMemory`: bytes of activations, gradients and buffers that devices hold over a step.
+"""`StepMemory`: bytes of activations, gradients, buffers and parameters that devices hold.
 
 A task takes its bytes at its start and gives them back at its end, as in rule 10 of docs/time.md.
 """
@@ -41,7 +41,10 @@ class StepMemory:
         Bytes that each task took and gave back.
     one_gradient
         Bytes of one gradient a parameter, for each stage of each replica; shape
-        ``(n_replicas, n_stages)``.
+        ``(n_replicas, n_stages)``. 0 for sharded parameters, of whose gradients a share is always
+        held.
+    parameters
+        Bytes of sharded parameters that each task gathered and freed.
     """
 
     timeline: Timeline
@@ -49,6 +52,7 @@ class StepMemory:
     gradients: Bytes
     buffers: Bytes
     one_gradient: Floats
+    parameters: Bytes
 
     def at(self, timeline: Timeline) -> StepMemory:
         """Return the same bytes at the times of another step of the same graph."""
@@ -71,7 +75,7 @@ class StepMemory:
 
     @property
     def peak(self) -> Floats:
-        """Most bytes of activations and of gradients beyond one a parameter.
+        """Most bytes of activations, gathered parameters, and gradients beyond one a parameter.
 
         The simulator adds these to the bytes that are held throughout. Shape ``(n_devices,)``.
         """
@@ -87,16 +91,18 @@ class StepMemory:
     def frame(self) -> pd.DataFrame:
         """Bytes held after each start and end of a task that changed any.
 
-        ``device``, ``time`` (s), ``activations``, ``gradients``, ``buffers``, and ``total``:
-        activations, and gradients beyond one a parameter. By device, then in order of time.
+        ``device``, ``time`` (s), ``activations``, ``gradients``, ``buffers``, ``parameters``, and
+        ``total``: activations, gathered parameters, gradients beyond one a parameter. By device,
+        then in order of time.
         """
         import pandas as pd
 
-        graph, kinds = self.timeline.graph, (self.activations, self.gradients, self.buffers)
+        graph = self.timeline.graph
+        kinds = self.activations, self.gradients, self.buffers, self.parameters
         changed = np.any([x != 0 for kind in kinds for x in kind], axis=0)
         task, is_end = in_order_of_time(self.timeline, changed, changed)
         place = graph.replica * graph.n_stages + graph.stage
-        held = np.zeros((3, graph.n_devices))
+        held = np.zeros((4, graph.n_devices))
         gradients = np.zeros(self.one_gradient.size)
         one, homes = self.one_gradient.ravel(), graph.homes.ravel()
         rows = []
@@ -107,6 +113,7 @@ class StepMemory:
             gradients[place[number]] += change[1]
             more_gradients = np.maximum(0.0, gradients - one)[homes == device].sum()
             time = (self.timeline.end if ends else self.timeline.start)[number]
-            rows.append((device, time, *held[:, device], held[0, device] + more_gradients))
-        names = ["device", "time", "activations", "gradients", "buffers", "total"]
+            total = held[0, device] + held[3, device] + more_gradients
+            rows.append((device, time, *held[:, device], total))
+        names = ["device", "time", "activations", "gradients", "buffers", "parameters", "total"]
         return pd.DataFrame(rows, columns=names).astype({"device": "int64"})

@@ -28,13 +28,13 @@ class AccumulatedSteps:
     Attributes
     ----------
     n_steps, n_samples
-        Number of steps, and of samples in them.
+        Number of steps, and of samples in them, or the sum of weights given.
     count
         Sum of the counts of their losses; 0 without counts.
     """
 
     n_steps: int = 0
-    n_samples: int = 0
+    n_samples: float = 0
     count: float = 0.0
 
     @torch.no_grad()

@@ -105,7 +105,7 @@ class StepResult:
         """Number of micro-batches of all replicas."""
         readings = self.__dict__.get(_READINGS)
         graph = self.timeline.graph if readings is None else readings.graph
-        return int(((graph.op == Op.F) & (graph.stage == 0)).sum())
+        return int(((graph.op == Op.F) & (graph.stage == 0) & (graph.part <= 0)).sum())
 
     @cached_property
     def loss(self) -> Tensor:

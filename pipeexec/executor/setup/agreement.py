@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipeexec.distributed.signatures import (
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import expected_messages
 from pipeexec.executor.step_inputs import StepInputs
+from pipeexec.experts.gradient_groups import part_of_experts, shared_out
 from pipeexec.nesting import Arguments
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
@@ -82,21 +84,37 @@ def agree_on_weights(
     ArgumentError
         If the weights of a stage differ; names the stage.
     """
-    rows = processes.share([_checksum(module) for module in modules])
+    rows = processes.share([_checksums(module) for module in modules])
     for stage in sorted({*range(n_stages)}.difference(sharded)):
-        if len({sum for row in rows for sum in row[stage::n_stages] if sum}) > 1:
+        sums: dict[str, set[str]] = defaultdict(set)
+        for part, checksum in (x for row in rows for own in row[stage::n_stages] for x in own):
+            sums[part].add(checksum)
+        if any(len(different) > 1 for different in sums.values()):
             raise ArgumentError(
                 f"stage {stage} begins with different weights in different processes; build "
                 "the model from one seed, or load one checkpoint"
             )
 
 
-def _checksum(module: nn.Module) -> str:
-    """Return a checksum of a module's parameters; empty for a stage of another process."""
+def _checksums(module: nn.Module) -> list[tuple[str, str]]:
+    """Return checksums of a module's parameters; none for a stage of another process.
+
+    Experts of which it has a share have a checksum of their own, with their numbers.
+    """
+    if isinstance(module, RemoteStage):
+        return []
+    experts = list(shared_out(module).values())
+    of_experts = {id(parameter) for parameter in experts}
+    others = [p for p in module.parameters() if id(p) not in of_experts]
+    own = [(part_of_experts(module), _checksum(experts))] if experts else []
+    return [("", _checksum(others)), *own]
+
+
+def _checksum(parameters: Iterable[nn.Parameter]) -> str:
     checksum = hashlib.sha256()
-    for parameter in module.parameters():
+    for parameter in parameters:
         checksum.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return "" if isinstance(module, RemoteStage) else checksum.hexdigest()
+    return checksum.hexdigest()
 
 
 def agree_on_shapes(
@@ -104,7 +122,7 @@ def agree_on_shapes(
     devices: Sequence[Device],
     inputs: Sequence[Values],
     processes: Processes,
-    arguments: Arguments | None = None,
+    arguments: Sequence[Arguments] | None = None,
 ) -> list[list[Signature]]:
     """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
 
@@ -117,7 +135,7 @@ def agree_on_shapes(
     inputs
         Micro-batches; empty for those of another process.
     arguments
-        Those of the first stage; see `StepInputs`.
+        Those of the first stage, one a micro-batch; see `StepInputs`.
     """
     outputs: list[list[Signature]] = []
     local = [signature([x for x in values if x is not None]) for values in inputs]
@@ -125,13 +143,14 @@ def agree_on_shapes(
     for stage, device in enumerate(devices[:-1]):
         local = [()] * len(inputs_of_stage)
         if not isinstance(device, RemoteDevice):
-            output_by_input = {
-                s: output_signature(
-                    modules[stage], s, device.torch_device, stage, None if stage else arguments
-                )
-                for s in dict.fromkeys(inputs_of_stage)
-            }
-            local = [output_by_input[s] for s in inputs_of_stage]
+            calls = arguments if arguments and not stage else [None] * len(inputs_of_stage)
+            outputs_by_call: dict[tuple[Signature, int], Signature] = {}
+            for s, call in zip(inputs_of_stage, calls, strict=True):
+                if (s, id(call)) not in outputs_by_call:
+                    outputs_by_call[s, id(call)] = output_signature(
+                        modules[stage], s, device.torch_device, stage, call
+                    )
+            local = [outputs_by_call[s, id(x)] for s, x in zip(inputs_of_stage, calls, strict=True)]
         inputs_of_stage = _merge_signatures(local, processes)
         outputs.append(inputs_of_stage)
     return outputs
@@ -167,7 +186,7 @@ def agree_on_messages(
             [devices[d] for d in graph.homes[replica]],
             inputs.microbatches[share * m : (share + 1) * m],
             processes,
-            inputs.arguments,
+            inputs.arguments and inputs.arguments[share * m : (share + 1) * m],
         )
         for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
     ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
+from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.distributed.processes import Processes
@@ -15,12 +17,15 @@ from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_opti
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.setup.agreement import agree_on_weights
 from pipeexec.executor.setup.gradient_options import GradientOptions
+from pipeexec.experts.graph_checks import layers_of_graph, member_of_replica, n_members
+from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
 
 __all__ = ["agree_on_pipeline", "make_pipeline_devices", "make_stages"]
 
@@ -57,6 +62,7 @@ def make_stages(
     loss: MicrobatchLoss,
     stage_type: type[Stage] = Stage,
     sharded_type: type[ShardedStage] = ShardedStage,
+    expert_type: type[ExpertStage] = ExpertStage,
 ) -> list[StageLike]:
     """Return the stages of all replicas, replica after replica.
 
@@ -68,14 +74,15 @@ def make_stages(
         Counter of held activations of each device.
     loss
         Computes the losses of micro-batches.
-    stage_type, sharded_type
-        Classes of stages, and of sharded embeddings.
+    stage_type, sharded_type, expert_type
+        Classes of stages, of sharded embeddings, and of stages with experts.
     """
     n = graph.n_stages
+    layers, members = layers_of_graph(graph), member_of_replica(graph)
     several = graph.n_batches > 1
     size = graph.n_microbatches // graph.n_batches
     delayed = graph.weight_versions == "double_buffered"
-    return [
+    stages: list[StageLike] = [
         sharded_type(
             module,
             index % n,
@@ -83,6 +90,16 @@ def make_stages(
             **exchange_options(graph),
         )
         if index % n in graph.sharded and isinstance(module, EmbeddingStage)
+        else expert_type(
+            module,
+            index % n,
+            devices[device].torch_device,
+            counters[device],
+            partial(loss, index // n) if index % n == n - 1 else None,
+            member=members[index // n],
+            n_members=n_members(graph),
+        )
+        if layers[index % n] and not isinstance(module, RemoteStage)
         else stage_type(
             module,
             index % n,
@@ -91,11 +108,28 @@ def make_stages(
             partial(loss, index // n) if index % n == n - 1 else None,
             WeightVersions(module, size, delayed) if several else None,
             size,
+            graph.n_slices,
         )
         for index, (module, device) in enumerate(
             zip(modules, graph.homes.ravel().tolist(), strict=False)
         )
     ]
+    _mark_offloaded(graph, stages)
+    return stages
+
+
+def _mark_offloaded(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Tell each stage which of its micro-batches have an OFFLOAD."""
+    tasks = np.flatnonzero(graph.op == Op.OFFLOAD)
+    slots = graph.replica[tasks] * graph.n_stages + graph.stage[tasks]
+    for slot in np.unique(slots[slots < len(stages)]).tolist():
+        stage = stages[slot]
+        if not isinstance(stage, Stage):
+            raise ArgumentError(
+                f"graph {graph.name!r} offloads activations of stage {stage.index}, which is "
+                "sharded and keeps none; lower without offload for it"
+            )
+        stage.offloaded = frozenset(graph.microbatch[tasks[slots == slot]].tolist())
 
 
 def agree_on_pipeline(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipeexec.data_parallel.sharded_optimizer import WholeOptimizer
 from pipeexec.executor.state.names import StateNames
 from pipeexec.stages.restore import restore_optimizer
 from pipesim.errors import ArgumentError, PipeError
@@ -26,13 +27,13 @@ __all__ = ["apply_optimizer_states", "merged_groups", "optimizer_state", "prepar
 
 #: Options that say how a step is computed, not what: each optimizer keeps its own.
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+#: An optimizer, or one of shares as one of whole parameters.
+AnyOptimizer = torch.optim.Optimizer | WholeOptimizer
 #: An optimizer, and the state that its ``load_state_dict`` takes.
-Prepared = tuple[torch.optim.Optimizer, dict[str, Any]]
+Prepared = tuple[AnyOptimizer, dict[str, Any]]
 
 
-def optimizer_state(
-    names: StateNames, optimizers: Sequence[torch.optim.Optimizer | None]
-) -> dict[str, Any]:
+def optimizer_state(names: StateNames, optimizers: Sequence[AnyOptimizer | None]) -> dict[str, Any]:
     """Return the state of the local stages' optimizers; tensors share memory with it."""
     state: dict[str, dict[str, Any]] = {}
     groups_by_stage: list[list[dict[str, Any]]] = []
@@ -93,7 +94,7 @@ def merged_groups(parts: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str
 
 def prepared_states(
     names: StateNames,
-    optimizers: Sequence[torch.optim.Optimizer | None],
+    optimizers: Sequence[AnyOptimizer | None],
     state: Mapping[str, Any],
     *,
     error: type[PipeError] = ArgumentError,
@@ -146,7 +147,7 @@ def _checked_form(
 
 
 def _part(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     keys: Mapping[nn.Parameter, str],
     groups: Mapping[str, Mapping[str, Any]],
     values: Mapping[str, Mapping[str, Any]],
@@ -244,4 +245,7 @@ def _copied(value: Any, present: Any) -> Any:
 def apply_optimizer_states(prepared: Iterable[Prepared]) -> None:
     """Load prepared states into their optimizers."""
     for optimizer, state in prepared:
-        restore_optimizer(optimizer, state)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            restore_optimizer(optimizer, state)
+        else:  # one of shares, which takes the state of whole parameters
+            optimizer.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +50,13 @@ class StateMethods:
         - for other stages: those of ``nn.Sequential(*stages)``, such as ``"0.weight"``.
 
         In several processes, the entries are those of the local stages. Of an embedding whose rows
-        are spread over processes, they are the rows of this process.
+        are spread over processes, they are the rows of this process. Sharded parameters are
+        gathered into copies; all processes must then call this.
         """
-        with self._model.locked("state_dict"):
-            return self.names.local_state()
+        with self._model.locked("state_dict"), self._model.whole_parameters():
+            state = self.names.local_state()
+            frees = "parameters" in self._model.sharding
+            return copy.deepcopy(state) if frees else state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and buffers into all stages and their copies; all processes must call it.
@@ -81,7 +85,8 @@ class StateMethods:
                 tied = self._model.gradient_options.tied
                 values = tied_values(self.names, tied, self._model.modules, state)
             check_tied_values(tied, values, self.processes)
-            load_model_state(self.names, state)
+            with self._model.whole_parameters(changes=True):
+                load_model_state(self.names, state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizers by the names of parameters of the original model.
@@ -89,10 +94,11 @@ class StateMethods:
         The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, and
         does not depend on the number of stages. `torch.distributed.checkpoint.state_dict`'s
         ``set_optimizer_state_dict`` loads it into the optimizer of the unsplit model. Groups of
-        stages with equal options are one group.
+        stages with equal options are one group. The state of sharded optimizers is gathered; all
+        processes must then call this.
         """
         with self._model.locked("optimizer_state_dict"):
-            return optimizer_state(self.names, self.optimizers)
+            return optimizer_state(self.names, self._model.whole_optimizers())
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of the optimizers of all stages; all processes must call this.
@@ -114,12 +120,13 @@ class StateMethods:
             If another process has refused its state.
         """
         with self._model.locked("load_optimizer_state_dict"):
+            optimizers = self._model.whole_optimizers()
             with raise_together(self.processes):
                 if not self._model.zero_grad:
                     raise ArgumentError(
                         "the pipeline has no optimizer to load a state; give Pipeline an optimizer"
                     )
-                prepared = prepared_states(self.names, self.optimizers, state)
+                prepared = prepared_states(self.names, optimizers, state)
             apply_optimizer_states(prepared)
 
 

@@ -145,11 +145,11 @@ class Finder:
         """Return whether a module only passes its input through a chain of equal modules."""
         total = sum(p.numel() for p in module.parameters())
         for inner, child in module.named_modules():
-            if not inner or not self.is_chain(f"{name}.{inner}", child):
+            if not inner or len({type(element) for element in child.children()}) != 1:
                 continue
-            kinds = {type(element) for element in child}
-            size = sum(p.numel() for p in child.parameters())
-            if len(kinds) == 1 and size >= _DOMINANT * total and self._passes(name, child):
+            if sum(p.numel() for p in child.parameters()) < _DOMINANT * total:
+                continue  # `is_chain` may take a forward
+            if self.is_chain(f"{name}.{inner}", child) and self._passes(name, child):
                 return True
         return False
 

@@ -15,6 +15,8 @@ def written_tensors(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Return the arguments that an operation changes."""
+    if not function._schema.is_mutable:
+        return ()
     arguments = function._schema.arguments
     values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
     changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]

@@ -44,6 +44,8 @@ class LossFunction:
     is_checked
         Whether a step has compared the combined loss with that of several micro-batches at once;
         see `pipeexec.stages.loss.loss_check`.
+    has_warned_of_shapes
+        Whether a step has warned of `Microbatches` of different lengths.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LossFunction:
         check_name("loss_reduction", reduction, ("mean", "sum"))
         self.function, self.reduction, self.on_device = function, reduction, on_device
         self.returns_count: bool | None = None
-        self.is_checked = False
+        self.is_checked = self.has_warned_of_shapes = False
 
     def __call__(self, output: object, targets: object) -> tuple[Tensor, Count | None]:
         """Return the loss of a micro-batch and its count, None without one.

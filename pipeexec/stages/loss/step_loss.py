@@ -4,6 +4,8 @@ A mean over samples is weighted by the samples of its micro-batch, which are kno
 A mean over something else, such as tokens that are not masked, comes as ``(sum, count)``. Backwards
 begin before the last count is known, so they start from sums, and gradients are divided by the
 total count when the optimizer steps. Megatron-LM does the same (``calculate_per_token_loss``).
+
+The file is longer than 300 lines, since weights, counts and checks need the losses of one step.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.loss.loss_check import Difference, LossCheck
 from pipeexec.stages.loss.loss_function import Count, LossFunction
+from pipeexec.stages.loss.loss_shapes import LossShapes
 from pipeexec.stages.loss.metrics import Metrics, MetricSum, metric_sums
 from pipesim.errors import ExecutionError
 
@@ -40,7 +43,7 @@ class StepLoss:
     function
         Loss function of the pipeline.
     sizes
-        Samples of each micro-batch.
+        Samples of each micro-batch, or its weight if the user gives weights.
     targets
         Targets of each micro-batch; None for those of other processes.
     shares, n_batches
@@ -57,7 +60,7 @@ class StepLoss:
     def __init__(
         self,
         function: LossFunction,
-        sizes: Sequence[int],
+        sizes: Sequence[float],
         targets: Sequence[Any],
         shares: BatchShares,
         n_batches: int,
@@ -84,6 +87,8 @@ class StepLoss:
         self._processes, self._own, self._owners = processes, set(own), sorted(set(owners))
         self._name = "" if processes is None else f"count/{processes.next_number()}"
         self.check = None if function.is_checked else LossCheck()
+        #: Shapes of `Microbatches`; None for a batch that is split evenly.
+        self.output_shapes: LossShapes | None = None
         #: Factor of the gradients, and count of earlier steps whose gradients they are added to.
         self.gradient_weight, self.earlier_count = 1.0, 0.0
 
@@ -93,6 +98,8 @@ class StepLoss:
         loss, count, metrics = self.function.with_metrics(output, self.targets[microbatch])
         if metrics is not None:
             self._note_metrics(microbatch, metrics)
+        if self.output_shapes is not None:
+            self.output_shapes.note(output, count)
         if is_first and self._processes is not None:
             self._processes.publish(f"{self._name}/is", float(count is not None))
         if count is None:
@@ -205,6 +212,19 @@ class StepLoss:
         is_exact = self.function.returns_count or self.function.reduction == "sum"
         return None if self.check is None or is_exact or len(self.sizes) < 2 else self.check.number
 
+    def unlike_shapes(self) -> tuple[str, list[str]] | None:
+        """Return name and shapes of values that make a mean over samples doubtful, once.
+
+        None if they are alike, for sums, and for losses with counts or weights.
+        """
+        function = self.function
+        is_exact = function.returns_count is not False or function.reduction == "sum"
+        if self.output_shapes is None or is_exact or function.has_warned_of_shapes:
+            return None
+        shapes = self.output_shapes.unlike()
+        function.has_warned_of_shapes = shapes is not None
+        return shapes
+
     def difference(self) -> Difference | None:
         """Return the difference of the loss from that of several micro-batches at once.
 
@@ -283,7 +303,7 @@ class StepLoss:
         return math.fsum(_to_float(x) for x in counts if x is not None)
 
 
-def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]:
+def _weights(sizes: Sequence[float], numbers: np.ndarray[Any, Any]) -> list[float]:
     """Return the part of each micro-batch in its mini-batch, over all replicas."""
     table = np.array(sizes)[numbers]
     weights: list[float] = (table / table.sum(axis=(0, 2), keepdims=True)).ravel().tolist()

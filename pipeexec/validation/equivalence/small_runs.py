@@ -149,13 +149,19 @@ def _from_mapping(name: str, values: Mapping[str, Any], n_layers: int) -> SmallR
 
 
 def _check_updates(name: str, run: SmallRun) -> None:
-    """Raise `ArgumentError` if a schedule updates weights more than once, or later."""
+    """Raise `ArgumentError` if a schedule updates weights within a step, later, or in slices."""
     order = run.order()
     if order.n_batches > 1 or order.weight_versions != "one":
         raise ArgumentError(
             f"{name}: {run.schedule} computes gradients with older weights or updates them within "
             "a step, so it is not equal to another schedule even in theory; give one that updates "
             "weights once, at the end, such as '1f1b'"
+        )
+    if order.n_slices > 1:
+        raise ArgumentError(
+            f"{name}: {run.schedule} runs slices of sequences, and layers are compared on whole "
+            "micro-batches; give one of whole micro-batches, such as '1f1b', and compare slices "
+            "with a step of px.Pipeline"
         )
 
 

@@ -493,7 +493,7 @@ def command_line(processes: px.Processes, folder: str) -> list[int]:
                 "run", "run", folder, f"--grad-sync bucketed --n-buckets 2 --costs {folder}/costs"
             )
         ),
-        main(arguments("validate", "modes", folder, f"{modes} --recompute never")),
+        main(arguments("validate", "modes", folder, f"{modes} --schedules 1f1b --recompute never")),
     ]
 
 
@@ -526,21 +526,16 @@ def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> N
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert together["replicas"] == 2
     modes = px.load_run(tmp_path / "modes")
-    assert list(modes.rows) == [
-        f"{name} never {mode}" for name in ("gpipe", "1f1b")
-        for mode in ("every", "last", "bucketed")
-    ]  # fmt: skip
+    names = ["1f1b never every", "1f1b never last", "1f1b never bucketed"]
+    assert list(modes.rows) == names
     for row in modes.rows.values():
         assert row.measured.complete
-    table = modes.table
-    for name in ("gpipe", "1f1b"):
-        every, last, bucketed = (
-            table.loc[f"{name} never {mode}", ["memory_predicted", "memory_measured"]].tolist()
-            for mode in ("every", "last", "bucketed")
-        )
-        assert last == bucketed == [last[0]] * 2
-        # How many gradients wait for their reduction depends on times.
-        assert all(last[0] <= nbytes < 4 * last[0] for nbytes in every)
+    every, last, bucketed = (
+        modes.table.loc[name, ["memory_predicted", "memory_measured"]].tolist() for name in names
+    )
+    assert last == bucketed == [last[0]] * 2
+    # How many gradients wait for their reduction depends on times.
+    assert all(last[0] <= nbytes < 4 * last[0] for nbytes in every)
     costs = ps.Costs.load(tmp_path / "costs/costs.json")
     assert costs.reduce_grad[0] > 0
     assert len(costs.buckets[0]) == 2

@@ -497,10 +497,10 @@ def test_skip_connections_are_refused() -> None:
 
 
 def test_sharded_optimizers_are_refused() -> None:
-    """With the operation named, and no worker left behind."""
+    """Where replicas are in one process: with the stage named, and no worker left behind."""
     workers = threading.active_count()
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, shard_optimizer=True)
-    message = "0UNSHARD cannot be run: a sharded optimizer is simulated, not run; lower without sh"
+    message = "shard_optimizer=True, but replicas of stage 0 are in one process, where they"
     with pytest.raises(ArgumentError, match=message):
         make(stages=[nn.Linear(16, 16)], graph=graph, devices=["cpu"] * 2)
     assert threading.active_count() == workers

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from parity import check, everywhere, lowered, scheduled
 from small_pipelines import (
+    NAMES_WITHOUT_SLICES,
     Nap,
     assert_same,
     cut,
@@ -85,35 +86,42 @@ def test_any_verified_graph_runs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("name", ps.schedules().index)
+@pytest.mark.parametrize("name", NAMES_WITHOUT_SLICES)
 def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
-    """Loss and gradients are the unsplit model's to the last bit, on 2 and on 4 devices.
+    """Loss and gradients are the unsplit model's to the last bit.
+
+    On four devices with fewer micro-batches, or twice as many; without recomputing on two as well.
 
     Four micro-batches on two devices are those of `test_many_processes`.
     """
-    for p, m in ((2, 5), (4, 8), (4, 3)):
-        if not schedule_info(name).allows(p, m):
-            continue
+    allows = schedule_info(name).allows
+    sizes = [(4, 3) if allows(4, 3) else (4, 8)]
+    if recompute == "never" and allows(2, 5):
+        sizes.append((2, 5))
+    for p, m in sizes:
         graph = lowered(name, p, m, recompute=recompute)
         check(cut(dense(graph.n_stages), [1] * graph.n_stages), graph, *data(2 * m + 1))
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
 @given(
     graph=graphs(
         forward_only=False,
         n_replicas=1,
         sharded=(),
         shard_optimizer=False,
+        shard_parameters="none",
         tied=(),
         grad_norm=False,
-    )
+        expert_layers=(),
+        expert_replicas=None,
+    ).filter(lambda graph: graph.n_slices == 1)
 )
 def test_parity_on_any_graph(graph: ps.TaskGraph) -> None:
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(graph.n_stages)]
     result = check(stages, graph, *data(2 * graph.n_microbatches + 1))
-    assert list(result.peak_held) == held_by_simulation(graph)
+    if Op.OFFLOAD not in graph.op:  # how long a copy takes decides what is held beside it
+        assert list(result.peak_held) == held_by_simulation(graph)
 
 
 # Memory and time
@@ -157,7 +165,7 @@ def nervous(p: int, seed: int) -> list[nn.Module]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -233,8 +241,7 @@ def test_a_step_is_replayed_from_its_own_durations() -> None:
 
 
 def test_every_operation_of_one_process_has_its_work() -> None:
-    """Sharded optimizers are simulated alone."""
-    assert set(HANDLERS) == set(Op) - {Op.UNSHARD}
+    assert set(HANDLERS) == set(Op)
 
 
 def test_pipelines_that_share_stages_run_in_turn() -> None:

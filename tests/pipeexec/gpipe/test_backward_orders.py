@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawing import draw, grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
@@ -56,7 +56,6 @@ def test_orders_that_are_not_random_have_no_seed() -> None:
     st.booleans(),
     st.sampled_from(["per_peer", "single", "per_microbatch"]),
 )
-@settings(max_examples=50)
 def test_random_orders_run(
     p: int, m: int, seed: int, overlap: bool, rendezvous: bool, streams: Any
 ) -> None:

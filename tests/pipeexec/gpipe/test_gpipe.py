@@ -37,9 +37,10 @@ pytestmark = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(
+    ("checkpoint", "requires_grad"), [*((mode, True) for mode in MODES), ("except_last", False)]
+)
 @pytest.mark.parametrize(("name", "balance"), CASES)
-@pytest.mark.parametrize("requires_grad", [False, True])
 def test_outputs_and_gradients_are_those_of_the_module(
     name: str, balance: list[int], checkpoint: Any, requires_grad: bool
 ) -> None:

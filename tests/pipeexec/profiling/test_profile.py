@@ -29,10 +29,8 @@ from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning"),
-    pytest.mark.usefixtures("few_messages"),  # but for the fixture `measured`, which times all
-]
+# The fixture `measured` times all messages, other tests few.
+pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 FORWARD, BACKWARD = 5e-3, 10e-3
 
@@ -199,6 +197,7 @@ def test_gradients_that_were_gathered_are_kept() -> None:
 
 @pytest.mark.measures_time
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_messages")
 def test_short_tasks_are_warned_of() -> None:
     """By task, and where the user called."""
     with pipeline(cut(dense(2), [1, 1]), lowered()) as subject:
@@ -220,7 +219,7 @@ def test_long_tasks_are_not() -> None:
 
 @pytest.mark.slow
 def test_unsteady_tasks_are_warned_of() -> None:
-    """A stage that sleeps longer in every other step."""
+    """A stage that sleeps longer in one step of four: a spread of 1.8, more than noise has."""
 
     class Uneven(Nap):
         calls = 0
@@ -228,8 +227,8 @@ def test_unsteady_tasks_are_warned_of() -> None:
         def forward(self, x: Tensor) -> Tensor:
             # Of a stage's steps: 4 forwards and recomputes under load, then one of each alone.
             self.calls += 1
-            slow = (self.calls - 1) // 10 % 2
-            self.seconds = (2e-3 + 20e-3 * slow, 2e-3)
+            slow = (self.calls - 1) // 10 == 1
+            self.seconds = (2e-3 + 60e-3 * slow, 2e-3)
             return super().forward(x)
 
     stages = [nn.Sequential(nn.Linear(4, 4), Uneven(0, 0)), *nap_stages(1)]
@@ -266,13 +265,14 @@ def test_the_calibration_is_of_another_schedule() -> None:
         assert len(calibration.batch[0]) == 8
         assert (graph.op == Op.R).sum() == 8
         assert calibration.isolated.graph.n_microbatches == 1
-        assert len(calibration.one_microbatch[0]) == 2
+        assert [len(inputs) for inputs, _ in calibration.singles] == [2]
 
 
 def test_the_calibration_of_an_uneven_batch() -> None:
     """Seven samples in three: micro-batches of 3, 2 and 2 are measured as most of them are."""
     with pipeline(nap_stages(1, 0.0, 0.0), lowered(1, 3)) as subject:
-        assert Calibration(subject, *data(7, 4)).microbatch_size == 2
+        ((inputs, _),) = Calibration(subject, *data(7, 4)).singles
+        assert len(inputs) == 2
 
 
 def test_breadth_first() -> None:

@@ -152,6 +152,7 @@ def test_short_tasks_warn():
         (lambda x: x.predict("1f1b", 2), "n_microbatches must be a whole number"),
         (lambda x: x.predict(ps.schedule("1f1b", 2, 4), 2), "n_devices is given"),
         (lambda x: x.predict("1f2b", 2, 4), "unknown schedule"),
+        (lambda x: x.predict("seq1f1b", 2, 4), "'seq1f1b' runs slices of sequences"),
         (lambda x: x.predict(3, 2, 4), "schedule must be"),
         (lambda x: x.compare([], 2, 4), "schedules is empty"),
         (lambda x: x.compare("1f1b", 2, 4), "schedules must be a list"),

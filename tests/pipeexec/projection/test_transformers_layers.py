@@ -13,7 +13,7 @@ from pipeexec.projection.layer_modules import square_sum
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "albert", "vit", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "albert", "vit", "resnet"])
 def test_layers_of_transformers(name):
     """Bytes are those of a pipeline of two stages, within 1 % for what runs between blocks."""
     case, n = MODELS[name], 2

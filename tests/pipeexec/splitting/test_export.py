@@ -49,7 +49,7 @@ def test_stages_compute_what_the_model_computes(is_tied):
     """For all cuts, and for batches of other sizes; parameters are those of the model."""
     torch.manual_seed(0)
     model = Functions(is_tied=is_tied)
-    for n in (2, 3, 6):
+    for n in (2, 6):
         stages = px.split(model, n, sample=batch(2))
         assert stages.way == "torch.export"
         assert [name for name, _ in stages.ways_failed][-1] == "modules that the forward calls"

@@ -60,10 +60,16 @@ def test_a_stage_alone_has_the_weights_of_the_model(name):
     assert set(expected) - set(state) <= {"encoder.embed_tokens.weight", "shared.weight"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, schedule) for name in MODELS for schedule in SCHEDULES
+     if schedule == "interleaved_1f1b" or name == "gpt2"] + [("t5", "zbv")],
+)  # fmt: skip
 def test_a_step_trains_as_the_model_does(name, schedule):
-    """The loss and the gradients of a step are those of the whole batch."""
+    """The loss and the gradients of a step are those of the whole batch.
+
+    Tied parameters meet every schedule. All models are cut into the most stages.
+    """
     case = MODELS[name]
     model, inputs = case.make(), batch(case, 8)
     whole = model(**inputs)

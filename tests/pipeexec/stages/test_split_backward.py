@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_pipelines import (
     assert_same,
@@ -76,8 +76,7 @@ def of_parameters(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", ["FIW", "FRIW"])
+@pytest.mark.parametrize(("how", "index"), [("FRIW", 0), ("FIW", 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_i_and_w_are_b(name: str, how: str, index: int) -> None:
     """Outputs, gradients and buffers to the last bit, in the second micro-batch too.
@@ -349,11 +348,10 @@ def test_the_graph_is_gone_after_i() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
 @given(schedule=custom_schedules(), recompute=st.sampled_from(["never", "always"]))
 def test_parity_of_any_mix_of_backwards(schedule: ps.Schedule, recompute: str) -> None:
     """Each stage and micro-batch with a B or with I and W, against the unsplit model."""
-    graph = ps.lower(schedule, recompute=recompute)
+    graph = ps.lower(schedule.with_slices(1), recompute=recompute)
     stages = cut(dense(graph.n_stages), [1] * graph.n_stages)
     whole = copy.deepcopy(stages)
     n = 2 * graph.n_microbatches + 1
@@ -431,7 +429,6 @@ def test_a_failed_i_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_messages")
 def test_both_kinds_of_backward_are_measured() -> None:
     """And the bytes between I and W, by hand: input and output gradient of a linear layer."""
     graph = ps.lower(orders(*SPLIT))
@@ -450,7 +447,6 @@ def test_both_kinds_of_backward_are_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_messages")
 def test_a_profile_of_whole_backwards_has_no_others() -> None:
     graph = ps.lower(ps.schedule("1f1b", 2, 3))
     with pipeline(cut(dense(2), [1, 1]), graph) as subject:

@@ -186,7 +186,7 @@ def test_torch_reads_our_files(schedule: ps.Schedule, tmp_path_factory: Any) -> 
     Devices that hold stages which follow each other need no message in either.
     """
     assume(schedule.placement.n_paths == 1)
-    schedule = schedule.with_updates(1, "one")
+    schedule = schedule.with_updates(1, "one").with_slices(1)
     folder = tmp_path_factory.mktemp("csv")
     schedule.save(folder / "compute.csv")
     assert torch_reads(schedule, folder / "compute.csv", "compute_only") == schedule

@@ -293,6 +293,10 @@ def test_choices_of_a_plan() -> None:
             {"a": {"n_stages": 2, "n_microbatches": 4, "schedule": "pipedream_2bw"}},
             "a: pipedream_2bw computes gradients with older weights",
         ),
+        (
+            {"a": {"n_stages": 2, "n_microbatches": 4, "schedule": "seq1f1b"}},
+            "a: seq1f1b runs slices of sequences",
+        ),
         ({"batch": (batch()[0] * math.nan, batch()[1])}, "batch: the inputs have NaN"),
         ({"learning_rate": 0}, "learning_rate must be finite and above 0"),
     ],

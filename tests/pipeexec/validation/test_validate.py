@@ -34,10 +34,8 @@ from pipesim.errors import (
     StageError,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning"),
-    pytest.mark.usefixtures("few_messages"),  # but for the fixture `validation`, which times all
-]
+# The fixture `validation` times all messages, other tests few.
+pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 QuietMachine = Callable[[], AbstractContextManager[None]]
 NAMES = [f"{s} {r}" for s in ("gpipe", "1f1b") for r in ("never", "always")]
@@ -332,9 +330,11 @@ def test_a_run_is_loaded_as_it_was_saved(validation: px.Validation, saved: Path)
 
 @pytest.mark.slow
 def test_a_loaded_run_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    px.load_run(saved).save(tmp_path / "again")
+    loaded = px.load_run(saved)
+    loaded = replace(loaded, rows={NAMES[0]: loaded.rows[NAMES[0]]})
+    loaded.save(tmp_path / "again")
     again = px.load_run(tmp_path / "again")
-    pd.testing.assert_frame_equal(again.table, px.load_run(saved).table, check_exact=True)
+    pd.testing.assert_frame_equal(again.table, loaded.table, check_exact=True)
 
 
 def test_what_a_run_directory_holds(validation: px.Validation, saved: Path) -> None:

@@ -1,0 +1,76 @@
+"""`Passage`: a micro-batch on its way through the segments of a stage with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipeexec.devices.device import Values
+from pipeexec.experts.layer import Routed
+from pipeexec.stages.activation_bytes import CountedTensor
+from pipeexec.stages.deferred_weight_grads import DeferredGradients
+from pipeexec.stages.module_call import Seed
+
+__all__ = ["Passage", "Segment", "kept_tensors", "row_counts", "with_kept"]
+
+
+@dataclass
+class Segment:
+    """Activations of a segment: inputs as leaves, outputs as graph edges."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[GradientEdge | None, ...]
+    counted: tuple[CountedTensor, ...]
+
+
+@dataclass
+class Passage:
+    """A micro-batch on its way through the segments of a stage.
+
+    Attributes
+    ----------
+    segments
+        Segments that have run forward, without those that have run backward.
+    sent, received
+        Rows for, and from, each member and expert, of each layer so far.
+    routed
+        The latest layer's tokens, without rows; its tensors are leaves of the next segment but one.
+    kept_gradients
+        Gradients of the tensors kept by the segment before the experts; set by the one after them.
+    deferred
+        Weight gradients that I leaves for W.
+    state
+        Random numbers of the next segment.
+    drew
+        Whether a segment drew any.
+    """
+
+    deferred: DeferredGradients | None
+    state: Seed
+    segments: list[Segment] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
+    routed: Routed | None = None
+    kept_gradients: Values = ()
+    drew: bool = False
+
+
+def row_counts(counts: Tensor) -> Tensor:
+    """Return the number of rows of each member, shape ``(n_members, 1)``."""
+    return counts.sum(1, keepdim=True)
+
+
+def kept_tensors(routed: Routed | None) -> tuple[Tensor, ...]:
+    """Return the tensors that the segment after the experts needs from the one before them."""
+    if routed is None:
+        return ()
+    return (routed.weights,) if routed.kept is None else (routed.weights, routed.kept)
+
+
+def with_kept(routed: Routed, kept: Sequence[Tensor]) -> Routed:
+    """Return routed tokens with other tensors in place of `kept_tensors`."""
+    weights, *others = kept
+    return routed._replace(weights=weights, kept=others[0] if others else None)

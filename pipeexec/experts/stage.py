@@ -1,0 +1,275 @@
+"""A stage with experts: F, B and I of a micro-batch in segments, cut at exchanges of tokens.
+
+A stage with one layer of experts, forward and backward (rule 3 of docs/time.md)::
+
+    F.0  modules, router   rows ->    F.1  experts    results ->    F.2  weighted sum, modules
+                           dispatch                   combine
+    B.2  modules, router   <- grads   B.1  experts    <- grads      B.0  weighted sum, modules
+                       dispatch_grad               combine_grad
+
+Autograd's graph is cut there too. A segment's inputs are leaves: the rows that an exchange
+received, and tensors that the segment before the experts has kept for the one after them (weights
+of the router, residual). A backward of a segment starts from the gradients of its outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeexec.devices.device import Values
+from pipeexec.experts.gradient_groups import ExpertGroup
+from pipeexec.experts.layer import Experts
+from pipeexec.experts.passage import Passage, Segment, kept_tensors, row_counts, with_kept
+from pipeexec.experts.stage_parts import stage_parts
+from pipeexec.experts.token_exchange import Rows
+from pipeexec.nesting import with_tensors
+from pipeexec.stages.activation_bytes import ActivationCounter
+from pipeexec.stages.deferred_weight_grads import DeferredGradients
+from pipeexec.stages.module_call import LossCall, Seed
+from pipeexec.stages.random_numbers import OwnGenerator
+from pipeexec.stages.stage import Stage, run_backward
+
+__all__ = ["ExpertStage", "ForwardExpertStage"]
+
+
+class ExpertStage(Stage):
+    """A stage whose layers with experts are spread over replicas.
+
+    Parameters
+    ----------
+    module, index, device, counter, loss_fn
+        As of `Stage`.
+    member, n_members
+        Which of how many replicas that together have all experts this one is.
+
+    Attributes
+    ----------
+    expert_group
+        Processes with the same experts; None if all have all.
+    """
+
+    #: Whether backwards follow.
+    trains = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        device: torch.device,
+        counter: ActivationCounter,
+        loss_fn: LossCall | None = None,
+        *,
+        member: int = 0,
+        n_members: int = 1,
+    ) -> None:
+        super().__init__(module, index, device, counter, loss_fn)
+        self.parts = stage_parts(module, index)
+        self.member, self.n_members = member, n_members
+        self.last = 2 * len(self.parts.layers)  # segment
+        self.expert_group: ExpertGroup | None = None
+        self._passages: dict[int, Passage] = {}
+
+    def own_experts(self, layer: Experts) -> range:
+        """Return the numbers of the experts of a layer that this replica computes."""
+        size = layer.n_experts // self.n_members
+        return range(self.member * size, (self.member + 1) * size)
+
+    def forward_segment(
+        self, microbatch: int, number: int, values: Values, seed: Seed, split: bool
+    ) -> Values:
+        """Run a segment of F; return its outputs, or the rows to exchange (`Rows`)."""
+        if number == 0:
+            deferred = DeferredGradients(self.meter) if split else None
+            self._passages[microbatch] = Passage(deferred, seed)
+            self.counter.acquire()
+        passage = self._passages[microbatch]
+        if number % 2:
+            inputs = self._received(passage, values)
+        else:
+            inputs = tuple(x for x in (values if number == 0 else values[:1]) if x is not None)
+            inputs += kept_tensors(passage.routed)
+        needs_grad = self.trains and (number > 0 or self.needs_input_grad)
+        leaves = tuple(x.detach().requires_grad_(needs_grad and _has_grad(x)) for x in inputs)
+        with torch.set_grad_enabled(self.trains):
+            outputs = self._call_segment(passage, microbatch, number, leaves)
+        if self.trains:
+            edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
+            passage.segments.append(Segment(leaves, edges, self._count(leaves)))
+        if number == self.last:
+            passage.routed = None
+            self.is_random.setdefault(self.module.training, passage.drew)
+            if not self.trains:
+                self.forget(microbatch)
+            return tuple(x.detach() for x in outputs)
+        rows = outputs[0].detach()
+        if number % 2:
+            return Rows(
+                rows, passage.received[-1].sum(1, keepdim=True), row_counts(passage.sent[-1])
+            )
+        return Rows(rows, passage.sent[-1])
+
+    def _received(self, passage: Passage, values: Values) -> tuple[Tensor, ...]:
+        """Return the rows that the experts of this replica get."""
+        rows, counts, *_ = values
+        assert rows is not None
+        assert counts is not None
+        passage.received.append(counts)
+        return (rows,)
+
+    def _call_segment(
+        self, passage: Passage, microbatch: int, number: int, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Run the modules of a segment, under the random numbers of the task."""
+        training, state = self.module.training, passage.state
+        draws = self.is_random.get(training, True)
+        generator = OwnGenerator(state, self.device) if draws and state is not None else None
+        is_inference = torch.is_inference_mode_enabled()  # its tensors have no version counter
+        if number == 0 and (self.modifies_input.get(training, True) or is_inference):
+            inputs = tuple(x.clone() for x in inputs)
+        counters = [] if number or is_inference else [x._version for x in inputs]
+        with self._call_contexts(generator, passage.deferred, None):
+            outputs = self._segment_outputs(passage, microbatch, number, inputs)
+        if generator is not None:
+            passage.drew |= generator.drew
+            passage.state = generator.generator.get_state()
+        if counters:
+            self._note_modified(inputs, counters, training)
+        return outputs
+
+    def _segment_outputs(
+        self, passage: Passage, microbatch: int, number: int, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        layer = number // 2
+        if number % 2:
+            experts = self.parts.layers[layer]
+            return (experts.compute(inputs[0], passage.received[-1], self.own_experts(experts)),)
+        output = self._between(passage, layer, inputs)
+        if number < self.last:
+            return self._route(passage, self.parts.layers[layer], output)
+        if self.loss_fn is None:
+            return self._output_tensors(output)
+        loss = self.loss_fn(output, microbatch)
+        self._loss_gradient = torch.full_like(loss, self.loss_scale)
+        return (loss,)
+
+    def _between(self, passage: Passage, layer: int, inputs: tuple[Tensor, ...]) -> Any:
+        """Run the modules before a layer, from the results of the layer before it, if any."""
+        modules = self.parts.between[layer]
+        output: Any = inputs if len(inputs) > 1 else inputs[0]
+        if layer:
+            results, *kept = inputs
+            assert passage.routed is not None
+            routed = with_kept(passage.routed, kept)
+            output = self.parts.layers[layer - 1].combine(results, routed)
+        elif modules:
+            args, kwargs = inputs, None
+            if self.arguments is not None:
+                args, kwargs = with_tensors(self.arguments, inputs)
+            output, modules = modules[0](*args, **(kwargs or {})), modules[1:]
+        for module in modules:
+            output = module(output)
+        return output
+
+    def _route(self, passage: Passage, layer: Experts, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows to send, and the tensors that the segment after the experts needs."""
+        routed = layer.route(x)
+        passage.sent.append(routed.counts.view(self.n_members, -1))
+        kept = kept_tensors(routed)
+        passage.routed = with_kept(routed, [k.detach() for k in kept])._replace(
+            rows=routed.rows[:0].detach()
+        )
+        return (routed.rows, *kept)
+
+    def backward_segment(self, microbatch: int, number: int, values: Values) -> Values:
+        """Run a segment of B, of the forward's segment ``last - number``; return gradients."""
+        gradients = self._segment_backward(microbatch, number, values)
+        if number == self.last:
+            self.counter.release()
+            del self._passages[microbatch]
+        return gradients
+
+    def input_grad_segment(self, microbatch: int, number: int, values: Values) -> Values:
+        """Run a segment of I; W adds up the gradients that it defers."""
+        gradients = self._segment_backward(microbatch, number, values)
+        if number == self.last and self.meter is not None:
+            self.meter.deferred_peak = max(self.meter.deferred_peak, self.meter.current)
+        return gradients
+
+    def _segment_backward(self, microbatch: int, number: int, values: Values) -> Values:
+        """Run the backward of one segment; return gradients, or rows of them to exchange."""
+        passage = self._passages[microbatch]
+        segment, place = passage.segments.pop(), self.last - number
+        edges, gradients = self._starts(passage, segment, place, values)
+        if edges:
+            run = run_backward if passage.deferred is None else passage.deferred.collect
+            run(edges, gradients)
+        if place == 0:
+            return tuple(leaf.grad for leaf in segment.inputs)
+        first, *kept = segment.inputs
+        rows = torch.zeros_like(first) if first.grad is None else first.grad
+        if place % 2:
+            return Rows(rows, row_counts(passage.received.pop()), row_counts(passage.sent.pop()))
+        passage.kept_gradients = tuple(x.grad for x in kept)
+        return Rows(rows, row_counts(passage.sent[-1]), row_counts(passage.received[-1]))
+
+    def _starts(
+        self, passage: Passage, segment: Segment, place: int, values: Values
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return the outputs of a segment from which its backward starts, and their gradients."""
+        if place == self.last:
+            gradients = values if self.loss_fn is None else (self._loss_gradient,)
+        elif place % 2:
+            gradients = values[:1]
+        else:
+            gradients = (values[0], *passage.kept_gradients)
+            passage.kept_gradients = ()
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(segment.outputs, gradients, strict=True)
+            if output is not None and gradient is not None
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W: accumulate the parameters' gradients that I left."""
+        deferred = self._passages.pop(microbatch).deferred
+        self.counter.release()
+        if deferred is not None:
+            deferred.run()
+
+    def pending_parameters(self, microbatch: int) -> set[int] | None:
+        """Return the ids of the parameters whose gradients W will make; None if it makes all."""
+        deferred = self._passages[microbatch].deferred
+        return None if deferred is None else deferred.parameter_ids()
+
+    def forget(self, microbatch: int) -> None:
+        """Drop a micro-batch, if it is held."""
+        if self._passages.pop(microbatch, None) is not None:
+            self.counter.release()
+
+    def reset(self) -> None:
+        """Forget the micro-batches in flight, after a failure."""
+        for microbatch in list(self._passages):
+            self.forget(microbatch)
+
+
+class ForwardExpertStage(ExpertStage):
+    """A stage with experts of a forward-only graph: it keeps nothing for a backward."""
+
+    trains = False
+
+    def forward_segment(
+        self, microbatch: int, number: int, values: Values, seed: Seed, split: bool
+    ) -> Values:
+        """Run a segment of F; keep what the next segments need."""
+        if not torch.is_inference_mode_enabled():  # of this thread, which may be a worker's
+            values = tuple(x.clone() if x is not None and x.is_inference() else x for x in values)
+        return super().forward_segment(microbatch, number, values, seed, split)
+
+
+def _has_grad(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -1,0 +1,291 @@
+"""`Microbatches`: micro-batches that are given one by one, and may have different shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeexec.nesting import leaves, tensors_in, with_tensors
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_count,
+    check_function,
+    check_list,
+    check_numbers,
+)
+
+__all__ = [
+    "BatchFacts",
+    "Microbatches",
+    "are_microbatches",
+    "batch_facts",
+    "check_uncut",
+    "shapes_as_text",
+    "shapes_beyond_samples",
+]
+
+
+class BatchFacts(NamedTuple):
+    """Facts of `Microbatches` that processes tell each other, before a step.
+
+    Attributes
+    ----------
+    inputs
+        Shapes and types of the tensors of each micro-batch, and other values, as text.
+    targets
+        Shapes of the targets of each micro-batch, without samples, as text.
+    weights
+        Weight of each micro-batch; None if samples count.
+    """
+
+    inputs: list[str]
+    targets: list[str]
+    weights: list[float] | None
+
+
+class Microbatches:
+    """Micro-batches of a step, in place of a batch that is split evenly.
+
+    Their tensors may have different shapes: numbers of samples, lengths of sequences.
+
+    Parameters
+    ----------
+    microbatches
+        One value a micro-batch, each nested as a batch of `Pipeline.step` may be. All have the same
+        nesting. With data-parallel replicas, those of replica 0 come first.
+    weights
+        Weight of each micro-batch in a mean, such as its number of tokens. By default, the number
+        of its samples. A loss that returns ``(sum, count)`` needs no weights.
+
+    Raises
+    ------
+    ArgumentError
+        If there are no micro-batches, one has no tensors or is nested otherwise, or a tensor is
+        empty that is not empty in others; and for weights that are not finite and above 0, or not
+        one a micro-batch.
+    """
+
+    def __init__(
+        self, microbatches: Sequence[Any], *, weights: Sequence[float] | None = None
+    ) -> None:
+        if isinstance(microbatches, Tensor):
+            raise ArgumentTypeError(
+                "microbatches must be a list, got one tensor; give [x0, x1, ...], or cut a tensor "
+                "with Microbatches.split(tensor, lengths)"
+            )
+        values = check_list("microbatches", microbatches, "one value a micro-batch: [x0, x1, ...]")
+        _check_values(values)
+        self._values = tuple(values)
+        self.weights = None if weights is None else _checked_weights(weights, len(values))
+
+    @classmethod
+    def split(cls, batch: Any, lengths: Sequence[int], *, dim: int = 0) -> Microbatches:
+        """Cut the tensors of a batch into micro-batches of given lengths along a dimension.
+
+        Parameters
+        ----------
+        batch
+            Tensors nested in any way. Tensors without dimensions, and those of length 1 in ``dim``,
+            are given whole to every micro-batch.
+        lengths
+            Length of each micro-batch in ``dim``: a number of samples, or of packed tokens.
+        dim
+            Dimension that is cut.
+
+        Raises
+        ------
+        ArgumentError
+            If lengths are no whole numbers of at least 1, or do not add up to the length of the
+            tensors.
+        """
+        row = check_list("lengths", lengths, "one whole number a micro-batch")
+        if not row or not all(type(n) is int and n > 0 for n in row):
+            raise ArgumentError(
+                f"lengths must be whole numbers of at least 1, one a micro-batch, got {row!r:.80}; "
+                "leave empty micro-batches out"
+            )
+        if type(dim) is not int:
+            raise ArgumentTypeError(f"dim must be a whole number, got {dim!r:.60}")
+        columns = [
+            _cut(path, x, row, dim) for path, x in leaves(batch, "batch") if isinstance(x, Tensor)
+        ]
+        if not columns:
+            raise ArgumentError(f"batch must hold a tensor, got {type(batch).__name__}")
+        if all(x is column[0] for column in columns for x in column) and len(row) > 1:
+            raise ArgumentError(
+                f"lengths add up to {sum(row)}, but no tensor of the batch has more than one "
+                f"element in dimension {dim}; give another dim"
+            )
+        return cls([with_tensors(batch, part) for part in zip(*columns, strict=True)])
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._values[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __repr__(self) -> str:
+        shapes = [", ".join(str(tuple(x.shape)) for x in tensors_in(v)[:2]) for v in self._values]
+        more = ", ..." if len(shapes) > 6 else ""
+        return f"<{len(self)} Microbatches: {'; '.join(shapes[:6])}{more}>"
+
+    def take(self, numbers: Sequence[int]) -> Microbatches:
+        """Return the micro-batches of some numbers, in this order, with their weights.
+
+        Raises
+        ------
+        ArgumentError
+            If a number is that of no micro-batch.
+        """
+        row = check_list("numbers", numbers, "numbers of micro-batches, such as [1, 0]")
+        for k in row:
+            if check_count("numbers: each", k, 0) >= len(self):
+                raise ArgumentError(f"numbers has {k}, but there are {len(self)} micro-batches")
+        weights = None if self.weights is None else [self.weights[k] for k in row]
+        return Microbatches([self._values[k] for k in row], weights=weights)
+
+    def map(self, function: Callable[[Any], Any]) -> Microbatches:
+        """Return micro-batches with the result of a function of each; weights are the same."""
+        check_function("function", function, "function(microbatch)")
+        return Microbatches([function(value) for value in self._values], weights=self.weights)
+
+    def pin_memory(self) -> Microbatches:
+        """Return micro-batches in pinned memory, for a DataLoader with ``pin_memory=True``."""
+        return self.map(lambda x: with_tensors(x, [t.pin_memory() for t in tensors_in(x)]))
+
+
+def are_microbatches(*batches: object) -> bool:
+    """Return whether inputs or targets are `Microbatches`."""
+    return any(isinstance(batch, Microbatches) for batch in batches)
+
+
+def check_uncut(n_slices: int) -> None:
+    """Raise `ArgumentError` if a graph cuts sequences into slices, which `Microbatches` are not."""
+    if n_slices > 1:
+        raise ArgumentError(
+            f"inputs or targets are Microbatches, and the graph cuts each sequence into n_slices="
+            f"{n_slices} slices: only batches that are split evenly are cut; give a tensor or "
+            "nested tensors, padded to one length, or lower a schedule without slices"
+        )
+
+
+def batch_facts(inputs: Any, targets: Any) -> BatchFacts | None:
+    """Return the facts of a step's `Microbatches`; None for another batch.
+
+    Raises
+    ------
+    ArgumentError
+        If inputs and targets have different weights.
+    """
+    if not are_microbatches(inputs, targets):
+        return None
+    rows = [batch.weights for batch in (inputs, targets) if isinstance(batch, Microbatches)]
+    weights = next((row for row in rows if row is not None), None)
+    if any(row not in (None, weights) for row in rows):
+        raise ArgumentError("inputs and targets have different weights; give them with the targets")
+    return BatchFacts(
+        [] if inputs is None else shapes_as_text(inputs),
+        [] if targets is None else [str(shapes_beyond_samples(x)) for x in targets],
+        None if weights is None else list(weights),
+    )
+
+
+def shapes_beyond_samples(value: object) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of a value, without their first dimension."""
+    return tuple(tuple(x.shape[1:]) for x in tensors_in(value))
+
+
+def shapes_as_text(microbatches: Microbatches) -> list[str]:
+    """Return shapes and types of the tensors of each micro-batch, and its other values."""
+    return [
+        ", ".join(
+            f"{path} {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{path} {x!r:.100}"
+            for path, x in leaves(value)
+        )
+        for value in microbatches
+    ]
+
+
+def _check_values(values: Sequence[Any]) -> None:
+    """Raise `ArgumentError` unless values can be the micro-batches of one step."""
+    if not values:
+        raise ArgumentError("microbatches is empty; give one value a micro-batch")
+    rows = [leaves(value, "") for value in values]
+    first = [(path, isinstance(x, Tensor)) for path, x in rows[0]]
+    if not any(is_tensor for _, is_tensor in first):
+        raise ArgumentError(
+            f"microbatches[0] is {type(values[0]).__name__} without a tensor; give tensors of "
+            "samples, alone or nested"
+        )
+    for number, row in enumerate(rows):
+        form = [(path, isinstance(x, Tensor)) for path, x in row]
+        if form != first:
+            raise ArgumentError(
+                f"microbatches[{number}] has {_outline(form)}, microbatches[0] {_outline(first)}; "
+                "nest all micro-batches alike"
+            )
+    for position, (path, is_tensor) in enumerate(first):
+        sizes = [row[position].value.numel() for row in rows] if is_tensor else [1]
+        if 0 in sizes and any(sizes):
+            number = sizes.index(0)
+            raise ArgumentError(
+                f"microbatches[{number}]{path} is empty: its shape is "
+                f"{tuple(rows[number][position].value.shape)}; give each micro-batch a sample, or "
+                "leave it out and lower a schedule of fewer micro-batches"
+            )
+
+
+def _outline(form: Sequence[tuple[str, bool]]) -> str:
+    """Return the paths of tensors and other values, as text."""
+    return ", ".join(f"{'tensor' if x else 'value'} {path or 'alone'}" for path, x in form[:6])
+
+
+def _checked_weights(weights: Sequence[float], n: int) -> tuple[float, ...]:
+    row = check_numbers("weights", weights)
+    if len(row) != n or not all(0 < x < math.inf for x in row):
+        raise ArgumentError(
+            f"weights must be {n} finite numbers above 0, one a micro-batch, got {row!r:.80}"
+        )
+    return tuple(row)
+
+
+def _cut(path: str, tensor: Tensor, lengths: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Return the part of a tensor for each micro-batch."""
+    if not tensor.dim():
+        return (tensor,) * len(lengths)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ArgumentError(f"dim={dim} is no dimension of {path}, of shape {tuple(tensor.shape)}")
+    size, total = tensor.shape[dim], sum(lengths)
+    if size == total:
+        return torch.split(tensor, list(lengths), dim)
+    if size == 1:
+        return (tensor,) * len(lengths)
+    raise ArgumentError(
+        f"lengths add up to {total}, but {path} has shape {tuple(tensor.shape)}: {size} in "
+        f"dimension {dim}; give lengths that add up to {size}, or another dim"
+    )
+
+
+def _flatten(value: Microbatches) -> tuple[list[Any], tuple[float, ...] | None]:
+    return list(value), value.weights
+
+
+def _unflatten(values: Any, weights: Any) -> Microbatches:
+    result: Microbatches = object.__new__(Microbatches)
+    result._values, result.weights = tuple(values), weights
+    return result
+
+
+# So that `pipeexec.nesting`, a loader that is continued, and torch find their tensors.
+pytree.register_pytree_node(
+    Microbatches, _flatten, _unflatten, serialized_type_name="pipeexec.Microbatches"
+)
