@@ -80,10 +80,10 @@ class HostThreads:
             for needed in (
                 () if self._issued_first is None else self._issued_first[task.id].tolist()
             ):
-                if not issued_events[needed].is_set():
-                    while not (step.has_stopped or issued_events[needed].wait(_CHECK_SECONDS)):
-                        pass
-                    due = max(due, perf_counter())  # a launch begins after the wait
+                issued = issued_events[needed]
+                while not (step.has_stopped or issued.wait(_CHECK_SECONDS)):
+                    pass
+                due = max(due, issued.time or due)  # a launch begins after the tasks it needs
             if step.has_stopped:
                 return
             start = perf_counter()

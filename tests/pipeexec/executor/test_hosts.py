@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import host_threads
 from pipeexec.executor.cuda_graph.capture_checks import check_can_capture
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import (
@@ -241,6 +243,23 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
             assert result.host_seconds == pytest.approx(np.sum(result.host_times))
         imposed = launch * len(alike)  # the fastest step, which other processes delay least
         assert 0.8 * imposed < min(result.host_seconds for result in results) < 1.6 * imposed
+
+
+def test_a_late_host_launches_after_the_tasks_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if they were issued while it overslept: its launch time counts from then."""
+    launch, late = 2e-3, itertools.chain([0, 1.6], itertools.repeat(0))  # of the last device
+
+    def oversleep(seconds: float) -> None:
+        is_last = threading.current_thread().name == "cpu:2 host"
+        time.sleep(seconds + (next(late) * launch if is_last else 0))
+
+    monkeypatch.setattr(host_threads, "sleep", oversleep)
+    graph = lowered(hosts="per_device", host_threads=True)
+    least = ps.simulate(graph, ps.Costs(0, 0, launch=launch)).issue_times
+    with px.Pipeline(cut(dense(3), [1, 1, 1]), graph, px.workers(3, launch=launch), mse) as subject:
+        assert (subject.step(*data(8)).timeline.issue_times >= least - 1e-9).all()
 
 
 @pytest.mark.slow
