@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.internal.conjecture import engine
+from kernels import compile_in_turn
 from places import BENCHMARKS, ROOT
 
 import pipesim as ps
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 # No deadline: machines that run tests are shared. The rest is hypothesis' own choice, which is
-# reproducible where it sees continuous integration.
+# reproducible where it sees continuous integration. Every run draws other examples, and `make fuzz`
+# many more.
 settings.register_profile(
     "project",
     parent=settings(),
     deadline=None,
-    max_examples=30,
+    max_examples=10,
     phases=set(Phase) - {Phase.explain},  # which traces every line, and takes as long as the rest
 )
+settings.register_profile("fuzz", parent=settings.get_profile("project"), max_examples=100)
 settings.load_profile("project")
 
 # Shrink a failing example for 20 s at most. Hypothesis would go on for five minutes, in which a
@@ -81,6 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the lock in workers of pytest-xdist, which run tests at the same time."""
     if hasattr(config, "workerinput"):
         config.stash[_LOCK] = _TestLock()
+        compile_in_turn()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for no examples in docstrings of tests: they have none, and it takes seconds."""
+    return [node for node in (yield) if type(node).__name__ != "DoctestModule"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -202,12 +212,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch, event_delay: float) -> FakeCuda:
     return fake
 
 
-@pytest.fixture(name="few_messages")
-def _few_messages() -> Iterator[None]:
+@pytest.fixture
+def few_messages() -> Iterator[None]:
     """Let calibrations time few messages."""
-    from few_messages import few_messages
+    import few_messages as helper
 
-    with few_messages():
+    with helper.few_messages():
         yield
 
 

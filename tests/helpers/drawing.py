@@ -8,7 +8,7 @@ import textwrap
 import numpy as np
 
 import pipesim as ps
-from pipesim.ops import EXCHANGES
+from pipesim.ops import EXCHANGES, part_letter
 
 __all__ = ["draw", "draw_replica", "grid", "times"]
 
@@ -19,8 +19,9 @@ def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> st
     Cells carry the stage where a device holds several. Messages are drawn by their letter, ``F``
     or ``B``, since the stream says who sends or receives; on streams of several uses (``compute``,
     ``copy``) they are ``>F0`` where sent and ``<F0`` where received. ``R1`` reduces bucket 1,
-    ``k0`` exchanges the keys of micro-batch 0, ``US`` gathers parameters. Tasks that take no time
-    do not show. ``rows`` keeps the rows whose label matches it.
+    ``k0`` exchanges the keys of micro-batch 0, ``US`` gathers parameters, ``U0`` those for
+    micro-batch 0. Tasks that take no time do not show. ``rows`` keeps the rows whose label matches
+    it.
     """
     graph = timeline.graph
     places = np.stack([graph.kinds.replica, graph.kinds.device, graph.kinds.stage])
@@ -60,16 +61,17 @@ def _cell(task: ps.Task, several: bool) -> str:
     if letter == "REDUCE_GRAD":
         return "RG" if task.part < 0 else f"R{task.part}"
     if letter == "ALL_TO_ALL":
-        return f"{EXCHANGES[task.part][0]}{'' if task.microbatch is None else task.microbatch}"
+        number = "" if task.microbatch is None else task.microbatch
+        return f"{part_letter(task.op, task.part)}{number}"
     if letter == "DISPATCH":
         return f"D{task.microbatch}"
     if letter == "REORDER":
         return f"{EXCHANGES[task.part][0].upper()}{task.microbatch}"
+    stage = str(task.stage) if several else ""
     if letter == "UNSHARD":
-        return "US"
+        return "US" if task.part < 0 else f"{stage}U{task.microbatch}"
     if letter == "STEP":
         return "ST"
-    stage = str(task.stage) if several else ""
     end = ""
     if task.stream in ("compute", "copy") and task.op.name != letter:
         end = ">" if task.op.name.startswith("SEND") else "<"

@@ -17,7 +17,7 @@ __all__ = ["few_messages"]
 def few_messages() -> Iterator[None]:
     """Time messages of two sizes once; a calibration times seven sizes nine times, for seconds.
 
-    Tests of `test_profile` and `test_validate`, the README and notebooks time all of them.
+    Tests that measure time, `test_profile` and `test_validate` time all of them.
     """
     timed = partial(measure_transfers, sizes=(1 << 12, 1 << 16), repeat=1)
     with mock.patch.object(calibration, "measure_transfers", timed):

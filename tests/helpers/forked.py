@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
-__all__ = ["Forked"]
+__all__ = ["Forked", "fork_scripts"]
 
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
@@ -27,7 +28,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "pandas",
      "matplotlib.figure", "pipeexec.cli", "pipeexec.executor.pipeline", "pipeexec.cli.launch",
-     "pipeexec.cli.measured_steps", "pipeexec.validation"]
+     "pipeexec.cli.measured_steps", "pipeexec.validation", "before_forks"]
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ class Forked:
         )
         with _STARTING, pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of `before_forks`
             self._process.start()  # and the server, before the first
         reader.close()
         self.pid: int = self._process.pid or 0
@@ -103,3 +105,42 @@ def _become(
             runpy.run_path(first, run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+class _ForkedScript(Forked):
+    """A script whose output is read as text."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        handle, name = tempfile.mkstemp(suffix=".log")
+        os.close(handle)
+        self._log = Path(name)
+        super().__init__(command[1:], env, self._log)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its status, None while it runs."""
+        return self.poll()
+
+    def communicate(self) -> tuple[str, None]:
+        """Wait for its end, and return what it printed."""
+        self.wait()
+        return self._log.read_text(), None
+
+
+class _Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen`, but for scripts that this interpreter would run."""
+
+    def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(args, list) and args[0] == sys.executable and args[1].endswith(".py"):
+            return _ForkedScript(args, **options)
+        return super().__new__(cls)
+
+
+def fork_scripts() -> None:
+    """Let `subprocess.Popen` fork ``python script.py`` from now on, in a process that is forked.
+
+    Such a process knows the server's address, and would start one of its own nevertheless.
+    """
+    assert forkserver._forkserver._forkserver_address, "not forked"  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    subprocess.Popen = _Popen  # type: ignore[misc]

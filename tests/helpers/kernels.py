@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from places import ROOT
+
 import pipesim  # noqa: F401  # its modules are looked through
 from pipesim.utils.jit import Kernel
 
-__all__ = ["as_python", "compiled", "every_kernel"]
+__all__ = ["as_python", "compile_in_turn", "compiled", "every_kernel"]
 
 
 def every_kernel() -> list[Kernel[..., Any]]:
@@ -54,3 +58,31 @@ def _dispatcher(kernel: Kernel[..., Any]) -> Callable[..., Any]:
     kernel.compile()
     assert kernel._compiled is not None
     return kernel._compiled
+
+
+def compile_in_turn() -> None:
+    """Let one process at a time compile, so that others load from the cache what it compiled.
+
+    In a new checkout, each worker of pytest-xdist would compile all kernels, which takes ten
+    seconds. Without numba there is nothing to do.
+    """
+    try:
+        from numba.core.dispatcher import Dispatcher
+    except ImportError:
+        return
+    compile_now, lock, depth = Dispatcher.compile, threading.RLock(), [0]
+    file = (ROOT / "constraints.txt").open()
+
+    def wait_and_compile(self: Any, signature: Any) -> Any:
+        with lock:
+            if not depth[0]:  # a kernel compiles those that it calls
+                fcntl.flock(file, fcntl.LOCK_EX)
+            depth[0] += 1
+            try:
+                return compile_now(self, signature)
+            finally:
+                depth[0] -= 1
+                if not depth[0]:
+                    fcntl.flock(file, fcntl.LOCK_UN)
+
+    Dispatcher.compile = wait_and_compile

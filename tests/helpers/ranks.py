@@ -174,6 +174,8 @@ def _serve(folder: Path, timeout: float) -> None:
     import faulthandler
     import traceback
 
+    from few_messages import few_messages
+
     import pipeexec as px
 
     faulthandler.register(signal.SIGUSR1)
@@ -184,7 +186,9 @@ def _serve(folder: Path, timeout: float) -> None:
         number, module, name, options = json.loads(line)
         answer: dict[str, Any] = {}
         try:
-            answer["value"] = getattr(importlib.import_module(module), name)(processes, **options)
+            with few_messages():
+                case = getattr(importlib.import_module(module), name)
+                answer["value"] = case(processes, **options)
         except Exception:
             answer["error"] = traceback.format_exc()
         answer["failed"] = "error" in answer or processes.watch.failure is not None

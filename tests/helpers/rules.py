@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import pipesim as ps
-from pipesim.ops import EXCHANGES, Action, Op
+from pipesim.ops import EXCHANGES, LISTED, Action, Op
 
 __all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times", "waited_for"]
 
@@ -30,7 +30,8 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     for task in tasks:
         of_stage[task.replica, task.stage].append(task)
     needs: list[set[int]] = []
-    for _, op, device, _, stage, m, replica, _, part in tasks:
+    for task in tasks:
+        _, op, device, _, stage, m, replica, _, part = task
 
         def any_of(
             s: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
@@ -49,9 +50,14 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
 
         def of_batch(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
+            last: dict[tuple[Op, int | None], int] = {}
+            for t in of_stage[r, s]:
+                if t.op in (Op.B, Op.W):  # of segments the last
+                    last[t.op, t.microbatch] = max(t.part, last.get((t.op, t.microbatch), -1))
             return {
                 t.id for t in of_stage[r, s]
                 if t.op in ops and (t.microbatch is None or t.microbatch in batch)
+                and t.part == last.get((t.op, t.microbatch), t.part)
             }  # fmt: skip
 
         def complete(r: int, s: int, of_batch: Any = of_batch) -> set[int]:
@@ -69,23 +75,40 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
                 and (not of_stage or (t.replica == r and s in graph.tied[t.part]))
             }  # fmt: skip
 
+        def whole(s: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
+            """Return the last segments of a stage's actions."""
+            own = [t for t in of_stage[r, s] if t.op in ops and t.microbatch == m]
+            last = max((t.part for t in own), default=-1)
+            return {t.id for t in own if t.part == last}
+
         def reorder(name: str, s: int = stage, any_of: Any = any_of) -> set[int]:
             return any_of(s, Op.REORDER, part=EXCHANGES.index(name))
 
         def output_of(
             s: int, any_of: Any = any_of, exchange: Any = exchange, reorder: Any = reorder
         ) -> set[int]:
-            return reorder("vectors", s) or exchange("vectors", s) or any_of(s, Op.F)
+            return reorder("vectors", s) or exchange("vectors", s) or whole(s, Op.F)
 
         arrived = any_of(stage, Op.RECV_F) or output_of(stage - 1)
-        gradient = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
-        if op == Op.F:
+        gradient = any_of(stage, Op.RECV_B) or whole(stage + 1, Op.B, Op.I)
+        if op in (Op.F, Op.B, Op.I) and part > 0:
+            layer, second = divmod(part - 1, 2)
+            kind = 4 * layer + second + (0 if op == Op.F else 2)
+            needed = any_of(stage, Op.ALL_TO_ALL, part=len(EXCHANGES) + kind)
+        elif op == Op.ALL_TO_ALL and part >= len(EXCHANGES):
+            layer, kind = divmod(part - len(EXCHANGES), 4)
+            before = (Op.F,) if kind < 2 else (Op.B, Op.I)
+            needed = any_of(stage, *before, part=2 * layer + kind % 2)
+        elif op == Op.F:
             needed = arrived | skipped(Op.RECV_F) | exchange("keys", stage)
+            needed = needed | any_of(stage, Op.UNSHARD, part=0)
+            if m % graph.n_slices:  # the slice before
+                needed |= whole(stage, Op.F, m=m - 1)
         elif op == Op.ALL_TO_ALL:
             needed = {
                 "counts": any_of(stage, Op.DISPATCH) or arrived,
                 "keys": exchange("counts", stage),
-                "vectors": any_of(stage, Op.F),
+                "vectors": whole(stage, Op.F),
                 "gradients": reorder("gradients") or gradient,
                 "accumulated": of_batch(Op.B, Op.W),
             }[EXCHANGES[part]]
@@ -95,15 +118,20 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = {"vectors": exchange("vectors", stage), "gradients": gradient}[EXCHANGES[part]]
         elif op in (Op.B, Op.I):
             after = exchange("gradients", stage) or reorder("gradients") or gradient
-            needed = after | any_of(stage, Op.F, Op.R) | skipped(Op.RECV_B)
+            needed = after | whole(stage, Op.F) | any_of(stage, Op.R) | skipped(Op.RECV_B)
+            needed |= any_of(stage, Op.RELOAD) | any_of(stage, Op.RELOAD, part=0)
+            needed |= any_of(stage, Op.UNSHARD, part=1)
+            if (m + 1) % graph.n_slices:  # the slice after
+                needed |= whole(stage, Op.B, Op.I, m=m + 1)
         elif op == Op.R:
-            needed = any_of(stage, Op.F)
+            needed = whole(stage, Op.F) | any_of(stage, Op.RELOAD)
+            needed |= any_of(stage, Op.RELOAD, part=0) | any_of(stage, Op.UNSHARD, part=1)
         elif op == Op.W:
-            needed = any_of(stage, Op.I)
+            needed = whole(stage, Op.I)
         elif op == Op.SEND_F:
             needed = output_of(stage)
         elif op == Op.SEND_B:
-            needed = any_of(stage, Op.B, Op.I)
+            needed = whole(stage, Op.B, Op.I)
         elif op == Op.STEP:
             needed = complete(replica, stage) | exchange("accumulated", stage) | sums(of_stage=True)
             needed |= {t.id for t in tasks if t.op == Op.GRAD_NORM and t.device == device}
@@ -121,12 +149,39 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = of_batch(Op.B, Op.W)
             if m is not None:
                 needed = {task for task in needed if m - k < graph.microbatch[task] <= m}
-        elif op == Op.UNSHARD:
+        elif op == Op.UNSHARD and part < 0:
             needed = any_of(stage, Op.STEP)
+        elif op == Op.OFFLOAD:
+            needed = whole(stage, Op.F)
+        elif op == Op.RELOAD:
+            uses = any_of(stage, Op.R, Op.B, Op.I) | any_of(stage, Op.B, Op.I, part=0)
+            needed = any_of(stage, Op.OFFLOAD, part=part) | _fetched_after(graph, uses)
+        elif op == Op.UNSHARD:
+            uses = any_of(stage, *((Op.F,) if part == 0 else (Op.R, Op.B, Op.I)))
+            uses |= any_of(stage, *((Op.F,) if part == 0 else (Op.B, Op.I)), part=0)
+            frees = [t.id for t in of_stage[replica, stage] if t.op == Op.RESHARD]
+            before = max((free for free in frees if free < len(needs)), default=None)
+            needed = _fetched_after(graph, uses) | ({before} - {None})
+        elif op == Op.RESHARD:
+            needed = whole(stage, *((Op.F,) if part == 0 else (Op.B, Op.I)))
         else:
             needed = set()
         needs.append(needed)
     return _with_overlaps(graph, needs)
+
+
+def _fetched_after(graph: ps.TaskGraph, uses: set[int]) -> set[int]:
+    """Return the compute task that comes prefetch + 1 places before the first use of a fetch."""
+    (device,) = {int(graph.device[use]) for use in uses}
+    places = list[list[int]]()
+    for task in np.flatnonzero(graph.is_op(LISTED) & (graph.device == device)).tolist():
+        if graph.op[task] == Op.B and graph.kinds.overlapped[graph.kind[task]]:
+            places[-1].append(task)
+        else:
+            places.append([task])
+    place = min(number for number, tasks in enumerate(places) if uses & set(tasks))
+    before = place - 1 - graph.prefetch
+    return {places[before][0]} if before >= 0 else set()
 
 
 def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]:
@@ -180,7 +235,7 @@ def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
 
 def holders_with(graph: ps.TaskGraph, costs: ps.TaskCosts, task: int) -> list[int]:
     """Return the tasks that hold links from one moment on, for which ``task`` asks; or none."""
-    if graph.op[task] in (Op.SEND_F, Op.SEND_B):
+    if graph.op[task] in (Op.SEND_F, Op.SEND_B, Op.OFFLOAD, Op.RELOAD):
         return [task] if costs.duration[task] > 0 else []
     if graph.group[task] < 0:
         return []

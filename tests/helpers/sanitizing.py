@@ -6,7 +6,7 @@ kernels, events and waits by torch; here by a dispatch mode, and by the stand-in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -148,17 +148,17 @@ class Sanitizer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._sweep()
-        stream, target = self._streams(args, kwargs)
+        inputs = _tensors((args, kwargs))
+        stream, target = self._streams(inputs, kwargs.get("device"))
         is_factory = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
         arguments = _Arguments(self)
         arguments.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
         if target is not stream:
             self._order(target, stream)
         output = func(*args, **kwargs)
-        name = str(func._schema.name)
+        outputs, name = _tensors(output), str(func._schema.name)
         before = self._n_memories
-        for x in _tensors(output):
+        for x in outputs:
             self.memory(x, name, target.device)
         if self._n_memories > before:
             self._allocated(target)
@@ -172,7 +172,7 @@ class Sanitizer(TorchDispatchMode):
             arguments.tensor_aliases,
         )
         self.races += [_text(error) for error in errors]
-        for x in (*_tensors((args, kwargs)), *_tensors(output)):
+        for x in (*inputs, *outputs):
             memory = self.memory(x)
             memory.uses[stream.number] = self.handler.seq_num, name
             if memory.owner is not None and memory.owner is not stream:
@@ -181,16 +181,17 @@ class Sanitizer(TorchDispatchMode):
             self._order(stream, target)
         return output
 
-    def _streams(self, args: Any, kwargs: dict[str, Any]) -> tuple[FakeStream, FakeStream]:
+    def _streams(
+        self, inputs: Sequence[torch.Tensor], device: Any
+    ) -> tuple[FakeStream, FakeStream]:
         """Return the stream on which an operator runs, and the one that owns its output.
 
         A kernel runs on the current stream of the GPU that has the memory; a copy to another GPU on
         that of its source, and each of the two waits for the other, before and after it.
         """
-        owners = (self.memory(x).owner for x in _tensors((args, kwargs)))
+        owners = (self.memory(x).owner for x in inputs)
         home = next((owner.device for owner in owners if owner is not None), None)
         stream = self.cuda.current_stream(home)
-        device = kwargs.get("device")
         if device is None or device.index is None:
             return stream, stream
         return stream, self.cuda.current_stream(device)
@@ -227,6 +228,7 @@ class Sanitizer(TorchDispatchMode):
 
     def _allocated(self, owner: FakeStream) -> None:
         """Note that a stream writes new memory: it may be any that was given back to the stream."""
+        self._sweep()
         free, self._free = self._free, []
         for memory in free:
             if memory.owner is not owner:

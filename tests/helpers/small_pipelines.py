@@ -23,8 +23,10 @@ import pipesim as ps
 from pipeexec.devices.thread_settings import one_thread
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import options_of_schedules
 
 __all__ = [
+    "NAMES_WITHOUT_SLICES",
     "AddInputs",
     "Faulty",
     "Nap",
@@ -45,6 +47,11 @@ __all__ = [
     "train_whole",
     "two_target_loss",
     "unsplit",
+]
+
+#: Named schedules of whole micro-batches: those of slices cut the second dimension of a batch.
+NAMES_WITHOUT_SLICES = [
+    name for name, options in options_of_schedules().items() if "n_slices" not in options
 ]
 
 Call = Callable[[int, int, nn.Module, tuple[Tensor, ...]], Any]

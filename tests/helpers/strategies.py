@@ -11,7 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.errors import PipeError
+from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
+from pipesim.errors import ArgumentError, PipeError
+from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.grad_sync import GRAD_SYNC
 from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
@@ -27,6 +29,7 @@ __all__ = [
     "costs",
     "custom_schedules",
     "graphs",
+    "host_links",
     "hosts",
     "linked_networks",
     "lower_options",
@@ -37,6 +40,7 @@ __all__ = [
     "placements",
     "schedules",
     "skipping_cases",
+    "unequal_cases",
 ]
 
 NAMES = sorted(ps.schedules().index)
@@ -52,7 +56,7 @@ replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 issue_orders = st.sampled_from(["clock_cycle", *ISSUE_ORDERS])
 #: Fields of `Costs` that replace what the network says of collectives.
-COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "reduce_tied", "exchange_counts",
+COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "reduce_tied", "exchange_counts", "reload",
                       "exchange_vectors", "exchange_accumulated")  # fmt: skip
 #: Options of `pipesim.lower` that are for sharded stages.
 EXCHANGE_OPTIONS = ("exchange_work", "sparse_grad_sync", "prefetch_keys")
@@ -70,6 +74,17 @@ def actions() -> st.SearchStrategy[Action]:
         st.builds(Action, stages, st.just(Op.REDUCE_TIED), microbatches, none, st.integers(0, 99)),
         st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 4)),
         st.builds(Action, stages, st.just(Op.REORDER), microbatches, none, st.integers(2, 3)),
+        st.builds(
+            Action,
+            stages,
+            st.sampled_from([Op.UNSHARD, Op.RESHARD]),
+            microbatches,
+            none,
+            st.integers(0, 1),
+        ),
+        st.builds(
+            Action, stages, st.sampled_from([Op.OFFLOAD, Op.RELOAD]), microbatches, none, st.just(0)
+        ),
     )
 
 
@@ -98,20 +113,24 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement(draw(st.permutations([*range(n_devices), *others])))
 
 
-def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[Action]:
+def needs(
+    action: Action, halves: set[tuple[int, int]], n_stages: int, n_slices: int = 1
+) -> list[Action]:
     """Return what a compute action needs (rule 3), implemented a second time on purpose."""
     stage, op, microbatch, *_ = action
 
-    def gradient(stage: int) -> Action:
+    def gradient(stage: int, microbatch: int = microbatch) -> Action:
         return Action(stage, Op.I if (stage, microbatch) in halves else Op.B, microbatch)
 
     if op == Op.F:
-        return [Action(stage - 1, Op.F, microbatch)] if stage else []
+        before = [Action(stage, Op.F, microbatch - 1)] if microbatch % n_slices else []
+        return [*before, Action(stage - 1, Op.F, microbatch)] if stage else before
     if op == Op.W:
         return [Action(stage, Op.I, microbatch)]
     if op == Op.R:
         return [Action(stage, Op.F, microbatch)]
     after = [gradient(stage + 1)] if stage + 1 < n_stages else []
+    after += [gradient(stage, microbatch + 1)] if (microbatch + 1) % n_slices else []
     return [Action(stage, Op.F, microbatch), *after]
 
 
@@ -122,10 +141,13 @@ def custom_schedules(
     """Draw orders that can run: one order of all actions that breaks no rule, split by device.
 
     Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W), and
-    with ``recomputes`` of an R.
+    with ``recomputes`` of an R. Some have sequences of two slices.
     """
     placement = draw(placements())
     n_microbatches = draw(st.integers(placement.n_paths, max_microbatches))
+    n_slices = draw(st.sampled_from([1, 1, 1, 2]))
+    if n_slices > 1:
+        n_microbatches = n_slices * draw(st.integers(placement.n_paths, 2))
     path = placement.path_of(n_microbatches)
     cells = [(s, m) for s in range(placement.n_stages) for m in range(n_microbatches)]
     split = draw(st.sampled_from(["none", "all", "some"]))
@@ -139,7 +161,7 @@ def custom_schedules(
         for op in ((Op.F, Op.I, Op.W) if (s, m) in halves else (Op.F, Op.B))
     ] + [Action(s, Op.R, m) for s, m in sorted(again)]
     rank = {action: k for k, action in enumerate(draw(st.permutations(everything)))}
-    waiting = {a: set(needs(a, halves, placement.n_stages)) for a in everything}
+    waiting = {a: set(needs(a, halves, placement.n_stages, n_slices)) for a in everything}
     for s, m in again:
         waiting[Action(s, Op.I if (s, m) in halves else Op.B, m)].add(Action(s, Op.R, m))
     ready = [(rank[a], a) for a in everything if not waiting[a]]
@@ -154,10 +176,11 @@ def custom_schedules(
                 if not waiting[other]:
                     heapq.heappush(ready, (rank[other], other))
     sizes = {"placement": placement, "n_microbatches": n_microbatches}
-    schedule = ps.Schedule.from_orders(orders, **sizes)
+    schedule = ps.Schedule.from_orders(orders, **sizes).with_slices(n_slices)
     pick = draw(st.sampled_from(["plain", "overlapped", "batches"]))
     if pick == "overlapped":
         other = ps.Schedule.from_orders([draw(overlaps(order)) for order in orders], **sizes)
+        other = other.with_slices(n_slices)
     elif pick == "batches":
         n_batches = draw(st.sampled_from([k for k in (1, 2, 3) if n_microbatches % k == 0]))
         other = schedule.with_updates(n_batches, draw(st.sampled_from(VERSIONS)))
@@ -207,21 +230,53 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         "issue_order": draw(issue_orders),
         "forward_only": draw(st.sampled_from([False, False, False, True])),
         "step": step,
+        "prefetch": draw(st.integers(0, 3)),
         **options,
-        **draw(device_collectives(schedule, step, options.get("sharded", []))),
+        **draw(device_collectives(schedule, step, options)),
+        **draw(experts(schedule, options)),
+        **draw(offloads(schedule, options.get("sharded", []))),
     }
 
 
 @st.composite
+def experts(draw: st.DrawFn, schedule: ps.Schedule, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers with experts of some stages, and replicas that exchange their tokens."""
+    if draw(st.booleans()):
+        return {}
+    counts = [st.just(0) if s in options.get("sharded", []) else st.sampled_from([0, 1, 2])
+              for s in range(schedule.n_stages)]  # fmt: skip
+    n = options["n_replicas"]
+    groups = st.sampled_from([None, *(k for k in range(1, n + 1) if n % k == 0)])
+    return {"expert_layers": [draw(count) for count in counts], "expert_replicas": draw(groups)}
+
+
+@st.composite
+def offloads(draw: st.DrawFn, schedule: ps.Schedule, sharded: list[int]) -> dict[str, Any]:
+    """Activations to offload, in each form that `lower` takes, if any live long enough."""
+    if draw(st.sampled_from([True, True, False])):
+        return {}
+    stages = [s for s in range(schedule.n_stages) if s not in sharded]
+    one = st.sampled_from(["all", 0.25, 0.5, "longest:0.5"])
+    some = st.dictionaries(st.sampled_from(stages), one, min_size=1)
+    options = {"offload": draw(st.one_of(one, some)), "prefetch": draw(st.sampled_from([1, 0, 2]))}
+    for recompute in ("listed", "never", "always", "except_last"):
+        try:
+            ps.lower(schedule, recompute=recompute, sharded=sharded, **options)
+        except ArgumentError:  # nothing lives long enough
+            return {}
+    return options
+
+
+@st.composite
 def device_collectives(
-    draw: st.DrawFn, schedule: ps.Schedule, step: str, sharded: list[int]
+    draw: st.DrawFn, schedule: ps.Schedule, step: str, replicas: dict[str, Any]
 ) -> dict[str, Any]:
     """Groups of tied stages, and the norm of the gradients, that suit the schedule."""
     if schedule.n_batches > 1 or draw(st.booleans()):
         return {}
-    dense = sorted(set(range(schedule.n_stages)) - set(sharded))
+    dense = sorted(set(range(schedule.n_stages)) - set(replicas.get("sharded", [])))
     options: dict[str, Any] = {"grad_norm": step == "flush" and draw(st.booleans())}
-    if len(dense) > 1:
+    if len(dense) > 1 and replicas.get("shard_parameters", "none") == "none":
         group = st.sets(st.sampled_from(dense), min_size=2, max_size=3).map(sorted)
         options["tied"] = draw(st.lists(group, max_size=2))
     return options
@@ -259,6 +314,9 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
             options["exchange_work"] = draw(st.sampled_from(["collective", "compute"]))
             options["sparse_grad_sync"] = draw(st.sampled_from(["every", "last"]))
             options["prefetch_keys"] = 0 in options["sharded"] and draw(st.booleans())
+    shards = st.sampled_from(["none", "every", 1, 2, "step"])
+    if schedule.n_batches == 1 and one_path and "bucketed" not in str(options["grad_sync"]):
+        options["shard_parameters"] = "none" if options["shard_optimizer"] else draw(shards)
     return options
 
 
@@ -297,10 +355,15 @@ def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]
     """Return options with some that are fixed, and without those that then do not apply.
 
     A list of hosts is for the replicas drawn; without sharded stages nothing says how they
-    exchange.
+    exchange. Sharded parameters do not suit one replica, buckets and tied stages. Replicas that
+    have all experts together divide all.
     """
+    if fixed.keys() & {"n_replicas", "grad_sync", "tied", "shard_optimizer"}:
+        options = {**options, "shard_parameters": "none"}
     if "n_replicas" in fixed and isinstance(options["hosts"], list):
         options = {**options, "hosts": "per_device"}
+    if fixed.get("n_replicas", 1) % (options.get("expert_replicas") or 1):
+        options = {**options, "expert_replicas": None}
     options = {**options, **fixed}
     how = () if options.get("sharded") else EXCHANGE_OPTIONS
     return {name: value for name, value in options.items() if name not in how or name in fixed}
@@ -313,7 +376,12 @@ def linked_networks(draw: st.DrawFn, n_devices: int) -> ps.Network:
     owner = [draw(st.integers(-2, 1)) for _ in pairs]  # below 0: a link of its own
     groups = [[p for p, o in zip(pairs, owner, strict=True) if o == k] for k in (0, 1)]
     links = [ps.Link(draw(seconds), draw(bandwidths()), tuple(g)) for g in groups if g]
-    return ps.Network(draw(seconds), draw(bandwidths()), tuple(links))
+    return ps.Network(draw(seconds), draw(bandwidths()), tuple(links), host=draw(host_links()))
+
+
+def host_links() -> st.SearchStrategy[ps.HostLink]:
+    """Links to host memory, some of several devices."""
+    return st.builds(ps.HostLink, st.sampled_from([0.0, 1.0]), bandwidths(), st.integers(1, 3))
 
 
 @st.composite
@@ -330,7 +398,7 @@ def clusters(draw: st.DrawFn, n_devices: int = 3) -> ps.Network:
         n_nics=draw(st.sampled_from([k for k in (1, 2, 4) if per_node % k == 0])),
     )
     links = (ps.Link(5, 0.5, ((0, 1), (1, 2))),) if n_devices > 2 and draw(st.booleans()) else ()
-    return ps.Network(links=links, nodes=nodes)
+    return ps.Network(links=links, nodes=nodes, host=draw(host_links()))
 
 
 def networks(n_devices: int) -> st.SearchStrategy[ps.Network]:
@@ -364,6 +432,8 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         "optimizer_bytes",
         "key_bytes",
         "vector_bytes",
+        "dispatch_bytes",
+        "combine_bytes",
     )
     return ps.Costs(
         **{name: values(seconds) for name in times},
@@ -392,6 +462,23 @@ def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     shares = st.sampled_from([0.0, 0.25, 0.3, 1.0])
     of_stage = [(1 / n_buckets, draw(shares)) for _ in range(n_buckets)]
     return graph, replace(drawn, buckets=[of_stage] * graph.n_stages)
+
+
+@st.composite
+def unequal_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
+    """Return a case whose micro-batches differ, or those of all replicas, in some fields."""
+    graph, drawn = draw(cases(**fixed))
+    n_copies = 1 + int(copy_of_replicas(graph.homes)[-1])
+    n = graph.n_microbatches * draw(st.sampled_from([1, n_copies]))
+    rows = draw(st.sampled_from([1, graph.n_stages]))
+    names = st.sampled_from([name for name in MICROBATCH_FIELDS if name != "skip_bytes"])
+    changed = {}
+    for name in draw(st.sets(names, min_size=1, max_size=4)):
+        values = st.lists(sizes if name.endswith("bytes") else seconds, min_size=n, max_size=n)
+        changed[name] = [draw(values) for _ in range(rows)]
+    if "offload_bytes" in changed:  # at most the activations
+        changed["activation_bytes"] = changed["offload_bytes"]
+    return graph, replace(drawn, **changed)
 
 
 @st.composite

@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ from pipesim.errors import CapacityError, PipeError, PipeWarning
 
 __all__ = ["Outcome", "attacks", "outcome", "parameters", "sandbox"]
 
-#: Seconds of one call, and bytes that the process may take besides what it has.
-SECONDS, ROOM = 3.0, 3 * 2**30
+#: Seconds of one call, which none comes near but on a machine with much other work, and bytes that
+#: the process may take besides what it has.
+SECONDS, ROOM = 20.0, 3 * 2**30
 #: Characters of a message that can still be read.
 LONGEST = 2000
 #: Other words with which messages name a parameter.
@@ -101,16 +103,22 @@ def sandbox() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@cache
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, which are looked at in each of its many calls."""
+    return list(inspect.signature(function).parameters.values())
+
+
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters that a user gives."""
-    signature = inspect.signature(function)
-    return [p for p in signature.parameters.values() if p.name != "self"]
+    return [p for p in _signature(function) if p.name != "self"]
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
     """Call with arguments by name, and take the first things that a result yields."""
     args, named = [], dict(arguments)
-    for parameter in inspect.signature(function).parameters.values():
+    takes_several = any(p.kind is p.VAR_POSITIONAL for p in _signature(function))
+    for parameter in _signature(function):
         several = parameter.kind is parameter.VAR_POSITIONAL
         if parameter.name not in named:
             continue
@@ -119,8 +127,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
             args += value if several else [value]
         elif parameter.kind is parameter.VAR_KEYWORD:
             named |= named.pop(parameter.name)
-        elif any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()
-                 ) and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:  # fmt: skip
+        elif takes_several and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             args.append(named.pop(parameter.name))
     result = function(*args, **named)
     if isinstance(result, contextlib.AbstractContextManager) and hasattr(result, "gen"):
@@ -156,7 +163,6 @@ def outcome(
     bad: object,
     *,
     close: Callable[[object], None] = lambda _: None,
-    seconds: float = SECONDS,
 ) -> Outcome:
     """Call with a bad value of one parameter."""
     if parameter.kind is parameter.VAR_KEYWORD:
@@ -168,7 +174,7 @@ def outcome(
         return Outcome(name, parameter.name, value, kind, f"{text}"[:300])
 
     began = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -179,7 +185,7 @@ def outcome(
         signal.setitimer(signal.ITIMER_REAL, 0)
         close(result)
     except Overdue:
-        return verdict("slow", f"more than {seconds} s")
+        return verdict("slow", f"more than {SECONDS} s")
     except CapacityError as error:  # many parameters together are too much
         return verdict("refused", f"{type(error).__name__}: {error}")
     except PipeError as error:
@@ -195,7 +201,7 @@ def outcome(
         return verdict("raised", f"{type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if time.monotonic() - began > seconds:
+    if time.monotonic() - began > SECONDS:
         return verdict("slow", f"{time.monotonic() - began:.1f} s")
     for warning in caught:
         if issubclass(warning.category, RuntimeWarning):

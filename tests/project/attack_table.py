@@ -64,7 +64,7 @@ def planned(_: Path) -> Good:
     """Start joblib's processes as `swept` does."""
     swept(_)
     return {"model": model(), "cluster": cluster(), "global_batch": 4, "schedules": "1f1b",
-            "progress": False}  # fmt: skip
+            "pipeline_parallel": 2, "microbatch_size": 1, "progress": False}  # fmt: skip
 
 
 @cache
@@ -91,6 +91,10 @@ def scenarios() -> ps.Scenarios:
 
 def network() -> ps.Network:
     return ps.Network(nodes=ps.Nodes(2))
+
+
+def layout() -> ps.Layout:
+    return ps.Layout(data_parallel=2, expert_parallel=2, pipeline_parallel=2)
 
 
 def layers() -> ps.Layers:
@@ -156,6 +160,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Costs.from_dict": lambda _: {"values": {"forward": 1.0, "backward": 1.0}},
     "ps.Costs.from_layers": lambda _: {"layers": layers(), "split": 2},
     "ps.Costs.from_timeline": lambda _: {"timeline": timeline()},
+    "ps.Costs.averaged": lambda _: {"self": costs()},
+    "ps.Costs.microbatch": lambda _: {"self": ps.Costs([[1.0, 2.0]], 1.0), "number": 1},
     "ps.Costs.in_chunks": lambda _: {"self": costs(), "placement": ps.v_shaped(2)},
     "ps.Costs.load": lambda to: {"path": _written(to / "costs.json", costs().save)},
     "ps.Costs.of": lambda _: {"self": costs(), "graph": graph()},
@@ -197,6 +203,10 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Layers.split": lambda _: {"self": layers(), "split": 2},
     "ps.Layers.read": lambda to: {
         "path": _written(to / "layers.csv", lambda p: p.write_text("forward,backward\n1,2\n"))},
+    "ps.HostLink": lambda _: {},
+    "ps.HostLink.from_dict": lambda _: {"values": {"bandwidth": 1.0}},
+    "ps.HostLink.grouped": lambda _: {"self": ps.HostLink(), "gpus_per_device": 2},
+    "ps.HostLink.to_dict": lambda _: {"self": ps.HostLink()},
     "ps.Link": lambda _: {"latency": 1.0, "bandwidth": 1.0, "pairs": ((0, 1),)},
     "ps.Link.from_dict": lambda _: {
         "values": {"latency": 1.0, "bandwidth": 1.0, "pairs": [[0, 1]]}},
@@ -213,6 +223,12 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Network.grouped": lambda _: {"self": network(), "gpus_per_device": 2},
     "ps.Network.group_all_gather": lambda _: {"self": network(), "nbytes": 1.0, "n_gpus": 1},
     "ps.Network.group_all_reduce": lambda _: {"self": network(), "nbytes": 1.0, "n_gpus": 1},
+    "ps.Layout": lambda _: {"data_parallel": 4, "expert_parallel": 2},
+    "ps.Layout.device": lambda _: {"self": layout(), "stage": 1, "replica": 1},
+    "ps.Layout.experts": lambda _: {"self": layout(), "gpu": 0, "n_experts": 4},
+    "ps.Layout.gpus_of_node": lambda _: {"self": layout(), "node": 0},
+    "ps.Layout.groups": lambda _: {"self": layout(), "kind": "ep"},
+    "ps.Layout.network": lambda _: {"self": layout(), "machine": "dgx_h100"},
     "ps.Network.preset": lambda _: {"name": "dgx_h100"},
     "ps.Network.scaled": lambda _: {"self": ps.Network(1e-6, 1e9)},
     "ps.Network.to_dict": lambda _: {"self": network()},
@@ -247,9 +263,18 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Schedule.place": lambda _: {"self": schedule(), "index": 0},
     "ps.Schedule.save": lambda to: {"self": schedule(), "path": to / "saved.csv"},
     "ps.Schedule.to_html": lambda to: {"self": schedule(), "path": to / "page.html"},
+    "ps.Schedule.with_microbatch_order": lambda _: {"self": schedule(), "order": [1, 0]},
     "ps.Schedule.with_name": lambda _: {"self": schedule(), "name": "x"},
+    "ps.Schedule.with_slices": lambda _: {"self": schedule(), "n_slices": 1},
     "ps.Schedule.with_updates": lambda _: {
         "self": schedule(), "n_batches": 1, "weight_versions": "one"},
+    "ps.Routing": lambda _: {"distribution": "zipf", "parameter": 0.5},
+    "ps.Routing.dirichlet": lambda _: {"concentration": 1.0},
+    "ps.Routing.from_counts": lambda _: {"counts": [1, 2]},
+    "ps.Routing.imbalance": lambda _: {"self": ps.Routing(), "n_experts": 4, "n_ranks": 2},
+    "ps.Routing.shares": lambda _: {"self": ps.Routing(), "n_experts": 4},
+    "ps.Routing.to_dict": lambda _: {"self": ps.Routing()},
+    "ps.Routing.zipf": lambda _: {"exponent": 0.5},
     "ps.Shard": lambda _: {"model": model()},
     "ps.Shard.stage_bytes": lambda _: {"self": model().shard(), "layers_per_stage": 2},
     "ps.Shard.stage_parameters": lambda _: {"self": model().shard(), "layers_per_stage": 2},
@@ -277,6 +302,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "paths": sorted(RANKS.iterdir())},
     "ps.Timeline.idle_by_cause": lambda _: {"self": timeline()},
     "ps.Timeline.load": lambda to: {"path": _written(to / "timeline.csv", timeline().save)},
+    "ps.Timeline.host_memory": lambda _: {"self": timeline()},
     "ps.Timeline.memory": lambda _: {"self": timeline()},
     "ps.Timeline.memory_breakdown": lambda _: {"self": timeline()},
     "ps.Timeline.mfu": lambda _: {
@@ -291,6 +317,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "hidden_size": 8, "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
     "ps.Transformer.core_flops": lambda _: {"self": model()},
     "ps.Transformer.costs": lambda _: {"self": model(), "layers_per_stage": 2, **SIZES},
+    "ps.Transformer.expert_layer_flops": lambda _: {"self": model()},
     "ps.Transformer.head_flops": lambda _: {"self": model()},
     "ps.Transformer.kernels": lambda _: {"self": model(), "gpu": gpu(), "microbatch_size": 1},
     "ps.Transformer.layer_flops": lambda _: {"self": model()},

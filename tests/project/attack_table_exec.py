@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ def pipeline() -> px.Pipeline:
 
 def batch() -> dict[str, Tensor]:
     return {"inputs": torch.ones(4, 2), "targets": torch.zeros(4, 2)}
+
+
+def microbatches() -> px.Microbatches:
+    return px.Microbatches([torch.ones(1), torch.ones(2)])
 
 
 @cache
@@ -105,6 +110,10 @@ def embedding() -> px.ShardedEmbedding:
     return px.ShardedEmbedding(4, 2)
 
 
+def experts() -> px.Experts:
+    return px.Experts(partial(nn.Linear, 2, 2), 2, 2, 1)
+
+
 @cache
 def with_optimizers() -> px.Pipeline:
     return px.Pipeline(stages(), graph(), ["cpu"] * 2, mse, sgd, pin_threads=False)
@@ -121,6 +130,10 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.EmbeddingStage": lambda _: {"embedding": embedding()},
     "px.EmbeddingStage.forward": lambda _: {
         "self": px.EmbeddingStage(embedding()), "values": (KEYS,)},
+    "px.Experts": lambda _: {
+        "expert": partial(nn.Linear, 2, 2), "width": 2, "n_experts": 2, "experts_per_token": 1},
+    "px.Experts.extra_repr": lambda _: {"self": experts()},
+    "px.Experts.forward": lambda _: {"self": experts(), "x": torch.ones(3, 2)},
     "px.GPipe": lambda _: {
         "module": nn.Sequential(*stages()), "balance": [1, 1], "devices": ["cpu"] * 2, "chunks": 2,
         "threads": False},
@@ -138,6 +151,17 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "self": (source := accumulation()), "state_dict": source.state_dict()},
     "px.GradientAccumulation.state_dict": lambda _: {"self": accumulation()},
     "px.GradientAccumulation.microbatch": lambda _: {"self": accumulation()},
+    "px.KeyValueCache": lambda _: {},
+    "px.KeyValueCache.append": lambda _: {
+        "self": px.KeyValueCache(), "key": torch.ones(1, 2, 3), "value": torch.ones(1, 2, 3)},
+    "px.KeyValueCache.attend": lambda _: {
+        "self": px.KeyValueCache(), "query": torch.ones(1, 2, 3), "key": torch.ones(1, 2, 3),
+        "value": torch.ones(1, 2, 3)},
+    "px.KeyValueCache.extra_repr": lambda _: {"self": px.KeyValueCache()},
+    "px.KeyValueCache.forward": lambda _: {
+        "self": px.KeyValueCache(), "query": torch.ones(1, 2, 3), "key": torch.ones(1, 2, 3),
+        "value": torch.ones(1, 2, 3)},
+    "px.KeyValueCache.offset": lambda _: {"self": px.KeyValueCache(), "n_positions": 2},
     "px.Pipeline": lambda _: {
         "stages": stages(), "graph": graph(), "devices": ["cpu"] * 2, "loss_fn": mse,
         "pin_threads": False},
@@ -158,6 +182,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Pipeline.optimizer_state_dict": lambda _: {"self": pipeline()},
     "px.Pipeline.predict": lambda _: {"self": pipeline(), "inputs": batch()["inputs"]},
     "px.Pipeline.preserved": lambda _: {"self": pipeline()},
+    "px.Microbatches": lambda _: {"microbatches": [torch.ones(1)], "weights": [1.0]},
+    "px.Microbatches.split": lambda _: {"batch": torch.ones(3), "lengths": [1, 2], "dim": 0},
+    "px.Microbatches.take": lambda _: {"self": microbatches(), "numbers": [0]},
     "px.LRSchedulers": lambda _: {
         "pipeline": with_optimizers(), "factory": LinearLR},
     "px.LRSchedulers.get_last_lr": lambda _: {"self": lr_schedulers()},
@@ -180,7 +207,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Projection.save": lambda to: {"self": projection(), "path": to / "saved"},
     "px.Profile.load": lambda to: {"path": _saved(to / "profile", measured())},
     "px.Profile.plot": lambda _: {"self": measured()},
-    "px.Profile.save": lambda to: {"self": measured(), "path": to / "saved"},
+    "px.Profile.save": lambda to: {
+        "self": replace(measured(), transfers=measured().transfers[:0]), "path": to / "saved"},
     "px.ShardedEmbedding": lambda _: {"n_rows": 4, "dim": 2},
     "px.ShardedEmbedding.accumulated_gradients": lambda _: {"self": embedding()},
     "px.ShardedEmbedding.check": lambda _: {"self": embedding(), "keys": KEYS},
@@ -193,7 +221,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.ShardedEmbedding.set_extra_state": lambda _: {
         "self": embedding(), "state": embedding().get_extra_state()},
     "px.Validation.figure": lambda _: {"self": validation()},
-    "px.Validation.save": lambda to: {"self": validation(), "path": to / "saved"},
+    "px.Validation.save": lambda to: {"self": validation(), "path": to / "saved", "figures": False},
     "px.from_torch": lambda _: {"schedule": ORDER},
     "px.is_checkpointing": lambda _: {},
     "px.is_recomputing": lambda _: {},
@@ -279,5 +307,6 @@ def _saved(path: Path, what: px.Profile | px.Projection | px.Validation) -> Path
 #: Whose calls take long, and are attacked with fewer values.
 SLOW = {
     "px.check_equivalent", "px.validate", "px.measure", "px.profile", "px.project", "px.Pipeline",
-    "px.Validation.save", "px.Profile.save", "px.Validation.figure",
+    "px.Validation.save", "px.Profile.save", "px.Validation.figure", "px.TrainingRun.plot",
+    "px.train",
 }  # fmt: skip

@@ -7,6 +7,7 @@ import io
 import re
 import signal
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from attack import SECONDS, Outcome, Overdue
@@ -19,12 +20,11 @@ _TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": (),
+        "--host-bandwidth": ("1e999",),
         "--json": _FILE, "--order": _FILE, "--title": _TEXTS}  # fmt: skip
-#: Texts that a command which trains for a second is spared as names of files: to it they are names
-#: such as "x", and the other commands are given all of them.
-_REPETITIONS = ("nan", "1e999", "1_0")
-#: Seconds of a command that goes through to its end, where it may start processes.
-WHOLE = 10.0
+#: Texts that a command which takes a moment is spared as names of files: to it they are names such
+#: as "x", and the other commands are given all of them.
+_REPETITIONS = ("-1", "nan", "1e999", "1_0", "[")
 _SMALL = ["--devices", "2", "--microbatches", "2", "--forward", "1", "--backward", "2"]
 _SHORT = ["--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16", "--heads", "1",
           "--sequence", "4", "--batch", "8"]  # fmt: skip
@@ -39,11 +39,13 @@ COMMANDS: dict[str, list[str]] = {
                           "--constants", "flops"],
     "pipesim plan": ["plan", "gpt2_xl", "--cluster", "dgx_h100", "--gpus", "2",
                      "--global-batch", "2", "--tensor-parallel", "1", "--pipeline-parallel", "2",
-                     "--microbatch-size", "1", "--schedules", "1f1b", "--recompute", "none"],
+                     "--microbatch-size", "1", "--schedules", "1f1b", "--recompute", "none",
+                     "--context-parallel", "1", "--expert-parallel", "1", "--n-slices", "1",
+                     "--shard-parameters", "none", "--offload", "none"],
     "pipesim view": ["view", str(DATA / "torch_interleaved"), "--no-open"],
     "pipesim demo-page": ["demo-page", "-p", "2", "-m", "2"],
     "pipeexec run": ["run", *_SHORT],
-    "pipeexec validate": ["validate", *_SHORT],
+    "pipeexec validate": ["validate", *_SHORT, "--schedules", "1f1b"],
     "pipeexec profile": ["profile", *_SHORT],
     "pipeexec show": ["show"],
 }  # fmt: skip
@@ -79,11 +81,12 @@ def options(main: Callable[[Sequence[str]], int], name: str) -> list[str]:
 
 def texts(name: str, option: str) -> list[str]:
     """Return the texts to attack an option of a command with."""
-    is_long = name in ("pipeexec run", "pipeexec validate", "pipeexec profile")
+    is_long = name == "pipesim calibrate" or name.startswith("pipeexec")
     spared = _REPETITIONS if is_long and FINE.get(option, ())[-7:] == _FILE else ()
     return [text for text in _TEXTS if text not in spared]
 
 
+@cache
 def _listed(main: Callable[[Sequence[str]], int], command: str) -> list[str]:
     """Return the options of a command that take a value, as its help lists them."""
     _, text, _ = run(main, [command, "--help"])
@@ -100,11 +103,10 @@ def attack_option(
 
     before = set(folder.parent.iterdir())
     is_fine = text in FINE.get(option, ())
-    seconds = WHOLE if is_fine else SECONDS
     try:
-        status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"], seconds)
+        status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"])
     except Overdue:
-        return verdict("slow", f"more than {seconds} s")
+        return verdict("slow", f"more than {SECONDS} s")
     except BaseException as error:
         return verdict("raised", f"{type(error).__name__}: {error}")
     if set(folder.parent.iterdir()) != before:

@@ -22,6 +22,7 @@ UNATTACKED: dict[str, str] = {
     "ps.Normal.quantile": _INSIDE,
     "ps.Network.collective_links": _INSIDE,
     "ps.Network.resolve": _INSIDE,
+    "ps.Network.resolve_host": _INSIDE,
     "ps.Nodes.nic_of": _INSIDE,
     "ps.Nodes.node_of": _INSIDE,
     "ps.Noise.applied": _INSIDE,
@@ -37,7 +38,7 @@ UNATTACKED: dict[str, str] = {
     "ps.OptimizedSchedule": "optimize makes it",
     **{f"ps.OptimizedSchedule.{name}": "that of ps.Schedule, which is attacked" for name in (
         "from_columns", "from_orders", "grid", "load", "place", "save", "to_html",
-        "with_name", "with_updates")},
+        "with_microbatch_order", "with_name", "with_slices", "with_updates")},
     "ps.Plan": "plan makes it",
     "ps.PlanChoice": "choice makes it; what takes a configuration checks it",
     "ps.Plans": "plan makes it",
@@ -56,7 +57,11 @@ UNATTACKED: dict[str, str] = {
     "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
     "px.Equivalence": "check_equivalent makes it",
     "px.EvaluationResult": _PLAIN,
+    **{f"px.Experts.{name}": "part of the executor, which runs a layer piece by piece" for name in (
+        "combine", "compute", "like_output", "route")},
     "px.LRSchedulers.step": "arguments are torch's, and so are its errors",
+    "px.Microbatches.pin_memory": "takes nothing; without a GPU torch refuses it",
+    "px.Microbatches.map": "calls the user's function, whose errors are its own",
     "px.GPipe.cpu": "is refused, whatever the arguments",
     "px.GPipe.cuda": "is refused, whatever the arguments",
     "px.GPipe.to": "arguments are torch's, and so are its errors",
@@ -68,8 +73,8 @@ UNATTACKED: dict[str, str] = {
     "px.Profile": _PLAIN,
     "px.Projection": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
-        "abandon", "adopt", "await_link", "carry", "close", "has_thread", "host", "mark",
-        "rejoin", "stream", "synchronize", "wait_for_host")},
+        "abandon", "adopt", "await_link", "carry", "close", "from_host", "has_thread", "host",
+        "mark", "rejoin", "stream", "synchronize", "to_host", "wait_for_host")},
     "px.Slice": "slices makes it",
     "px.Stages": "split makes it",
     "px.StepResult": _PLAIN,
@@ -80,16 +85,25 @@ UNATTACKED: dict[str, str] = {
 
 #: By callable and parameter: values that are accepted though no rule of `bad_values` allows them.
 ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("ps.Transformer.costs", "lengths"): (
+        ("[[1], [1, 2]]", "array"),
+        "tokens of documents, and of sequences",
+    ),
     ("px.latest_checkpoint", "directory"): (
         ("folder", "missing folder"),
         "without a checkpoint the answer is None",
     ),
     ("px.save_checkpoint", "path"): (("missing folder",), "its parents are made"),
+    ("px.Microbatches.split", "dim"): (("-1",), "the last dimension, as in torch"),
     ("px.Pipeline.total", "values"): (("[nan]",), "NaN is a number, and so is its sum"),
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
     ("ps.Costs", "exchange_bytes"): (("()",), "no stage, as kept costs have it"),
     ("ps.plan", "n_jobs"): (("-1",), "one a core, as in ps.sweep"),
+    ("ps.plan", "shard_parameters"): (
+        ("10**12", "10**30", "10**400"),
+        "a device keeps as many stages as it has",
+    ),
     **{
         ("ps.plan", name): (("array",), "an array of numbers lists values as a list does")
         for name in (
@@ -98,12 +112,16 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
             "data_parallel",
             "microbatch_size",
             "n_chunks",
+            "context_parallel",
+            "expert_parallel",
+            "n_slices",
         )
     },
     ("ps.Keys", "frequencies"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Keys.from_counts", "counts"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
     ("ps.TaskGraph.build", "skips"): (("''", "{}"), "no skip, as text or as a mapping"),
+    ("ps.lower", "offload"): (("0",), "the share 0 of the bytes: none"),
     ("ps.lower", "skips"): (("{}",), "no skip; of a mapping the keys count"),
     ("px.ShardedEmbedding", "padding_key"): (
         ("-1", "int64"),

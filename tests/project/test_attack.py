@@ -12,7 +12,7 @@ from typing import Any
 import attack_table
 import attack_table_exec
 import pytest
-from attack import SECONDS, Outcome, attacks, call, outcome, parameters, sandbox
+from attack import Outcome, attacks, call, outcome, parameters, sandbox
 from bad_values import make_paths
 from command_lines import COMMANDS, attack_option, options, texts
 from command_lines import run as run_command
@@ -82,7 +82,7 @@ def outcomes(name: str, folder: Path) -> list[Outcome]:
     function, make = callable_of(name), ROWS[name]
     end = functools.partial(close, name)
     slow = name in attack_table_exec.SLOW
-    attack = functools.partial(outcome, name, close=end, seconds=10.0 if slow else SECONDS)
+    attack = functools.partial(outcome, name, close=end)
     paths = make_paths(folder)
     results = []
     if name not in attack_table_exec.REFUSED:

@@ -15,18 +15,20 @@ HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "dis
 #: What users import; a change breaks their code.
 PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures
-Keys Layers Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule Overlapped Placement Plan
-PlanChoice Plans Routes Scenarios Schedule Shard Task TaskCosts TaskGraph Tasks Timeline Transformer
-Workload audit autograd_orders balanced_split bidirectional compare gpus hta linear looped lower
-lower_bound machines optimize order_by plan read_layout register replay schedule schedules simulate
-simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
+HostLink Keys Layers Layout Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule
+Overlapped Placement Plan PlanChoice Plans Routes Routing Scenarios Schedule Shard Task TaskCosts
+TaskGraph Tasks Timeline Transformer Workload audit autograd_orders balanced_split bidirectional
+compare gpus hta linear looped lower lower_bound machines optimize order_by plan read_layout
+register replay schedule schedules simulate simulate_many sweep to_html trace transformers v_shaped
+verify waves widget write_layout
 """
 PUBLIC_EXEC = """
-EmbeddingStage Equivalence EvaluationResult GPipe GradientAccumulation LRSchedulers Pipeline
-Processes Profile Projection ShardedEmbedding Slice Stages StepResult TrainingRun Validation Worker
-check_equivalent from_torch is_checkpointing is_recomputing join latest_checkpoint load_checkpoint
-load_run measure profile project read_checkpoint save_checkpoint scaled_learning_rate slices split
-sync_report to_torch torch_schedule_order train validate watch_sync workers
+EmbeddingStage Equivalence EvaluationResult Experts GPipe GradientAccumulation KeyValueCache
+LRSchedulers Microbatches Pipeline Processes Profile Projection ShardedEmbedding Slice Stages
+StepResult TrainingRun Validation Worker check_equivalent from_torch is_checkpointing is_recomputing
+join latest_checkpoint load_checkpoint load_run measure profile project read_checkpoint
+save_checkpoint scaled_learning_rate slices split sync_report to_torch torch_schedule_order train
+validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

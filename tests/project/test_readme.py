@@ -32,6 +32,7 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("code", PYTHON)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

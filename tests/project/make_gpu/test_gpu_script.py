@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_messages")
 def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Its archive holds what a reader wants to see."""
     steps, outcomes, packing = part("steps"), part("outcomes"), part("packing")
