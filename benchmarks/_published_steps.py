@@ -11,7 +11,8 @@ vTrain, 512 GPUs  the same: steps on 64 to 512 A100, nodes of 800 Gb/s, full rec
 Selene            Korthikanti et al., arXiv 2205.05198, table 5: full recompute; and selective
                   recompute with sequence parallelism
 B200              MooreThreads, SimuMax, docs/b200: Llama 3 on 8 GPUs; dense models without context
-                  parallelism. Its configuration of 405B has 16 heads of keys and values
+                  parallelism. Its configuration of 405B has 16 heads of keys and values.
+                  Megatron-LM 23e00ed scales, checks and clips gradients in passes of their own
 zero bubble       Qi et al., arXiv 2401.10241, table 4: 8 to 32 A100, no recompute
 ================  ==================================================================================
 """
@@ -251,6 +252,7 @@ def _b200() -> PublishedSteps:
             "sequence_parallel": tensor > 1,
             "flash_attention": True,
             "fused_loss": True,
+            "gradient_passes": True,
             "n_devices": pipeline,
             "n_replicas": 8 // (tensor * pipeline),
             "shard_optimizer": True,

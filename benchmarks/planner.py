@@ -38,8 +38,9 @@ from pipesim.lowering.communication import add_partners
 from pipesim.lowering.recompute_and_steps import _with_steps
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
+from pipesim.planning.configurations.order_facts import order_facts_of
 from pipesim.planning.configurations.plans import Plans
-from pipesim.planning.configurations.problem import PlanProblem, order_facts_of
+from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search import evaluate
 from pipesim.simulation.one_of_replicas import _with_gathers
 
@@ -126,8 +127,8 @@ def memory_text(published: Plans, kind: str, ways: int, why: str) -> str:
     fewer = (parts["total"] - parts[kind] * (1 - 1 / ways)).max()
     kinds = ", ".join(f"{x} {size:.1f}" for x, size in fullest.items() if size and x != "total")
     return (
-        f"The published one, simulated, needs {fullest['total']:.1f} GB: {kinds}. {why}, which a "
-        f"plan cannot: with {kind} divided by {ways} it needs {fewer:.1f} GB."
+        f"The published one, simulated, needs {fullest['total']:.1f} GB: {kinds}. {why}, but "
+        f"not here: with {kind} divided by {ways} it needs {fewer:.1f} GB."
     )
 
 

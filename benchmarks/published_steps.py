@@ -2,7 +2,8 @@
 
 - **Presets**: `pipesim.GPU.preset` and `pipesim.Network.preset` at 0.7 of nominal bandwidths, no
   constant fitted. The efficiencies of A100 and B200 rest on the sets Selene and B200 themselves
-  (see `pipesim.gpus`); those of vTrain and of zero bubble were not used.
+  (see `pipesim.gpus`); those of vTrain and of zero bubble were not used. Rates of fused attention
+  and latencies of B200 rest on published kernels.
 - **A fifth of the rows**: `pipesim.GPU.fit` on each of five disjoint fifths, drawn with seed 0, and
   errors on the other four fifths. Sets of few rows are fitted to all rows but those of one model,
   and to all rows but one, too.
