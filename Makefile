@@ -48,7 +48,8 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 	$(DENO) check --quiet $(PAGE)
 	$(BIN)/python tools/plain_names.py
 
-fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
+fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
+	$(TESTS) -n 3 -m hypothesis --hypothesis-profile=fuzz
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py \
 	  tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/pipesim/analysis/test_replay.py --hypothesis-show-statistics
