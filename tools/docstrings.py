@@ -1,0 +1,137 @@
+"""List public names whose docstring lacks a part, such as parameters, results or an example.
+
+``python tools/docstrings.py [--count] [PREFIX...]`` prints a line for each missing part of names
+that begin with a prefix, such as ``px.`` or ``ps.Timeline``; of all names by default. Exits with 1
+if there is any. With ``--count`` it prints the number of names that lack each part.
+
+Public names are those of ``pipesim.__all__``, ``pipeexec.__all__`` and the modules among them, and
+the public methods and properties of their classes. A property needs a summary alone. Any other
+name needs a description of each parameter, and the sections that `PARTS` lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from numpydoc.docscrape import NumpyDocString
+
+import pipeexec
+import pipesim
+
+PACKAGES = {"ps": pipesim, "px": pipeexec}
+ROOTS = tuple(package.__name__ for package in PACKAGES.values())
+#: Parts of a docstring, in the order of reports.
+PARTS = ("summary", "Parameters", "Returns", "Raises", "See Also", "Examples")
+#: Names of public classes; a member that another class inherits from one is reported once.
+PUBLIC = frozenset(name for package in PACKAGES.values() for name in package.__all__)
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the object of each public name."""
+    for short, package in PACKAGES.items():
+        for name in sorted(package.__all__):
+            yield from _with_members(f"{short}.{name}", getattr(package, name))
+
+
+def _with_members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if inspect.ismodule(value):
+        for member in sorted(getattr(value, "__all__", ())):
+            yield from _with_members(f"{name}.{member}", getattr(value, member))
+    elif isinstance(value, type) and not isinstance(value, types.GenericAlias):
+        yield name, value
+        for key in sorted(dir(value)):
+            owner = next(base for base in value.__mro__ if key in base.__dict__ or base is object)
+            is_own = owner is value or owner.__name__ not in PUBLIC
+            if key[0] != "_" and owner.__module__.startswith(ROOTS) and is_own:
+                member = inspect.getattr_static(value, key)
+                if _is_property(member) or callable(getattr(value, key)):
+                    yield f"{name}.{key}", member
+    elif inspect.isroutine(value):
+        yield name, value
+
+
+def _is_property(value: Any) -> bool:
+    return isinstance(value, (property, functools.cached_property))
+
+
+def missing_parts(value: Any) -> list[tuple[str, str]]:
+    """Return each part that a docstring lacks, and what of it."""
+    doc = inspect.getdoc(value) or ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sections that numpydoc does not have are no parts
+        sections = NumpyDocString(doc)
+    summary = sections["Summary"]
+    missing = []
+    if len(summary) != 1 or not summary[0].endswith("."):
+        missing.append(("summary", "one line that ends with a full stop"))
+    if _is_property(value):
+        return missing
+    function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    undocumented = _parameters(function) - _described(sections)
+    if undocumented:
+        missing.append(("Parameters", ", ".join(sorted(undocumented))))
+    if _returns_something(function) and not (sections["Returns"] or sections["Yields"]):
+        missing.append(("Returns", ""))
+    if _parameters(function) and not sections["Raises"]:
+        missing.append(("Raises", ""))
+    missing += [(part, "") for part in ("See Also", "Examples") if not sections[part]]
+    return missing
+
+
+def _parameters(function: Any) -> set[str]:
+    if isinstance(function, enum.EnumType):
+        return set()
+    names = inspect.signature(function).parameters
+    return {name for name in names if name not in ("self", "cls") and name[0] != "_"}
+
+
+def _described(sections: NumpyDocString) -> set[str]:
+    """Return the parameters that have a description; the fields of a dataclass are attributes."""
+    entries = [
+        entry
+        for section in ("Parameters", "Other Parameters", "Attributes")
+        for entry in sections[section]
+        if "".join(entry.desc).strip()
+    ]
+    return {name.strip(" *") for entry in entries for name in entry.name.split(",")}
+
+
+def _returns_something(function: Any) -> bool:
+    if isinstance(function, type):
+        return False
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    return annotation not in (None, "None", "NoReturn", types.NoneType)
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is missing; return the exit status."""
+    parser = argparse.ArgumentParser(description="list public names whose docstring lacks a part")
+    parser.add_argument("--count", action="store_true", help="print totals alone")
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX")
+    options = parser.parse_args(arguments)
+    names = [
+        (name, value)
+        for name, value in public_names()
+        if not options.prefixes or name.startswith(tuple(options.prefixes))
+    ]
+    lines = [(name, part, detail) for name, value in names for part, detail in missing_parts(value)]
+    if options.count:
+        counts = Counter(part for _, part, _ in lines)
+        print(f"{len(names)} names; without " + ", ".join(f"{x}: {counts[x]}" for x in PARTS))
+    else:
+        for name, part, detail in lines:
+            print(f"{name}: {part}{f' ({detail})' if detail else ''}")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
