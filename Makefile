@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
+DOCS := .venv/.docs-stamp
 # make gpu-rehearsal has a second environment: the packages of a GPU machine's image.
 PYTHON312 ?= python3.12
 REHEARSAL := .venv-rehearsal
@@ -20,7 +21,7 @@ DENO := DENO_DIR=.venv/.deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint quick fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
+.PHONY: help demo check test lint quick docs fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -47,6 +48,10 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 	$(DENO) fmt --check
 	$(DENO) check --quiet $(PAGE)
 	$(BIN)/python tools/plain_names.py
+
+# Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes.
+docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, reference; every example is run
+	$(BIN)/python -m sphinx --builder html --jobs 2 --nitpicky --fail-on-warning docs docs/_build/html
 
 fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
 	$(TESTS) -n 3 -m hypothesis --hypothesis-profile=fuzz
@@ -86,6 +91,10 @@ clean:  ## remove caches and build artefacts; leaves the environments and result
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Images lack simpy, so that it stays a wheel, as for make gpu WHEELS=.

@@ -68,7 +68,7 @@ def _page(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the page."""
     yield "# Results of `make gpu`\n"
-    yield "Made by `make gpu` and `make gpu-unpack`; [docs/cuda.md](../../docs/cuda.md) explains.\n"
+    yield "Made by `make gpu` and `make gpu-unpack`; [docs/how_to/use_gpus.md](../../docs/how_to/use_gpus.md) explains.\n"
     yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
     for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
         origin = f"commit {commit()}" if ran == digest() else "not those of this checkout"

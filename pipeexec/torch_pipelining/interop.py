@@ -170,7 +170,7 @@ def torch_schedule_order(
         Number of ranks, of micro-batches, and of stages per rank.
     executed
         Whether to return the order that the class runs. ``"GPipe"`` and ``"1F1B"`` run a loop of
-        another order than they list; see docs/torch.md.
+        another order than they list; see docs/how_to/exchange_orders_with_torch.md.
 
     Raises
     ------

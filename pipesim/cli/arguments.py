@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +28,7 @@ from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.argument_parser import RaisingParser
 
-__all__ = ["Command", "argument_settings", "parse_arguments"]
+__all__ = ["Command", "argument_settings", "make_parser", "parse_arguments"]
 
 #: A command takes the parsed arguments, and prints its result.
 Command = Callable[[argparse.Namespace], None]
@@ -111,6 +111,34 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def make_parser(
+    commands: Mapping[str, tuple[Command, str]], names: Container[str]
+) -> argparse.ArgumentParser:
+    """Return the parser of all commands; those among ``names`` have their arguments.
+
+    Adding arguments takes milliseconds a command.
+    """
+    parser = RaisingParser(
+        prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (run, summary) in commands.items():
+        command = subparsers.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run, parser=command, verbose=False)
+        command.add_argument("--verbose", action="store_true", help="show all lines of an error")
+        if name in names:
+            _ADD_ARGUMENTS[name](command)
+    return parser
+
+
 def parse_arguments(
     argv: Sequence[str] | None, commands: Mapping[str, tuple[Command, str]]
 ) -> argparse.Namespace:
@@ -130,25 +158,7 @@ def parse_arguments(
     SystemExit
         After ``--help`` or ``--version``.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    parser = RaisingParser(
-        prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (run, summary) in commands.items():
-        command = subparsers.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=run, parser=command, verbose=False)
-        command.add_argument("--verbose", action="store_true", help="show all lines of an error")
-        if name in arguments:  # adding arguments takes milliseconds a command
-            _ADD_ARGUMENTS[name](command)
+    parser = make_parser(commands, sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = suggestion(unknown[0], re.findall(r"--[\w-]+", args.parser.format_usage()))

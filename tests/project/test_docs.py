@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("[!_]*/*.md"), *(ROOT / "docs").glob("*.md")])
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 #: Folders whose files are not made by a command.
 FOLDERS = "pipesim|pipeexec|tests|benchmarks|docs|notebooks|tools"

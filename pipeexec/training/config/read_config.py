@@ -89,7 +89,7 @@ def read_config(path: Path | str) -> Config:
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ArgumentError(f"{path} is no TOML: {error}; see docs/training.md") from error
+        raise ArgumentError(f"{path} is no TOML: {error}; see docs/how_to/train.md") from error
     for name, section in content.items():
         if name not in SECTIONS:
             raise UnknownNameError(

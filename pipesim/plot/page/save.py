@@ -51,7 +51,7 @@ def to_html(
 
     It has the tasks of each device over time, with zoom, search, the chain that led to each task,
     the causes of idle time, memory, exports for papers, and sliders that simulate changes of
-    durations and of the network in the page. docs/page.md describes it.
+    durations and of the network in the page. docs/how_to/explore_a_timeline.md describes it.
 
     Parameters
     ----------

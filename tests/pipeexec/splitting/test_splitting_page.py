@@ -1,4 +1,4 @@
-"""The code of docs/splitting.md runs, and prints what the page says."""
+"""The code of docs/how_to/split_a_model.md runs, and prints what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from places import ROOT
 
 @pytest.mark.slow
 def test_code_of_the_page(capsys):
-    text = (ROOT / "docs" / "splitting.md").read_text()
+    text = (ROOT / "docs/how_to/split_a_model.md").read_text()
     names = {}
     torch.manual_seed(0)
     for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):

@@ -1,4 +1,4 @@
-"""The program at the top of docs/training.md runs; the other code of the page is Python."""
+"""The program at the top of docs/how_to/train.md runs; the other code of the page is Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pipeexec as px
 
 CODE = re.findall(
     r"^```python\n(.*?)^```",
-    (ROOT / "docs" / "training.md").read_text(),
+    (ROOT / "docs/how_to/train.md").read_text(),
     re.MULTILINE | re.DOTALL,
 )
 

@@ -189,8 +189,8 @@ def test_a_single_task_waits_for_nothing() -> None:
 
 
 def test_the_page_of_gpipe_shows_a_true_table() -> None:
-    """Rows of docs/gpipe.md: name, edges, redundant, seconds, needed."""
-    text = (ROOT / "docs" / "gpipe.md").read_text()
+    """Rows of docs/explanation/gpipe_module.md: name, edges, redundant, seconds, needed."""
+    text = (ROOT / "docs/explanation/gpipe_module.md").read_text()
     lines = text.partition("| removed |")[2].partition("\n\n")[0].splitlines()[2:]
     costs = ps.Costs(1, 2, output_bytes=1, network=ps.Network(0.2, 2))
     table = ps.audit(lowered("gpipe", 4, 8, recompute="except_last"), costs)
