@@ -84,6 +84,25 @@ def compare(
     CostsWarning
         If two timelines have the same number of devices and the same costs of a stage, but
         different numbers of stages: the one with more stages then is of a larger model.
+
+    See Also
+    --------
+    pipesim.simulate : Predict one timeline.
+    pipesim.sweep : Simulate many configurations, a row for each.
+    pipesim.Comparison : A prediction beside a measurement of the same tasks.
+    pipesim.to_html : Write an interactive page of several timelines.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+    >>> graphs = {name: ps.lower(ps.schedule(name, 2, 4)) for name in ("gpipe", "1f1b")}
+    >>> timelines = {name: ps.simulate(graph, costs) for name, graph in graphs.items()}
+    >>> print(ps.compare(timelines)[["makespan", "peak_memory"]])
+              makespan  peak_memory
+    schedule
+    gpipe         15.0          4.0
+    1f1b          15.0          2.0
     """
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(

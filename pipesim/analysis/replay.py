@@ -38,12 +38,38 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     neither, such as one from another framework's trace, is replayed as if all its tasks were issued
     before the step. Delays by its host are then left out.
 
+    Parameters
+    ----------
+    timeline
+        Timeline, simulated or measured, all of whose tasks ran.
+    engine
+        ``"compiled"`` or ``"simpy"``, as for `pipesim.simulate`.
+
+    Returns
+    -------
+    Timeline
+        Simulated times of the same graph, named after the timeline.
+
     Raises
     ------
     ArgumentError
         For an unknown engine, and for an argument that is no `Timeline`.
     TimelineError
         If tasks of the timeline did not run.
+
+    See Also
+    --------
+    pipesim.simulate : Predict a timeline from costs.
+    pipesim.Comparison : A prediction beside a measurement of the same tasks.
+    pipesim.Timeline.load : Read a timeline from a file.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+    >>> ps.replay(timeline)
+    <Timeline gpipe replayed: 18 tasks, makespan 9 s, bubble 33.3%>
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(

@@ -91,6 +91,11 @@ def order_by(
     name
         Name of the schedule.
 
+    Returns
+    -------
+    Schedule
+        Order of the actions of each device.
+
     Raises
     ------
     ArgumentError
@@ -107,6 +112,12 @@ def order_by(
     CostsWarning
         If there is a limit, and the costs have no ``activation_bytes``, or W has no
         ``weight_grad_bytes``.
+
+    See Also
+    --------
+    pipesim.optimize : Search for the order that takes the least time.
+    pipesim.schedule : Build a schedule of the literature.
+    pipesim.linear : Place one stage on each device.
 
     Examples
     --------

@@ -304,6 +304,24 @@ def lower(
         If transfers in this order would wait for each other for ever.
     CapacityError
         If the graph and its times would not fit in memory.
+
+    See Also
+    --------
+    pipesim.schedule : Build a named schedule.
+    pipesim.simulate : Predict when each task of a graph runs.
+    pipesim.verify : Check a schedule or a graph.
+    pipesim.TaskGraph.build : Make a graph from your own tasks.
+
+    Examples
+    --------
+    Four F, four B and two STEP, and a SEND and a RECV for each output and each gradient:
+
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
+    >>> graph
+    <TaskGraph 1f1b: 18 tasks, 2 devices, 2 stages, 2 micro-batches, recompute=never>
+    >>> [str(graph.task(k)) for k in range(4)]
+    ['0F0', '0SEND_F0', '1RECV_F0', '0F1']
     """
     arguments = {name: value for name, value in locals().items() if name != "schedule"}
     check_options(

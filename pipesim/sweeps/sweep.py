@@ -125,6 +125,12 @@ def sweep(
     PipeWarning
         Those of `Transformer.costs` for the rows that run, each text once.
 
+    See Also
+    --------
+    pipesim.compare : Compare timelines that you have already.
+    pipesim.plan : Search for the fastest configuration of a model on a cluster.
+    pipesim.simulate : Simulate one configuration, with all its times.
+
     Examples
     --------
     >>> import pipesim as ps

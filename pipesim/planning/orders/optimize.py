@@ -138,6 +138,13 @@ def optimize(
     EngineWarning
         If ortools is not installed.
 
+    See Also
+    --------
+    pipesim.order_by : Put actions in order by a priority, without a search.
+    pipesim.lower_bound : Bound the time of all orders from below.
+    pipesim.plan : Search for the configuration, too.
+    pipesim.schedule : Build a schedule of the literature.
+
     Examples
     --------
     >>> import pipesim as ps
