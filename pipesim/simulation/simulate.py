@@ -69,7 +69,7 @@ def simulate(
     Returns
     -------
     Timeline
-        Start and end of each task, in seconds from the begin of the step; shape ``(len(graph),)``.
+        Start and end of each task, in seconds from the start of the step; shape ``(len(graph),)``.
 
     Raises
     ------
