@@ -184,7 +184,7 @@ class Timeline:
         Parameters
         ----------
         purpose
-            First words of the advice in the error, such as ``"replay needs"``; ``a whole one`` follows.
+            First words of the error's advice, such as ``"replay needs"``; ``a whole one`` follows.
 
         Raises
         ------
