@@ -45,6 +45,20 @@ class AutogradOrders:
         One for each schedule.
     n_possible
         Number of possible orders: exact up to 2 ** 43, infinity above 1e308.
+
+    See Also
+    --------
+    pipesim.autograd_orders : Simulate the orders.
+    pipesim.schedule : ``"gpipe"`` has these orders as ``backward_order``.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> orders = ps.autograd_orders(2, 2, ps.Costs(forward=1, backward=2))
+    >>> orders
+    <AutogradOrders: 2 orders (all), makespan 11 to 12 s>
+    >>> orders.makespans.tolist(), round(orders.spread, 3)
+    ([11.0, 12.0], 0.091)
     """
 
     schedules: tuple[Schedule, ...]
@@ -164,10 +178,21 @@ def autograd_orders(
         Further arguments of `lower`, such as ``overlap=False, recompute_waits=True`` for
         torchgpipe's default streams.
 
+    Returns
+    -------
+    AutogradOrders
+        Schedule and timeline of each simulated order.
+
     Raises
     ------
     ArgumentError
         For counts below 1, and for arguments that `lower` refuses.
+
+    See Also
+    --------
+    pipesim.schedule : Build ``"gpipe"`` with one of the orders.
+    pipesim.lower : Options of the lowering.
+    pipesim.simulate : Simulate one order.
 
     Examples
     --------

@@ -70,6 +70,11 @@ def lower_bound(
         of thousands of them, 12 s for 512 stages with 512 micro-batches, and about a minute for
         3 stages with a million.
 
+    Returns
+    -------
+    float
+        Seconds of the objective; no order takes less.
+
     Raises
     ------
     ArgumentError
@@ -82,6 +87,12 @@ def lower_bound(
         If a link names a device that the placement does not have.
     CapacityError
         If there is no memory for so many tasks.
+
+    See Also
+    --------
+    pipesim.optimize : Search for an order that meets the bound.
+    pipesim.Timeline.lower_bound : Bound for the tasks of a timeline.
+    pipesim.Timeline.gap : Makespan of a timeline over its bound, minus 1.
 
     Examples
     --------

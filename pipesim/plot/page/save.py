@@ -76,6 +76,24 @@ def to_html(
         micro-batches for a timeline of no named schedule.
     CapacityError
         If the items have over 5,000,000 tasks together.
+
+    See Also
+    --------
+    pipesim.widget : Show the page in a notebook, linked to Python.
+    pipesim.Timeline.to_html : Write a page of one timeline.
+    pipesim.compare : Compare timelines in a table.
+    pipesim.Timeline.plot : Draw a figure for a paper.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> fast, slow = (ps.simulate(graph, ps.Costs(1, backward)) for backward in (2, 3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ps.to_html(f"{folder}/steps.html", {"fast": fast, "slow": slow})
+    ...     [path.name for path in pathlib.Path(folder).iterdir()]
+    ['steps.html']
     """
     path = page_path("path", path)
     name, data = packed_page(items, title=title, layout=layout, microbatches=microbatches)
