@@ -187,6 +187,8 @@ def autograd_orders(
     ------
     ArgumentError
         For counts below 1, and for arguments that `lower` refuses.
+    CostsError, NetworkError
+        For costs that `pipesim.simulate` refuses.
 
     See Also
     --------
@@ -199,9 +201,9 @@ def autograd_orders(
     >>> import pipesim as ps
     >>> costs = ps.Costs(forward=1, backward=2, output_bytes=1, network=ps.Network(bandwidth=1))
     >>> waits = {"overlap": False, "rendezvous": True, "recompute_waits": True}
-    >>> orders = ps.autograd_orders(3, 4, costs, **waits)
+    >>> orders = ps.autograd_orders(2, 3, costs, **waits)
     >>> orders
-    <AutogradOrders: 196 orders (all), makespan 43 to 52 s>
+    <AutogradOrders: 5 orders (all), makespan 24 to 26 s>
     """
     n, m = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
     check_name("recompute mode", recompute, RECOMPUTE)

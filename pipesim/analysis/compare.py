@@ -78,6 +78,10 @@ def compare(
     ArgumentError
         If the mapping is empty, a value is no `Timeline`, or ``memory_limit`` is negative, NaN or
         for another number of devices, or the page cannot be written.
+    TimelineError
+        If a makespan is so short that its throughput is no finite number.
+    CostsError
+        If the sum of the bytes of a device is not finite.
 
     Warns
     -----

@@ -56,6 +56,10 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
         For an unknown engine, and for an argument that is no `Timeline`.
     TimelineError
         If tasks of the timeline did not run.
+    GraphError
+        If the timeline's graph breaks an invariant, as for `pipesim.simulate`.
+    CostsError
+        If a task of the timeline ends before it starts.
 
     See Also
     --------

@@ -104,6 +104,8 @@ def order_by(
     CostsError
         If the costs lack seconds of an operation or are of another number of micro-batches, or if
         sums of their seconds or bytes are not finite.
+    NetworkError
+        If a link names a device that the placement does not have.
     CapacityError
         If there is no memory for so many actions.
 

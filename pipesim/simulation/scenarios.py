@@ -144,7 +144,12 @@ def simulate_many(
         If ``noise`` is no `Noise` or does not suit the graph, and for counts that are no whole
         numbers in range.
     CostsError
-        If the costs are so large that a task would end after more than 1e150 s.
+        If the costs do not suit the graph, or are so large that a task would end after more than
+        1e150 s.
+    GraphError
+        If the graph breaks an invariant.
+    NetworkError
+        If a link names a device that the graph does not have.
     CapacityError
         If the scenarios that run at once, or all results, would not fit in memory.
 

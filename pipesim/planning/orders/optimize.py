@@ -130,6 +130,8 @@ def optimize(
         message names the device and the bytes that it needs at least.
     CostsError
         If the costs lack seconds of an operation, or are of another number of micro-batches.
+    NetworkError
+        If a link names a device that the placement does not have.
 
     Warns
     -----
