@@ -86,8 +86,8 @@ def compare(
     Warns
     -----
     CostsWarning
-        If two timelines have the same number of devices and the same costs of a stage, but
-        different numbers of stages: the one with more stages then is of a larger model.
+        If two timelines have as many devices and the same costs of a stage, but different numbers
+        of stages. The one with more stages is then of a larger model.
 
     See Also
     --------

@@ -24,8 +24,8 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a timeline from its own durations: a check of the graph, no prediction.
 
     - Each task keeps its duration and its issue time.
-    - A message lasts from the start of its SEND to the start of the task that waited for it, which
-      includes the wake-up of a waiting device; without such a task, to its arrival.
+    - A message lasts from the start of its SEND to the start of the task that waited for it. This
+      includes the wake-up of a waiting device. Without such a task, it lasts to its arrival.
     - A bucket of gradients needs the part of its backward that had passed when the bucket started.
     - Links are those of the timeline's costs, if it has costs.
 

@@ -77,9 +77,9 @@ class TaskGraph:
     dependencies
         CSR: for each task, the tasks that must end before its start (rule 3).
     partial_dependency
-        For a bucket of gradients, the last backward of its stage, which completes the bucket before
-        its own end: the bucket needs only a part of this dependency. -1 for other tasks. Empty
-        without buckets.
+        For a bucket of gradients, the last backward of its stage. It completes the bucket before
+        its own end, so that the bucket needs only a part of this dependency. -1 for other tasks.
+        Empty without buckets.
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
     collectives

@@ -185,9 +185,8 @@ class Tasks:
         The stage at the other end of a message of skip connections, -1 for any other task, the
         pipeline's own messages included; None without skips.
     part
-        The bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED,
-        which of `pipesim.ops.EXCHANGES` an ALL_TO_ALL or a REORDER belongs to, or another part of
-        `pipesim.Action`; -1 for any other task; None without such tasks.
+        Part of an operation that has several, as `pipesim.Action` describes, such as the bucket of
+        a REDUCE_GRAD; -1 for any other task. None without such tasks.
 
     Raises
     ------

@@ -86,8 +86,8 @@ def order_by(
     split_backward
         Whether the backward is I and W, or B.
     patience
-        A W whose room no F needs starts only if the next known F or I will be ready in
-        ``patience`` times the seconds of W or later. 0: at once; 1: only if it delays nothing.
+        A W whose room no F needs starts only if no known F or I will be ready within ``patience``
+        times the seconds of W. 0: at once; 1: only if it delays nothing.
     name
         Name of the schedule.
 

@@ -182,9 +182,9 @@ def lower(
         gradients before B. Sharded stages reduce no gradients and are not recomputed.
     exchange_work
         Where a sharded stage groups keys by owner, puts vectors in the order of its input and sums
-        the gradients of each key: as part of the exchanges, on the ``"collective"`` stream; or in
-        tasks of their own (DISPATCH, REORDER) on the ``"compute"`` stream of its device, where
-        other tasks wait behind them.
+        the gradients of each key. ``"collective"``: as part of the exchanges, on their stream.
+        ``"compute"``: in tasks of their own (DISPATCH, REORDER) on the compute stream of its
+        device, where other tasks wait behind them.
     prefetch_keys
         Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the
         previous one, so that they overlap with its compute. The keys of the whole batch are known

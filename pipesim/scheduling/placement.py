@@ -52,8 +52,9 @@ class Placement:
     Raises
     ------
     ArgumentError
-        If a path is no sequence, a device number is not a whole number from 0, a device is left
-        without a stage, or paths are of different length or have the same stage on the same device.
+        - If a path is no sequence, or a device number is not a whole number from 0.
+        - If a device is left without a stage.
+        - If paths are of different length, or have the same stage on the same device.
     CapacityError
         If so many stages would not fit in memory.
 

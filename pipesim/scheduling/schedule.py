@@ -295,9 +295,10 @@ class Schedule:
         ArgumentError
             For an argument that is no path.
         ScheduleError
-            If the file cannot be read, has another form, has a cell that is no action, or a SEND
-            without its RECV, naming row and column (from 1); or if it was changed after it was
-            written.
+            - If the file cannot be read or has another form.
+            - If it has a cell that is no action, or a SEND without its RECV, naming row and column
+              (from 1).
+            - If it was changed after it was written.
         CapacityError
             For a file that is too large for memory.
 
@@ -340,8 +341,7 @@ class Schedule:
             If the file cannot be written.
         ScheduleError
             If there are several mini-batches, weight versions or slices of a sequence, which
-            neither form can hold; and for a CSV, if there are recomputes, which only a grid can
-            hold.
+            neither form can hold. For a CSV, if there are recomputes, which only a grid can hold.
 
         See Also
         --------

@@ -74,17 +74,18 @@ def simulate(
     Raises
     ------
     CostsError
-        If the costs lack an operation of the graph or have another number of stages, if a task
-        would end after more than 1e150 s, and for a ``memory_limit`` if the costs have no bytes.
+        - If the costs lack an operation of the graph or have another number of stages.
+        - If a task would end after more than 1e150 s.
+        - For a ``memory_limit``, if the costs have no bytes.
     GraphError
         If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
         ever. No task is simulated then.
     NetworkError
         If a link names a device that the graph does not have.
     ArgumentError
-        For an unknown engine, noise that does not suit the graph, a scenario that is no whole
-        number from 0 or is not 0 without noise, a memory limit that is negative, NaN or for another
-        number of devices, or arguments of another type.
+        - For an unknown engine, noise that does not suit the graph, or arguments of another type.
+        - For a scenario that is no whole number from 0, or is not 0 without noise.
+        - For a memory limit that is negative, NaN or for another number of devices.
 
     Warns
     -----

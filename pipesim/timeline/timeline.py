@@ -531,22 +531,29 @@ class Timeline:
     def changes_that_fit(self, *, quick: bool = False, every: bool = False) -> pd.DataFrame:
         """Simulate changes of the configuration; return those that stay in the `memory_limit`.
 
-        Changes: recompute, fused attention and sequence parallelism of the layers, if the costs are
-        from `Costs.transformer`, or else R tasks; experts on more GPUs; micro-batches of a half or
-        a quarter of the size; the other named schedules; activations in host memory, if the network
-        has a link to it; a sharded optimizer, or parameters that replicas share, too (gathered once
-        a step or for every use, instead of a sharded optimizer). If none fits alone, two at a
-        time are tried. Everything else stays as it was, such as options of `pipesim.lower`, and
-        fields of the costs in which they differ from what the model's settings give.
+        Changes:
+
+        - recompute, fused attention and sequence parallelism of the layers, if the costs are from
+          `Costs.transformer`, or else R tasks;
+        - experts on more GPUs;
+        - micro-batches of a half or a quarter of the size;
+        - the other named schedules;
+        - activations in host memory, if the network has a link to it;
+        - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
+          step or for every use.
+
+        If none fits alone, two at a time are tried. Everything else stays as it was, such as
+        options of `pipesim.lower`. Fields of the costs stay if they differ from those that the
+        model's settings give.
 
         If a schedule has another number of stages, the layers of `Costs.transformer` are balanced
         again for it; other costs are shared evenly by the stages of a device. Costs without
         settings are proportional to the size of a micro-batch here: real kernels get slower.
 
         The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
-        is the number of changes that were left out for this. If no change fits, the table is empty,
-        and ``attrs["advice"]`` is not if parameters, gradients and optimizer alone exceed the
-        limit: more devices, tensor parallelism or a sharded optimizer are needed then.
+        is the number of changes that were left out for this. If no change fits, the table is empty.
+        If parameters, gradients and optimizer alone exceed the limit, ``attrs["advice"]`` is a text
+        that says so: more devices, tensor parallelism or a sharded optimizer are needed then.
 
         Parameters
         ----------

@@ -89,7 +89,7 @@ def optimize(
     costs
         Seconds and bytes of each stage, or of each stage and micro-batch.
     memory_limit
-        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`; by
+        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`. By
         default the memory of a GPU in the workload of the costs, if any. Each returned order fits.
     objective
         ``"makespan"``, or ``"span"``: the longest time of a device from its first start to its
@@ -98,8 +98,9 @@ def optimize(
     seconds
         Time limit. It is checked between first orders, between periods, during the local search
         and CP-SAT, and before CP-SAT's model is built, which is kept to about a second. It does
-        not limit the compilation of loops at their first use, the lower bound (some 10 s for a
-        million tasks), the first named schedule, or the simulation of the best orders.
+        not limit the compilation of loops at their first use, the first named schedule, or the
+        simulation of the best orders. Nor does it limit the lower bound, which takes some 10 s for
+        a million tasks.
     seed
         Seed of the random numbers.
     evaluations

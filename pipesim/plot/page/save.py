@@ -49,9 +49,9 @@ def to_html(
 ) -> None:
     """Write an interactive page: one HTML file that works without a server and a network.
 
-    It has the tasks of each device over time, with zoom, search, the chain that led to each task,
-    the causes of idle time, memory, exports for papers, and sliders that simulate changes of
-    durations and of the network in the page. docs/page.md describes it.
+    It has the tasks of each device over time, with zoom and search, and memory. It shows the chain
+    that led to each task, and the causes of idle time. Sliders simulate changes of durations and of
+    the network in the page. Figures can be exported for papers. docs/page.md describes the page.
 
     Parameters
     ----------
