@@ -1,4 +1,7 @@
-"""Tasks: their columns, their kinds, and the codes of the streams that they run on."""
+"""Tasks: their columns, their kinds, and the codes of the streams that they run on.
+
+Over 300 lines: three small classes, half of it docstrings.
+"""
 
 from __future__ import annotations
 

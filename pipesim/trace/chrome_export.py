@@ -4,7 +4,8 @@ Perfetto shows a process a device and a thread a stream. It colours a slice by i
 digits, so that names in torch's form (``0F3``, ``1SEND_F0``) are coloured by operation.
 
 The format is that of "Trace Event Format" (Google, 2016): complete events (``X``), flows (``s``,
-``f``), counters (``C``) and metadata (``M``), in microseconds.
+``f``), counters (``C``) and metadata (``M``), in microseconds. Over 300 lines: docstrings of
+public names are a third of it.
 """
 
 from __future__ import annotations
