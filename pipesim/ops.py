@@ -3,7 +3,8 @@
 `Overlapped` is two actions that run as one.
 
 The letters and the text form are those of torch.distributed.pipelining. Beware: papers on zero
-bubble write B for the gradient of the input alone, which is ``I`` here and in torch.
+bubble write B for the gradient of the input alone, which is ``I`` here and in torch. Over 300
+lines: sets with their reasons and docstrings are most of it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,52 @@ __all__ = [
 
 
 class Op(IntEnum):
-    """The operation of a task. Graphs store its value in their ``op`` column."""
+    """The operation of a task. Graphs store its value in their ``op`` column.
+
+    Attributes
+    ----------
+    F
+        Forward of one micro-batch through one stage.
+    B
+        Full backward: gradients of input and weights.
+    I, W
+        Split backward: gradient of the input, and gradients of the weights.
+    R
+        Recompute of a forward whose activations were dropped.
+    SEND_F, RECV_F
+        Message with the output of a stage, to the next stage or along a skip connection.
+    SEND_B, RECV_B
+        Message with the gradient of the input of a stage, to the previous stage.
+    REDUCE_GRAD
+        Reduction of the gradients of a stage over its replicas.
+    ALL_TO_ALL
+        Exchange of a sharded embedding, or of experts' tokens.
+    STEP
+        Optimizer step of one stage.
+    UNSHARD, RESHARD
+        Gather, and free, the parameters of a sharded stage.
+    DISPATCH
+        Keys of a sharded embedding are grouped by owner.
+    REORDER
+        Vectors of a sharded embedding are put in order, or gradients of each key are summed.
+    REDUCE_TIED
+        Sum of the gradients of tied stages.
+    GRAD_NORM
+        Norm of all gradients.
+    OFFLOAD, RELOAD
+        Copy of activations of one micro-batch to host memory, and back.
+
+    See Also
+    --------
+    pipesim.Action : Operation of one stage on one micro-batch.
+    pipesim.TaskGraph.is_op : Tasks of some operations.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.Op.F, str(ps.Op["SEND_F"]), int(ps.Op.B)
+    (<Op.F: 0>, 'SEND_F', 1)
+    """
 
     F = 0
     B = 1
@@ -138,19 +184,44 @@ _OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 class Action(NamedTuple):
     """One operation of one stage on one micro-batch; ``str`` and `parse` are inverse.
 
-    ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
-    stage at the other end of a message of skip connections, -1 for any other action. ``part`` is
-    the bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED, which
-    of `EXCHANGES` an ALL_TO_ALL is, or of which a REORDER puts values in order, which of `PASSES`
-    an UNSHARD or a RESHARD of one micro-batch is for, which of `KEPT` an OFFLOAD or a RELOAD moves,
-    the segment of F, B or I of a stage with experts, else -1.
+    Attributes
+    ----------
+    stage
+        Number of the stage, from 0.
+    op
+        Operation.
+    microbatch
+        Number of the micro-batch, from 0; None for operations on a whole stage, such as ``STEP``.
+    peer_stage
+        Stage at the other end of a message of skip connections; -1 for any other action.
+    part
+        Part of an operation that has several, else -1:
 
-    >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
+        - the bucket of a REDUCE_GRAD, and the group of tied stages of a REDUCE_TIED;
+        - which of `EXCHANGES` an ALL_TO_ALL is, or of which a REORDER puts values in order;
+        - which of `PASSES` an UNSHARD or a RESHARD of one micro-batch is for;
+        - which of `KEPT` an OFFLOAD or a RELOAD moves;
+        - the segment of F, B or I of a stage with experts.
+
+    Raises
+    ------
+    ArgumentError
+        Not here, but by `parse`, and by `pipesim.Schedule.from_orders` for fields of other types.
+
+    See Also
+    --------
+    pipesim.Op : The operations.
+    pipesim.Overlapped : Two actions that run as one.
+    pipesim.Schedule.from_orders : Make a schedule from actions.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> F, SEND_F, RECV_F = ps.Op.F, ps.Op.SEND_F, ps.Op.RECV_F
+    >>> str(ps.Action(2, F, 0)), str(ps.Action(0, SEND_F, 3, 2)), str(ps.Action(2, RECV_F, 3, 0))
     ('2F0', '0SEND_F3>2', '2RECV_F3<0')
-    >>> str(Action(2, Op.REDUCE_GRAD, part=1)), str(Action(0, Op.ALL_TO_ALL, 3, part=1))
+    >>> str(ps.Action(2, ps.Op.REDUCE_GRAD, part=1)), str(ps.Action(0, ps.Op.ALL_TO_ALL, 3, part=1))
     ('2REDUCE_GRAD.1', '0ALL_TO_ALL3.keys')
-    >>> Action.parse("1SEND_F3")
-    Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3, peer_stage=-1, part=-1)
     """
 
     stage: int
@@ -171,10 +242,31 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read an action from its text form.
 
+        Parameters
+        ----------
+        text
+            Stage, operation and micro-batch, such as ``"2F0"``; spaces around them are ignored.
+
+        Returns
+        -------
+        Action
+            The action.
+
         Raises
         ------
         ArgumentError
             If the text is no action, naming the text and the nearest operation.
+
+        See Also
+        --------
+        pipesim.Schedule.from_orders : Make a schedule from texts of actions.
+        pipesim.Schedule.load : Read a file of actions.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Action.parse("1SEND_F3")
+        Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3, peer_stage=-1, part=-1)
         """
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
@@ -269,7 +361,27 @@ class Overlapped(NamedTuple):
     It starts when both can, lasts as long as `pipesim.Costs.overlapped` says, and the results of
     both come at its end (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-    >>> str(Overlapped(Action(0, Op.F, 4), Action(7, Op.B, 1)))
+    Attributes
+    ----------
+    forward
+        The F.
+    backward
+        The B, of another stage or micro-batch of the same device.
+
+    Raises
+    ------
+    ScheduleError
+        Not here, but by `pipesim.verify`, if they are not an F and a B.
+
+    See Also
+    --------
+    pipesim.Action : One operation of one stage on one micro-batch.
+    pipesim.Schedule.from_orders : Make a schedule from actions.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> str(ps.Overlapped(ps.Action(0, ps.Op.F, 4), ps.Action(7, ps.Op.B, 1)))
     '(0F4;7B1)OVERLAP_F_B'
     """
 

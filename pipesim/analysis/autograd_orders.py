@@ -45,6 +45,20 @@ class AutogradOrders:
         One for each schedule.
     n_possible
         Number of possible orders: exact up to 2 ** 43, infinity above 1e308.
+
+    See Also
+    --------
+    pipesim.autograd_orders : Simulate the orders.
+    pipesim.schedule : ``"gpipe"`` has these orders as ``backward_order``.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> orders = ps.autograd_orders(2, 2, ps.Costs(forward=1, backward=2))
+    >>> orders
+    <AutogradOrders: 2 orders (all), makespan 11 to 12 s>
+    >>> orders.makespans.tolist(), round(orders.spread, 3)
+    ([11.0, 12.0], 0.091)
     """
 
     schedules: tuple[Schedule, ...]
@@ -164,19 +178,32 @@ def autograd_orders(
         Further arguments of `lower`, such as ``overlap=False, recompute_waits=True`` for
         torchgpipe's default streams.
 
+    Returns
+    -------
+    AutogradOrders
+        Schedule and timeline of each simulated order.
+
     Raises
     ------
     ArgumentError
         For counts below 1, and for arguments that `lower` refuses.
+    CostsError, NetworkError
+        For costs that `pipesim.simulate` refuses.
+
+    See Also
+    --------
+    pipesim.schedule : Build ``"gpipe"`` with one of the orders.
+    pipesim.lower : Options of the lowering.
+    pipesim.simulate : Simulate one order.
 
     Examples
     --------
     >>> import pipesim as ps
     >>> costs = ps.Costs(forward=1, backward=2, output_bytes=1, network=ps.Network(bandwidth=1))
     >>> waits = {"overlap": False, "rendezvous": True, "recompute_waits": True}
-    >>> orders = ps.autograd_orders(3, 4, costs, **waits)
+    >>> orders = ps.autograd_orders(2, 3, costs, **waits)
     >>> orders
-    <AutogradOrders: 196 orders (all), makespan 43 to 52 s>
+    <AutogradOrders: 5 orders (all), makespan 24 to 26 s>
     """
     n, m = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
     check_name("recompute mode", recompute, RECOMPUTE)

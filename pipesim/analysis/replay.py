@@ -24,8 +24,8 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a timeline from its own durations: a check of the graph, no prediction.
 
     - Each task keeps its duration and its issue time.
-    - A message lasts from the start of its SEND to the start of the task that waited for it, which
-      includes the wake-up of a waiting device; without such a task, to its arrival.
+    - A message lasts from the start of its SEND to the start of the task that waited for it. This
+      includes the wake-up of a waiting device. Without such a task, it lasts to its arrival.
     - A bucket of gradients needs the part of its backward that had passed when the bucket started.
     - Links are those of the timeline's costs, if it has costs.
 
@@ -38,12 +38,42 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     neither, such as one from another framework's trace, is replayed as if all its tasks were issued
     before the step. Delays by its host are then left out.
 
+    Parameters
+    ----------
+    timeline
+        Timeline, simulated or measured, all of whose tasks ran.
+    engine
+        ``"compiled"`` or ``"simpy"``, as for `pipesim.simulate`.
+
+    Returns
+    -------
+    Timeline
+        Simulated times of the same graph, named after the timeline.
+
     Raises
     ------
     ArgumentError
         For an unknown engine, and for an argument that is no `Timeline`.
     TimelineError
         If tasks of the timeline did not run.
+    GraphError
+        If the timeline's graph breaks an invariant, as for `pipesim.simulate`.
+    CostsError
+        If a task of the timeline ends before it starts.
+
+    See Also
+    --------
+    pipesim.simulate : Predict a timeline from costs.
+    pipesim.Comparison : A prediction beside a measurement of the same tasks.
+    pipesim.Timeline.load : Read a timeline from a file.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+    >>> ps.replay(timeline)
+    <Timeline gpipe replayed: 18 tasks, makespan 9 s, bubble 33.3%>
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(

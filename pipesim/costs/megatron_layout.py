@@ -32,6 +32,17 @@ _LONGEST = 10**6
 def read_layout(text: str) -> tuple[int, ...]:
     """Return the layers of each stage of a layout string of Megatron.
 
+    Parameters
+    ----------
+    text
+        Value of ``--pipeline-model-parallel-layout``: ``E`` embedding, ``t`` layer, ``L`` loss,
+        ``|`` end of a stage, ``*n`` repetition, brackets for groups, commas for the eye.
+
+    Returns
+    -------
+    tuple of int
+        Layers of each stage, without embedding and loss; shape ``(n_stages,)``.
+
     Raises
     ------
     ArgumentError
@@ -39,9 +50,16 @@ def read_layout(text: str) -> tuple[int, ...]:
         prediction) is not supported. For a layout without embedding first and loss last, and one of
         more than a million letters.
 
+    See Also
+    --------
+    pipesim.write_layout : The inverse.
+    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
+    pipesim.Transformer.costs : Costs of stages with these layers.
+
     Examples
     --------
-    >>> read_layout("Et*2|(tt|)*3,t|L")
+    >>> import pipesim as ps
+    >>> ps.read_layout("Et*2|(tt|)*3,t|L")
     (2, 2, 2, 2, 1, 0)
     """
     return layout_stages(text, "text")[0]
@@ -78,14 +96,30 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
 
     The first stage has the embedding, too, and the last one has head and loss.
 
+    Parameters
+    ----------
+    layers_per_stage
+        Layers of each stage, whole numbers of at least 0.
+
+    Returns
+    -------
+    str
+        Value for ``--pipeline-model-parallel-layout``.
+
     Raises
     ------
     ArgumentError
         For anything but a list of whole numbers of at least 0.
 
+    See Also
+    --------
+    pipesim.read_layout : The inverse.
+    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
+
     Examples
     --------
-    >>> write_layout([2, 2, 2, 2, 1, 0])
+    >>> import pipesim as ps
+    >>> ps.write_layout([2, 2, 2, 2, 1, 0])
     'Et*2|(t*2|)*3t|L'
     """
     values = check_list("layers_per_stage", layers_per_stage, "the layers of each stage")

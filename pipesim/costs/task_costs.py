@@ -70,6 +70,28 @@ class TaskCosts:
     issued
         Seconds at which each task is issued, used instead of the times that follow from ``launch``
         (rule 7), such as in a replay; shape ``(len(graph),)``, or None.
+
+    Raises
+    ------
+    CostsError
+        Not here, but by `pipesim.simulate`: for values that are negative or not finite, and for
+        another number of tasks than the graph has.
+
+    See Also
+    --------
+    pipesim.Costs : Costs of each stage.
+    pipesim.replay : Simulate the durations of a timeline.
+    pipesim.simulate : Predict a timeline from costs of stages or tasks.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> tasks = ps.Costs(forward=1, backward=2).of(graph)
+    >>> float(tasks.duration.sum())  # four F and four B
+    12.0
+    >>> ps.simulate(graph, tasks).makespan
+    9.0
     """
 
     table: CostTable
@@ -87,10 +109,42 @@ class TaskCosts:
     ) -> TaskCosts:
         """Return costs whose table has one row a task.
 
+        Parameters
+        ----------
+        table
+            Costs of tasks, row ``k`` those of task ``k``.
+        costs
+            The `pipesim.Costs` that they come from: timelines then have the bytes of memory. None
+            for none.
+        issued
+            Seconds at which each task is issued; shape ``(len(graph),)``. None: the times follow
+            from ``table.launch``.
+
+        Returns
+        -------
+        TaskCosts
+            Costs whose ``row`` is ``0, 1, 2, ...``
+
         Raises
         ------
         ArgumentError
             For arguments of another type, and if ``issued`` has not one number a task.
+
+        See Also
+        --------
+        per_task : The same costs, with a row a task.
+        pipesim.Costs.of : Costs of the tasks of a graph, from those of stages.
+
+        Examples
+        --------
+        The second backward of stage 0 takes a second longer:
+
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> table = ps.Costs(forward=1, backward=2).of(graph).per_task().table
+        >>> table.duration[15] += 1
+        >>> ps.simulate(graph, ps.TaskCosts.of_tasks(table)).makespan
+        10.0
         """
         check_type("table", table, CostTable)
         if costs is not None:
@@ -107,7 +161,25 @@ class TaskCosts:
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
-        """Return the same costs with one row a task; its duration is the sampled one, if any."""
+        """Return the same costs with one row a task; its duration is the sampled one, if any.
+
+        Returns
+        -------
+        TaskCosts
+            Equal costs, whose arrays may be changed task by task.
+
+        See Also
+        --------
+        of_tasks : Make costs from a table with a row a task.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> tasks = ps.Costs(forward=1, backward=2).of(graph)
+        >>> len(tasks.table.duration), len(tasks.per_task().table.duration)
+        (10, 18)
+        """
         table = CostTable(
             self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
         )

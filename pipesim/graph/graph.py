@@ -77,9 +77,9 @@ class TaskGraph:
     dependencies
         CSR: for each task, the tasks that must end before its start (rule 3).
     partial_dependency
-        For a bucket of gradients, the last backward of its stage, which completes the bucket before
-        its own end: the bucket needs only a part of this dependency. -1 for other tasks. Empty
-        without buckets.
+        For a bucket of gradients, the last backward of its stage. It completes the bucket before
+        its own end, so that the bucket needs only a part of this dependency. -1 for other tasks.
+        Empty without buckets.
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
     collectives
@@ -91,6 +91,30 @@ class TaskGraph:
         `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
         `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas` and
         `offload_shares`.
+
+    Raises
+    ------
+    GraphError
+        Not here: fields are not checked. `pipesim.verify` raises it if the graph breaks an
+        invariant.
+
+    See Also
+    --------
+    pipesim.lower : Turn a schedule into a graph.
+    pipesim.verify : Check every invariant of a graph.
+    pipesim.simulate : Predict when each task runs.
+    pipesim.audit : Time that each dependency costs.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+    >>> graph
+    <TaskGraph gpipe: 18 tasks, 2 devices, 2 stages, 2 micro-batches, recompute=never>
+    >>> graph.streams[:3]
+    ((0, 'compute'), (0, 'send:1'), (0, 'recv:1'))
+    >>> str(graph.task(4)), [str(graph.task(k)) for k in graph.dependencies[4]]
+    ('1F0', ['1RECV_F0'])
     """
 
     name: str
@@ -170,6 +194,11 @@ class TaskGraph:
             Share of the bytes of activations that the OFFLOADs of each stage move, as
             `LoweringOptions.offload_shares`; by default 1 for all.
 
+        Returns
+        -------
+        TaskGraph
+            Graph of the tasks, not verified.
+
         Raises
         ------
         GraphError
@@ -179,6 +208,25 @@ class TaskGraph:
             If the graph would not fit in memory.
         ArgumentError
             For an option of another type, or an unknown mode.
+
+        See Also
+        --------
+        pipesim.lower : Make a graph from a schedule.
+        wire : Keep the ids of the tasks.
+        pipesim.Tasks : Columns of tasks.
+        pipesim.verify : Check the graph.
+
+        Examples
+        --------
+        F and B of one stage on one device. Dependencies follow from the operations:
+
+        >>> import pipesim as ps
+        >>> columns = {"device": [0, 0], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
+        >>> graph = ps.TaskGraph.build(ps.Tasks(op=[ps.Op.F, ps.Op.B], **columns))
+        >>> graph.dependencies[1].tolist()
+        [0]
+        >>> ps.simulate(graph, ps.Costs(forward=1, backward=2)).makespan
+        3.0
         """
         return cls.wire(
             tasks,
@@ -212,7 +260,44 @@ class TaskGraph:
         hosts: Hosts = "one",
         **options: Any,
     ) -> TaskGraph:
-        """Wire tasks like `build`, but keep the ids as they are given, topological or not."""
+        """Wire tasks like `build`, but keep the ids as they are given, topological or not.
+
+        Parameters
+        ----------
+        tasks, group, name, hosts
+            As in `build`.
+        **options
+            Further options of `build`.
+
+        Returns
+        -------
+        TaskGraph
+            Graph of the tasks, not verified.
+
+        Raises
+        ------
+        GraphError
+            For columns that hold no integers, differ in length or have a value out of range, and
+            for options that do not suit the tasks.
+        CapacityError
+            If the graph would not fit in memory.
+        ArgumentError
+            For an option of another type, or an unknown mode.
+
+        See Also
+        --------
+        build : Move tasks so that ids are a topological order.
+        in_topological_order : Do so later.
+        pipesim.verify : Check the graph, the order of ids included.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> columns = {"device": [0, 0], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
+        >>> graph = ps.TaskGraph.wire(ps.Tasks(op=[ps.Op.B, ps.Op.F], **columns))
+        >>> [str(graph.task(k)) for k in range(2)]  # the B waits for the F behind it: a deadlock
+        ['0B0', '0F0']
+        """
         check_text("name", name)
         tasks, group = checked_tasks(tasks, group)
         kinds, kind = tasks.kinds()
@@ -251,10 +336,29 @@ class TaskGraph:
         host
             As the attribute; None for one host.
 
+        Returns
+        -------
+        TaskGraph
+            Graph of the tasks, with ids as they are given.
+
         Raises
         ------
         CapacityError
             If the graph would not fit in memory.
+
+        See Also
+        --------
+        build : Wire tasks from their columns.
+        pipesim.Tasks.kinds : Kinds of tasks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> zeros = np.zeros(2, dtype=np.int32)
+        >>> kinds, kind = ps.Tasks(np.array([ps.Op.F, ps.Op.B]), zeros, zeros, zeros, zeros).kinds()
+        >>> ps.TaskGraph.of_kinds(kinds, kind, microbatch=zeros)
+        <TaskGraph custom: 2 tasks, 1 devices, 1 stages, 1 micro-batches, recompute=never>
         """
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK, FEWER_TASKS)
         n_devices = int(kinds.device.max(initial=0)) + 1
@@ -304,7 +408,27 @@ class TaskGraph:
     def in_topological_order(self) -> TaskGraph:
         """Return the same tasks, moved as little as needed for ids to be a topological order.
 
-        Return the graph itself if they are already, or if no order is topological.
+        Returns
+        -------
+        TaskGraph
+            A graph with other ids; this one if they are in order already, or if no order is
+            topological.
+
+        See Also
+        --------
+        build : Wire tasks and order them.
+        wire : Wire tasks and keep their ids.
+
+        Examples
+        --------
+        A message that is received before it is sent:
+
+        >>> import pipesim as ps
+        >>> tasks = ps.Tasks(op=[ps.Op.RECV_F, ps.Op.F, ps.Op.SEND_F], device=[1, 0, 0],
+        ...                  stage=[1, 0, 0], microbatch=[0, 0, 0], stream=[2, 0, 3])
+        >>> graph = ps.TaskGraph.wire(tasks).in_topological_order()
+        >>> [str(graph.task(k)) for k in range(3)]
+        ['0F0', '0SEND_F0', '1RECV_F0']
         """
         waits = self.precedence
         if (waits.values < waits.rows).all():
@@ -404,7 +528,25 @@ class TaskGraph:
         return bool(self.__dict__.get("_verified", False))
 
     def as_verified(self) -> TaskGraph:
-        """Mark the graph as `verified`, and return it; a changed copy is not verified."""
+        """Mark the graph as `verified`, without a check; a changed copy is not verified.
+
+        Returns
+        -------
+        TaskGraph
+            The graph itself.
+
+        See Also
+        --------
+        verified : Whether the graph is marked.
+        pipesim.verify : Check the graph, and mark it.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> graph.as_verified() is graph, graph.verified
+        (True, True)
+        """
         self.__dict__["_verified"] = True
         return self
 
@@ -428,6 +570,36 @@ class TaskGraph:
         """Write an interactive page of the graph; see `pipesim.to_html`.
 
         Each task is one level after those that it waits for.
+
+        Parameters
+        ----------
+        path
+            File that ends in ``.html`` or ``.htm``.
+        **options
+            ``title``, as `pipesim.to_html` describes.
+
+        Raises
+        ------
+        ArgumentError
+            For another ending, a file that cannot be written, and other values of options.
+        CapacityError
+            If the graph has over 5,000,000 tasks.
+
+        See Also
+        --------
+        pipesim.to_html : Write a page of several graphs.
+        plot : Draw a figure for a paper.
+        pipesim.Timeline.to_html : Write a page with times.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     graph.to_html(f"{folder}/graph.html")
+        ...     [path.name for path in pathlib.Path(folder).iterdir()]
+        ['graph.html']
         """
         from pipesim.plot.page.save import to_html
 
@@ -487,12 +659,34 @@ class TaskGraph:
         return group
 
     def task(self, index: int) -> Task:
-        """Return a view of task ``index``.
+        """Return a view of one task.
+
+        Parameters
+        ----------
+        index
+            Id of the task, from 0 to ``len(graph) - 1``.
+
+        Returns
+        -------
+        Task
+            Its columns as a named tuple.
 
         Raises
         ------
         ArgumentError
             If there is no such task.
+
+        See Also
+        --------
+        pipesim.Timeline.frame : All tasks as a table, with their times.
+        pipesim.Task : The fields of a task.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> task = ps.lower(ps.schedule("gpipe", 2, 2)).task(1)
+        >>> str(task), task.device, task.stream
+        ('0SEND_F0', 0, 'send:1')
         """
         index = check_count("task id", index, minimum=0)
         if index >= len(self):
@@ -518,30 +712,139 @@ class TaskGraph:
         (`Schedule.save`), which torch lowers itself. `Schedule.load` reads either. One cell has a
         checksum behind its action, which torch passes over.
 
+        Parameters
+        ----------
+        path
+            File to write; an existing one is replaced.
+
         Raises
         ------
         ArgumentError
             If the graph recomputes, has skips, copies of its stages, tied stages or several
             mini-batches, for which torch has no form, or the file cannot be written.
+
+        See Also
+        --------
+        pipesim.Schedule.save : Write a schedule without messages.
+        pipesim.Schedule.load : Read either file.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.lower(ps.schedule("gpipe", 2, 1)).save_torch_csv(f"{folder}/actions.csv")
+        ...     print(pathlib.Path(f"{folder}/actions.csv").read_text())
+        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+        1RECV_F0,1F0,1B0,1REDUCE_GRAD,1SEND_B0 sha256:...
         """
         from pipesim.graph.torch_csv import write_torch_csv
 
         write_torch_csv(self, path)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw the dependencies of tasks; `pipesim.plot.dependencies` has a table of the texts."""
+        """Draw the dependencies of a small graph, a row a device and a column a clock cycle.
+
+        `pipesim.plot.dependencies` has a table of the texts in the nodes.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones by default.
+        **options
+            ``messages``, ``order``, ``legend`` and ``title``, as `pipesim.plot.dependencies`
+            describes.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes of the drawing, neither shown nor saved.
+
+        Raises
+        ------
+        ArgumentError
+            For a graph of over 300 tasks on compute streams, if ``ax`` is no Axes, and for an
+            unknown way to draw messages.
+
+        See Also
+        --------
+        to_html : Write an interactive page.
+        pipesim.Timeline.plot : Draw when each task runs.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ax = ps.lower(ps.schedule("gpipe", 2, 2)).plot(messages="labels")
+        >>> ax.get_xlabel()
+        'Clock cycle'
+        """
         from pipesim.plot.dependency_plot import dependencies
 
         return dependencies(self, ax=ax, **options)
 
     def with_name(self, name: str) -> TaskGraph:
-        """Return the same graph under another name."""
+        """Return the same graph under another name.
+
+        Parameters
+        ----------
+        name
+            Name in tables and plots.
+
+        Returns
+        -------
+        TaskGraph
+            A copy with this name; `verified` if this graph is.
+
+        Raises
+        ------
+        ArgumentError
+            For a name that is no text.
+
+        See Also
+        --------
+        pipesim.Schedule.with_name : Name a schedule, and graphs after it.
+        pipesim.Timeline.with_name : Name a timeline.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.lower(ps.schedule("gpipe", 2, 2)).with_name("baseline").name
+        'baseline'
+        """
         graph = replace(self, name=check_text("name", name))
         graph.__dict__["_wired"] = self.wired
         return graph.as_verified() if self.verified else graph
 
     def is_op(self, ops: frozenset[Op]) -> NDArray[np.bool_]:
-        """Mark the tasks whose operation is one of ``ops``."""
+        """Mark the tasks whose operation is one of ``ops``.
+
+        Parameters
+        ----------
+        ops
+            Operations, as a frozenset of `pipesim.Op`.
+
+        Returns
+        -------
+        numpy.ndarray
+            True for each such task; shape ``(len(graph),)``.
+
+        Raises
+        ------
+        TypeError
+            For a list or another set: the argument must be hashable.
+
+        See Also
+        --------
+        op : Operation of each task.
+        on_compute : Tasks on compute streams.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> int(graph.is_op(frozenset({ps.Op.F, ps.Op.B})).sum())
+        8
+        """
         marked: NDArray[np.bool_] = self.kinds.is_op(ops)[self.kind]
         return marked
 

@@ -1,4 +1,7 @@
-"""Tasks: their columns, their kinds, and the codes of the streams that they run on."""
+"""Tasks: their columns, their kinds, and the codes of the streams that they run on.
+
+Over 300 lines: three small classes, half of it docstrings.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,42 @@ class StreamKind:
 
 
 class Task(NamedTuple):
-    """View of one task; ``str`` gives the text form of its action."""
+    """View of one task; ``str`` gives the text form of its action.
+
+    Attributes
+    ----------
+    id
+        Number of the task in its graph, from 0.
+    op
+        Operation.
+    device
+        Number of the device.
+    stream
+        Name of the stream, such as ``"compute"`` or ``"send:1"``.
+    stage
+        Number of the stage.
+    microbatch
+        Number of the micro-batch; None for operations on a whole stage.
+    replica
+        Number of the copy of the model.
+    peer_stage
+        Stage at the other end of a message of skip connections; -1 for other tasks.
+    part
+        Bucket, exchange or another part of `pipesim.Action`; -1 for other tasks.
+
+    See Also
+    --------
+    pipesim.TaskGraph.task : View a task of a graph.
+    pipesim.Action : Operation, stage and micro-batch alone.
+    pipesim.Tasks : Columns of many tasks.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> task = ps.lower(ps.schedule("gpipe", 2, 2)).task(4)
+    >>> str(task), task.op, task.device, task.stage, task.microbatch
+    ('1F0', <Op.F: 0>, 1, 1, 0)
+    """
 
     id: int
     op: Op
@@ -150,9 +188,32 @@ class Tasks:
         The stage at the other end of a message of skip connections, -1 for any other task, the
         pipeline's own messages included; None without skips.
     part
-        The bucket of a REDUCE_GRAD that has several, the group of tied stages of a REDUCE_TIED,
-        which of `pipesim.ops.EXCHANGES` an ALL_TO_ALL or a REORDER belongs to, or another part of
-        `pipesim.Action`; -1 for any other task; None without such tasks.
+        Part of an operation that has several, as `pipesim.Action` describes, such as the bucket of
+        a REDUCE_GRAD; -1 for any other task. None without such tasks.
+
+    Raises
+    ------
+    GraphError
+        Not here, but by `pipesim.TaskGraph.build`: for columns that hold no integers, differ in
+        length or have a value out of range.
+
+    See Also
+    --------
+    pipesim.TaskGraph.build : Wire the tasks into a graph.
+    pipesim.lower : Make a graph from a schedule instead.
+    pipesim.Op : Numbers of operations.
+
+    Examples
+    --------
+    Stream 0 is ``compute``:
+
+    >>> import pipesim as ps
+    >>> tasks = ps.Tasks(op=[ps.Op.F, ps.Op.F, ps.Op.B, ps.Op.B], device=[0, 0, 0, 0],
+    ...                  stage=[0, 0, 0, 0], microbatch=[0, 1, 1, 0], stream=[0, 0, 0, 0])
+    >>> len(tasks)
+    4
+    >>> ps.simulate(ps.TaskGraph.build(tasks), ps.Costs(forward=1, backward=2)).makespan
+    6.0
     """
 
     op: Ints
@@ -169,7 +230,38 @@ class Tasks:
         return len(self.op)
 
     def kinds(self) -> tuple[Kinds, Ints]:
-        """Return the different kinds among the tasks, in order, and each task's."""
+        """Return the different kinds among the tasks, and the kind of each task.
+
+        Columns must be arrays here.
+
+        Returns
+        -------
+        Kinds
+            A table of the kinds, sorted by device and stream.
+        numpy.ndarray
+            Index of each task's kind; shape ``(len(tasks),)``.
+
+        Raises
+        ------
+        GraphError
+            If numbers of devices, stages or replicas are too large to tell kinds apart.
+
+        See Also
+        --------
+        pipesim.TaskGraph.of_kinds : Wire a graph from kinds.
+
+        Examples
+        --------
+        Two F of one stage are of one kind:
+
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> zeros = np.zeros(3, dtype=int)
+        >>> op, microbatch = np.array([ps.Op.F, ps.Op.F, ps.Op.B]), np.array([0, 1, 0])
+        >>> kinds, kind = ps.Tasks(op, zeros, zeros, microbatch, stream=zeros).kinds()
+        >>> len(kinds), kind.tolist()
+        (2, [0, 0, 1])
+        """
         replica, overlapped = (
             np.zeros_like(self.op) if column is None else column
             for column in (self.replica, self.overlapped)

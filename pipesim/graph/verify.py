@@ -39,6 +39,11 @@ def verify(what: Schedule | TaskGraph) -> None:
     - No tasks wait for each other in a circle.
     - Ids are a topological order.
 
+    Parameters
+    ----------
+    what
+        Schedule or task graph. A graph that `pipesim.lower` made is verified already.
+
     Raises
     ------
     ScheduleError
@@ -49,6 +54,22 @@ def verify(what: Schedule | TaskGraph) -> None:
         For a wrong graph; the message has the wrong tasks.
     ArgumentError
         For any other type.
+
+    See Also
+    --------
+    pipesim.lower : Turn a schedule into a task graph, and verify both.
+    pipesim.Schedule.grid : Orders of a schedule as text.
+    pipesim.audit : Time that each dependency of a graph costs.
+
+    Examples
+    --------
+    Device 1 lists the backward before the forward:
+
+    >>> import pipesim as ps
+    >>> ps.verify(ps.Schedule.from_orders([["0F0", "0B0"], ["1B0", "1F0"]]))
+    Traceback (most recent call last):
+        ...
+    pipesim.errors.DeadlockError: schedule 'custom' deadlocks: 2 streams wait for each other; ...
     """
     if isinstance(what, Schedule):
         verify_listing(what)

@@ -86,10 +86,15 @@ def order_by(
     split_backward
         Whether the backward is I and W, or B.
     patience
-        A W whose room no F needs starts only if the next known F or I will be ready in
-        ``patience`` times the seconds of W or later. 0: at once; 1: only if it delays nothing.
+        A W whose room no F needs starts only if no known F or I will be ready within ``patience``
+        times the seconds of W. 0: at once; 1: only if it delays nothing.
     name
         Name of the schedule.
+
+    Returns
+    -------
+    Schedule
+        Order of the actions of each device.
 
     Raises
     ------
@@ -99,6 +104,8 @@ def order_by(
     CostsError
         If the costs lack seconds of an operation or are of another number of micro-batches, or if
         sums of their seconds or bytes are not finite.
+    NetworkError
+        If a link names a device that the placement does not have.
     CapacityError
         If there is no memory for so many actions.
 
@@ -107,6 +114,12 @@ def order_by(
     CostsWarning
         If there is a limit, and the costs have no ``activation_bytes``, or W has no
         ``weight_grad_bytes``.
+
+    See Also
+    --------
+    pipesim.optimize : Search for the order that takes the least time.
+    pipesim.schedule : Build a schedule of the literature.
+    pipesim.linear : Place one stage on each device.
 
     Examples
     --------

@@ -182,9 +182,9 @@ def lower(
         gradients before B. Sharded stages reduce no gradients and are not recomputed.
     exchange_work
         Where a sharded stage groups keys by owner, puts vectors in the order of its input and sums
-        the gradients of each key: as part of the exchanges, on the ``"collective"`` stream; or in
-        tasks of their own (DISPATCH, REORDER) on the ``"compute"`` stream of its device, where
-        other tasks wait behind them.
+        the gradients of each key. ``"collective"``: as part of the exchanges, on their stream.
+        ``"compute"``: in tasks of their own (DISPATCH, REORDER) on the compute stream of its
+        device, where other tasks wait behind them.
     prefetch_keys
         Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the
         previous one, so that they overlap with its compute. The keys of the whole batch are known
@@ -291,19 +291,38 @@ def lower(
     Raises
     ------
     ArgumentError
-        For invalid ``hosts`` or ``skips``, for ``recompute_first`` if a forward comes after a
-        backward or the schedule lists R, for ``recompute_waits`` if transfers overlap, and for
-        collectives that do not suit the schedule: ``tied`` and ``grad_norm`` with several
-        mini-batches, ``grad_norm`` without steps. For an ``offload`` of another form or out of
-        range, and if all activations are needed again too soon to be offloaded. For
-        ``shard_parameters`` with one replica, several paths or mini-batches, ``shard_optimizer``,
-        bucketed gradients or ``tied``.
+        - For an argument of another type or out of range, and for an unknown mode.
+        - For ``recompute_first`` if a forward comes after a backward or the schedule lists R.
+        - For ``recompute_waits`` if transfers overlap.
+        - For collectives that do not suit the schedule: ``tied`` and ``grad_norm`` with several
+          mini-batches, ``grad_norm`` without steps.
+        - For an ``offload`` if all activations are needed again too soon to be offloaded.
+        - For ``shard_parameters`` with one replica, several paths or mini-batches,
+          ``shard_optimizer``, bucketed gradients or ``tied``.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
         If transfers in this order would wait for each other for ever.
     CapacityError
         If the graph and its times would not fit in memory.
+
+    See Also
+    --------
+    pipesim.schedule : Build a named schedule.
+    pipesim.simulate : Predict when each task of a graph runs.
+    pipesim.verify : Check a schedule or a graph.
+    pipesim.TaskGraph.build : Make a graph from your own tasks.
+
+    Examples
+    --------
+    Four F, four B and two STEP, and a SEND and a RECV for each output and each gradient:
+
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
+    >>> graph
+    <TaskGraph 1f1b: 18 tasks, 2 devices, 2 stages, 2 micro-batches, recompute=never>
+    >>> [str(graph.task(k)) for k in range(4)]
+    ['0F0', '0SEND_F0', '1RECV_F0', '0F1']
     """
     arguments = {name: value for name, value in locals().items() if name != "schedule"}
     check_options(

@@ -150,14 +150,25 @@ DATA_SHEETS = {
 def gpus() -> pd.DataFrame:
     """List the GPUs that `GPU.preset` accepts, one row a name.
 
-    Columns: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth`` (bytes/s) and
-    ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and ``bandwidth_efficiency``, the
-    shares of these rates that kernels reach; ``attention_efficiency``, that of fused attention if
-    it has its own; ``basis`` of the efficiencies; ``source`` of the nominal values.
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth``
+        (bytes/s) and ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and
+        ``bandwidth_efficiency``, the shares of these rates that kernels reach (0..1);
+        ``attention_efficiency``, that of fused attention if it has its own; ``basis`` of the
+        efficiencies; ``source`` of the nominal values.
+
+    See Also
+    --------
+    pipesim.GPU.preset : A GPU of this list.
+    pipesim.machines : List the machines.
+    pipesim.transformers : List the models.
 
     Examples
     --------
-    >>> gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
+    >>> import pipesim as ps
+    >>> ps.gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
     [989400000000000.0, 0.6]
     """
     import pandas as pd

@@ -131,11 +131,22 @@ def published_sizes(name: str) -> dict[str, Any]:
 def transformers() -> pd.DataFrame:
     """List the models that `Transformer.preset` accepts: one row a name, one column a size.
 
-    Sizes are those that the model has, given or by default. Column ``source`` names the paper.
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name: ``summary``, ``source`` (the paper), and the sizes of a `Transformer` that
+        the model has, given or by default.
+
+    See Also
+    --------
+    pipesim.Transformer.preset : A model of this list.
+    pipesim.gpus : List the GPUs.
+    pipesim.machines : List the machines.
 
     Examples
     --------
-    >>> transformers().loc["llama3_8b", ["n_layers", "hidden_size"]].tolist()
+    >>> import pipesim as ps
+    >>> ps.transformers().loc["llama3_8b", ["n_layers", "hidden_size"]].tolist()
     [32, 4096]
     """
     import pandas as pd

@@ -143,10 +143,23 @@ def machine(name: str) -> Machine:
 def machines() -> pd.DataFrame:
     """List the machines that `Network.preset` accepts, one row a name; seconds and bytes.
 
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name: ``summary``, ``gpu`` (a name for `GPU.preset`), ``memory`` of a GPU, fields
+        of `Nodes`, and with the prefix ``host_`` those of `HostLink`; seconds, bytes and bytes/s.
+
+    See Also
+    --------
+    pipesim.Network.preset : Network of a machine of this list.
+    pipesim.Cluster : GPUs, nodes, network and memory of a machine.
+    pipesim.gpus : List the GPUs.
+
     Examples
     --------
-    >>> machines().loc["dgx_h100", "port_bandwidth"]
-    np.float64(450000000000.0)
+    >>> import pipesim as ps
+    >>> float(ps.machines().loc["dgx_h100", "port_bandwidth"])
+    450000000000.0
     """
     import pandas as pd
 

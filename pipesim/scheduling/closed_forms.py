@@ -28,6 +28,24 @@ class ClosedForm:
         Assumptions besides stages of equal cost and free transfers.
     exact
         Whether a simulation gives exactly this value; else it is a bound or an approximation.
+
+    Raises
+    ------
+    ArgumentError
+        Not here, but by `pipesim.register`: for a ``text`` that is no str, and a ``value`` that is
+        no function.
+
+    See Also
+    --------
+    pipesim.register : Register a schedule with its closed forms.
+    pipesim.schedules : List the closed forms of all schedules, with their values.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> bubble = ps.ClosedForm("(p - 1) / (m + p - 1)", lambda p, m: (p - 1) / (m + p - 1))
+    >>> bubble.of(n_devices=4, n_microbatches=9)
+    0.25
     """
 
     text: str
@@ -36,7 +54,33 @@ class ClosedForm:
     exact: bool = True
 
     def of(self, n_devices: int, n_microbatches: int, **options: Any) -> float:
-        """Return the value; NaN if the formula fails, so that others can still be listed."""
+        """Return the value; NaN if the formula fails, so that others can still be listed.
+
+        It raises no error.
+
+        Parameters
+        ----------
+        n_devices, n_microbatches
+            The numbers ``p`` and ``m``.
+        **options
+            Options of the schedule; those that the formula does not have are left out.
+
+        Returns
+        -------
+        float
+            The value; NaN if the formula raises, or returns no number.
+
+        See Also
+        --------
+        pipesim.schedules : List the values of all schedules.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> form = ps.ClosedForm("(p - 1) / v", lambda p, m, n_chunks: (p - 1) / n_chunks)
+        >>> form.of(5, 8, n_chunks=2), form.of(5, 8)  # the second lacks an option
+        (2.0, nan)
+        """
         try:
             value = number(call_with_known(self.value, n_devices, n_microbatches, options))
         except Exception:  # a user's formula may raise anything
@@ -45,7 +89,34 @@ class ClosedForm:
 
 
 class Counts(NamedTuple):
-    """Numbers of devices and micro-batches that a schedule takes: in words, and as a test."""
+    """Numbers of devices and micro-batches that a schedule takes: in words, and as a test.
+
+    Attributes
+    ----------
+    text
+        The numbers in words, for error messages and tables.
+    allow
+        ``allow(n_devices, n_microbatches, **options)`` returns whether a schedule takes these
+        numbers; options that it does not have are left out. By default any.
+
+    Raises
+    ------
+    ArgumentError
+        Not here, but by `pipesim.register`: for a ``text`` that is no str, and an ``allow`` that is
+        no function.
+
+    See Also
+    --------
+    pipesim.register : Register a schedule with the counts that it takes.
+    pipesim.ClosedForm : A formula of the same numbers.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> counts = ps.Counts("an even number of devices", lambda p, m: p % 2 == 0)
+    >>> counts.allow(4, 8), counts.allow(3, 8)
+    (True, False)
+    """
 
     text: str = "any"
     allow: Callable[..., bool] = lambda p, m: True

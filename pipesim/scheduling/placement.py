@@ -1,4 +1,7 @@
-"""Placements: which device holds which stage."""
+"""Placements: which device holds which stage.
+
+Over 300 lines: docstrings of public names are most of it.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,47 @@ LAYOUTS: tuple[Layout, ...] = ("replica_major", "stage_major")
 
 @dataclass(frozen=True)
 class Placement:
-    """``device_of[s]`` is the device that holds stage ``s``; every device holds at least one.
+    """Which device holds which stage; every device holds at least one.
 
     In a bidirectional placement micro-batches take several paths through the devices, and each
-    path has a copy of the stages. ``paths[k][s]`` is the device of stage ``s`` on path ``k``, and
-    ``device_of`` is the first path.
+    path has a copy of the stages.
+
+    Parameters
+    ----------
+    device_of
+        Number of the device of each stage, from 0 without gaps; shape ``(n_stages,)``.
+    *others
+        The same for each further path; `device_of` is the first one.
+
+    Attributes
+    ----------
+    paths
+        ``paths[k][s]`` is the device of stage ``s`` on path ``k``.
 
     Raises
     ------
     ArgumentError
-        If a path is no sequence, a device number is not a whole number from 0, a device is left
-        without a stage, or paths are of different length or have the same stage on the same device.
+        - If a path is no sequence, or a device number is not a whole number from 0.
+        - If a device is left without a stage.
+        - If paths are of different length, or have the same stage on the same device.
     CapacityError
         If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.linear : One stage a device.
+    pipesim.looped : Several stages a device, round and round.
+    pipesim.v_shaped : Two stages a device, down and up.
+    pipesim.bidirectional : Two paths in opposite directions.
+
+    Examples
+    --------
+    Stages 0 and 3 on device 0, stages 1 and 2 on device 1:
+
+    >>> import pipesim as ps
+    >>> placement = ps.Placement([0, 1, 1, 0])
+    >>> placement.n_devices, placement.n_stages, placement.stages_of(0)
+    (2, 4, (0, 3))
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -118,12 +149,33 @@ class Placement:
         return int(np.bincount(np.concatenate(self.paths)).max())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages that ``device`` holds, path after path, in ascending order.
+        """Return the stages that a device holds, path after path, in ascending order.
+
+        Parameters
+        ----------
+        device
+            Number of the device, from 0.
+
+        Returns
+        -------
+        tuple of int
+            Numbers of the stages; a device of several paths may hold a copy of any.
 
         Raises
         ------
         ArgumentError
             For a device that the placement does not have.
+
+        See Also
+        --------
+        device_of : Device of each stage.
+        n_chunks : Largest number of stages on a device.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.looped(n_devices=2, n_chunks=2).stages_of(1)
+        (1, 3)
         """
         if check_count("device", device, 0) >= self.n_devices:
             raise ArgumentError(
@@ -135,19 +187,69 @@ class Placement:
     def path_of(self, n_microbatches: int) -> NDArray[np.int64]:
         """Return the path of each micro-batch: equal shares, the first micro-batches on path 0.
 
+        Parameters
+        ----------
+        n_microbatches
+            Number of micro-batches of a step.
+
+        Returns
+        -------
+        numpy.ndarray
+            Number of the path of each micro-batch; shape ``(n_microbatches,)``.
+
         Raises
         ------
         ArgumentError
             For a number of micro-batches that is no whole number of at least 1.
         CapacityError
             If so many micro-batches would not fit in memory.
+
+        See Also
+        --------
+        n_paths : Number of paths.
+        pipesim.bidirectional : A placement with two paths.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.bidirectional(2).path_of(4).tolist()
+        [0, 0, 1, 1]
         """
         check_microbatches(check_count("n_microbatches", n_microbatches))
         return np.arange(n_microbatches) * self.n_paths // n_microbatches
 
 
 def linear(n_devices: int) -> Placement:
-    """Place stage ``i`` on device ``i``."""
+    """Place stage ``i`` on device ``i``.
+
+    Parameters
+    ----------
+    n_devices
+        Number of devices, which is that of stages.
+
+    Returns
+    -------
+    Placement
+        One stage a device.
+
+    Raises
+    ------
+    ArgumentError
+        For a number that is no whole number of at least 1.
+    CapacityError
+        If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.looped : Several stages a device.
+    pipesim.order_by : Order actions on a placement.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.linear(3).device_of
+    (0, 1, 2)
+    """
     return looped(n_devices, 1)
 
 
@@ -155,6 +257,36 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
     """Place stage ``s`` on device ``s % n_devices``: ``n_chunks`` stages each.
 
     Megatron-LM, arXiv 2104.04473.
+
+    Parameters
+    ----------
+    n_devices
+        Number of devices.
+    n_chunks
+        Number of stages of each device.
+
+    Returns
+    -------
+    Placement
+        ``n_devices * n_chunks`` stages.
+
+    Raises
+    ------
+    ArgumentError
+        For numbers that are no whole numbers of at least 1.
+    CapacityError
+        If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.linear : One stage a device.
+    pipesim.waves : Several stages a device, down and up.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.looped(n_devices=2, n_chunks=2).device_of
+    (0, 1, 0, 1)
     """
     n_devices = check_count("n_devices", n_devices)
     n_chunks = check_count("n_chunks", n_chunks)
@@ -163,7 +295,36 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
 
 
 def v_shaped(n_devices: int) -> Placement:
-    """Place two stages a device, down and up again: device 0 holds the first and the last."""
+    """Place two stages a device, down and up again: device 0 holds the first and the last.
+
+    Parameters
+    ----------
+    n_devices
+        Number of devices.
+
+    Returns
+    -------
+    Placement
+        ``2 * n_devices`` stages.
+
+    Raises
+    ------
+    ArgumentError
+        For a number that is no whole number of at least 1.
+    CapacityError
+        If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.waves : Down and up several times.
+    pipesim.looped : Round and round instead of down and up.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.v_shaped(3).device_of
+    (0, 1, 2, 2, 1, 0)
+    """
     return waves(n_devices, 1)
 
 
@@ -171,6 +332,36 @@ def waves(n_devices: int, n_waves: int) -> Placement:
     """Place stages down and up the devices ``n_waves`` times; each time has two stages a device.
 
     Hanayo, arXiv 2308.15762.
+
+    Parameters
+    ----------
+    n_devices
+        Number of devices.
+    n_waves
+        Number of times that stages go down and up.
+
+    Returns
+    -------
+    Placement
+        ``2 * n_devices * n_waves`` stages.
+
+    Raises
+    ------
+    ArgumentError
+        For numbers that are no whole numbers of at least 1.
+    CapacityError
+        If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.v_shaped : Down and up once.
+    pipesim.schedule : ``"hanayo"`` is a schedule of waves.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.waves(n_devices=2, n_waves=2).device_of
+    (0, 1, 1, 0, 0, 1, 1, 0)
     """
     n_devices = check_count("n_devices", n_devices)
     n_waves = check_count("n_waves", n_waves)
@@ -188,10 +379,34 @@ def _placement(device_of: tuple[int, ...]) -> Placement:
 def bidirectional(n_devices: int) -> Placement:
     """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925).
 
+    Parameters
+    ----------
+    n_devices
+        Number of devices, which is even.
+
+    Returns
+    -------
+    Placement
+        ``n_devices`` stages on two paths.
+
     Raises
     ------
     ArgumentError
-        If the number of devices is odd: the middle device would hold a stage twice.
+        If the number of devices is odd, as the middle device would hold a stage twice; and if it is
+        no whole number of at least 1.
+    CapacityError
+        If so many stages would not fit in memory.
+
+    See Also
+    --------
+    pipesim.Placement : A placement of your own.
+    pipesim.schedule : ``"chimera"`` is a schedule of two paths.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.bidirectional(2).paths
+    ((0, 1), (1, 0))
     """
     n_devices = check_count("n_devices", n_devices)
     check_stages(2 * n_devices)

@@ -1,4 +1,7 @@
-"""The registry of named schedules, and their closed forms."""
+"""The registry of named schedules, and their closed forms.
+
+Over 300 lines: docstrings of public names are half of it.
+"""
 
 from __future__ import annotations
 
@@ -164,11 +167,37 @@ def register(
     A function that is defined again, for example by running a notebook's cell twice, replaces its
     earlier definition.
 
+    Parameters
+    ----------
+    name
+        Name for `pipesim.schedule`.
+    summary
+        One line of description; by default the first line of the function's docstring.
+    source
+        The paper.
+    bubble, activations, parameters
+        Closed forms, in the units of `ScheduleInfo`. By default bubble and activations are unknown,
+        and a device holds one set of weights.
+    counts
+        Numbers of devices and micro-batches that the schedule takes; by default any.
+
+    Returns
+    -------
+    callable
+        The decorator, which returns the function unchanged.
+
     Raises
     ------
     ArgumentError
         If another schedule has that name, if the function takes other arguments, or if an
         argument has another type.
+
+    See Also
+    --------
+    pipesim.schedule : Build a registered schedule by its name.
+    pipesim.schedules : List the registered schedules.
+    pipesim.ClosedForm : A formula of the numbers of devices and micro-batches.
+    pipesim.Counts : Numbers of devices and micro-batches that a schedule takes.
 
     Examples
     --------
@@ -226,6 +255,11 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     **options
         Options of the schedule, such as ``backward_order`` of ``"gpipe"``.
 
+    Returns
+    -------
+    Schedule
+        Order of the actions of each device; its ``recipe`` has the name and the options.
+
     Raises
     ------
     UnknownNameError
@@ -238,6 +272,13 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
         schedule of these counts.
     CapacityError
         If the schedule would not fit in memory, or if a device's actions do not end.
+
+    See Also
+    --------
+    pipesim.schedules : List the named schedules.
+    pipesim.register : Add a schedule of your own to them.
+    pipesim.Schedule.from_orders : Make a schedule without a name from your own orders.
+    pipesim.lower : Turn a schedule into a task graph.
 
     Examples
     --------
@@ -264,11 +305,6 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     **options
         Options such as ``n_chunks``, for the formulas that have them.
 
-    Raises
-    ------
-    UnknownNameError
-        For an option that no schedule takes.
-
     Returns
     -------
     pandas.DataFrame
@@ -277,6 +313,28 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
         ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
         if the schedule does not take these counts.
+
+    Raises
+    ------
+    ArgumentError
+        For counts that are no whole numbers of at least 1.
+    UnknownNameError
+        For an option that no schedule takes.
+
+    See Also
+    --------
+    pipesim.schedule : Build one of these schedules.
+    pipesim.register : Add a schedule of your own.
+    pipesim.compare : Compare simulated schedules in a table.
+
+    Examples
+    --------
+    GPipe leaves (p - 1) / (m + p - 1) of the time idle:
+
+    >>> import pipesim as ps
+    >>> table = ps.schedules(n_devices=4, n_microbatches=9)
+    >>> float(table.loc["gpipe", "bubble"])
+    0.25
     """
     import pandas as pd
 

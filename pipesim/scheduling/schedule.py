@@ -92,6 +92,29 @@ class Schedule:
     recipe
         Name and options with which `pipesim.schedule` built it, whatever its name is now; None for
         your own orders. It is not compared.
+
+    Raises
+    ------
+    ScheduleError
+        Not here, but by `pipesim.verify`: if an action is missing, listed twice, or on another
+        device than its stage, and if the order has a deadlock.
+
+    See Also
+    --------
+    pipesim.schedule : Build a named schedule.
+    pipesim.order_by : Put actions in order by a priority.
+    pipesim.lower : Turn a schedule into a task graph.
+    pipesim.verify : Check a schedule.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    >>> schedule = ps.Schedule.from_orders(orders)
+    >>> schedule
+    <Schedule custom: 2 devices, 2 stages, 2 micro-batches, 8 actions>
+    >>> schedule == ps.schedule("1f1b", n_devices=2, n_microbatches=2)
+    True
     """
 
     name: str
@@ -115,11 +138,42 @@ class Schedule:
 
         A fourth column marks each F that is overlapped with the B after it.
 
+        Parameters
+        ----------
+        name
+            Name in tables and plots.
+        placement
+            Which device holds which stage.
+        n_microbatches
+            Number of micro-batches of a step.
+        devices
+            For each device, columns of numbers of equal length: operations (`pipesim.Op`), stages
+            and micro-batches of its actions, in order.
+
+        Returns
+        -------
+        Schedule
+            The orders, not verified.
+
         Raises
         ------
         ArgumentError
             For columns that are no numbers or differ in length, naming the device, and for
             arguments of other types.
+
+        See Also
+        --------
+        from_orders : Make a schedule from actions or their texts.
+        pipesim.verify : Check a schedule.
+
+        Examples
+        --------
+        One device that runs F and B of stage 0 and micro-batch 0:
+
+        >>> import pipesim as ps
+        >>> columns = [([ps.Op.F, ps.Op.B], [0, 0], [0, 0])]
+        >>> print(ps.Schedule.from_columns("one", ps.linear(1), 1, columns).grid())
+        device 0 | 0F0 0B0
         """
         columns = checked_columns(devices)
         op, stage, microbatch, *overlapped = (
@@ -147,8 +201,23 @@ class Schedule:
     ) -> Schedule:
         """Make a schedule from your own orders, one sequence of actions (or their texts) a device.
 
-        By default the placement is inferred from the actions: a stage lies on the first device
-        that lists it. By default the number of micro-batches is the largest one listed, plus one.
+        Parameters
+        ----------
+        orders
+            For each device, its actions in order: `Action`, `Overlapped`, or texts such as
+            ``"0F0"``.
+        placement
+            Which device holds which stage. By default it is inferred from the actions: a stage lies
+            on the first device that lists it.
+        n_microbatches
+            Number of micro-batches of a step; by default the largest one listed, plus one.
+        name
+            Name in tables and plots.
+
+        Returns
+        -------
+        Schedule
+            The orders, not verified.
 
         Raises
         ------
@@ -157,6 +226,25 @@ class Schedule:
         ScheduleError
             If a schedule may not list an action of this kind. If the placement is inferred: also
             if a device lists nothing, or no stage that is not on an earlier device.
+        CapacityError
+            If an order does not end before its actions fill the memory.
+
+        See Also
+        --------
+        load : Read orders from a file.
+        from_columns : Make a schedule from arrays.
+        pipesim.register : Give a function that makes orders a name.
+        pipesim.verify : Check a schedule.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> schedule = ps.Schedule.from_orders([["0F0", "0B0"], ["1F0", "1B0"]])
+        >>> print(schedule.grid())
+        device 0 | 0F0 0B0
+        device 1 | 1F0 1B0
+        >>> ps.simulate(ps.lower(schedule), ps.Costs(forward=1, backward=2)).makespan
+        6.0
         """
         parsed = parse_orders(orders)
         if not any(parsed):
@@ -197,16 +285,37 @@ class Schedule:
         name
             Name of the schedule; by default the name of the file, without its suffix.
 
+        Returns
+        -------
+        Schedule
+            The orders, not verified.
+
         Raises
         ------
         ArgumentError
             For an argument that is no path.
         ScheduleError
-            If the file cannot be read, has another form, has a cell that is no action, or a SEND
-            without its RECV, naming row and column (from 1); or if it was changed after it was
-            written.
+            - If the file cannot be read or has another form.
+            - If it has a cell that is no action, or a SEND without its RECV, naming row and column
+              (from 1).
+            - If it was changed after it was written.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        save : Write a file.
+        from_orders : Make a schedule from orders in Python.
+        pipesim.TaskGraph.save_torch_csv : Write torch's CSV with messages.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.schedule("1f1b", 2, 2).save(f"{folder}/mine.csv")
+        ...     ps.Schedule.load(f"{folder}/mine.csv")
+        <Schedule mine: 2 devices, 2 stages, 2 micro-batches, 8 actions>
         """
         from pipesim.scheduling.files import read_schedule
 
@@ -221,25 +330,84 @@ class Schedule:
         writes it with messages. One cell has a checksum after its action, which torch ignores; in
         a grid the checksum is the last word.
 
+        Parameters
+        ----------
+        path
+            File to write; an existing one is replaced.
+
         Raises
         ------
         ArgumentError
             If the file cannot be written.
         ScheduleError
             If there are several mini-batches, weight versions or slices of a sequence, which
-            neither form can hold; and for a CSV, if there are recomputes, which only a grid can
-            hold.
+            neither form can hold. For a CSV, if there are recomputes, which only a grid can hold.
+
+        See Also
+        --------
+        load : Read the file.
+        grid : Orders as text.
+        pipesim.TaskGraph.save_torch_csv : Write torch's CSV with messages.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> schedule = ps.schedule("1f1b", 2, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     schedule.save(f"{folder}/orders.csv")
+        ...     ps.Schedule.load(f"{folder}/orders.csv") == schedule
+        True
         """
         from pipesim.scheduling.files import write_schedule
 
         write_schedule(self, path)
 
     def with_name(self, name: str) -> Schedule:
-        """Return the same schedule under another name."""
+        """Return the same schedule under another name.
+
+        Parameters
+        ----------
+        name
+            Name in tables and plots; graphs and timelines of the schedule have it too.
+
+        Returns
+        -------
+        Schedule
+            A copy with this name.
+
+        Raises
+        ------
+        ArgumentError
+            For a name that is no text.
+
+        See Also
+        --------
+        pipesim.Timeline.with_name : Name a timeline.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.schedule("1f1b", 2, 2).with_name("mine").name
+        'mine'
+        """
         return replace(self, name=check_text("name", name))
 
     def with_updates(self, n_batches: int, weight_versions: Versions) -> Schedule:
         """Return the same orders, divided into mini-batches that each update the weights.
+
+        Parameters
+        ----------
+        n_batches
+            Number of mini-batches, a divisor of the number of micro-batches. An optimizer step
+            follows each.
+        weight_versions
+            ``"one"``, ``"stashed"`` or ``"double_buffered"``, as the attribute.
+
+        Returns
+        -------
+        Schedule
+            A copy with these mini-batches and weight versions.
 
         Raises
         ------
@@ -247,6 +415,21 @@ class Schedule:
             For an unknown name of ``weight_versions``.
         ScheduleError
             If the micro-batches cannot be divided evenly into ``n_batches`` mini-batches.
+
+        See Also
+        --------
+        pipesim.lower : Add the optimizer steps.
+        with_slices : Divide sequences instead.
+
+        Examples
+        --------
+        Four micro-batches, two a mini-batch (PipeDream):
+
+        >>> import pipesim as ps
+        >>> schedule = ps.schedule("1f1b", n_devices=2, n_microbatches=4).with_updates(2, "stashed")
+        >>> graph = ps.lower(schedule)
+        >>> int(graph.is_op(frozenset({ps.Op.STEP})).sum())  # two on each of two stages
+        4
         """
         check_name("weight_versions", weight_versions, VERSIONS)
         n_batches = check_count("n_batches", n_batches)
@@ -269,12 +452,22 @@ class Schedule:
         n_slices
             Number of slices of a sequence; 1 for none. `n_microbatches` counts slices.
 
+        Returns
+        -------
+        Schedule
+            A copy whose micro-batches are slices.
+
         Raises
         ------
         ArgumentError
             For a number of another type, or below 1.
         ScheduleError
             If the micro-batches are no whole number of sequences.
+
+        See Also
+        --------
+        with_updates : Divide micro-batches into mini-batches.
+        pipesim.schedule : ``"seq1f1b"`` and ``"slimpipe"`` are schedules of slices.
 
         Examples
         --------
@@ -307,12 +500,23 @@ class Schedule:
             A permutation: each micro-batch once. Micro-batches keep their path of a placement with
             several paths, and their mini-batch.
 
+        Returns
+        -------
+        Schedule
+            A copy with this order; the schedule itself if the order is that of the numbers.
+
         Raises
         ------
         ArgumentError
             If ``order`` does not name each micro-batch once.
         ScheduleError
-            If it moves a micro-batch to another path or mini-batch.
+            If it moves a micro-batch to another path or mini-batch, or takes the slices of a
+            sequence apart.
+
+        See Also
+        --------
+        pipesim.order_by : Put actions in order by the length of micro-batches.
+        pipesim.optimize : Search for the order of micro-batches, too.
 
         Examples
         --------
@@ -365,10 +569,31 @@ class Schedule:
     def place(self, index: int) -> tuple[int, int]:
         """Return the device of the action at ``index`` of the columns, and its position there.
 
+        Parameters
+        ----------
+        index
+            Index of an action in the columns `op`, `stage` and `microbatch`.
+
+        Returns
+        -------
+        tuple of int
+            Device, and position in its order. An overlapped pair has one position.
+
         Raises
         ------
         ArgumentError
             If there is no such action.
+
+        See Also
+        --------
+        orders : Actions of each device.
+        grid : Orders as text, with a marked cell.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.schedule("1f1b", 2, 2).place(5)  # four actions of device 0 come first
+        (1, 1)
         """
         if check_count("index", index, 0) >= len(self):
             raise ArgumentError(f"there is no action {index}: the schedule has {len(self)}, from 0")
@@ -414,11 +639,33 @@ class Schedule:
         width
             Number of positions to show on each side of the marked cell.
 
+        Returns
+        -------
+        str
+            One line a device.
+
         Raises
         ------
         ArgumentError
             For a mark without such a device, or with a negative position, and for a width that is
             no whole number from 0.
+
+        See Also
+        --------
+        orders : The actions as objects.
+        load : Read a grid from a file.
+        to_html : Write an interactive page.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> schedule = ps.schedule("1f1b", n_devices=2, n_microbatches=2)
+        >>> print(schedule.grid())
+        device 0 | 0F0 0F1 0B0 0B1
+        device 1 | 1F0 1B0 1F1 1B1
+        >>> print(schedule.grid(mark=(1, 2), width=1))
+        device 0 | ... 0F1 0B0   0B1
+        device 1 | ... 1B0 >1F1< 1B1
         """
         return grid_text(self.orders, mark, width)
 
@@ -426,6 +673,35 @@ class Schedule:
         """Write an interactive page of the schedule; see `pipesim.to_html`.
 
         An action takes one clock cycle.
+
+        Parameters
+        ----------
+        path
+            File that ends in ``.html`` or ``.htm``.
+        **options
+            ``title``, as `pipesim.to_html` describes.
+
+        Raises
+        ------
+        ArgumentError
+            For another ending, a file that cannot be written, and other values of options.
+        CapacityError
+            If the schedule has over 5,000,000 actions.
+
+        See Also
+        --------
+        grid : Orders as text.
+        pipesim.to_html : Write a page of several schedules.
+        pipesim.Timeline.to_html : Write a page with times.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.schedule("1f1b", 2, 2).to_html(f"{folder}/orders.html")
+        ...     [path.name for path in pathlib.Path(folder).iterdir()]
+        ['orders.html']
         """
         from pipesim.plot.page.save import to_html
 

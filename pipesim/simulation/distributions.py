@@ -147,6 +147,22 @@ class Failures:
     ------
     ArgumentError
         If ``every`` is not finite and positive, or ``pause`` is negative or not finite.
+
+    See Also
+    --------
+    pipesim.Noise : Variation of the durations, which has failures.
+    pipesim.simulate_many : Simulate many scenarios of noise.
+
+    Examples
+    --------
+    A failure in 100 s of work, after which the device pauses for 10 s:
+
+    >>> import pipesim as ps
+    >>> noise = ps.Noise(failures=ps.Failures(every=100, pause=10), seed=0)
+    >>> graph, costs = ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(forward=1, backward=2)
+    >>> scenarios = ps.simulate_many(graph, costs, noise, n=200, progress=False)
+    >>> float(scenarios.makespan.min()), bool(scenarios.makespan.max() > 19)
+    (9.0, True)
     """
 
     every: float

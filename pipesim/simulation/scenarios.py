@@ -133,13 +133,23 @@ def simulate_many(
     progress
         Whether to show a progress bar after the first second.
 
+    Returns
+    -------
+    Scenarios
+        Makespan (s) and bubble (0..1) of each scenario; shape ``(n,)`` each.
+
     Raises
     ------
     ArgumentError
         If ``noise`` is no `Noise` or does not suit the graph, and for counts that are no whole
         numbers in range.
     CostsError
-        If the costs are so large that a task would end after more than 1e150 s.
+        If the costs do not suit the graph, or are so large that a task would end after more than
+        1e150 s.
+    GraphError
+        If the graph breaks an invariant.
+    NetworkError
+        If a link names a device that the graph does not have.
     CapacityError
         If the scenarios that run at once, or all results, would not fit in memory.
 
@@ -149,6 +159,24 @@ def simulate_many(
         Once, as `pipesim.simulate` does.
     MemoryLimitWarning
         Once, if the step without noise needs more memory than a device has; see `simulate`.
+
+    See Also
+    --------
+    pipesim.simulate : Simulate one scenario, with all its times.
+    pipesim.Noise : Variation of the durations, and its seed.
+    pipesim.Failures : Failures of GPUs, and pauses after them.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph, costs = ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(forward=1, backward=2)
+    >>> noise = ps.Noise(task=ps.Normal(0.1), seed=0)
+    >>> scenarios = ps.simulate_many(graph, costs, noise, n=100, progress=False)
+    >>> len(scenarios), scenarios.quiet_makespan
+    (100, 9.0)
+    >>> alone = ps.simulate(graph, costs, noise=noise, scenario=3)
+    >>> bool(scenarios.makespan[3] == alone.makespan)
+    True
     """
     n = check_count("n", n)
     check_flag("progress", progress)

@@ -66,20 +66,26 @@ def simulate(
         whether each device stays within. Leave out some GB for CUDA, NCCL and the allocator, which
         are not counted, or give the costs a ``memory_reserve``.
 
+    Returns
+    -------
+    Timeline
+        Start and end of each task, in seconds from the start of the step; shape ``(len(graph),)``.
+
     Raises
     ------
     CostsError
-        If the costs lack an operation of the graph or have another number of stages, if a task
-        would end after more than 1e150 s, and for a ``memory_limit`` if the costs have no bytes.
+        - If the costs lack an operation of the graph or have another number of stages.
+        - If a task would end after more than 1e150 s.
+        - For a ``memory_limit``, if the costs have no bytes.
     GraphError
         If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
         ever. No task is simulated then.
     NetworkError
         If a link names a device that the graph does not have.
     ArgumentError
-        For an unknown engine, noise that does not suit the graph, a scenario that is no whole
-        number from 0 or is not 0 without noise, a memory limit that is negative, NaN or for another
-        number of devices, or arguments of another type.
+        - For an unknown engine, noise that does not suit the graph, or arguments of another type.
+        - For a scenario that is no whole number from 0, or is not 0 without noise.
+        - For a memory limit that is negative, NaN or for another number of devices.
 
     Warns
     -----
@@ -89,6 +95,25 @@ def simulate(
     MemoryLimitWarning
         If a device needs more bytes than it may hold. It names up to three devices, and for a small
         graph up to three changes that fit; `Timeline.changes_that_fit` tries more of them.
+
+    See Also
+    --------
+    pipesim.lower : Turn a schedule into a task graph.
+    pipesim.simulate_many : Simulate a graph in many scenarios of noise.
+    pipesim.compare : Compare several timelines in a table.
+    pipesim.replay : Simulate a timeline from its own durations.
+
+    Examples
+    --------
+    Two devices and two micro-batches, each F 1 s and each B 2 s:
+
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+    >>> timeline.makespan
+    9.0
+    >>> timeline.idle.tolist()
+    [3.0, 3.0]
     """
     timeline = predict_timeline(
         graph, costs, engine=engine, noise=noise, scenario=scenario, memory_limit=memory_limit

@@ -61,22 +61,27 @@ def sweep(
     Parameters
     ----------
     configurations
-        A grid, which is a mapping of keys to lists of values, for every combination of them (the
-        last key varies fastest); or a sequence of mappings of keys to values. Keys are
-        ``schedule`` (or a file that `Schedule.load` reads, whose counts are then those of the
-        row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
-        `lower` takes; ``engine``; ``memory_limit`` in bytes or as ``"80GiB"``, under which
-        ``zb_1p`` and ``zb_2p`` order their activations too; the fields of `Costs`
-        (``recompute_time`` for the seconds of R, ``grad_norm_time`` for those of GRAD_NORM,
-        ``offload_time`` for those of OFFLOAD) or whole ``costs``; in their place a transformer
-        (``model`` or its sizes), ``gpu`` and other arguments of `Transformer.costs` (``recompute``
-        by its value), or a mapping of all these, ``transformer``; ``network``, ``latency``,
-        ``bandwidth``, ``host_latency`` and ``host_bandwidth``. Parts override the whole.
-        ``layers_per_stage`` may be ``"balanced"`` (the default: for the devices of the row's
-        schedule) or ``"even"``. ``per`` says whether costs are those of a ``"stage"`` (the default)
-        or of all stages of a ``"device"``, which share them evenly: use that to compare schedules
-        with one and with several stages a device for one model. An option of a grid applies to the
-        schedules that take it; rows that are then equal become one.
+        A grid: a mapping of keys to lists of values, for every combination of them. The last key
+        varies fastest. Or a sequence of mappings of keys to values, one a row. Keys are:
+
+        - ``schedule``: a name, or a file that `Schedule.load` reads, whose counts the row has;
+        - ``n_devices``, ``n_microbatches``, and the schedules' own options. An option of a grid
+          applies to the schedules that take it; rows that are then equal become one;
+        - the arguments of `lower`, and ``engine``;
+        - ``memory_limit``, in bytes or as ``"80GiB"``. Under it ``zb_1p`` and ``zb_2p`` order
+          their activations too;
+        - the fields of `Costs`, or whole ``costs``. ``recompute_time`` is the seconds of R,
+          ``grad_norm_time`` those of GRAD_NORM, ``offload_time`` those of OFFLOAD;
+        - in place of costs a transformer: ``model`` or its sizes, ``gpu`` and other arguments of
+          `Transformer.costs`, or a mapping of all these, ``transformer``. ``layers_per_stage`` may
+          be ``"balanced"`` (the default: for the devices of the row's schedule) or ``"even"``.
+          ``recompute`` is that of the transformer if it has one of its values;
+        - ``network``, ``latency``, ``bandwidth``, ``host_latency`` and ``host_bandwidth``;
+        - ``per``: whether costs are those of a ``"stage"`` (the default) or of all stages of a
+          ``"device"``, which share them evenly. Use the latter to compare schedules with one and
+          with several stages a device for one model.
+
+        Single fields override whole costs and networks.
     base
         Values of keys that all configurations share, unless a configuration overrides them.
     path
@@ -98,22 +103,26 @@ def sweep(
     Returns
     -------
     pandas.DataFrame
-        In the order of ``configurations``: their keys (`Costs`, networks and values of each stage
-        as JSON), then ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput``
-        (micro-batches a second), ``peak_memory`` (bytes of the fullest device), ``memory_limit``,
-        ``fits``, ``tokens_per_second`` and ``mfu`` as in `compare`, each if a row has it,
-        ``seconds`` (to compute the row), and ``error``: the problem of a row, whose results are
-        then missing; or missing. If a row kills its worker, its ``error`` says so, and the other
-        rows still run.
+        Rows in the order of ``configurations``. Columns:
+
+        - their keys; `Costs`, networks and values of each stage are JSON;
+        - ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput`` (micro-batches
+          a second), ``peak_memory`` (bytes of the fullest device);
+        - ``memory_limit``, ``fits``, ``tokens_per_second`` and ``mfu`` as in `compare`, each if a
+          row has it;
+        - ``seconds`` to compute the row;
+        - ``error``: the problem of a row, whose results are then missing; else missing. If a row
+          kills its worker, its ``error`` says so, and the other rows still run.
 
     Raises
     ------
     UnknownNameError
         For unknown keys, schedules and options, before anything is run.
     ArgumentError
-        For configurations of another form, arguments of another type, or a backend that joblib
-        cannot use; and for a file that cannot be written, is not of a sweep, is being written by
-        another sweep, or has a line with wrong or changed values.
+        - For configurations of another form, arguments of another type, or a backend that joblib
+          cannot use.
+        - For a file that cannot be written, is not of a sweep, is being written by another sweep,
+          or has a line with wrong or changed values.
     CapacityError
         If the combinations of a grid would not fit in memory.
 
@@ -124,6 +133,12 @@ def sweep(
         ``per`` is not given. Rows that ``path`` holds already count too.
     PipeWarning
         Those of `Transformer.costs` for the rows that run, each text once.
+
+    See Also
+    --------
+    pipesim.compare : Compare timelines that you have already.
+    pipesim.plan : Search for the fastest configuration of a model on a cluster.
+    pipesim.simulate : Simulate one configuration, with all its times.
 
     Examples
     --------

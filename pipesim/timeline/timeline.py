@@ -67,6 +67,23 @@ class Timeline:
         For a column without one number a task, and times that are infinite or beyond 1e150 s.
     ArgumentError
         For another argument of a wrong type.
+
+    See Also
+    --------
+    pipesim.simulate : Predict a timeline.
+    pipesim.Comparison : A prediction beside a measurement of the same tasks.
+    pipesim.compare : Compare several timelines in a table.
+    pipesim.TaskGraph : The tasks, and what they wait for.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+    >>> timeline
+    <Timeline gpipe: 18 tasks, makespan 9 s, bubble 33.3%>
+    >>> timeline.busy.tolist(), timeline.utilization.round(3).tolist()
+    ([6.0, 6.0], [0.667, 0.667])
     """
 
     graph: TaskGraph
@@ -162,7 +179,32 @@ class Timeline:
         return bool(self.ran.all())
 
     def check_complete(self, purpose: str) -> None:
-        """Raise `TimelineError` if tasks did not run; ``purpose`` is what needs all of them."""
+        """Raise `TimelineError` if tasks did not run.
+
+        Parameters
+        ----------
+        purpose
+            First words of the error's advice, such as ``"replay needs"``; ``a whole one`` follows.
+
+        Raises
+        ------
+        ArgumentError
+            For a purpose that is no text.
+        TimelineError
+            If tasks of the timeline did not run.
+
+        See Also
+        --------
+        complete : Whether every task ran.
+        ran : Tasks that ran.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+        >>> timeline.check_complete("replay needs")  # raises nothing
+        """
         check_text("purpose", purpose)
         if not self.complete:
             raise TimelineError(
@@ -293,6 +335,11 @@ class Timeline:
         peak_flops
             FLOP/s of the data sheet of one GPU; by default those of the workload.
 
+        Returns
+        -------
+        float
+            Utilization, 0..1; 0 if the makespan is 0.
+
         Raises
         ------
         TimelineError
@@ -306,6 +353,12 @@ class Timeline:
         -----
         CostsWarning
             For a utilization above 1, which no GPU reaches.
+
+        See Also
+        --------
+        tokens_per_second : Tokens a second of all replicas.
+        utilization : Share of the makespan that each device computes.
+        pipesim.Workload : FLOPs and tokens of a micro-batch.
 
         Examples
         --------
@@ -345,7 +398,40 @@ class Timeline:
         return gap(self)
 
     def memory(self) -> pd.DataFrame:
-        """Return bytes held over time; see `pipesim.timeline.memory.over_time`."""
+        """Return the bytes that each device holds over time (rule 10).
+
+        A device's rows are the starts and ends of its compute tasks, and other times at which bytes
+        change: the ends of reductions and OFFLOADs, and the starts of RELOADs.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
+            a device has the bytes that it holds throughout, at time 0.
+
+        Raises
+        ------
+        TimelineError
+            If the timeline has no costs.
+        CostsError
+            If the sum of the bytes of a device is not finite.
+
+        See Also
+        --------
+        peak_memory : Most bytes of each device.
+        memory_breakdown : Bytes at the peak, by what they are for.
+        host_memory : Bytes of offloaded activations over time.
+
+        Examples
+        --------
+        GPipe holds the activations of all micro-batches:
+
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+        >>> timeline.memory().groupby("device")["nbytes"].max().tolist()
+        [2.0, 2.0]
+        """
         from pipesim.timeline.memory import over_time
 
         return over_time(self)
@@ -368,6 +454,22 @@ class Timeline:
             If the timeline has no costs.
         CostsError
             If the sum of the bytes of a host is not finite.
+
+        See Also
+        --------
+        peak_host_memory : Most bytes of each host.
+        memory : Bytes that devices hold over time.
+        pipesim.HostLink : Link between devices and their host.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 4), offload="all", prefetch=0)
+        >>> network = ps.Network(host=ps.HostLink(bandwidth=1))
+        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, network=network)
+        >>> timeline = ps.simulate(graph, costs)
+        >>> float(timeline.host_memory()["nbytes"].max())  # 3 micro-batches, 2 stages
+        6.0
         """
         from pipesim.timeline.host_memory import host_memory
 
@@ -404,6 +506,23 @@ class Timeline:
             If the timeline has no costs.
         CostsError
             If the sum of the bytes of a device is not finite.
+
+        See Also
+        --------
+        peak_memory : Most bytes of each device.
+        memory : Bytes that devices hold over time.
+        changes_that_fit : Changes that stay in the memory limit.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, parameter_bytes=5)
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+        >>> print(timeline.memory_breakdown()[["parameters", "gradients", "activations", "total"]])
+                parameters  gradients  activations  total
+        device
+        0              5.0        5.0          2.0   12.0
+        1              5.0        5.0          2.0   12.0
         """
         from pipesim.timeline.memory_breakdown import memory_breakdown
 
@@ -412,22 +531,29 @@ class Timeline:
     def changes_that_fit(self, *, quick: bool = False, every: bool = False) -> pd.DataFrame:
         """Simulate changes of the configuration; return those that stay in the `memory_limit`.
 
-        Changes: recompute, fused attention and sequence parallelism of the layers, if the costs are
-        from `Costs.transformer`, or else R tasks; experts on more GPUs; micro-batches of a half or
-        a quarter of the size; the other named schedules; activations in host memory, if the network
-        has a link to it; a sharded optimizer, or parameters that replicas share, too (gathered once
-        a step or for every use, instead of a sharded optimizer). If none fits alone, two at a
-        time are tried. Everything else stays as it was, such as options of `pipesim.lower`, and
-        fields of the costs in which they differ from what the model's settings give.
+        Changes:
+
+        - recompute, fused attention and sequence parallelism of the layers, if the costs are from
+          `Costs.transformer`, or else R tasks;
+        - experts on more GPUs;
+        - micro-batches of a half or a quarter of the size;
+        - the other named schedules;
+        - activations in host memory, if the network has a link to it;
+        - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
+          step or for every use.
+
+        If none fits alone, two at a time are tried. Everything else stays as it was, such as
+        options of `pipesim.lower`. Fields of the costs stay if they differ from those that the
+        model's settings give.
 
         If a schedule has another number of stages, the layers of `Costs.transformer` are balanced
         again for it; other costs are shared evenly by the stages of a device. Costs without
         settings are proportional to the size of a micro-batch here: real kernels get slower.
 
         The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
-        is the number of changes that were left out for this. If no change fits, the table is empty,
-        and ``attrs["advice"]`` is not if parameters, gradients and optimizer alone exceed the
-        limit: more devices, tensor parallelism or a sharded optimizer are needed then.
+        is the number of changes that were left out for this. If no change fits, the table is empty.
+        If parameters, gradients and optimizer alone exceed the limit, ``attrs["advice"]`` is a text
+        that says so: more devices, tensor parallelism or a sharded optimizer are needed then.
 
         Parameters
         ----------
@@ -450,6 +576,23 @@ class Timeline:
         TimelineError
             If the timeline has no memory limit or no costs, or if its graph is not from
             `pipesim.lower`, such as one that was loaded.
+
+        See Also
+        --------
+        fits : Whether each device stays in its limit.
+        memory_limit : Bytes that each device may hold.
+        pipesim.plan : Search for the fastest configuration that fits.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs, memory_limit=2)
+        >>> table = timeline.changes_that_fit(quick=True)
+        >>> print(table[["makespan", "peak_memory"]].set_index(table["change"]).tail(1))
+                                   makespan  peak_memory
+        change
+        lower(recompute='always')      11.0          1.0
         """
         from pipesim.analysis.memory_changes import changes_that_fit
 
@@ -458,37 +601,228 @@ class Timeline:
         )
 
     def critical_path(self) -> pd.DataFrame:
-        """Return the chain of tasks that sets the makespan."""
+        """Return the chain of tasks that sets the makespan, first task first.
+
+        The search goes backwards from the task that ends last, each time to the task that it waited
+        for last. See `pipesim.analysis.critical_path.critical_path`.
+
+        Returns
+        -------
+        pandas.DataFrame
+            The columns of `frame`; ``waited_for``, the reason of a task's last wait, such as
+            ``"dependency"`` or ``"message"``; and ``gap``, the time between the two tasks (s).
+
+        Raises
+        ------
+        TimelineError
+            If no task ran, or if measured times say that tasks waited for each other in a circle.
+
+        See Also
+        --------
+        idle_by_cause : Idle seconds of each device by their cause.
+        pipesim.audit : Time that each dependency of a graph costs.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> path = ps.simulate(graph, ps.Costs(forward=1, backward=2)).critical_path()
+        >>> print(path.loc[path["device"] == 1, ["op", "microbatch", "end", "waited_for"]])
+                  op  microbatch  end  waited_for
+        task
+        6     RECV_F           1  2.0     message
+        7          F           1  3.0  dependency
+        8          B           1  5.0  dependency
+        12         B           0  7.0      stream
+        13    SEND_B           0  7.0  dependency
+        """
         from pipesim.analysis.critical_path import critical_path
 
         return critical_path(self)
 
     def idle_by_cause(self) -> pd.DataFrame:
-        """Return each device's idle seconds by their cause; see `pipesim.analysis.idle`."""
+        """Return each device's idle seconds by their cause.
+
+        `pipesim.analysis.idle.idle_by_cause` defines the causes.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Seconds, a row a device and a column a cause: ``warm_up``, ``cool_down``, ``imbalance``,
+            ``latency``, ``bandwidth``, ``contention``, ``host``, ``straggler`` and
+            ``schedule_order``. Rows sum exactly to `idle`.
+
+        Raises
+        ------
+        TimelineError
+            If tasks of the timeline did not run.
+
+        See Also
+        --------
+        idle : Idle seconds of each device.
+        plot_idle : Draw the table as bars.
+        critical_path : Chain of tasks that sets the makespan.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+        >>> print(timeline.idle_by_cause()[["warm_up", "cool_down", "latency"]])
+                warm_up  cool_down  latency
+        device
+        0           1.0        2.0      0.0
+        1           1.0        2.0      0.0
+        """
         from pipesim.analysis.idle import idle_by_cause
 
         return idle_by_cause(self)
 
     def plot_idle(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw `idle_by_cause` as bars; see `pipesim.plot.idle` for the options."""
+        """Draw `idle_by_cause` as one bar a device, stacked by cause.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones by default.
+        **options
+            ``legend``, ``unit`` and ``title``, as `pipesim.plot.idle` describes.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes of the drawing, neither shown nor saved.
+
+        Raises
+        ------
+        ArgumentError
+            If ``ax`` is no Axes, and for an unknown unit.
+        TimelineError
+            If tasks of the timeline did not run.
+
+        See Also
+        --------
+        idle_by_cause : The numbers of the drawing.
+        plot : Draw when each task ran.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> ax = ps.simulate(graph, ps.Costs(forward=1, backward=2)).plot_idle()
+        >>> ax.get_xlabel()
+        'Idle (s)'
+        """
         from pipesim.plot.idle_chart import idle
 
         return idle(self, ax=ax, **options)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw the timeline; see `pipesim.plot.timeline` for the options."""
+        """Draw when each task ran, a row a device.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones by default.
+        **options
+            ``transfers``, ``dependencies``, ``numbers``, ``legend``, ``unit`` and ``title``, as
+            `pipesim.plot.timeline` describes.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes of the drawing, neither shown nor saved.
+
+        Raises
+        ------
+        ArgumentError
+            If ``ax`` is no Axes, and for an unknown unit.
+
+        See Also
+        --------
+        plot_idle : Draw the causes of idle time.
+        to_html : Write an interactive page.
+        pipesim.Comparison.plot : Draw a prediction over a measurement.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+        >>> ax = ps.simulate(graph, ps.Costs(forward=1, backward=2)).plot(transfers=True)
+        >>> ax.get_xlabel()
+        'Time (s)'
+        """
         from pipesim.plot.timelines import timeline
 
         return timeline(self, ax=ax, **options)
 
     def to_html(self, path: Path | str, **options: Any) -> None:
-        """Write an interactive page: one file, no server, no network; see `pipesim.to_html`."""
+        """Write an interactive page: one HTML file that works without a server and a network.
+
+        Parameters
+        ----------
+        path
+            File that ends in ``.html`` or ``.htm``.
+        **options
+            ``title`` and ``microbatches``, as `pipesim.to_html` describes.
+
+        Raises
+        ------
+        ArgumentError
+            For another ending, a file that cannot be written, and other values of options.
+        CapacityError
+            If the timeline has over 5,000,000 tasks.
+
+        See Also
+        --------
+        pipesim.to_html : Write a page of several timelines.
+        pipesim.widget : Show the page in a notebook, linked to Python.
+        plot : Draw a figure for a paper.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.to_html(f"{folder}/step.html")
+        ...     [path.name for path in pathlib.Path(folder).iterdir()]
+        ['step.html']
+        """
         from pipesim.plot.page.save import to_html
 
         to_html(path, self, **options)
 
     def with_name(self, name: str) -> Timeline:
-        """Return the same timeline under another name."""
+        """Return the same timeline under another name.
+
+        Parameters
+        ----------
+        name
+            Name in tables and plots.
+
+        Returns
+        -------
+        Timeline
+            A copy with this name.
+
+        Raises
+        ------
+        ArgumentError
+            For a name that is no text.
+
+        See Also
+        --------
+        pipesim.compare : Compare timelines by name.
+        pipesim.Schedule.with_name : Name a schedule, and timelines after it.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> timeline.with_name("baseline").name
+        'baseline'
+        """
         return replace(self, name=check_text("name", name))
 
     @cached_property
@@ -509,7 +843,29 @@ class Timeline:
         return frame[frame["start"].notna()]
 
     def all_rows(self) -> pd.DataFrame:
-        """Return `frame` including the tasks that did not start."""
+        """Return all tasks, those that did not start included, one row each.
+
+        Returns
+        -------
+        pandas.DataFrame
+            The columns of `frame`, indexed by task id; ``start`` and ``end`` are NaN for tasks that
+            did not run.
+
+        See Also
+        --------
+        frame : The tasks that started.
+        save : Write the rows to a file.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> print(timeline.all_rows()[["op", "stage", "microbatch", "start", "end"]].head(2))
+                  op  stage  microbatch  start  end
+        task
+        0          F      0           0    0.0  1.0
+        1     SEND_F      0           0    1.0  1.0
+        """
         import pandas as pd
 
         graph = self.graph
@@ -548,10 +904,31 @@ class Timeline:
           ``weight_versions``, each if it is not the default;
         - ``checksum``, whose first row has the checksum of the file.
 
+        Parameters
+        ----------
+        path
+            File to write; an existing one is replaced.
+
         Raises
         ------
         ArgumentError
             For a value that is no path, and a file that cannot be written.
+
+        See Also
+        --------
+        load : Read the file, with its graph.
+        to_chrome : Write a trace for ui.perfetto.dev.
+        frame : The same columns as a table.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save(f"{folder}/step.csv")
+        ...     ps.Timeline.load(f"{folder}/step.csv")
+        <Timeline step: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.timeline.csv_files import save
 
@@ -563,6 +940,21 @@ class Timeline:
 
         A table without a checksum is read too. Empty that column if you change a file by hand.
 
+        Parameters
+        ----------
+        path
+            File that `save` wrote.
+        costs
+            Costs of the timeline, which the file does not hold: memory, links and lower bounds
+            follow from them. None for none.
+        name
+            Name of the timeline; by default the name of the file, without its suffix.
+
+        Returns
+        -------
+        Timeline
+            Times and graph of the file.
+
         Raises
         ------
         ArgumentError
@@ -572,6 +964,23 @@ class Timeline:
             values (naming the line), or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        save : Write the file.
+        from_chrome : Read the traces of another framework.
+        pipesim.replay : Simulate a timeline from its own durations.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, backward=2)
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save(f"{folder}/step.csv")
+        ...     ps.Timeline.load(f"{folder}/step.csv", costs=costs, name="again")
+        <Timeline again: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.timeline.csv_files import load
 
@@ -585,6 +994,33 @@ class Timeline:
 
         That function also takes several timelines. ``pipesim.hta.save`` writes files for
         HolisticTraceAnalysis.
+
+        Parameters
+        ----------
+        path
+            File that ends in ``.json``, or in ``.json.gz`` to compress it.
+
+        Raises
+        ------
+        ArgumentError
+            For another ending, and a file that cannot be written.
+
+        See Also
+        --------
+        from_chrome : Read a trace.
+        pipesim.trace.save : Write several timelines as one trace.
+        pipesim.hta.save : Write files for HolisticTraceAnalysis.
+        to_html : Write a page that needs no other program.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.to_chrome(f"{folder}/trace.json")
+        ...     ps.Timeline.from_chrome(f"{folder}/trace.json")
+        <Timeline trace: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.trace.chrome_export import save
 
@@ -646,6 +1082,11 @@ class Timeline:
         name
             Name of the timeline; by default that of the first file.
 
+        Returns
+        -------
+        Timeline
+            Measured times of the step, without costs.
+
         Raises
         ------
         ArgumentError
@@ -666,6 +1107,22 @@ class Timeline:
         AccuracyWarning
             If clocks cannot be aligned well: a message is still used before it was sent, by more
             than 1 % of the makespan.
+
+        See Also
+        --------
+        to_chrome : Write a trace.
+        load : Read a timeline that `save` wrote.
+        pipesim.Comparison : A prediction beside a measurement of the same tasks.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.to_chrome(f"{folder}/trace.json")
+        ...     ps.Timeline.from_chrome(f"{folder}/trace.json", name="measured")
+        <Timeline measured: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.trace.chrome_import import load
 

@@ -4,7 +4,8 @@ Perfetto shows a process a device and a thread a stream. It colours a slice by i
 digits, so that names in torch's form (``0F3``, ``1SEND_F0``) are coloured by operation.
 
 The format is that of "Trace Event Format" (Google, 2016): complete events (``X``), flows (``s``,
-``f``), counters (``C``) and metadata (``M``), in microseconds.
+``f``), counters (``C``) and metadata (``M``), in microseconds. Over 300 lines: docstrings of
+public names are a third of it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,23 @@ def save(
     ------
     ArgumentError
         For another ending, a folder that cannot be written in, or an object that is no timeline.
+
+    See Also
+    --------
+    pipesim.Timeline.to_chrome : Write one timeline.
+    pipesim.Timeline.from_chrome : Read a trace.
+    pipesim.hta.save : Write files for HolisticTraceAnalysis.
+    pipesim.to_html : Write a page that needs no other program.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ps.trace.save(f"{folder}/both.json", {"predicted": timeline, "measured": timeline})
+    ...     [path.name for path in pathlib.Path(folder).iterdir()]
+    ['both.json']
     """
     path = _check_trace_path(path)
     named = _named(timelines)
@@ -192,7 +210,30 @@ def _counters(timeline: Timeline, first_pid: int) -> Iterator[Event]:
 
 
 def names(timeline: Timeline) -> list[str]:
-    """Return the text form of each task's action."""
+    """Return the text form of each task's action.
+
+    Parameters
+    ----------
+    timeline
+        Timeline, complete or not.
+
+    Returns
+    -------
+    list of str
+        Text of each task, such as ``"0F3"``, in order of task ids.
+
+    See Also
+    --------
+    pipesim.Action : Action of a text.
+    pipesim.trace.save : Write a trace, whose slices have these names.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> ps.trace.names(timeline)[:3]
+    ['0F0', '0SEND_F0', '1RECV_F0']
+    """
     graph = timeline.graph
     columns = (graph.stage, graph.op, graph.microbatch, graph.peer_stage, graph.part)
     return [
@@ -205,6 +246,29 @@ def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
     """Return starts and ends as whole nanoseconds, so that slices that touch do not overlap.
 
     Tasks that did not end last as long as the timeline. Tasks that did not start have `NEVER`.
+
+    Parameters
+    ----------
+    timeline
+        Timeline, complete or not.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        Start and end of each task (ns), integers; shape ``(len(timeline.graph),)`` each.
+
+    See Also
+    --------
+    pipesim.trace.lanes : Tasks of each stream, in order.
+    pipesim.trace.NEVER : Start of a task that did not start.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> start, end = ps.trace.nanoseconds(timeline)
+    >>> start[3].item(), end[3].item()
+    (1000000000, 2000000000)
     """
     times = np.concatenate([timeline.start, timeline.end])
     latest = float(np.fmax.reduce(times, initial=0.0))
@@ -222,7 +286,33 @@ def lanes(
     """Yield a stream, a lane of it, and the lane's tasks in order; tasks of a lane do not overlap.
 
     Tasks that never started are left out. A stream runs one task after the other and has one lane,
-    unless its times overlap.
+    unless its times overlap, as measured ones may.
+
+    Parameters
+    ----------
+    queues
+        Tasks of each stream, such as ``graph.queues``.
+    start, end
+        Times of each task (ns), as from `nanoseconds`; shape ``(len(graph),)``.
+
+    Yields
+    ------
+    tuple
+        Number of the stream, number of the lane in the stream, and ids of its tasks by start.
+
+    See Also
+    --------
+    pipesim.trace.nanoseconds : Times of the tasks.
+    pipesim.TaskGraph.queues : Tasks of each stream.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> times = ps.trace.nanoseconds(ps.simulate(graph, ps.Costs(1, 2)))
+    >>> stream, lane, tasks = next(ps.trace.lanes(graph.queues, *times))
+    >>> graph.streams[stream], [str(graph.task(k)) for k in tasks]
+    ((0, 'compute'), ['0F0', '0F1', '0B1', '0B0', '0STEP'])
     """
     for stream in range(len(queues)):
         tasks = queues[stream].astype(np.int64)
@@ -243,7 +333,37 @@ def lanes(
 def slice_event(
     name: str, category: str, start: float, end: float, place: Place, args: Event
 ) -> Event:
-    """Return a complete event; times in microseconds."""
+    """Return a complete event of a trace, which viewers show as a slice.
+
+    Parameters
+    ----------
+    name
+        Text on the slice.
+    category
+        Category by which viewers filter.
+    start, end
+        Microseconds.
+    place
+        ``pid`` and ``tid``: numbers of process and thread.
+    args
+        Values that viewers show for a selected slice.
+
+    Returns
+    -------
+    dict
+        The event, to be written as JSON.
+
+    See Also
+    --------
+    pipesim.trace.write : Write a trace of events.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> event = ps.trace.slice_event("0F0", "F", 0.0, 1.5, {"pid": 0, "tid": 0}, {"stage": 0})
+    >>> event["ph"], event["ts"], event["dur"]
+    ('X', 0.0, 1.5)
+    """
     # A trace's times have three decimals; their difference has more, from rounding.
     duration = round(end - start, 3)
     return {
@@ -259,7 +379,38 @@ def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[
 
 
 def write(path: Path, trace: Event) -> None:
-    """Write a trace, one event a line, with a checksum of its content."""
+    """Write a trace, one event a line, with a checksum of its content.
+
+    The events are removed from ``trace``.
+
+    Parameters
+    ----------
+    path
+        File to write; compressed if the name ends in ``.gz``.
+    trace
+        The trace as a dict, with a list of events as ``"traceEvents"``.
+
+    Raises
+    ------
+    ArgumentError
+        For a file that cannot be written.
+
+    See Also
+    --------
+    pipesim.trace.save : Write timelines as a trace.
+    pipesim.trace.slice_event : An event.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> import pipesim as ps
+    >>> event = ps.trace.slice_event("0F0", "F", 0.0, 1.5, {"pid": 0, "tid": 0}, {})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "trace.json"
+    ...     ps.trace.write(path, {"traceEvents": [event]})
+    ...     print(path.read_text().splitlines()[1][:25])
+    {"ph": "X", "cat": "F", "
+    """
     events = [json.dumps(event) for event in trace.pop("traceEvents")]
     signed = f'{json.dumps(trace)[:-1]}, "traceEvents": [{", ".join(events)}]}}'
     head = json.dumps({**trace, "otherData": {SIGNATURE: checksum(signed)}})[:-1]

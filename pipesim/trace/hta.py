@@ -33,11 +33,32 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     ----------
     directory
         Made if it does not exist; files are ``rank0.json``, ``rank1.json``, ...
+    timeline
+        Timeline, simulated or measured.
+
+    Returns
+    -------
+    list of pathlib.Path
+        The file of each device.
 
     Raises
     ------
     ArgumentError
         If the directory cannot be written in, or for an object that is no timeline.
+
+    See Also
+    --------
+    pipesim.trace.save : Write one trace for ui.perfetto.dev.
+    pipesim.Timeline.to_chrome : Write one timeline for ui.perfetto.dev.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in ps.hta.save(folder, timeline)]
+    ['rank0.json', 'rank1.json']
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"a trace is of a Timeline, got {type(timeline).__name__}")

@@ -103,6 +103,12 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     ArgumentError
         For a graph of more tasks, and arguments of another type; others as `pipesim.simulate`.
 
+    See Also
+    --------
+    pipesim.simulate : Predict when each task of the graph runs.
+    pipesim.Timeline.critical_path : Chain of tasks that sets the makespan.
+    pipesim.verify : Check a graph.
+
     Examples
     --------
     >>> import pipesim as ps

@@ -54,6 +54,11 @@ def balanced_split(
         borders. This takes many layers, of which many are heavier than the mean stage.
         Also if exact sums take ten seconds or more, as weights differ by huge factors.
 
+    See Also
+    --------
+    pipesim.Transformer.costs : Costs of stages with these layers.
+    pipesim.write_layout : The layers as a layout string of Megatron.
+
     Notes
     -----
     The least bound of the slowest stage is found by bisection: a bound is feasible if filling
@@ -67,7 +72,8 @@ def balanced_split(
 
     Examples
     --------
-    >>> balanced_split([1, 1, 1, 1, 1, 1, 3], 3)
+    >>> import pipesim as ps
+    >>> ps.balanced_split([1, 1, 1, 1, 1, 1, 3], 3)
     (3, 3, 1)
     """
     weights = _weights(seconds)

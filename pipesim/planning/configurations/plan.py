@@ -174,6 +174,23 @@ def plan(
     ArgumentError
         For arguments of another type or out of range, and if no configuration is possible, naming
         those that are the nearest to fit and what they lack.
+
+    See Also
+    --------
+    pipesim.sweep : Simulate all of a list of configurations.
+    pipesim.optimize : Search for the best order of one configuration.
+    pipesim.Cluster : GPUs, nodes, network and memory.
+    pipesim.Transformer : Sizes of a model.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> model, cluster = ps.Transformer.preset("llama3_8b"), ps.Cluster("dgx_h100", n_gpus=8)
+    >>> plans = ps.plan(model, cluster, global_batch=8, tensor_parallel=[2, 4], microbatch_size=1,
+    ...                 schedules="1f1b", recompute="none", progress=False)
+    >>> sizes = ["tensor_parallel", "pipeline_parallel", "data_parallel"]
+    >>> plans.table[sizes].iloc[0].tolist()
+    [2, 1, 4]
     """
     began = time.perf_counter()
     check_name("split", split, get_args(PlanSplit))

@@ -89,7 +89,7 @@ def optimize(
     costs
         Seconds and bytes of each stage, or of each stage and micro-batch.
     memory_limit
-        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`; by
+        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`. By
         default the memory of a GPU in the workload of the costs, if any. Each returned order fits.
     objective
         ``"makespan"``, or ``"span"``: the longest time of a device from its first start to its
@@ -98,8 +98,9 @@ def optimize(
     seconds
         Time limit. It is checked between first orders, between periods, during the local search
         and CP-SAT, and before CP-SAT's model is built, which is kept to about a second. It does
-        not limit the compilation of loops at their first use, the lower bound (some 10 s for a
-        million tasks), the first named schedule, or the simulation of the best orders.
+        not limit the compilation of loops at their first use, the first named schedule, or the
+        simulation of the best orders. Nor does it limit the lower bound, which takes some 10 s for
+        a million tasks.
     seed
         Seed of the random numbers.
     evaluations
@@ -130,6 +131,8 @@ def optimize(
         message names the device and the bytes that it needs at least.
     CostsError
         If the costs lack seconds of an operation, or are of another number of micro-batches.
+    NetworkError
+        If a link names a device that the placement does not have.
 
     Warns
     -----
@@ -137,6 +140,13 @@ def optimize(
         If there is a limit and the costs have no ``activation_bytes``.
     EngineWarning
         If ortools is not installed.
+
+    See Also
+    --------
+    pipesim.order_by : Put actions in order by a priority, without a search.
+    pipesim.lower_bound : Bound the time of all orders from below.
+    pipesim.plan : Search for the configuration, too.
+    pipesim.schedule : Build a schedule of the literature.
 
     Examples
     --------

@@ -20,6 +20,10 @@ class OptimizedSchedule(Schedule):
 
     Attributes
     ----------
+    name, placement, n_microbatches, op, stage, microbatch, ptr, overlapped
+        Orders of the devices, as in `pipesim.Schedule`.
+    n_batches, weight_versions, recipe, n_slices
+        As in `pipesim.Schedule`.
     objective
         ``"makespan"`` or ``"span"``, which was minimized.
     makespan, span
@@ -41,6 +45,27 @@ class OptimizedSchedule(Schedule):
         Seconds that the search took.
     noisy_makespan
         Percentile of the makespans with noise (s), if there was noise; else None.
+
+    Raises
+    ------
+    ScheduleError
+        Not here, but by `pipesim.verify`, as for `pipesim.Schedule`.
+
+    See Also
+    --------
+    pipesim.optimize : Search for such a schedule.
+    pipesim.Schedule : Orders without predicted times.
+    pipesim.lower_bound : Bound the time of all orders from below.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2)
+    >>> order = ps.optimize(ps.linear(2), 2, costs, progress=False)
+    >>> order
+    <OptimizedSchedule optimized: 2 devices, 2 stages, 2 micro-batches, makespan 9 s, optimal>
+    >>> order.makespan, order.lower_bound, order.gap
+    (9.0, 9.0, 0.0)
     """
 
     objective: Objective = "makespan"

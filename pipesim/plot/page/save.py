@@ -49,9 +49,10 @@ def to_html(
 ) -> None:
     """Write an interactive page: one HTML file that works without a server and a network.
 
-    It has the tasks of each device over time, with zoom, search, the chain that led to each task,
-    the causes of idle time, memory, exports for papers, and sliders that simulate changes of
-    durations and of the network in the page. docs/how_to/explore_a_timeline.md describes it.
+    It has the tasks of each device over time, with zoom and search, and memory. It shows the chain
+    that led to each task, and the causes of idle time. Sliders simulate changes of durations and of
+    the network in the page. Figures can be exported for papers.
+    docs/how_to/explore_a_timeline.md describes the page.
 
     Parameters
     ----------
@@ -76,6 +77,24 @@ def to_html(
         micro-batches for a timeline of no named schedule.
     CapacityError
         If the items have over 5,000,000 tasks together.
+
+    See Also
+    --------
+    pipesim.widget : Show the page in a notebook, linked to Python.
+    pipesim.Timeline.to_html : Write a page of one timeline.
+    pipesim.compare : Compare timelines in a table.
+    pipesim.Timeline.plot : Draw a figure for a paper.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> fast, slow = (ps.simulate(graph, ps.Costs(1, backward)) for backward in (2, 3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ps.to_html(f"{folder}/steps.html", {"fast": fast, "slow": slow})
+    ...     [path.name for path in pathlib.Path(folder).iterdir()]
+    ['steps.html']
     """
     path = page_path("path", path)
     name, data = packed_page(items, title=title, layout=layout, microbatches=microbatches)

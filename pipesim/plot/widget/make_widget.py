@@ -35,22 +35,42 @@ def widget(
     Parameters
     ----------
     items
-        What `to_html` shows: a timeline, a `Comparison`, a schedule or a task graph; or several,
-        in a list or by name.
+        A timeline, a `Comparison`, a schedule or a task graph; or several, in a list or by name.
     layout
         ``"stack"`` shows several items below each other on one time axis; ``"steps"`` shows one
         at a time, which a slider chooses.
     height
-        Height in the notebook (CSS pixels).
+        Height in the notebook (CSS pixels), at least 100.
     title
         Title of the page; by default the names of the items.
+
+    Returns
+    -------
+    TimelineWidget
+        The widget; the last line of a cell shows it.
 
     Raises
     ------
     ArgumentError
-        If anywidget is not installed, and for the arguments that `to_html` refuses.
+        If anywidget is not installed, for a height below 100, and for the arguments that `to_html`
+        refuses.
     CapacityError
         If the items have over 5,000,000 tasks together.
+
+    See Also
+    --------
+    pipesim.to_html : Write the page to a file.
+    pipesim.Timeline.plot : Draw a figure for a paper.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> view = ps.widget(timeline, height=300)
+    >>> view
+    <TimelineWidget gpipe>
+    >>> len(view.selected_tasks())  # none until someone selects in the page
+    0
     """
     try:
         from pipesim.plot.widget.timeline_widget import TimelineWidget
