@@ -1,6 +1,6 @@
 """`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory.
 
-The file has just over 300 lines: one class, most of it docstrings.
+The file has more than 300 lines: one class, most of it docstrings.
 """
 
 from __future__ import annotations

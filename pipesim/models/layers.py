@@ -1,7 +1,7 @@
 """`Layers`: seconds and bytes of each layer of a model, and costs of any split into stages.
 
 Layers are in the order of the forward. A stage has consecutive layers: its seconds and bytes are
-the sums of theirs, and its output is that of its last layer. The file has just over 300 lines: one
+the sums of theirs, and its output is that of its last layer. The file has more than 300 lines: one
 class, half of it docstrings, and the sums of its stages.
 """
 

@@ -1,4 +1,7 @@
-"""`Cluster`: the GPUs of a training run, their nodes, network and memory."""
+"""`Cluster`: the GPUs of a training run, their nodes, network and memory.
+
+More than 300 lines: one class, most of it docstrings.
+"""
 
 from __future__ import annotations
 

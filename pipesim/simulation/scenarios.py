@@ -1,4 +1,7 @@
-"""`simulate_many`: one graph in many scenarios of noise, on all cores."""
+"""`simulate_many`: one graph in many scenarios of noise, on all cores.
+
+Just over 300 lines, with the examples of `Scenarios`.
+"""
 
 from __future__ import annotations
 
