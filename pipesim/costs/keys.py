@@ -112,6 +112,8 @@ class Keys:
         ArgumentError
             For an exponent that is negative or not finite, and for counts that are no whole
             numbers of at least 1.
+        CapacityError
+            For more rows than fit in memory.
 
         See Also
         --------

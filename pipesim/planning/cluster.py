@@ -65,9 +65,10 @@ class Cluster:
     ArgumentError
         - For a cluster without a GPU, a GPU without memory, and a wrong number of GPUs.
         - For GPUs that do not fill nodes, and nodes of different sizes.
+        - For a network that is none, that groups GPUs, or has named links.
         - `UnknownNameError` for an unknown machine or GPU.
     NetworkError
-        For a network that is none, that groups GPUs, or has named links.
+        For a mapping that is no network; see `Network.from_dict`.
 
     See Also
     --------
@@ -292,7 +293,7 @@ class Cluster:
         UnknownNameError
             For an unknown key, machine or GPU.
         NetworkError
-            For a network that is none, that groups GPUs, or has named links.
+            For a network that `Network.from_dict` refuses.
 
         See Also
         --------
