@@ -38,8 +38,15 @@ extensions = [
     "sphinxarg.ext",
 ]
 root_doc = "index"
-exclude_patterns = ["_build", "_extensions", "_templates", "examples", "gallery/**/README.rst",
-                    "gallery/**/*.py", "**/sg_execution_times.rst", "sg_execution_times.rst"]  # fmt: skip
+exclude_patterns = [
+    "_build",
+    "_extensions",
+    "_templates",
+    "examples",
+    "gallery",
+    "**/sg_execution_times.rst",
+    "sg_execution_times.rst",
+]
 nitpicky = True
 #: Types of other libraries: their inventories would have to be fetched.
 nitpick_ignore_regex = [

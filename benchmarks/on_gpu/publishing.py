@@ -68,7 +68,8 @@ def _page(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the page."""
     yield "# Results of `make gpu`\n"
-    yield "Made by `make gpu` and `make gpu-unpack`; [docs/how_to/use_gpus.md](../../docs/how_to/use_gpus.md) explains.\n"
+    page = "docs/how_to/use_gpus.md"
+    yield f"Made by `make gpu` and `make gpu-unpack`; [{page}](../../{page}) explains.\n"
     yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
     for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
         origin = f"commit {commit()}" if ran == digest() else "not those of this checkout"

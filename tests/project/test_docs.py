@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("[!_]*/*.md"), *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 #: Folders whose files are not made by a command.
 FOLDERS = "pipesim|pipeexec|tests|benchmarks|docs|notebooks|tools"
