@@ -212,8 +212,12 @@ def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
     """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top."""
     ax.set_xlim(0.0, end)
     ax.set_ylim(n_devices - 0.5, -0.5)
+    from matplotlib.ticker import MaxNLocator
+
     from pipesim.plot.device_ticks import DeviceTicks
 
+    # Not 2.5, since most figures of schedules have whole seconds.
+    ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_locator(DeviceTicks(ax, n_devices, SMALL + 1.5))
     label(ax, f"Time ({unit})", "Device")
     ax.tick_params(axis="y", length=0)

@@ -168,13 +168,16 @@ def panels(
 
 
 def _entries_of_all(timelines: list[Timeline], drawn: Mapping[Op, str | None]) -> dict[str, Any]:
-    """Return handles of a legend by label; the timeline of most chunks decides on their shades."""
+    """Return handles of a legend by label; shades of chunks are those of the most chunks."""
+    from pipesim.plot.overlap_frames import frame_entry
     from pipesim.plot.task_boxes import legend_entries
 
-    entries: dict[str, Any] = {}
-    for item in sorted(timelines, key=lambda item: n_chunks(item.graph)):
-        handles, labels = legend_entries(item.graph, drawn, unfinished=_is_unfinished(item))
-        entries |= zip(labels, handles, strict=True)
+    deepest = max(timelines, key=lambda item: n_chunks(item.graph)).graph
+    unfinished = any(map(_is_unfinished, timelines))
+    handles, labels = legend_entries(deepest, drawn, unfinished=unfinished)
+    entries: dict[str, Any] = dict(zip(labels, handles, strict=True))
+    for item in timelines:
+        entries |= frame_entry(item.graph)
     return entries
 
 

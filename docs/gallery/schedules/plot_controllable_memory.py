@@ -4,9 +4,9 @@ Controllable memory: V-Min, V-Half, V-ZB
 
 Eight micro-batches on four devices of two stages each, placed in a V. This is figure 4 of
 Pipeline Parallelism with Controllable Memory (Qi et al., NeurIPS 2024, `arXiv 2405.15362
-<https://arxiv.org/abs/2405.15362>`_), with fewer micro-batches. Titles have the activations of
-the fullest device, as a share of those of 1F1B. Look at the distance of a forward and its
-backward on device 0: it grows from V-Min to V-ZB, and so does memory.
+<https://arxiv.org/abs/2405.15362>`_). Titles have the activations of the fullest device, as a
+share of those of 1F1B. Look at the distance of a forward and its backward on device 0: it grows
+from V-Min to V-ZB, and so does memory.
 """
 
 import matplotlib.pyplot as plt

@@ -15,5 +15,5 @@ from pipesim import plot
 
 plt.rcParams.update(plot.paper_style())
 schedule = ps.schedule("pipedream", n_devices=4, n_microbatches=10)
-costs = ps.Costs(forward=1, backward=2, optimizer_step=0.15)
+costs = ps.Costs(forward=1, backward=2, optimizer_step=0.3)
 ax = ps.simulate(ps.lower(schedule), costs).plot()
