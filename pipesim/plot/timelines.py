@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 from pipesim.plot.lanes import lanes, rows
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["panels", "timeline"]
+
+Flags = NDArray[np.bool_]
 
 #: Height of the title of a panel, and of legend and time axis of all (inches).
 _TITLE, _AROUND = 0.22, 0.65
@@ -56,9 +61,9 @@ def timeline(
     ax
         Axes to draw into; its limits are set. New axes by default.
     transfers
-        Whether to draw messages under each device, a line a copy stream. A tick is a message that
-        takes no time on its link. Messages on the compute stream (``overlap=False``) are always
-        drawn there.
+        Whether to draw messages under each device, a line a copy stream. Streams whose messages
+        take no time have no line, unless no message takes time. A tick is a message that takes no
+        time. Messages on the compute stream (``overlap=False``) are always drawn there.
     dependencies
         Whether to draw an arrow for each output or gradient that another device needs.
     numbers, legend
@@ -186,6 +191,18 @@ def _is_unfinished(timeline: Timeline) -> bool:
     return len(timeline.frame) > int(timeline.ran.sum())
 
 
+def _streams_to_draw(timeline: Timeline) -> Flags:
+    """Return whether each copy stream has a lane; shape ``(len(graph.streams),)``.
+
+    Ticks of messages between stages would distract from collectives, if these alone take time.
+    """
+    graph = timeline.graph
+    lasting = ~graph.on_compute & ~(timeline.end <= timeline.start)  # NaN: unfinished
+    streams = np.zeros(len(graph.streams), bool)
+    streams[graph.stream[lasting]] = True
+    return streams if lasting.any() else ~streams
+
+
 def _draw_tasks(
     ax: Axes,
     timeline: Timeline,
@@ -197,7 +214,7 @@ def _draw_tasks(
     """Draw tasks into axes whose limits are set; return the operations, each with its hatch."""
     from pipesim.plot import task_boxes
 
-    task_lanes = lanes(timeline.graph, transfers=transfers)
+    task_lanes = lanes(timeline.graph, transfers=transfers, streams=_streams_to_draw(timeline))
     task_boxes.draw_bubbles(ax, task_lanes, timeline.makespan * scale)
     drawn = task_boxes.draw_boxes(ax, timeline, task_lanes, scale=scale, numbers=numbers)
     if dependencies:

@@ -16,7 +16,7 @@ import pipesim as ps
 from pipesim import plot
 
 plt.rcParams.update(plot.paper_style())
-schedule = ps.schedule("dualpipev", n_devices=2, n_microbatches=6)
+schedule = ps.schedule("dualpipev", n_devices=2, n_microbatches=4)
 costs = ps.Costs(
     forward=3, input_grad=3, weight_grad=2, expert_layers=1, exchange_dispatch=1, exchange_combine=1
 )
