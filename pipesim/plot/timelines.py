@@ -154,14 +154,20 @@ def panels(
     sign, scale = time_unit(end, unit)
     import matplotlib.pyplot as plt
 
-    heights = [ROW * rows(item.graph, transfers=transfers) for item in items]
+    lasting = [_lasting_transfers(item).any() for item in items]
+    # A panel without messages that take time has no lanes for them beside one that has.
+    with_lanes = [transfers and bool(has or not any(lasting)) for has in lasting]
+    heights = [
+        ROW * rows(item.graph, transfers=lanes_too)
+        for item, lanes_too in zip(items, with_lanes, strict=True)
+    ]
     height = _AROUND + sum(heights) + _TITLE * len(items)
     whole = plt.figure(figsize=(width, height), layout="constrained")
     axes = whole.subplots(len(items), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     drawn: dict[Op, str | None] = {}
-    for ax, (title, item) in zip(axes, timelines.items(), strict=True):
+    for ax, lanes_too, (title, item) in zip(axes, with_lanes, timelines.items(), strict=True):
         set_device_rows(ax, item.graph.n_devices, end * scale, sign if ax is axes[-1] else "")
-        drawn |= _draw_tasks(ax, item, scale, transfers, dependencies, numbers)
+        drawn |= _draw_tasks(ax, item, scale, lanes_too, dependencies, numbers)
         set_title(ax, title)
         if ax is not axes[-1]:
             ax.set_xlabel("")
@@ -196,11 +202,16 @@ def _streams_to_draw(timeline: Timeline) -> Flags:
 
     Ticks of messages between stages would distract from collectives, if these alone take time.
     """
-    graph = timeline.graph
-    lasting = ~graph.on_compute & ~(timeline.end <= timeline.start)  # NaN: unfinished
-    streams = np.zeros(len(graph.streams), bool)
-    streams[graph.stream[lasting]] = True
+    streams = np.zeros(len(timeline.graph.streams), bool)
+    lasting = _lasting_transfers(timeline)
+    streams[timeline.graph.stream[lasting]] = True
     return streams if lasting.any() else ~streams
+
+
+def _lasting_transfers(timeline: Timeline) -> Flags:
+    """Return whether a task is on a copy stream and took time; shape ``(len(graph),)``."""
+    took_none = timeline.end <= timeline.start  # False for tasks that did not end
+    return ~timeline.graph.on_compute & ~took_none
 
 
 def _draw_tasks(

@@ -5,9 +5,9 @@ Experts: exchanges behind the other micro-batch
 DualPipeV on two devices, whose stages have one layer with experts each. Tokens go to the experts
 and back in exchanges (all-to-all), in the thin lane under each device. The idea is that of figure
 4 of the DeepSeek-V3 report (DeepSeek-AI, `arXiv 2412.19437 <https://arxiv.org/abs/2412.19437>`_);
-times are made up. Above, exchanges are parts of F and B. Below, F and B are cut where tokens
-leave, and their segments take turns. Look at a frame: the exchange of one micro-batch runs while
-the other one computes.
+times are made up, and the warm-up is left out. Above, exchanges are parts of F and B. Below, F
+and B are cut where tokens leave, and their segments take turns. Look at a frame: the exchange of
+one micro-batch runs while the other one computes.
 """
 
 import matplotlib.pyplot as plt
@@ -26,3 +26,4 @@ for title, layers in {"Exchanges exposed": 0, "Exchanges hidden": 1}.items():
     timeline = ps.simulate(graph, costs)
     panels[f"{title}: {timeline.makespan:g} s"] = timeline
 fig = plot.panels(panels, transfers=True)
+fig.axes[0].set_xlim(28, 93)  # the panels share their axis

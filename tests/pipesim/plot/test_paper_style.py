@@ -10,9 +10,10 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
-from figure_artists import COSTS, boxes, legend_of, numbers_in, simulated
+from figure_artists import COSTS, artist_of, boxes, drawn, legend_of, numbers_in, simulated
 from matplotlib.figure import Figure
 
+import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.ops import Op
@@ -100,6 +101,15 @@ def test_panels_are_as_high_as_their_devices_and_a_column_wide() -> None:
 def test_chunks_of_the_deepest_panel_are_in_the_legend() -> None:
     figure = plot.panels({"v": simulated("zbv", costs=SPLIT), "flat": simulated()})
     assert legend_of(figure.legends[0])[-2:] == ["chunk 0", "chunk 1"]
+
+
+def test_panels_have_lanes_only_for_messages_that_take_time() -> None:
+    """If any panel has such messages; ticks alone are drawn if none has."""
+    quick, slow = simulated(costs=ps.Costs(1, 2)), simulated()
+    both = plot.panels({"quick": quick, "slow": slow}, transfers=True)
+    assert ["cells:SEND_F" in drawn(ax) for ax in both.axes] == [False, True]
+    (alone,) = plot.panels({"quick": quick}, transfers=True).axes
+    assert len(artist_of(alone, "cells:instant").get_segments()) == 4 * 8 * 3
 
 
 @pytest.mark.slow
