@@ -34,9 +34,7 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     if len(names) != 1:
         return None
     found = objects[names.pop()]
-    return make_refnode(
-        app.builder, node["refdoc"], found.docname, found.node_id, contnode, target
-    )
+    return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, contnode, target)
 
 
 def setup(app: Any) -> dict[str, Any]:
