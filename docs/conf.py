@@ -44,6 +44,7 @@ exclude_patterns = [
     "_templates",
     "examples",
     "gallery",
+    "auto_gallery/**/*.ipynb",
     "**/sg_execution_times.rst",
     "sg_execution_times.rst",
 ]
@@ -51,14 +52,19 @@ nitpicky = True
 #: Types of other libraries: their inventories would have to be fetched.
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|numpy|pd|pandas|torch|nn|mpl|matplotlib|plt|collections|typing|os|io|enum"
-               r"|dataclasses|functools|fractions|networkx|nx|anywidget|simpy|datetime)\..*"),
+               r"|dataclasses|functools|fractions|networkx|nx|anywidget|simpy|datetime|pathlib"
+               r"|contextlib)\..*"),
     (r"py:.*", r"(NDArray|DataFrame|Series|Axes|Figure|Tensor|Module|Path|Any|Callable|Iterator"
-               r"|Iterable|Sequence|Mapping|Literal|Self|TextIO|BinaryIO|Buffer)"),
+               r"|Iterable|Sequence|Mapping|Literal|Self|TextIO|BinaryIO|Buffer|Callable\[\.\.\."
+               r"|PipelineStage|PipelineScheduleMulti|Schedule1F1B|ScheduleGPipe)"),
 ]  # fmt: skip
 default_role = "py:obj"
 templates_path = ["_templates"]
 html_static_path = ["_static"]
-suppress_warnings = ["config.cache"]  # functions in `sphinx_gallery_conf`
+suppress_warnings = [
+    "config.cache",  # functions in `sphinx_gallery_conf`
+    "myst.domains",  # that of sphinx-argparse has no links without a role
+]
 
 # Reference
 autosummary_generate = True
@@ -122,6 +128,8 @@ html_theme_options = {
 }
 html_sidebars = {"index": []}
 
+#: Links of the changelog, which are relative to the repository's root.
+_FROM_ROOT = re.compile(r"\]\((?!https?:|#)(docs/)?")
 #: Links of a page in the repository to a notebook, and of a notebook to a page.
 _TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/([\w.]+)\.ipynb")
 _TO_PAGE = re.compile(r"\]\(\.\./docs/([\w/]+)\.md")
@@ -138,6 +146,14 @@ def copy_notebooks(app: Any) -> None:
         (folder / notebook.name).write_text(text)
 
 
+def copy_changelog(app: Any) -> None:
+    """Put the changelog among the sources, with links that hold there."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    text = _FROM_ROOT.sub(lambda match: "](../" if match[1] else "](../../", text)
+    text = re.sub(r"\[([^]]*)\]\([./]*(?:results/ablation|CONTRIBUTING\.md)\)", r"\1", text)  # no pages
+    (DOCS / "reference" / "changelog.md").write_text(text)
+
+
 def link_notebooks(app: Any, docname: str, source: list[str]) -> None:
     """Let links to notebooks lead to their pages."""
     source[0] = _TO_NOTEBOOK.sub(r"](/tutorials/notebooks/\1.ipynb", source[0])
@@ -146,4 +162,5 @@ def link_notebooks(app: Any, docname: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Connect the functions above to the build."""
     app.connect("builder-inited", copy_notebooks)
+    app.connect("builder-inited", copy_changelog)
     app.connect("source-read", link_notebooks)
