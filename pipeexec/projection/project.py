@@ -101,6 +101,11 @@ def project(
     n_steps, warm_up
         Number of measured steps of 4 micro-batches, and of steps before them that are not measured.
 
+    Returns
+    -------
+    Projection
+        Seconds and bytes of each layer, and methods that predict steps.
+
     Raises
     ------
     ArgumentError
@@ -116,6 +121,13 @@ def project(
     -----
     AccuracyWarning
         If the mean duration of an operation varies by more than 20 % between steps.
+
+    See Also
+    --------
+    pipeexec.Projection : Predictions from the layers.
+    pipeexec.profile : Measure stages on their own devices.
+    pipeexec.split : Cut the model as a projection says.
+    pipesim.plan : Search configurations of a model.
 
     Notes
     -----
