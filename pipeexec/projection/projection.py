@@ -349,11 +349,6 @@ class Projection:
         UnknownNameError
             For the name of an unknown schedule.
 
-        Warns
-        -----
-        MemoryLimitWarning
-            If a device needs more bytes than it has.
-
         See Also
         --------
         predict : The timeline of one schedule.

@@ -254,12 +254,9 @@ class Validation:
         >>> import tempfile, torch
         >>> from torch.nn.functional import mse_loss
         >>> import pipeexec as px, pipesim as ps
-        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 2, 4))}
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
-        >>> validation = px.validate(
-        ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
-        ... )
+        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 1, 4))}
+        >>> stages, x = [torch.nn.Linear(4, 4)], torch.ones(8, 4)
+        >>> validation = px.validate(stages, graphs, ["cpu"], mse_loss, [(x, x)] * 2, n_steps=1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     validation.save(f"{folder}/run", figures=False)
         ...     px.load_run(f"{folder}/run").table.index.tolist()
@@ -299,12 +296,9 @@ def load_run(path: Path | str) -> Validation:
     >>> import tempfile, torch
     >>> from torch.nn.functional import mse_loss
     >>> import pipeexec as px, pipesim as ps
-    >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 2, 4))}
-    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-    >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
-    >>> validation = px.validate(
-    ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
-    ... )
+    >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 1, 4))}
+    >>> stages, x = [torch.nn.Linear(4, 4)], torch.ones(8, 4)
+    >>> validation = px.validate(stages, graphs, ["cpu"], mse_loss, [(x, x)] * 2, n_steps=1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     validation.save(f"{folder}/run", record={"seed": 0}, figures=False)
     ...     px.load_run(f"{folder}/run").record["seed"]
