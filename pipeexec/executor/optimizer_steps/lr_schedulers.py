@@ -1,4 +1,7 @@
-"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages."""
+"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
