@@ -46,10 +46,20 @@ def scaled_learning_rate(
     rule
         See the table.
 
+    Returns
+    -------
+    float
+        The learning rate.
+
     Raises
     ------
     ArgumentError
         For a rate that is negative or not finite, a size below 1, or an unknown rule.
+
+    See Also
+    --------
+    pipeexec.LRSchedulers : Learning-rate schedulers of a pipeline.
+    pipeexec.GradientAccumulation : Larger batches in the same memory.
 
     References
     ----------
@@ -61,9 +71,10 @@ def scaled_learning_rate(
 
     Examples
     --------
-    >>> scaled_learning_rate(0.1, 4096, 256, rule="linear")
+    >>> import pipeexec as px
+    >>> px.scaled_learning_rate(0.1, 4096, 256, rule="linear")
     1.6
-    >>> scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
+    >>> px.scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
     0.004
     """
     rate = number(learning_rate)

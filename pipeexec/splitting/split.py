@@ -111,6 +111,13 @@ def split(
     ExecutionError
         If the model's forward fails on the sample, or, to measure it, its backward.
 
+    See Also
+    --------
+    pipeexec.Stages : The stages, and checks of them.
+    pipeexec.Pipeline : Run the stages on devices.
+    pipeexec.project : Profile the blocks of a model, to choose a split.
+    pipesim.lower : Its ``tied`` sums gradients of parameters in several stages.
+
     Notes
     -----
     A parameter that several stages need, such as an embedding that is also the head, stays that of
@@ -124,9 +131,10 @@ def split(
     Examples
     --------
     >>> import torch
+    >>> import pipeexec as px
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> stages = split(model, 2, sample=torch.ones(4, 8))
+    >>> stages = px.split(model, 2, sample=torch.ones(4, 8))
     >>> stages.modules, stages.check(torch.ones(4, 8))
     ((('0', '2'), ('3',)), 0.0)
     """

@@ -116,6 +116,13 @@ def train(
     ResumeWarning
         If the batches of a continued training are not those of the run before.
 
+    See Also
+    --------
+    pipeexec.TrainingRun : Tables of a training.
+    pipeexec.LRSchedulers : Learning-rate schedulers of all stages.
+    pipeexec.save_checkpoint : Save a checkpoint in a loop of your own.
+    pipeexec.Pipeline.step : Run one step.
+
     Notes
     -----
     Ctrl-C and SIGTERM end the training after the step that runs, with a checkpoint; ``run.end`` is
@@ -133,6 +140,18 @@ def train(
     Files: ``log.csv`` has a row a step, ``evaluation.csv`` a row an evaluation, ``training.json``
     the ``record``, command and versions. ``checkpoints/`` has the last checkpoints, ``steps/`` the
     chosen timelines. With costs, there are ``costs.json`` and ``predicted.csv``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+    ...     run = px.train(pipeline, [(x, x)] * 3, epochs=2)
+    >>> run.n_steps, run.end, run.losses[-1] < run.losses[0]
+    (6, 'batches', True)
     """
     check_type("pipeline", pipeline, Pipeline)
     with guard_processes(pipeline.processes):

@@ -1,4 +1,7 @@
-"""`watch_sync`: a linter of gradient synchronization for existing training loops."""
+"""`watch_sync`: a linter of gradient synchronization for existing training loops.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +99,24 @@ def watch_sync(
         If the model has no parameters that require gradients.
     ExecutionError
         Within another block.
+
+    See Also
+    --------
+    pipeexec.sync_report : The same for a recorded trace or a timeline.
+    pipeexec.GradientAccumulation : Accumulation without useless reductions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with px.watch_sync(model) as sync:
+    ...     model(torch.ones(8, 4)).sum().backward()
+    ...     optimizer.step()
+    >>> report = sync.report()
+    >>> report.n_steps, report.n_calls, report.notes
+    (1, 0, ('one process: nothing to synchronize',))
     """
     if model is not None:
         check_type("model", model, nn.Module, "give the DistributedDataParallel, or leave it out")

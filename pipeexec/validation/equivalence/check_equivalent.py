@@ -92,6 +92,12 @@ def check_equivalent(
     StageError
         If a layer or the loss raises; see `Pipeline.step`.
 
+    See Also
+    --------
+    pipeexec.Equivalence : The result.
+    pipeexec.validate : Compare predicted and measured times.
+    pipesim.plan : Its choices are configurations.
+
     Notes
     -----
     Choices of a plan are scaled down: at most 2 devices, 2 stages on each and 2 replicas. Sizes of
@@ -106,10 +112,12 @@ def check_equivalent(
 
     Examples
     --------
+    >>> import torch
+    >>> import pipeexec as px
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     >>> batch = torch.randn(8, 4), torch.randn(8, 1)
-    >>> report = check_equivalent(
+    >>> report = px.check_equivalent(
     ...     model, {"n_microbatches": 1}, {"n_microbatches": 2}, batch, nn.functional.mse_loss
     ... )
     >>> report.equal, [layer.path for layer in report.layers]
