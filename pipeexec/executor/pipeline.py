@@ -113,8 +113,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         `pipeexec.split` know theirs.
     max_grad_norm
         Largest norm of all gradients, over stages, replicas and processes, with which optimizers
-        step; larger ones are scaled down as ``torch.nn.utils.clip_grad_norm_`` does. The graph computes
-        the norm (``lower(..., grad_norm=True)``); without ``max_grad_norm`` it is only reported.
+        step. Larger ones are scaled down as ``torch.nn.utils.clip_grad_norm_`` does. The graph
+        computes the norm (``lower(..., grad_norm=True)``); without ``max_grad_norm`` it is only
+        reported.
     error_if_nonfinite
         Whether a norm that is NaN or infinite raises an error before any optimizer has stepped.
         On a GPU, the host then waits for the norm. If False, the step goes on.

@@ -59,7 +59,7 @@ def split(
     A model without such a list is cut between the modules of Hugging Face's ``base_model_pp_plan``,
     between calls of one module, or between its largest modules. If it calls fewer than two modules,
     a graph of torch.export is cut. That graph holds for the present mode of the model, and for
-    shapes of the sample but for the number of samples. `Stages` says which way was taken.
+    shapes of the sample but for the number of samples. `Stages.report` says which way was taken.
 
     Parameters
     ----------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from pipesim.planning.configurations.plan_texts import plan_html
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.cost_warnings import warn_of_costs
+from pipesim.simulation.simulate import predict_timeline, warn_of_memory_limit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
 from pipesim.utils.units import format_bytes, format_time
@@ -88,9 +89,12 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Simulated step of all replicas."""
+        """Simulated step of all replicas; ``fits`` is None for layers without bytes."""
         limits = self.problem.limits(self.choice)
-        return simulate(self.graph, self.costs, memory_limit=limits)
+        timeline = replace(predict_timeline(self.graph, self.costs), limits=limits)
+        warn_of_costs(self.graph, self.costs, stacklevel=4)
+        warn_of_memory_limit(timeline, stacklevel=4)
+        return timeline
 
     def to_megatron(self) -> str:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
