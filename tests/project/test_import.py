@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
 import pipesim
 
@@ -73,6 +74,17 @@ def test_public_names() -> None:
 
     assert pipesim.__all__ == PUBLIC.split()
     assert pipeexec.__all__ == PUBLIC_EXEC.split()
+
+
+def test_version_of_the_distribution() -> None:
+    """Setuptools reads the version from its file, without importing any dependency."""
+    code = f"""
+import sys
+from setuptools.config.pyprojecttoml import read_configuration
+project = read_configuration({str(ROOT / "pyproject.toml")!r})["project"]
+print(project["version"], [m for m in ("numpy", "pipesim") if m in sys.modules])
+"""
+    assert fresh(code) == f"{pipesim.__version__} []"
 
 
 @pytest.mark.parametrize("module", MODULES)
