@@ -33,6 +33,7 @@ from pipeexec.validation.equivalence.check_equivalent import check_equivalent
 from pipeexec.validation.equivalence.report import Equivalence
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate
+from pipesim._version import __version__ as __version__
 
 __all__ = [
     "EmbeddingStage",

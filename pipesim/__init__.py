@@ -10,6 +10,7 @@ A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` give
 """
 
 from pipesim import trace
+from pipesim._version import __version__ as __version__
 from pipesim.analysis.audit.audit import audit
 from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.analysis.compare import Comparison, compare

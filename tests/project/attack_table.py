@@ -297,6 +297,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
     "ps.Timeline.changes_that_fit": lambda _: {"self": replace(timeline(), limits=1.0)},
     "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
+    "ps.TaskGraph.to_networkx": lambda _: {"self": graph()},
     "ps.Timeline.critical_path": lambda _: {"self": timeline()},
     "ps.Timeline.from_chrome": lambda to: {
         "paths": sorted(RANKS.iterdir())},
@@ -356,6 +357,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "progress": False},
     "ps.sweep": swept,
     "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
+    "ps.trace.load": lambda to: {
+        "path": _written(to / "trace.json", timeline().to_chrome)},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
     "ps.v_shaped": lambda _: {"n_devices": 2},
