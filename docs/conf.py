@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
 project = "pipesim"
 author = "pipesim developers"
 project_copyright = "pipesim developers, BSD-3-Clause"
-version = release = getattr(pipesim, "__version__", "0.1.0")
+version = release = pipesim.__version__
 
 extensions = [
     "sphinx.ext.autodoc",

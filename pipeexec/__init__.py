@@ -1,5 +1,6 @@
 """Run pipesim task graphs on real devices and compare measured times with predictions."""
 
+from pipeexec import _needs_torch  # noqa: F401 - first, for its message
 from pipeexec.checkpoints.directory import latest_checkpoint
 from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
 from pipeexec.checkpoints.save import save_checkpoint
