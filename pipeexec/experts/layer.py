@@ -377,7 +377,7 @@ class Experts(nn.Module):
         Raises
         ------
         RuntimeError
-            By torch, if the last dimension is not the width.
+            By torch, if the tokens cannot be cut into rows of the width.
 
         See Also
         --------

@@ -42,10 +42,11 @@ class MemoryMethods(ABC):
         """Return the sum of the processes' values, element by element."""
 
     def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each stage holds in a step, replica by replica.
+        """Return the most bytes of activations that each stage holds in a step.
 
         They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
-        were. Weights do not count. All processes must call this.
+        were. Weights do not count. In a first step, stages also hold a copy of their input. All
+        processes must call this.
 
         Parameters
         ----------
