@@ -765,7 +765,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         See Also
         --------
         step : Run one training step.
-        state_dict : Copy out parameters and buffers.
+        state_dict : Return parameters and buffers.
         pipeexec.profile : Measure costs in steps that leave no trace.
 
         Examples

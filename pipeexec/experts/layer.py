@@ -322,8 +322,7 @@ class Experts(nn.Module):
         Parameters
         ----------
         results
-            Results of the experts, in the order of ``routed.rows``; shape ``(n_tokens *
-            experts_per_token, width)``.
+            Result of each row of ``routed.rows``, in their order; shape ``(n_rows, width)``.
         routed
             Result of `route`.
 

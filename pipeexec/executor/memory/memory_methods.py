@@ -56,7 +56,7 @@ class MemoryMethods(ABC):
         Returns
         -------
         list of int
-            Bytes of each stage of each replica; length ``n_replicas * n_stages``.
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``.
 
         Raises
         ------
@@ -101,8 +101,8 @@ class MemoryMethods(ABC):
         Returns
         -------
         list of int
-            Bytes of each stage of each replica; length ``n_replicas * n_stages``. 0 without split
-            backwards.
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``. 0 without
+            split backwards.
 
         Raises
         ------
@@ -180,9 +180,8 @@ class MemoryMethods(ABC):
         """Return the bytes of activations, gradients and gathered parameters over a step.
 
         They are counted task by task. The simulator's counterpart is ``timeline.memory()``.
-        Counting delays
-        the host, so this runs a step of its own, which leaves no trace. All processes must call
-        this.
+        Counting delays the host, so this runs a step of its own, which leaves no trace. All
+        processes must call this.
 
         Parameters
         ----------
