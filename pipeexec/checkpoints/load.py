@@ -34,7 +34,7 @@ __all__ = ["load_checkpoint", "read_checkpoint"]
 def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load model, optimizers, random state and number of steps; all processes must call this.
 
-    The pipeline may have another number of stages, replicas or processes than that which was saved.
+    The pipeline may have another number of stages, replicas or processes than the saved one.
     Each process reads the tensors that it needs. Nothing that is read is executed. torch is seeded
     as it was. Gradients of steps with ``accumulate=True`` are dropped. After another number of
     stages, random numbers of steps (dropout) are others, since they depend on the stage; everything
@@ -50,7 +50,8 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
     Returns
     -------
     dict
-        State of each object that was saved: of an object with ``state_dict``, what that returned.
+        State of each object that was saved, by name: the result of its ``state_dict``, or the
+        value.
 
     Raises
     ------

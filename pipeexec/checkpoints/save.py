@@ -60,9 +60,9 @@ def save_checkpoint(
         Number of checkpoints to keep: of those in the same folder whose names differ from this one
         in digits alone (``step-100``, ``step-200``), the newest. By default all.
     **objects
-        What else to save: objects with ``state_dict`` and ``load_state_dict``, such as schedulers
-        of learning rates, gradient scalers and data loaders; or tensors, numbers, texts, lists and
-        dicts. They must be equal in all processes.
+        Further objects to save, by name: those with ``state_dict`` and ``load_state_dict``, such as
+        schedulers of learning rates, gradient scalers and data loaders; or tensors, numbers, texts,
+        lists and dicts. They must be equal in all processes.
 
     Returns
     -------

@@ -22,8 +22,8 @@ def scaled_learning_rate(
 ) -> float:
     r"""Return the learning rate for a batch of another size than the one that it was tuned for.
 
-    Nothing scales learning rates by itself: give what this returns to the optimizer. With
-    accumulation and replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
+    Nothing scales learning rates by itself: give the result to the optimizer. With accumulation and
+    replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
     :math:`k` = ``batch_size / reference_batch_size``:
 
     ============ ================ ==================================================================

@@ -36,8 +36,7 @@ class CudaDevice(NamedStreams):
         """Return an event on the compute stream.
 
         `pipeexec.devices.clocks` aligns those of GPUs. Work submitted later waits for the caller's
-        own
-        stream, on which batches are copied to the GPU and parameters may have been changed.
+        own stream, on which batches are copied to the GPU and parameters may have been changed.
 
         Returns
         -------

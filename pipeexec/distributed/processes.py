@@ -147,7 +147,7 @@ class Processes(ControlMessages):
         Parameters
         ----------
         ranks
-            Different ranks, in the order of the group.
+            Different ranks; torch orders them by number.
         backend
             Backend of torch.distributed, such as ``"gloo"`` or ``"nccl"``.
         key

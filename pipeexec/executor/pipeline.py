@@ -100,8 +100,8 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     batch_dims
         Values of the batch that are not split along their first dimension, by their paths, such as
         ``{"inputs['mask']": None, "targets": 1}``. The values are the dimension of the samples, or
-        None for what every micro-batch needs whole. See `step`; for `predict`, paths of outputs,
-        such as ``"output"`` or ``"output.logits"``, too.
+        None for tensors that every micro-batch needs whole. See `step`; for `predict`, paths of
+        outputs, such as ``"output"`` or ``"output.logits"``, too.
     slice_dim
         Dimension of the positions in every tensor of samples, along which a graph of several slices
         a sequence (``graph.n_slices``) cuts micro-batches: inputs, targets, and outputs of
@@ -127,9 +127,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     Raises
     ------
     ArgumentError
-        If the number of stages or devices is not the graph's, stages share parameters, copies of
-        tied parameters differ, the graph lacks the operations for ``tied`` or ``max_grad_norm``, or
-        processes do not agree. With ``cuda_graph``, see `pipeexec.executor.cuda_graph`.
+        If the number of stages or devices is not the graph's, stages share parameters, or copies of
+        tied parameters differ. Also if the graph lacks the operations for ``tied`` or
+        ``max_grad_norm``, or processes do not agree. With ``cuda_graph``, see
+        `pipeexec.executor.cuda_graph`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
 
@@ -572,16 +573,16 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         split_batches(inputs, targets, n, n_shares, self.batch_dims, cut)
 
     def align(self) -> None:
-        """Measure the differences of the processes' clocks again; all processes must call this.
+        """Measure the differences of the processes' clocks again.
 
-        The call returns at about the same time in each process.
+        All processes must call this. It returns at about the same time in each.
 
         Raises
         ------
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
-            If a step runs in another thread.
+            In several processes, if a step runs in another thread.
 
         See Also
         --------
@@ -609,7 +610,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 self.processes.clock.sample()
 
     def clocks(self) -> tuple[dict[str, float], ...]:
-        """Return the offset of each process's clock to rank 0's; all processes must call this.
+        """Return the offset of each process's clock to rank 0's.
+
+        All processes must call this.
 
         Returns
         -------
@@ -622,7 +625,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
-            If a step runs in another thread.
+            In several processes, if a step runs in another thread.
 
         See Also
         --------
@@ -646,10 +649,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
 
     def gather(self, result: StepResult) -> StepResult:
-        """Return the result of the whole pipeline, in every process; all processes must call this.
+        """Return the result of the whole pipeline, in every process.
 
-        Its timeline is on rank 0's clock and begins when the first process began. Its losses are on
-        the CPU. In one process, return ``result`` itself.
+        All processes must call this. The timeline of the result is on rank 0's clock and begins
+        when the first process began. Its losses are on the CPU.
 
         Parameters
         ----------
@@ -669,7 +672,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
-            If a step runs in another thread.
+            In several processes, if a step runs in another thread.
 
         See Also
         --------
@@ -700,7 +703,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         return gathered_result(result, merged)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of the processes' values, element by element; all must call this.
+        """Return the sum of the processes' values, element by element.
+
+        All processes must call this.
 
         Parameters
         ----------
@@ -719,7 +724,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
-            If a step runs in another thread.
+            In several processes, if a step runs in another thread.
 
         See Also
         --------
@@ -744,13 +749,14 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore parameters, buffers, gradients and optimizer state at the end of a block.
+        """Restore the state of training at the end of a block.
+
+        It restores parameters, buffers, gradients, optimizer state and `n_steps`.
 
         Returns
         -------
         contextmanager
-            At the end of its block, everything but ``n_steps`` is as it was before, also after an
-            error.
+            Its end restores the state, also after an error.
 
         Raises
         ------
@@ -760,7 +766,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         See Also
         --------
         step : Run one training step.
-        state_dict : Copy out parameters and buffers.
+        state_dict : Return parameters and buffers.
         pipeexec.profile : Measure costs in steps that leave no trace.
 
         Examples
@@ -771,11 +777,11 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
         >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
         >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     before = pipeline.evaluate(x, x).loss
         ...     with pipeline.preserved():
-        ...         before = pipeline.evaluate(x, x).loss
         ...         _ = pipeline.step(x, x)
-        ...     bool(pipeline.evaluate(x, x).loss == before)
-        True
+        ...     pipeline.n_steps, bool(pipeline.evaluate(x, x).loss == before)
+        (0, True)
         """
         with self._model.locked_open("preserved"), self._runner.preserved():
             yield

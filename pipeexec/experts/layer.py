@@ -322,8 +322,7 @@ class Experts(nn.Module):
         Parameters
         ----------
         results
-            Results of the experts, in the order of ``routed.rows``; shape ``(n_tokens *
-            experts_per_token, width)``.
+            Result of each row of ``routed.rows``, in their order; shape ``(n_rows, width)``.
         routed
             Result of `route`.
 
@@ -377,7 +376,7 @@ class Experts(nn.Module):
         Raises
         ------
         RuntimeError
-            By torch, if the last dimension is not the width.
+            By torch, if the tokens cannot be cut into rows of the width.
 
         See Also
         --------

@@ -66,8 +66,8 @@ def split(
     model
         The model. Its parameters become those of the stages, not copies of them; see the notes for
         tied parameters. Or a function without arguments that makes the model. It is called with
-        tensors that have no data, and each stage then gets the parameters that the model would
-        have, from the same random numbers, so that the whole model is never in memory.
+        tensors that have no data, so that the whole model is never in memory. Each stage then gets
+        the parameters that the model would have, from the same random numbers.
     stages
         Number of stages; or blocks of each stage, such as ``[7, 8, 8, 7]``; or names of the modules
         with which stages begin; or a layout string of Megatron-LM, such as ``"Et*3|(t*4|)*2t*3L"``.
@@ -75,8 +75,8 @@ def split(
         A batch: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors
         may be of any size, of later batches too. Other values hold for all batches.
     balance
-        What a number of stages has equally much of. Of all but blocks, the stage with the most has
-        as little as possible:
+        Quantity that is divided equally among a number of stages. Of all but blocks, the stage with
+        the most has as little as possible:
 
         - ``"blocks"``: the first stages may have one more;
         - ``"parameters"``: their number;

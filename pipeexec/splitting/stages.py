@@ -28,9 +28,9 @@ Gradients: TypeAlias = list[Tensor | None]
 class Stages(Sequence[SplitStage | None]):
     """Stages of a model, in order; `pipeexec.split` makes them.
 
-    They share their parameters with the model, and have the modules of its forward in turn. Stages
-    of other processes are None. Each takes what the stage before returns; the first one takes
-    `arguments` of a batch, the last one returns what the model returns.
+    They share their parameters with the model, and have the modules of its forward in order. Stages
+    of other processes are None. Each takes the output of the stage before. The first one takes
+    `arguments` of a batch, the last one returns the model's output.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class Stages(Sequence[SplitStage | None]):
         -------
         StagesReport
             ``table`` has a row a stage: modules, layers, parameters, FLOPs, seconds and bytes.
-            ``makespans`` has seconds by schedule, ``costs`` what they are predicted from.
+            ``makespans`` has seconds by schedule, predicted from ``costs``.
 
         Raises
         ------

@@ -79,9 +79,9 @@ def to_torch(
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     ArgumentError
-        If torch's runtime has no action for what it needs (recompute, copies of stages, several
-        mini-batches or weight versions, replicas), the stages are not those of this rank,
-        ``loss_fn`` cannot be called, or torch has no such option.
+        If the stages are not those of this rank, ``loss_fn`` cannot be called, or torch has no such
+        option. Also if torch's runtime has no action for a part of the schedule: recompute, copies
+        of stages, several mini-batches or weight versions, replicas.
 
     See Also
     --------
@@ -142,8 +142,8 @@ def from_torch(
     ----------
     schedule
         Object of one of torch's schedule classes, or its ``pipeline_order``: a mapping of ranks to
-        actions (or their text), with None for idle steps. Of `ScheduleGPipe` and `Schedule1F1B`,
-        whose loops do not follow what they list, it is what the loop runs.
+        actions (or their text), with None for idle steps. The loops of `ScheduleGPipe` and
+        `Schedule1F1B` do not follow the order that they list; the result is the order of the loop.
     n_microbatches
         Number of micro-batches; by default that of the actions.
     name

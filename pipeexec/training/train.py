@@ -78,12 +78,12 @@ def train(
         Whether to continue from the last checkpoint in ``directory``. Otherwise the training begins
         anew, and the files of an earlier one there are deleted.
     objects
-        What checkpoints save beside model, optimizers, ``scheduler`` and the pipeline's gradient
-        scaler, by name: objects with ``state_dict`` and ``load_state_dict``, such as
+        Further objects of checkpoints, by name, beside model, optimizers, ``scheduler`` and the
+        pipeline's gradient scaler. They have ``state_dict`` and ``load_state_dict``, such as
         ``{"average": averaged_model}``. Their states are equal in all processes.
     record
-        What identifies this training, such as its configuration, and may not change when it is
-        continued; JSON can hold it.
+        Values that identify this training, such as its configuration, which JSON can hold. They may
+        not change when it is continued.
     costs
         Costs for a prediction, or ``"measure"``: they are measured before the first step of each
         call, in nine steps that leave no trace.
@@ -91,7 +91,7 @@ def train(
         Numbers of steps, from 1, whose measured timelines are kept and saved.
     on_step, on_evaluation, on_checkpoint
         Called as ``on_step(run, result)``, ``on_evaluation(run, row)`` and
-        ``on_checkpoint(run, path)``, in all processes. What they return does not matter. To end the
+        ``on_checkpoint(run, path)``, in all processes. Their results are ignored. To end the
         training after this step, they call ``run.stop()``, in one process at least. If one raises,
         the training ends with an `ExecutionError`, and without a checkpoint.
     progress

@@ -49,7 +49,7 @@ class Validation:
         Notes on the measured times, such as that links are imposed.
     record
         Entries of the ``run.json`` that `load_run` read: ``command``, ``date`` in UTC,
-        ``versions``, ``hardware`` and those that the user gave `save`. Empty for others.
+        ``versions``, ``hardware`` and the user's ``record`` of `save`. Empty for others.
 
     See Also
     --------

@@ -138,7 +138,7 @@ def validate(
         As for `Pipeline`. With several processes, each calls this and gets the whole result. All
         graphs have the operations for ``tied``, ``max_grad_norm`` and ``grad_scaler``.
     slice_dim
-        Likewise; all graphs have the same number of slices a sequence.
+        As for `Pipeline`; all graphs have the same number of slices a sequence.
     costs
         Costs to predict from, without calibration; from `px.profile` or `Costs.load`.
     progress

@@ -68,7 +68,7 @@ def watch_sync(
     ``Tensor.backward`` and ``torch.autograd.backward``, one at a time. The end of the block removes
     all hooks. In the block, each all-reduce takes about 0.1 ms more, and each gradient 10 us.
 
-    **What cannot be observed:**
+    **Not observed:**
 
     - replays of CUDA graphs, which make no calls;
     - all-reduces of copies of gradients, such as flat buffers, that do not hold all of them;

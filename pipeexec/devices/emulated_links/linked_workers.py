@@ -141,8 +141,8 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     n
         Number of workers.
     link
-        Messages between workers take the time that they would take on this network, where each pair
-        has separate links, and about 0.1 ms until a thread wakes up. None: messages pass by
+        Network on which each pair of workers has separate links. Messages take the time that they
+        would take there, and about 0.1 ms until a thread wakes up. None: messages pass by
         reference, which takes no time.
     launch
         Seconds that the host takes to issue each task, messages included; 0: its real time. The

@@ -42,10 +42,11 @@ class MemoryMethods(ABC):
         """Return the sum of the processes' values, element by element."""
 
     def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each stage holds in a step, replica by replica.
+        """Return the most bytes of activations that each stage holds in a step.
 
         They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
-        were. Weights do not count. All processes must call this.
+        were. Weights do not count. In a first step, stages also hold a copy of their input. All
+        processes must call this.
 
         Parameters
         ----------
@@ -55,7 +56,7 @@ class MemoryMethods(ABC):
         Returns
         -------
         list of int
-            Bytes of each stage of each replica; length ``n_replicas * n_stages``.
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``.
 
         Raises
         ------
@@ -100,8 +101,8 @@ class MemoryMethods(ABC):
         Returns
         -------
         list of int
-            Bytes of each stage of each replica; length ``n_replicas * n_stages``. 0 without split
-            backwards.
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``. 0 without
+            split backwards.
 
         Raises
         ------
@@ -179,9 +180,8 @@ class MemoryMethods(ABC):
         """Return the bytes of activations, gradients and gathered parameters over a step.
 
         They are counted task by task. The simulator's counterpart is ``timeline.memory()``.
-        Counting delays
-        the host, so this runs a step of its own, which leaves no trace. All processes must call
-        this.
+        Counting delays the host, so this runs a step of its own, which leaves no trace. All
+        processes must call this.
 
         Parameters
         ----------

@@ -84,9 +84,9 @@ def check_equivalent(
     Raises
     ------
     ArgumentError
-        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, no
-        parameter trains, stages share one, a schedule updates weights elsewhere than at the end, or
-        a type has too few digits (float16, bfloat16).
+        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, or no
+        parameter trains. Also if stages share a parameter, a schedule updates weights elsewhere
+        than at the end, or a type has too few digits (float16, bfloat16).
     ArgumentTypeError
         For a model or configuration of another type.
     StageError

@@ -37,7 +37,7 @@ class Equivalence:
         Paths of buffers, such as running means, that differ after a step; those of the first
         replica are compared. ``equal`` does not count them.
     notes
-        Parts of the configurations that did not run, and what else a reader must know.
+        Parts of the configurations that did not run, and other remarks, a sentence each.
 
     See Also
     --------
