@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import io
 import runpy
 import sys
@@ -152,7 +153,8 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
         warnings.simplefilter("default")
         mpl.rcdefaults()
         mpl.use("agg")
-        runpy.run_path(str(path))
+        with contextlib.chdir(path.parent):  # as sphinx-gallery does
+            runpy.run_path(str(path))
         image = None
         if len(plt.get_fignums()) != 1:
             problems.append(f"{len(plt.get_fignums())} figures, not one")

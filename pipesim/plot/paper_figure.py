@@ -268,7 +268,7 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
     """Put titles above a legend of ``height`` points."""
     pad = 3.0 + height
     ax.set_title(left, loc="left", fontsize=FONT, pad=pad, fontweight="bold")
-    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY)
+    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY, fontweight="normal")
 
 
 def titles_fit(ax: Axes, *texts: str) -> bool:

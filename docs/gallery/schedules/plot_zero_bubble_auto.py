@@ -18,6 +18,8 @@ costs = ps.Costs(
     forward=18.522e-3,
     input_grad=18.086e-3,
     weight_grad=9.337e-3,
+    activation_bytes=34 * 2304 + 5 * 24 * 1024,
+    weight_grad_bytes=32 * 2304,
     network=ps.Network(latency=0.601e-3),
 )
 panels = {}
