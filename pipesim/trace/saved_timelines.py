@@ -51,8 +51,18 @@ def load(path: Path | str) -> dict[str, Timeline]:
 
     See Also
     --------
-    save : Write a trace, with an example.
+    save : Write a trace.
     pipesim.Timeline.from_chrome : Read the traces of another framework, too.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.to_chrome(f"{folder}/trace.json")
+    ...     ps.trace.load(f"{folder}/trace.json")
+    {'gpipe': <Timeline gpipe: 18 tasks, makespan 9 s, bubble 33.3%>}
     """
     path = check_path("path", path)
     timelines = saved_timelines(path, read_trace(path))
