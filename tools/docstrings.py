@@ -31,13 +31,34 @@ PACKAGES = {"ps": pipesim, "px": pipeexec}
 ROOTS = tuple(package.__name__ for package in PACKAGES.values())
 #: Names whose parameters nothing checks, so that they raise no error of `pipesim.errors`.
 UNCHECKED = frozenset(
-    """
-    ps.AutogradOrders ps.ClosedForm.of ps.Task ps.trace.lanes ps.trace.names ps.trace.nanoseconds
-    ps.trace.slice_event px.Equivalence px.Processes.blame px.Processes.fail px.Profile
-    px.Projection px.Slice px.Slice.adopt px.Slice.await_link px.Slice.has_thread px.Slice.rejoin
-    px.Slice.wait_for_host px.TrainingRun px.Validation px.Worker px.Worker.adopt
-    px.Worker.await_link px.Worker.has_thread px.Worker.rejoin px.Worker.wait_for_host
-    """.split()
+    [
+        "ps.AutogradOrders",
+        "ps.ClosedForm.of",
+        "ps.Task",
+        "ps.trace.lanes",
+        "ps.trace.names",
+        "ps.trace.nanoseconds",
+        "ps.trace.slice_event",
+        "px.Equivalence",
+        "px.Processes.blame",
+        "px.Processes.fail",
+        "px.Profile",
+        "px.Projection",
+        "px.Slice",
+        "px.Slice.adopt",
+        "px.Slice.await_link",
+        "px.Slice.has_thread",
+        "px.Slice.rejoin",
+        "px.Slice.wait_for_host",
+        "px.TrainingRun",
+        "px.Validation",
+        "px.Worker",
+        "px.Worker.adopt",
+        "px.Worker.await_link",
+        "px.Worker.has_thread",
+        "px.Worker.rejoin",
+        "px.Worker.wait_for_host",
+    ]
 )
 #: Parts of a docstring, in the order of reports.
 PARTS = ("summary", "Parameters", "Returns", "Raises", "See Also", "Examples")
