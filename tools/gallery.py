@@ -153,9 +153,12 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
         warnings.simplefilter("default")
         mpl.rcdefaults()
         mpl.use("agg")
-        with contextlib.chdir(path.parent):  # as sphinx-gallery does
-            runpy.run_path(str(path))
         image = None
+        try:
+            with contextlib.chdir(path.parent):  # as sphinx-gallery does
+                runpy.run_path(str(path))
+        except Exception as error:
+            problems.append(f"raises {type(error).__name__}: {error}")
         if len(plt.get_fignums()) != 1:
             problems.append(f"{len(plt.get_fignums())} figures, not one")
         else:
@@ -187,13 +190,20 @@ def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
     return sheet
 
 
+def save(image: Image.Image, folder: Path, name: str) -> None:
+    """Write an image in colour and in grey."""
+    folder.mkdir(parents=True, exist_ok=True)
+    image.save(folder / f"{name}.png")
+    image.convert("L").save(folder / f"{name}-grey.png")
+
+
 def main(arguments: list[str]) -> int:
     """Check the scripts; return the exit status."""
     parser = argparse.ArgumentParser(description="check the figures of the gallery")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write PNG files there")
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args(arguments)
-    images = {}
+    images: list[Image.Image] = []
     wrong = 0
     for path in scripts(options.names):
         problems, seconds, image = run(path)
@@ -201,16 +211,12 @@ def main(arguments: list[str]) -> int:
         for text in problems:
             print(f"    {text}", flush=True)
         wrong += bool(problems)
-        if image is not None:
-            images[f"{path.parent.name}-{path.stem.removeprefix('plot_')}"] = image
-    if options.out is not None and images:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, image in images.items():
-            image.save(options.out / f"{name}.png")
-            image.convert("L").save(options.out / f"{name}-grey.png")
-        sheet = contact_sheet([*images.values()])
-        sheet.save(options.out / "sheet.png")
-        sheet.convert("L").save(options.out / "sheet-grey.png")
+        if image is not None and options.out is not None:
+            name = f"{path.parent.name}-{path.stem.removeprefix('plot_')}"
+            save(image, options.out, name)
+            images.append(image)
+    if images:
+        save(contact_sheet(images), options.out, "sheet")
     print(f"{len(scripts(options.names))} scripts, {wrong} with faults")
     return 1 if wrong else 0
 
