@@ -4,7 +4,7 @@
 or only those whose path contains a NAME. It prints a line a script and exits with 1 if any figure
 fails a check:
 
-- at most 40 lines, a docstring with a title, and less than 10 s;
+- at most 40 lines, a docstring with a title, public imports alone, and less than 10 s;
 - exactly one figure, as wide as one or two columns;
 - text of at least 6 points, and within the figure;
 - fonts of type 42 in the PDF;
@@ -48,6 +48,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GALLERY = ROOT / "docs" / "gallery"
 #: Limits: lines of a script, seconds, points of a text, difference of two lightnesses (0..1).
 LINES, SECONDS, POINTS, LIGHTNESS = 40, 10.0, 6.0, 0.15
+#: Modules of this repository from which a script imports names.
+PUBLIC = ("pipesim", "pipesim.errors", "pipeexec")
 #: Dots an inch of PNG files, and width of a contact sheet in pixels.
 DPI, SHEET = 200, 2000
 
@@ -63,7 +65,11 @@ def problems_of_text(path: Path) -> Iterator[str]:
     source = path.read_text()
     if (count := len(source.splitlines())) > LINES:
         yield f"{count} lines, at most {LINES} are allowed"
-    lines = (ast.get_docstring(ast.parse(source)) or "").splitlines()
+    tree = ast.parse(source)
+    for module in (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        if str(module).partition(".")[0] in ("pipesim", "pipeexec") and module not in PUBLIC:
+            yield f"imports from {module}, which is not public"
+    lines = (ast.get_docstring(tree) or "").splitlines()
     if len(lines) < 4 or set(lines[1]) != {"="} or len(lines[1]) < len(lines[0]):
         yield "the docstring must begin with a title, underlined by ==="
 
