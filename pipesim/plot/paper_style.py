@@ -69,7 +69,7 @@ def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
     ([3.5, 2.0], 8.0)
     >>> plt.close(fig)
     """
-    from matplotlib import cycler
+    from cycler import cycler
 
     size = width_of(columns), check_height(height)
     colours, dashes, markers = zip(*_LINES, strict=True)

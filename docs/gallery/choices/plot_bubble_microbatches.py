@@ -3,10 +3,10 @@ Bubble against the number of micro-batches
 ==========================================
 
 Idle share of eight devices over the number of micro-batches, for five schedules. Markers are
-simulations, and lines are the closed forms that the registry of schedules holds, such as (p -
-1)/(m + p - 1) for 1F1B (Megatron-LM, Narayanan et al., SC 2021, `arXiv 2104.04473
-<https://arxiv.org/abs/2104.04473>`_, section 2). F, I and W take equally long. Look at the
-markers: they lie on their lines.
+simulations, and lines are the closed forms that the registry of schedules holds. For 1F1B that is
+``(p - 1)/(m + p - 1)``; Megatron-LM (Narayanan et al., SC 2021, `arXiv 2104.04473
+<https://arxiv.org/abs/2104.04473>`_, section 2.2) has ``(p - 1)/m``, of the time without bubble.
+F, I and W take equally long. Look at the markers: they lie on their lines.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 A plan: time against memory
 ===========================
 
-Configurations of Llama 3 70B on 64 H100 that ``ps.plan`` simulated: seconds of a step over the
-memory of the fullest GPU. A line joins the front, of which no configuration is better in both;
+Configurations of Llama 3 70B on 64 H100 that ``ps.plan`` simulated: memory of the fullest
+GPU over the seconds of a step. A line joins the front, of which no configuration is better in both;
 the best has a ring. It is a search over tensor and pipeline parallelism, schedules, chunks and
 recompute, in which bounds rule out most. Look at the front: a little more time saves much memory.
 """
