@@ -4,7 +4,7 @@
 or only those whose path contains a NAME. It prints a line a script and exits with 1 if any figure
 fails a check:
 
-- at most 40 lines, a docstring with a title, and less than 10 s;
+- at most 40 lines, a docstring with a title, public imports alone, and less than 10 s;
 - exactly one figure, as wide as one or two columns;
 - text of at least 6 points, and within the figure;
 - fonts of type 42 in the PDF;
@@ -48,6 +48,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GALLERY = ROOT / "docs" / "gallery"
 #: Limits: lines of a script, seconds, points of a text, difference of two lightnesses (0..1).
 LINES, SECONDS, POINTS, LIGHTNESS = 40, 10.0, 6.0, 0.15
+#: Modules of this repository from which a script imports names.
+PUBLIC = ("pipesim", "pipesim.errors", "pipeexec")
 #: Dots an inch of PNG files, and width of a contact sheet in pixels.
 DPI, SHEET = 200, 2000
 
@@ -63,7 +65,11 @@ def problems_of_text(path: Path) -> Iterator[str]:
     source = path.read_text()
     if (count := len(source.splitlines())) > LINES:
         yield f"{count} lines, at most {LINES} are allowed"
-    lines = (ast.get_docstring(ast.parse(source)) or "").splitlines()
+    tree = ast.parse(source)
+    for module in (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        if str(module).partition(".")[0] in ("pipesim", "pipeexec") and module not in PUBLIC:
+            yield f"imports from {module}, which is not public"
+    lines = (ast.get_docstring(tree) or "").splitlines()
     if len(lines) < 4 or set(lines[1]) != {"="} or len(lines[1]) < len(lines[0]):
         yield "the docstring must begin with a title, underlined by ==="
 
@@ -153,9 +159,12 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
         warnings.simplefilter("default")
         mpl.rcdefaults()
         mpl.use("agg")
-        with contextlib.chdir(path.parent):  # as sphinx-gallery does
-            runpy.run_path(str(path))
         image = None
+        try:
+            with contextlib.chdir(path.parent):  # as sphinx-gallery does
+                runpy.run_path(str(path))
+        except Exception as error:
+            problems.append(f"raises {type(error).__name__}: {error}")
         if len(plt.get_fignums()) != 1:
             problems.append(f"{len(plt.get_fignums())} figures, not one")
         else:
@@ -187,13 +196,20 @@ def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
     return sheet
 
 
+def save(image: Image.Image, folder: Path, name: str) -> None:
+    """Write an image in colour and in grey."""
+    folder.mkdir(parents=True, exist_ok=True)
+    image.save(folder / f"{name}.png")
+    image.convert("L").save(folder / f"{name}-grey.png")
+
+
 def main(arguments: list[str]) -> int:
     """Check the scripts; return the exit status."""
     parser = argparse.ArgumentParser(description="check the figures of the gallery")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write PNG files there")
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args(arguments)
-    images = {}
+    images: list[Image.Image] = []
     wrong = 0
     for path in scripts(options.names):
         problems, seconds, image = run(path)
@@ -201,16 +217,12 @@ def main(arguments: list[str]) -> int:
         for text in problems:
             print(f"    {text}", flush=True)
         wrong += bool(problems)
-        if image is not None:
-            images[f"{path.parent.name}-{path.stem.removeprefix('plot_')}"] = image
-    if options.out is not None and images:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, image in images.items():
-            image.save(options.out / f"{name}.png")
-            image.convert("L").save(options.out / f"{name}-grey.png")
-        sheet = contact_sheet([*images.values()])
-        sheet.save(options.out / "sheet.png")
-        sheet.convert("L").save(options.out / "sheet-grey.png")
+        if image is not None and options.out is not None:
+            name = f"{path.parent.name}-{path.stem.removeprefix('plot_')}"
+            save(image, options.out, name)
+            images.append(image)
+    if images:
+        save(contact_sheet(images), options.out, "sheet")
     print(f"{len(scripts(options.names))} scripts, {wrong} with faults")
     return 1 if wrong else 0
 

@@ -3,9 +3,9 @@ The critical path of a step
 ===========================
 
 The chain of tasks that sets the makespan of interleaved 1F1B: each waited for the one before. It
-is framed in red. Stage 5 is slower than the others, and messages take time. Look at where the
-frames follow each other without a gap on one device: only faster compute helps there, and
-elsewhere a faster network does too.
+is framed. Stage 5 is slower than the others, and messages take time. Look at where the frames
+follow each other without a gap on one device: only faster compute helps there, and elsewhere a
+faster network does too.
 """
 
 import matplotlib.pyplot as plt
@@ -27,5 +27,5 @@ share = compute.eval("end - start").sum() / step.makespan
 step.plot(ax=ax, title=f"{step.makespan:.1f} s, of which {share:.0%} compute on the path")
 ax.barh(
     compute["device"], compute["end"] - compute["start"], 0.8, compute["start"], fill=False,
-    edgecolor="#B22222", linewidth=1.4, zorder=3,
+    edgecolor="#1C1C1C", linewidth=1.6, zorder=3,
 )  # fmt: skip

@@ -4,9 +4,9 @@ Activations of each device
 
 Peak activations of each of eight devices, in micro-batches through an eighth of the model, for 16
 micro-batches. 1F1B fills the first device and leaves the last one nearly empty. Schedules in a V
-are even (Qi et al., NeurIPS 2024, `arXiv 2405.15362 <https://arxiv.org/abs/2405.15362>`_), and so
-is DualPipe, which has two directions. Look at the largest value of each curve: it decides whether
-a step fits.
+are even, or nearly so (Qi et al., NeurIPS 2024, `arXiv 2405.15362
+<https://arxiv.org/abs/2405.15362>`_), and so is DualPipe, which has two directions. Look at the
+largest value of each curve: it decides whether a step fits.
 """
 
 import matplotlib.pyplot as plt
