@@ -375,17 +375,8 @@ def test_processes(folder: Path) -> None:
     assert losses(folder)[:4] == whole
 
 
-GPT2 = """
+TOKENS = """
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel
-
-def model(layers=2):
-    sizes = dict(n_embd=32, n_head=2, vocab_size=64, n_positions=32)
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, **sizes, bos_token_id=0, eos_token_id=0))
-
-def loss(output, labels):
-    return cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 def data():
     draw = torch.Generator().manual_seed(0)
@@ -398,8 +389,10 @@ def data():
 @pytest.mark.slow
 def test_transformers(folder: Path) -> None:
     """GPT-2, whose head is its embedding, with dropout, clipped: two processes as one."""
-    (folder / "own_code.py").write_text(GPT2)
-    text = FACTORIES.replace("width = 8", "layers = 3").replace("batch_size = 8", "")
+    code = (ROOT / "docs/examples/train_gpt/own_gpt2.py").read_text()
+    (folder / "own_code.py").write_text(code + TOKENS)
+    sizes = "layers = 3\nwidth = 32\nheads = 2\npositions = 32\nwords = 64"
+    text = FACTORIES.replace("width = 8", sizes).replace("batch_size = 8", "")
     path = write(folder, text + "[optimizer]\nmax_grad_norm = 0.1\n")
     command = ["-m", "pipeexec", "train", path]
     statuses, logs = run_to_end([command] * 2, folder)
