@@ -4,7 +4,8 @@
 measures these, each in a temporary checkout, with today's Python and packages, as asv does. Commits
 that the file has are not measured again. ``--plot-only`` draws ``results/benchmarks/history.png``
 and ``.pdf``: seconds of each measure, divided by the pace of the machine meanwhile, relative to the
-last version. A row is a measure of a commit; ``pace`` is the seconds of an addition in a Python loop.
+last version. A row is a measure of a commit. ``pace`` is the seconds of an addition in a Python
+loop.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ def load(path: Path | str) -> dict[str, Timeline]:
     --------
     >>> import tempfile
     >>> import pipesim as ps
-    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     timeline.to_chrome(f"{folder}/trace.json")
-    ...     ps.trace.load(f"{folder}/trace.json")
-    {'gpipe': <Timeline gpipe: 18 tasks, makespan 9 s, bubble 33.3%>}
+    ...     timeline.to_chrome(f"{folder}/run.json.gz")
+    ...     ps.trace.load(f"{folder}/run.json.gz")
+    {'1f1b': <Timeline 1f1b: 34 tasks, makespan 15 s, bubble 20.0%>}
     """
     path = check_path("path", path)
     timelines = saved_timelines(path, read_trace(path))
