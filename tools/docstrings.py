@@ -35,6 +35,7 @@ UNCHECKED = frozenset(
         "ps.AutogradOrders",
         "ps.ClosedForm.of",
         "ps.Task",
+        "ps.TrainerSettings",
         "ps.trace.lanes",
         "ps.trace.names",
         "ps.trace.nanoseconds",
