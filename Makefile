@@ -39,7 +39,7 @@ test: lint  ## lint, then every test (docstring examples and notebooks included)
 quick: $(STAMP)  # beside mypy, which has one thread
 	$(TESTS) -n 2 -m 'not slow and not measures_time'
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, names that say nothing
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, names that say nothing, docstrings
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
@@ -48,6 +48,7 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 	$(DENO) fmt --check
 	$(DENO) check --quiet $(PAGE)
 	$(BIN)/python tools/plain_names.py
+	$(BIN)/python tools/docstrings.py
 
 # Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes.
 docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, reference; every example is run

@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
 project = "pipesim"
 author = "pipesim developers"
 project_copyright = "pipesim developers, BSD-3-Clause"
-version = release = getattr(pipesim, "__version__", "0.1.0")
+version = release = pipesim.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -38,20 +38,33 @@ extensions = [
     "sphinxarg.ext",
 ]
 root_doc = "index"
-exclude_patterns = ["_build", "_extensions", "_templates", "examples", "gallery/**/README.rst",
-                    "gallery/**/*.py", "**/sg_execution_times.rst", "sg_execution_times.rst"]  # fmt: skip
+exclude_patterns = [
+    "_build",
+    "_extensions",
+    "_templates",
+    "examples",
+    "gallery",
+    "auto_gallery/**/*.ipynb",
+    "**/sg_execution_times.rst",
+    "sg_execution_times.rst",
+]
 nitpicky = True
 #: Types of other libraries: their inventories would have to be fetched.
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|numpy|pd|pandas|torch|nn|mpl|matplotlib|plt|collections|typing|os|io|enum"
-               r"|dataclasses|functools|fractions|networkx|nx|anywidget|simpy|datetime)\..*"),
+               r"|dataclasses|functools|fractions|networkx|nx|anywidget|simpy|datetime|pathlib"
+               r"|contextlib)\..*"),
     (r"py:.*", r"(NDArray|DataFrame|Series|Axes|Figure|Tensor|Module|Path|Any|Callable|Iterator"
-               r"|Iterable|Sequence|Mapping|Literal|Self|TextIO|BinaryIO|Buffer)"),
+               r"|Iterable|Sequence|Mapping|Literal|Self|TextIO|BinaryIO|Buffer|Callable\[\.\.\."
+               r"|PipelineStage|PipelineScheduleMulti|Schedule1F1B|ScheduleGPipe)"),
 ]  # fmt: skip
 default_role = "py:obj"
 templates_path = ["_templates"]
 html_static_path = ["_static"]
-suppress_warnings = ["config.cache"]  # functions in `sphinx_gallery_conf`
+suppress_warnings = [
+    "config.cache",  # functions in `sphinx_gallery_conf`
+    "myst.domains",  # that of sphinx-argparse has no links without a role
+]
 
 # Reference
 autosummary_generate = True
@@ -70,7 +83,7 @@ maximum_signature_line_length = 90
 source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"
+nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
@@ -115,6 +128,8 @@ html_theme_options = {
 }
 html_sidebars = {"index": []}
 
+#: Links of the changelog, which are relative to the repository's root.
+_FROM_ROOT = re.compile(r"\]\((?!https?:|#)(docs/)?")
 #: Links of a page in the repository to a notebook, and of a notebook to a page.
 _TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/([\w.]+)\.ipynb")
 _TO_PAGE = re.compile(r"\]\(\.\./docs/([\w/]+)\.md")
@@ -131,6 +146,15 @@ def copy_notebooks(app: Any) -> None:
         (folder / notebook.name).write_text(text)
 
 
+def copy_changelog(app: Any) -> None:
+    """Put the changelog among the sources, with links that hold there."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    text = _FROM_ROOT.sub(lambda match: "](../" if match[1] else "](../../", text)
+    unlinked = r"\[([^]]*)\]\([./]*(?:results/ablation|CONTRIBUTING\.md)\)"  # they are no pages
+    text = re.sub(unlinked, r"\1", text)
+    (DOCS / "reference" / "changelog.md").write_text(text)
+
+
 def link_notebooks(app: Any, docname: str, source: list[str]) -> None:
     """Let links to notebooks lead to their pages."""
     source[0] = _TO_NOTEBOOK.sub(r"](/tutorials/notebooks/\1.ipynb", source[0])
@@ -139,4 +163,5 @@ def link_notebooks(app: Any, docname: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Connect the functions above to the build."""
     app.connect("builder-inited", copy_notebooks)
+    app.connect("builder-inited", copy_changelog)
     app.connect("source-read", link_notebooks)

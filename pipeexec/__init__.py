@@ -1,5 +1,6 @@
 """Run pipesim task graphs on real devices and compare measured times with predictions."""
 
+from pipeexec import _needs_torch  # noqa: F401 - first, for its message
 from pipeexec.checkpoints.directory import latest_checkpoint
 from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
 from pipeexec.checkpoints.save import save_checkpoint
@@ -33,6 +34,7 @@ from pipeexec.validation.equivalence.check_equivalent import check_equivalent
 from pipeexec.validation.equivalence.report import Equivalence
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate
+from pipesim._version import __version__ as __version__
 
 __all__ = [
     "EmbeddingStage",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pipeexec.run_lock import run_lock
+from pipesim._version import __version__
 from pipesim.errors import ArgumentError, RunDirectoryError
 from pipesim.utils.files import check_path, read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
@@ -40,11 +41,12 @@ RECORD = "run.json"
 
 def environment() -> dict[str, Any]:
     """Return versions of packages, and the hardware, for the record."""
-    names = ("pipesim", "torch", "numpy", "pandas", "simpy", "matplotlib")
+    names = ("torch", "numpy", "pandas", "simpy", "matplotlib")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "versions": {
             "python": platform.python_version(),
+            "pipesim": __version__,
             **{name: _version(name) for name in names},
         },
         "hardware": {
@@ -57,7 +59,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package; "not installed" if it runs from a checkout."""
+    """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

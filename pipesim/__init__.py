@@ -10,6 +10,7 @@ A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` give
 """
 
 from pipesim import trace
+from pipesim._version import __version__ as __version__
 from pipesim.analysis.audit.audit import audit
 from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.analysis.compare import Comparison, compare
@@ -46,6 +47,9 @@ from pipesim.planning.configurations.plan import plan
 from pipesim.planning.configurations.plans import Plan, Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
+from pipesim.planning.trainer_settings.megatron import read_megatron
+from pipesim.planning.trainer_settings.settings import TrainerSettings
+from pipesim.planning.trainer_settings.torchtitan import read_torchtitan
 from pipesim.plot.page.save import to_html
 from pipesim.plot.widget.make_widget import widget
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
@@ -56,7 +60,7 @@ from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import hta
+from pipesim.trace import chakra, hta
 
 import pipesim.named_schedules  # noqa: F401  # isort: skip  # registers them
 
@@ -99,12 +103,14 @@ __all__ = [
     "TaskGraph",
     "Tasks",
     "Timeline",
+    "TrainerSettings",
     "Transformer",
     "Workload",
     "audit",
     "autograd_orders",
     "balanced_split",
     "bidirectional",
+    "chakra",
     "compare",
     "gpus",
     "hta",
@@ -117,6 +123,8 @@ __all__ = [
     "order_by",
     "plan",
     "read_layout",
+    "read_megatron",
+    "read_torchtitan",
     "register",
     "replay",
     "schedule",

@@ -12,9 +12,18 @@ import pipesim.cli.arguments
 def pipesim_parser() -> argparse.ArgumentParser:
     """Return the parser of ``pipesim``, with the arguments of every command."""
     commands = pipesim.cli.COMMANDS
-    return pipesim.cli.arguments.make_parser(commands, commands)
+    return without_epilogs(pipesim.cli.arguments.make_parser(commands, commands))
 
 
 def pipeexec_parser() -> argparse.ArgumentParser:
     """Return the parser of ``pipeexec``."""
-    return pipeexec.cli.arguments.make_parser()
+    return without_epilogs(pipeexec.cli.arguments.make_parser())
+
+
+def without_epilogs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Leave out texts for a terminal, whose columns are no reStructuredText."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                command.epilog = None
+    return parser

@@ -2,11 +2,16 @@
 
 Docstrings name classes, functions and methods as a reader of the same file knows them. A name that
 Sphinx does not find is looked up by its last parts: `Timeline.fits` is `pipesim.Timeline.fits`.
-A name with no match, or with several, stays an error.
+A name that exists in the packages and has no page, such as that of an internal module, becomes code
+without a link. Any other name stays an error.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import pkgutil
 from typing import Any
 
 from sphinx.util.nodes import make_refnode
@@ -16,7 +21,7 @@ SHORT = {"ps.": "pipesim.", "px.": "pipeexec."}
 
 
 def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Return a link to the one object whose full name ends with the name of ``node``."""
+    """Return a link to the object whose full name ends with the name of ``node``, or its text."""
     if node["refdomain"] != "py":
         return None
     target = node["reftarget"].removesuffix("()")
@@ -24,19 +29,55 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
         if target.startswith(short):
             target = full + target.removeprefix(short)
     objects = env.domains["py"].objects
-    names = {name for name in objects if name == target or name.endswith(f".{target}")}
-    canonical = {objects[name].docname + "#" + objects[name].node_id for name in names}
-    if len(canonical) > 1:  # of the class that the docstring belongs to, or of the package
-        owner = node.get("py:class") or ""
-        names = {x for x in names if owner and f"{owner}.{target}" in x} or {
-            x for x in names if x.count(".") == 1 + target.count(".")
-        }
-    if len(names) != 1:
-        return None
-    found = objects[names.pop()]
-    return make_refnode(
-        app.builder, node["refdoc"], found.docname, found.node_id, contnode, target
-    )
+    names = [name for name in objects if name == target or name.endswith(f".{target}")]
+    owner = node.get("py:class") or ""
+    # Of several, the one of the class that the docstring belongs to, or else the shortest.
+    names.sort(key=lambda name: (f"{owner}.{target}" not in name, name.count("."), name))
+    if names:
+        entry = objects[names[0]]
+        return make_refnode(
+            app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, target
+        )
+    inner = target.removeprefix("pipesim.").removeprefix("pipeexec.")
+    field = f"{owner.rpartition('.')[2]}.{target}"  # of the class whose docstring this is
+    exists = target in PYTHON or not internal_names().isdisjoint([inner, target, field])
+    return contnode if exists else None
+
+
+#: Python's own names that docstrings mention.
+PYTHON = frozenset(["print", "repr", "__getattr__"])
+
+
+@functools.cache
+def internal_names() -> frozenset[str]:
+    """Return every suffix of the full name of each module, class, function, field and constant."""
+    names: set[str] = set()
+    for package in ("pipesim", "pipeexec"):
+        top = importlib.import_module(package)
+        names.add(package)
+        for info in pkgutil.walk_packages(top.__path__, f"{package}."):
+            if info.name.endswith("__main__"):
+                continue
+            module = importlib.import_module(info.name)
+            names.update(_suffixes(info.name))
+            for name, value in vars(module).items():
+                if not name.startswith("__"):
+                    names.update(_suffixes(f"{info.name}.{name}"))
+                    names.update(_members(info.name, name, value))
+    return frozenset(names)
+
+
+def _members(module: str, name: str, value: Any) -> set[str]:
+    """Return the names of a class's fields and methods."""
+    if not inspect.isclass(value) or value.__module__ != module:
+        return set()
+    fields = {*vars(value), *getattr(value, "__annotations__", {})}
+    return {x for field in fields for x in _suffixes(f"{module}.{name}.{field}") if "." in x}
+
+
+def _suffixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def remove_older(path: Path, keep: int) -> None:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the newest whole checkpoint of a directory; None if it has none.
+    """Return the path of the newest whole checkpoint of a directory.
 
     Checkpoints that were cut or edited are passed over.
 
@@ -148,10 +148,28 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     directory
         Folder in which checkpoints were saved. It need not exist.
 
+    Returns
+    -------
+    pathlib.Path or None
+        The path; None if the directory has no whole checkpoint, or does not exist.
+
     Raises
     ------
     CheckpointError
         If the folder cannot be read.
+
+    See Also
+    --------
+    pipeexec.save_checkpoint : Save a checkpoint.
+    pipeexec.load_checkpoint : Load a checkpoint into a pipeline.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipeexec as px
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(px.latest_checkpoint(folder))
+    None
     """
     folder = check_path("directory", directory)
     try:

@@ -34,7 +34,7 @@ __all__ = ["load_checkpoint", "read_checkpoint"]
 def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load model, optimizers, random state and number of steps; all processes must call this.
 
-    The pipeline may have another number of stages, replicas or processes than that which was saved.
+    The pipeline may have another number of stages, replicas or processes than the saved one.
     Each process reads the tensors that it needs. Nothing that is read is executed. torch is seeded
     as it was. Gradients of steps with ``accumulate=True`` are dropped. After another number of
     stages, random numbers of steps (dropout) are others, since they depend on the stage; everything
@@ -50,7 +50,8 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
     Returns
     -------
     dict
-        State of each object that was saved: of an object with ``state_dict``, what that returned.
+        State of each object that was saved, by name: the result of its ``state_dict``, or the
+        value.
 
     Raises
     ------
@@ -60,6 +61,25 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
         Nothing has been changed then.
     PeerError
         If another process has such an error.
+
+    See Also
+    --------
+    pipeexec.save_checkpoint : Save a checkpoint.
+    pipeexec.latest_checkpoint : Find the newest checkpoint of a folder.
+    pipeexec.read_checkpoint : Read a checkpoint without a pipeline.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...         path = px.save_checkpoint(pipeline, f"{folder}/step-0", note="first")
+    ...         px.load_checkpoint(pipeline, path)
+    {'note': 'first'}
     """
     check_type("pipeline", pipeline, Pipeline)
     folder = check_path("path", path)
@@ -233,6 +253,24 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     ------
     CheckpointError
         Names the first file that is missing, cut or edited.
+
+    See Also
+    --------
+    pipeexec.save_checkpoint : Save a checkpoint.
+    pipeexec.load_checkpoint : Load a checkpoint into a pipeline.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with px.Pipeline(list(model), graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...         path = px.save_checkpoint(pipeline, f"{folder}/step-0")
+    ...     model.load_state_dict(px.read_checkpoint(path)["model"])
+    <All keys matched successfully>
     """
     folder = check_path("path", path)
     with _plain_errors(folder):

@@ -60,9 +60,9 @@ def save_checkpoint(
         Number of checkpoints to keep: of those in the same folder whose names differ from this one
         in digits alone (``step-100``, ``step-200``), the newest. By default all.
     **objects
-        What else to save: objects with ``state_dict`` and ``load_state_dict``, such as schedulers
-        of learning rates, gradient scalers and data loaders; or tensors, numbers, texts, lists and
-        dicts. They must be equal in all processes.
+        Further objects to save, by name: those with ``state_dict`` and ``load_state_dict``, such as
+        schedulers of learning rates, gradient scalers and data loaders; or tensors, numbers, texts,
+        lists and dicts. They must be equal in all processes.
 
     Returns
     -------
@@ -80,6 +80,26 @@ def save_checkpoint(
         writing it. An older checkpoint stays.
     PeerError
         If another process fails.
+
+    See Also
+    --------
+    pipeexec.load_checkpoint : Load a checkpoint into a pipeline.
+    pipeexec.read_checkpoint : Read a checkpoint without a pipeline.
+    pipeexec.latest_checkpoint : Find the newest checkpoint of a folder.
+    pipeexec.train : Save checkpoints during a training.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...         path = px.save_checkpoint(pipeline, f"{folder}/step-0", keep=3)
+    ...     path.name, px.latest_checkpoint(folder) == path
+    ('step-0', True)
     """
     check_type("pipeline", pipeline, Pipeline)
     target = Path(os.path.abspath(check_path("path", path, "write")))

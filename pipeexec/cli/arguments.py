@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pipeexec.cli.workload_options import add_workload, integer, real
-from pipesim.utils.argument_parser import RaisingParser
+from pipesim.utils.argument_parser import RaisingParser, add_version
 
 __all__ = ["make_parser"]
 
@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
     add_workload(run, steps=21, what="measured steps of each row", name="validate")

@@ -89,6 +89,29 @@ class GradientAccumulation:
     ArgumentError
         If ``n_steps`` does not divide ``n_batches``; if DDP is around a part of the model; or if
         DDP has options that expect a backward that reduces gradients after each forward.
+
+    See Also
+    --------
+    pipeexec.Pipeline.step : Its ``accumulate`` adds up gradients of a pipeline's steps.
+    pipeexec.watch_sync : Find useless reductions of gradients in a loop.
+    pipeexec.scaled_learning_rate : Learning rate of a larger batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px
+    >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+    >>> for inputs in x.chunk(4):
+    ...     with accumulation.microbatch():
+    ...         accumulation.backward(mse_loss(model(inputs), inputs))
+    ...     print(accumulation.has_stepped)
+    False
+    True
+    False
+    True
     """
 
     def __init__(
@@ -166,6 +189,11 @@ class GradientAccumulation:
         n_losses
             Calls of `backward` in the block.
 
+        Returns
+        -------
+        contextmanager
+            The block of the micro-batch.
+
         Raises
         ------
         ArgumentError
@@ -174,6 +202,24 @@ class GradientAccumulation:
         ExecutionError
             If blocks are nested, one ends before ``n_losses`` calls of `backward`, or gradients of
             the batch were cleared since the last one.
+
+        See Also
+        --------
+        backward : Backward of a loss in the block.
+        flush : Step with an incomplete batch.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> with accumulation.microbatch():
+        ...     accumulation.backward(mse_loss(model(x), x))
+        >>> accumulation.n_accumulated, accumulation.is_last
+        (1, True)
         """
         self._check_beginning(n_samples)
         self._n_losses, self._n_backwards = check_count("n_losses", n_losses), 0
@@ -232,6 +278,24 @@ class GradientAccumulation:
             Outside a block of `microbatch`, or if a block calls it more than ``n_losses`` times.
         ArgumentError
             If the loss is not a tensor with one element that depends on parameters.
+
+        See Also
+        --------
+        microbatch : Block in which it is called.
+        flush : Step with an incomplete batch.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> with accumulation.microbatch():
+        ...     accumulation.backward(mse_loss(model(x), x))
+        >>> model.weight.grad.shape
+        torch.Size([4, 4])
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
@@ -261,7 +325,9 @@ class GradientAccumulation:
         self._state = "done"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint: gradients so far, and counts. It may be in the middle of a batch.
+        """Return a checkpoint: gradients so far, and counts.
+
+        It may be in the middle of a batch.
 
         - `torch.save` and ``torch.load(weights_only=True)`` accept it.
         - Model, optimizer, ``scaler``, scheduler, random numbers and the position in the data need
@@ -270,10 +336,34 @@ class GradientAccumulation:
           replica's own, before the reduction.
         - Gradients are copies, by name of their parameter.
 
+        Returns
+        -------
+        dict
+            Values that `load_state_dict` takes.
+
         Raises
         ------
         ExecutionError
             Within a block.
+
+        See Also
+        --------
+        load_state_dict : Resume from it.
+        pipeexec.save_checkpoint : Save the state of a pipeline.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> with accumulation.microbatch():
+        ...     accumulation.backward(mse_loss(model(x), x))
+        >>> state = accumulation.state_dict()
+        >>> state["n_accumulated"], list(state["gradients"])
+        (1, ['weight', 'bias'])
         """
         self._check_outside("state_dict")
         return make_state(
@@ -304,6 +394,25 @@ class GradientAccumulation:
             then.
         ExecutionError
             Within a block.
+
+        See Also
+        --------
+        state_dict : Return a checkpoint.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> with accumulation.microbatch():
+        ...     accumulation.backward(mse_loss(model(x), x))
+        >>> other = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> other.load_state_dict(accumulation.state_dict())
+        >>> other.n_accumulated
+        1
         """
         self._check_outside("load_state_dict")
         parameters = named_parameters(self._replicas.module, self.optimizer)
@@ -331,6 +440,23 @@ class GradientAccumulation:
         ------
         ExecutionError
             Within a block.
+
+        See Also
+        --------
+        microbatch : Block of a micro-batch; the last one of a batch steps by itself.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
+        >>> with accumulation.microbatch():
+        ...     accumulation.backward(mse_loss(model(x), x))
+        >>> accumulation.flush(), accumulation.has_stepped
+        (True, True)
         """
         self._check_outside("flush")
         self.has_stepped = False

@@ -22,8 +22,8 @@ def scaled_learning_rate(
 ) -> float:
     r"""Return the learning rate for a batch of another size than the one that it was tuned for.
 
-    Nothing scales learning rates by itself: give what this returns to the optimizer. With
-    accumulation and replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
+    Nothing scales learning rates by itself: give the result to the optimizer. With accumulation and
+    replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
     :math:`k` = ``batch_size / reference_batch_size``:
 
     ============ ================ ==================================================================
@@ -46,10 +46,20 @@ def scaled_learning_rate(
     rule
         See the table.
 
+    Returns
+    -------
+    float
+        The learning rate.
+
     Raises
     ------
     ArgumentError
         For a rate that is negative or not finite, a size below 1, or an unknown rule.
+
+    See Also
+    --------
+    pipeexec.LRSchedulers : Learning-rate schedulers of a pipeline.
+    pipeexec.GradientAccumulation : Larger batches in the same memory.
 
     References
     ----------
@@ -61,9 +71,10 @@ def scaled_learning_rate(
 
     Examples
     --------
-    >>> scaled_learning_rate(0.1, 4096, 256, rule="linear")
+    >>> import pipeexec as px
+    >>> px.scaled_learning_rate(0.1, 4096, 256, rule="linear")
     1.6
-    >>> scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
+    >>> px.scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
     0.004
     """
     rate = number(learning_rate)

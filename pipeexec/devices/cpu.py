@@ -49,16 +49,99 @@ class CpuDevice(NamedStreams):
             os.sched_setaffinity(0, {self.core})
 
     def mark(self) -> Event:
-        """Return an event that is set now; all CPU workers have one clock."""
+        """Return an event that is set now.
+
+        All CPU workers have one clock.
+
+        Returns
+        -------
+        Event
+            The zero of this device's clock.
+
+        See Also
+        --------
+        rejoin : Wait for an event.
+        pipeexec.Pipeline.align : Align the clocks of several processes.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.mark().is_set()
+        True
+        """
         return CpuEvent.now()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
-        """Block the caller until ``event`` is set."""
+        """Block the caller until ``event`` is set.
+
+        Parameters
+        ----------
+        event
+            Event of a stream of this device.
+        values
+            Ignored: references keep their memory.
+
+        See Also
+        --------
+        wait_for_host : Wait for the host's part of the work.
+        synchronize : Wait for all streams.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> event = worker.stream("compute").record()
+        >>> worker.rejoin(event)
+        >>> event.is_set()
+        True
+        >>> worker.close()
+        """
         wait_for(event)
 
     def wait_for_host(self, event: Event) -> None:
-        """Block the caller until ``event`` is set: the host does all the work."""
+        """Block the caller until ``event`` is set: the host does all the work.
+
+        Parameters
+        ----------
+        event
+            Event of a stream of this device.
+
+        See Also
+        --------
+        rejoin : Wait for the work itself, which on a CPU is the same.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> event = worker.stream("compute").record()
+        >>> worker.wait_for_host(event)
+        >>> event.is_set()
+        True
+        >>> worker.close()
+        """
         wait_for(event)
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do nothing: references keep the memory."""
+        """Do nothing: references keep the memory.
+
+        Parameters
+        ----------
+        tensor
+            Tensor from another stream.
+        stream
+            Stream of this device that will use it.
+
+        See Also
+        --------
+        carry : Copy a message.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.adopt(torch.ones(2), worker.stream("compute"))
+        >>> worker.close()
+        """

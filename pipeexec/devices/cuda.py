@@ -33,10 +33,25 @@ class CudaDevice(NamedStreams):
         torch.cuda.set_stream(compute.stream)
 
     def mark(self) -> Event:
-        """Return an event on the compute stream; `pipeexec.devices.clocks` aligns those of GPUs.
+        """Return an event on the compute stream.
 
-        Work submitted later waits for the caller's own stream, on which batches are copied to the
-        GPU and parameters may have been changed.
+        `pipeexec.devices.clocks` aligns those of GPUs. Work submitted later waits for the caller's
+        own stream, on which batches are copied to the GPU and parameters may have been changed.
+
+        Returns
+        -------
+        Event
+            The zero of this device's clock.
+
+        See Also
+        --------
+        rejoin : Wait for an event.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> event = part.mark()  # doctest: +SKIP
         """
         compute = self.stream("compute")
         assert isinstance(compute, CudaStream)
@@ -44,7 +59,27 @@ class CudaDevice(NamedStreams):
         return compute.record()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
-        """Make the caller's own stream on this GPU wait for ``event``; the caller does not wait."""
+        """Make the caller's own stream on this GPU wait for an event; the caller does not wait.
+
+        Parameters
+        ----------
+        event
+            Event of a stream of this GPU.
+        values
+            Tensors that streams of this device made. Their memory is kept until the caller's stream
+            has used it.
+
+        See Also
+        --------
+        mark : Event of the compute stream.
+        synchronize : Block the caller until all work has run.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> part.rejoin(part.stream("compute").record())  # doctest: +SKIP
+        """
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.torch_device)
         current.wait_event(event.order)
@@ -53,16 +88,92 @@ class CudaDevice(NamedStreams):
                 value.record_stream(current)
 
     def to_host(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a copy in pinned memory, to which the current stream copies; nobody waits."""
+        """Return a copy in pinned memory.
+
+        The current stream copies; nobody waits.
+
+        Parameters
+        ----------
+        data
+            Tensor of this GPU.
+
+        Returns
+        -------
+        torch.Tensor
+            Tensor of the same shape and type, on the CPU. It has its values once the current stream
+            has copied them.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if the copy does not fit in memory.
+
+        See Also
+        --------
+        from_host : Copy back.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> copy = part.to_host(torch.ones(2, device="cuda:0"))  # doctest: +SKIP
+        """
         copy = torch.empty_like(data, device="cpu", pin_memory=torch.cuda.is_available())
         return copy.copy_(data, non_blocking=True)
 
     def from_host(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a copy on this GPU, which the current stream makes; nobody waits."""
+        """Return a copy on this GPU.
+
+        The current stream makes it; nobody waits.
+
+        Parameters
+        ----------
+        data
+            Tensor on the CPU; copies of pinned memory overlap with computation.
+
+        Returns
+        -------
+        torch.Tensor
+            Tensor of the same shape and type, on this GPU.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if the copy does not fit in the memory of the GPU.
+
+        See Also
+        --------
+        to_host : Copy to host memory.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> part.from_host(torch.ones(2)).device  # doctest: +SKIP
+        device(type='cuda', index=0)
+        """
         return torch.empty_like(data, device=self.torch_device).copy_(data, non_blocking=True)
 
     def wait_for_host(self, event: Event) -> None:
-        """Return at once: the host launched the kernels when it submitted the work."""
+        """Return at once: the host launched the kernels when it submitted the work.
+
+        Parameters
+        ----------
+        event
+            Event of a stream of this GPU.
+
+        See Also
+        --------
+        synchronize : Block the caller until all work has run.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> part.wait_for_host(part.mark())  # doctest: +SKIP
+        """
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for ``stream`` before it uses the memory again.
@@ -70,6 +181,26 @@ class CudaDevice(NamedStreams):
         The alternative is to hold references until the consumer's event. It needs a host that polls
         events, or a wait on the stream that owns the memory, which is an edge that the graph lacks.
         The allocator polls too, but only when it has to allocate.
+
+        Parameters
+        ----------
+        tensor
+            Tensor from another stream.
+        stream
+            Stream of this GPU that will use it.
+
+        See Also
+        --------
+        carry : Copy a message.
+        torch.Tensor.record_stream : It does this.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> tensor = torch.ones(2, device="cuda:0")  # doctest: +SKIP
+        >>> part.adopt(tensor, part.stream("compute"))  # doctest: +SKIP
         """
         assert isinstance(stream, CudaStream)
         tensor.record_stream(stream.stream)

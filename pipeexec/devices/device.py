@@ -1,4 +1,7 @@
-"""`Device`: the interface of every device, and the named streams that real devices share."""
+"""`Device`: the interface of every device, and the named streams that real devices share.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,41 @@ class NamedStreams:
         raise NotImplementedError
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
-        """Return the stream called ``name``, made on first use; ``blocks`` as in `Device`."""
+        """Return the stream called ``name``, made on first use.
+
+        Parameters
+        ----------
+        name
+            Name such as ``"compute"``, whose stream runs the stages, or ``"send"``.
+        blocks
+            Whether its work may block, as messages to other processes do. It then has a thread on a
+            CPU worker. ``"compute"`` always has one.
+
+        Returns
+        -------
+        Stream
+            The stream; the same object for the same arguments.
+
+        Raises
+        ------
+        RuntimeError
+            If a thread cannot be started, or CUDA cannot make a stream.
+
+        See Also
+        --------
+        host : Thread that issues tasks.
+        synchronize : Wait for the work of all streams.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> stream = worker.stream("compute")
+        >>> stream.submit(lambda: print("computed"))
+        >>> stream.synchronize()
+        computed
+        >>> worker.close()
+        """
         key = name, blocks and name != "compute"
         if key not in self._streams:
             with self._lock:  # several threads may be the first
@@ -135,6 +172,24 @@ class NamedStreams:
         """Return the thread that issues tasks of this device, made on first use.
 
         It ends with the streams, and counts as one of them.
+
+        Returns
+        -------
+        CpuStream
+            A thread with a queue of work, which is no stream of the GPU.
+
+        See Also
+        --------
+        stream : Streams on which tasks run.
+        pipesim.lower : Its ``hosts`` gives a graph several hosts.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.host().thread.name
+        'cpu:0 host'
+        >>> worker.close()
         """
         key = "host", True
         with self._lock:
@@ -148,13 +203,70 @@ class NamedStreams:
         """Prepare the calling thread, which is a host's, to issue tasks."""
 
     def has_thread(self, thread: threading.Thread) -> bool:
-        """Return whether a thread runs work of this device's streams."""
+        """Return whether a thread runs work of this device's streams.
+
+        Parameters
+        ----------
+        thread
+            Any thread of this process.
+
+        Returns
+        -------
+        bool
+            True also for the thread of `host`.
+
+        See Also
+        --------
+        stream : Streams by name.
+
+        Examples
+        --------
+        >>> import threading
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.has_thread(worker.host().thread), worker.has_thread(threading.main_thread())
+        (True, False)
+        >>> worker.close()
+        """
         return any(
             getattr(stream, "thread", None) is thread for stream in list(self._streams.values())
         )
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a message in the memory of ``target``: the same tensors if it is one memory."""
+        """Return a message in the memory of another device.
+
+        If it is the same memory, these are the same tensors. It runs on a stream of this device.
+
+        Parameters
+        ----------
+        values
+            Tensors of the message; None for a gradient that is missing.
+        target
+            Device that receives the message.
+
+        Returns
+        -------
+        tuple of torch.Tensor or None
+            The tensors there.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if a copy does not fit in memory.
+
+        See Also
+        --------
+        await_link : Wait for the rest of a message's time.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> first, second = px.workers(2)
+        >>> message = (torch.ones(2),)
+        >>> first.carry(message, second) is message
+        True
+        """
         if self.torch_device == target.torch_device:
             return values
         return tuple(
@@ -163,23 +275,135 @@ class NamedStreams:
         )
 
     def await_link(self, values: Values) -> None:
-        """Do nothing: the copy has taken its time."""
+        """Do nothing: the copy has taken its time.
+
+        Parameters
+        ----------
+        values
+            Message from `carry`.
+
+        See Also
+        --------
+        carry : Copy a message.
+        pipeexec.workers : Workers whose links are imposed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> first, second = px.workers(2)
+        >>> second.await_link(first.carry((torch.ones(2),), second))
+        """
 
     def to_host(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory of its own: this device has that of the host."""
+        """Return a copy in host memory.
+
+        It runs on a stream of this device. This device has the memory of the host.
+
+        Parameters
+        ----------
+        data
+            Tensor of this device.
+
+        Returns
+        -------
+        torch.Tensor
+            Tensor of the same shape and type, on the CPU.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if the copy does not fit in memory.
+
+        See Also
+        --------
+        from_host : Copy back.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.to_host(torch.ones(2)).tolist()
+        [1.0, 1.0]
+        """
         return data.clone()
 
     def from_host(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory of its own."""
+        """Return a copy of host memory on this device.
+
+        It runs on a stream of this device.
+
+        Parameters
+        ----------
+        data
+            Tensor on the CPU.
+
+        Returns
+        -------
+        torch.Tensor
+            Tensor of the same shape and type, on this device.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if the copy does not fit in memory.
+
+        See Also
+        --------
+        to_host : Copy to host memory.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.from_host(torch.ones(2)).tolist()
+        [1.0, 1.0]
+        """
         return data.clone()
 
     def synchronize(self) -> None:
-        """Block until every stream has run all its work."""
+        """Block until every stream has run all its work.
+
+        Raises
+        ------
+        Exception
+            The first exception that the work of a stream has raised.
+
+        See Also
+        --------
+        wait_for_host : Wait for the host's part of the work.
+        close : End the streams.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.stream("compute").submit(lambda: print("computed"))
+        >>> worker.synchronize()
+        computed
+        >>> worker.close()
+        """
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
-        """End every stream; the device takes no more work."""
+        """End every stream; the device takes no more work.
+
+        See Also
+        --------
+        abandon : Do not wait for work that runs.
+        pipeexec.Pipeline.close : Close all devices of a pipeline.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.close()
+        >>> worker.closed
+        True
+        """
         if self.closed:
             return
         self.closed = True
@@ -187,5 +411,20 @@ class NamedStreams:
             stream.close()
 
     def abandon(self) -> None:
-        """Take no more work, and do not wait for work that runs: it may never end."""
+        """Take no more work.
+
+        It does not wait for work that runs, which may never end.
+
+        See Also
+        --------
+        close : Wait for the work, and end the streams.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> (worker,) = px.workers(1)
+        >>> worker.abandon()
+        >>> worker.closed
+        True
+        """
         self.closed = True

@@ -2,6 +2,8 @@
 
 They travel through torch's key-value store, which answers even while a process group waits for a
 peer that will never come.
+
+The file is longer than 300 lines for its documentation.
 """
 
 from __future__ import annotations
@@ -76,6 +78,20 @@ class ControlMessages:
             If something has failed anywhere.
         ExecutionError
             After `close`, and in a forked child.
+
+        See Also
+        --------
+        guard : Stop every process if a block fails.
+        barrier : Wait for every process.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.check()
+        >>> dist.destroy_process_group()
         """
         self._check_process()
         if self._is_closed:
@@ -93,6 +109,16 @@ class ControlMessages:
     def gather(self, value: bytes) -> list[bytes]:
         """Return the values of all processes; every process must call this, in the same order.
 
+        Parameters
+        ----------
+        value
+            Value of this process, of any length.
+
+        Returns
+        -------
+        list of bytes
+            One value a rank, in the order of ranks.
+
         Raises
         ------
         PeerError
@@ -101,6 +127,21 @@ class ControlMessages:
             If the value is not bytes.
         ExecutionError
             After `close`, in a forked child, and while another thread makes such a call.
+
+        See Also
+        --------
+        share : The same for values that JSON can hold.
+        total : Sums of numbers.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.gather(b"ready")
+        [b'ready']
+        >>> dist.destroy_process_group()
         """
         if not isinstance(value, bytes):
             raise ArgumentTypeError(f"processes exchange bytes, got {type(value).__name__}")
@@ -159,12 +200,39 @@ class ControlMessages:
             pause = min(2 * pause, 5e-3)
 
     def share(self, value: Any) -> list[Any]:
-        """Return the values of all processes, which travel as JSON.
+        """Return the values of all processes, which are sent as JSON.
+
+        Parameters
+        ----------
+        value
+            Value of this process, which JSON can hold.
+
+        Returns
+        -------
+        list
+            One value a rank, in the order of ranks; tuples are lists.
 
         Raises
         ------
         ArgumentError
-            If JSON cannot hold the value; otherwise as `gather`.
+            If JSON cannot hold the value.
+        PeerError, ExecutionError
+            As `gather`.
+
+        See Also
+        --------
+        gather : The same for bytes.
+        agree : Check that all values are equal.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.share({"seed": 0})
+        [{'seed': 0}]
+        >>> dist.destroy_process_group()
         """
         try:
             text = json.dumps(value).encode()
@@ -177,10 +245,37 @@ class ControlMessages:
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element, the same everywhere.
 
+        Parameters
+        ----------
+        values
+            Numbers, as many in every process.
+
+        Returns
+        -------
+        list of float
+            One sum a position.
+
         Raises
         ------
         ArgumentError
-            If values are no numbers, or not as many in every process; otherwise as `gather`.
+            If values are no numbers, or not as many in every process.
+        PeerError, ExecutionError
+            As `gather`.
+
+        See Also
+        --------
+        share : Values of all processes, without sums.
+        pipeexec.Pipeline.total : The same by a pipeline, also of one process.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.total([1, 2.5])
+        [1.0, 2.5]
+        >>> dist.destroy_process_group()
         """
         row = np.array(check_numbers("values", values))
         rows = [np.frombuffer(x) for x in self.gather(row.tobytes())]
@@ -197,6 +292,25 @@ class ControlMessages:
 
         Every process must call this, in the same order. It deletes the values that this process
         published two numbers ago, which every process has read by now.
+
+        Returns
+        -------
+        int
+            1 at the first call, then one more each time.
+
+        See Also
+        --------
+        publish : Publish a number under a name.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.next_number(), processes.next_number()
+        (1, 2)
+        >>> dist.destroy_process_group()
         """
         self._n_published += 1
         with suppress(dist.DistError):
@@ -205,7 +319,37 @@ class ControlMessages:
         return self._n_published
 
     def publish(self, name: str, value: float) -> None:
-        """Publish a number for other processes, from any thread; `published` reads it."""
+        """Publish a number for other processes, from any thread; `published` reads it.
+
+        Parameters
+        ----------
+        name
+            Name of the number, with that of `next_number` in it.
+        value
+            The number.
+
+        Raises
+        ------
+        PeerError
+            If the store is lost.
+
+        See Also
+        --------
+        published : Read the number.
+        next_number : Number for the names of one step.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     name = f"done/{processes.next_number()}"
+        ...     processes.publish(name, 2.5)
+        ...     processes.published(name)
+        2.5
+        >>> dist.destroy_process_group()
+        """
         try:
             self._public.set(name, repr(value))
             self._published.setdefault(self._n_published, []).append(name)
@@ -213,12 +357,37 @@ class ControlMessages:
             raise self._without_store(error) from error
 
     def published(self, name: str) -> float:
-        """Block until another process has published a number; return it.
+        """Block until a process has published a number; return it.
+
+        Parameters
+        ----------
+        name
+            Name of the number.
+
+        Returns
+        -------
+        float
+            The number.
 
         Raises
         ------
         PeerError
-            If something fails anywhere meanwhile.
+            If something fails anywhere meanwhile, or the store is lost.
+
+        See Also
+        --------
+        publish : Publish a number.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.publish("done/1", 2.5)
+        ...     processes.published("done/1")
+        2.5
+        >>> dist.destroy_process_group()
         """
         pause = 1e-4
         try:
@@ -235,17 +404,58 @@ class ControlMessages:
         return PeerError(self.watch.explain())
 
     def barrier(self) -> None:
-        """Block until every process calls this."""
+        """Block until every process calls this.
+
+        Raises
+        ------
+        PeerError, ExecutionError
+            As `gather`.
+
+        See Also
+        --------
+        gather : Exchange values as well.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.barrier()
+        >>> dist.destroy_process_group()
+        """
         self.gather(b"")
 
     def agree(self, what: str, value: object) -> None:
-        """Check that every process gives the same value; errors call it ``what``.
+        """Check that every process gives the same value.
+
+        Parameters
+        ----------
+        what
+            Name of the value, for the error.
+        value
+            Value of this process, which JSON can hold.
 
         Raises
         ------
         ArgumentError
-            In every process, naming the first rank whose value differs from rank 0's; otherwise as
-            `share`.
+            In every process, naming the first rank whose value differs from rank 0's. Also if JSON
+            cannot hold the value.
+        PeerError, ExecutionError
+            As `gather`.
+
+        See Also
+        --------
+        share : Return the values of all processes.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.agree("seed", 0)
+        >>> dist.destroy_process_group()
         """
         everyone = self.share(value)
         for rank, other in enumerate(everyone):

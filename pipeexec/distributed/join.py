@@ -44,6 +44,11 @@ def join(timeout: float = 60.0) -> Processes:
         Seconds without progress after which every process stops with an error; also the seconds
         within which all processes must start. The same in every process.
 
+    Returns
+    -------
+    Processes
+        The processes; a context manager, whose end leaves them. torch's default group stays.
+
     Raises
     ------
     ArgumentError
@@ -52,6 +57,27 @@ def join(timeout: float = 60.0) -> Processes:
     ExecutionError
         If a process does not call this within ``timeout``, naming its rank; in a process that was
         forked from one that has joined; and while another thread joins.
+
+    See Also
+    --------
+    pipeexec.Processes : Methods of the result.
+    pipeexec.Pipeline : Its ``processes`` takes the result.
+    pipeexec.train : Train in several processes.
+
+    Examples
+    --------
+    torchrun sets the four variables in each process. Here this process is the only one:
+
+    >>> import os, socket
+    >>> from unittest.mock import patch
+    >>> import pipeexec as px, torch.distributed as dist
+    >>> with socket.create_server(("127.0.0.1", 0)) as server:
+    ...     port = str(server.getsockname()[1])
+    >>> own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    >>> with patch.dict(os.environ, own), px.join() as processes:
+    ...     processes
+    <rank 0 of 1 processes>
+    >>> dist.destroy_process_group()
     """
     seconds = number(timeout)
     if seconds is None or not 0 < seconds < float("inf"):

@@ -1,4 +1,7 @@
-"""`Processes`: the processes of a pipeline, with their groups, channels, devices and failures."""
+"""`Processes`: the processes of a pipeline, with their groups, channels, devices and failures.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,29 @@ class Processes(ControlMessages):
         Returns the timeline that this process measured in its latest step; None before the first.
     n_graphs
         Task graphs that all processes have agreed on.
+
+    Raises
+    ------
+    PeerError
+        If a process does not make this object within the timeout.
+    ValueError
+        By torch, if torch.distributed has no default process group, which `join` makes.
+
+    See Also
+    --------
+    pipeexec.join : Connect processes that torchrun has started.
+    pipeexec.Pipeline : A pipeline of these processes.
+    pipeexec.ShardedEmbedding : An embedding of these processes.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> import pipeexec as px
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+    ...     processes.rank, processes.n_ranks, processes.total([1.5])
+    (0, 1, [1.5])
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -113,9 +139,24 @@ class Processes(ControlMessages):
     def group(
         self, ranks: Iterable[int], backend: str = "gloo", key: object = None
     ) -> dist.ProcessGroup:
-        """Return a process group of some ranks; the first call for ``key`` makes it.
+        """Return a process group of some ranks.
 
-        Every process must make the same calls, whether it is one of the ranks or not.
+        The first call for ``key`` makes it. Every process must make the same calls, whether it is
+        one of the ranks or not.
+
+        Parameters
+        ----------
+        ranks
+            Different ranks; torch orders them by number.
+        backend
+            Backend of torch.distributed, such as ``"gloo"`` or ``"nccl"``.
+        key
+            Distinguishes groups of the same ranks and backend.
+
+        Returns
+        -------
+        torch.distributed.ProcessGroup
+            The group; in a process that is none of the ranks, a value that marks this.
 
         Raises
         ------
@@ -123,6 +164,21 @@ class Processes(ControlMessages):
             If a rank does not exist or occurs twice, and after `close`.
         ExecutionError
             In a forked child.
+
+        See Also
+        --------
+        spread : Devices of all processes.
+        channel : Channel between two processes.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.group([0]).size()
+        1
+        >>> dist.destroy_process_group()
         """
         members = [check_count("a rank", rank, 0) for rank in ranks]
         if not members or len(set(members)) < len(members) or max(members) >= self.n_ranks:
@@ -152,6 +208,27 @@ class Processes(ControlMessages):
             Devices of the graph.
         own
             Devices of this process. Between GPUs tensors travel by NCCL, otherwise by gloo.
+
+        Raises
+        ------
+        ArgumentError, ExecutionError
+            As `group`.
+
+        See Also
+        --------
+        channel : Return one of the channels.
+        spread : Devices of all processes.
+
+        Examples
+        --------
+        One process has no routes to others:
+
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.open([], n_devices=2, own=[])
+        >>> dist.destroy_process_group()
         """
         gpus = [device.torch_device for device in own if device.torch_device.type == "cuda"]
         for route in sorted(set(routes) - self._channels.keys()):
@@ -169,7 +246,40 @@ class Processes(ControlMessages):
                 self._channels[route] = channel
 
     def channel(self, route: ChannelRoute) -> Channel:
-        """Return the open channel of a route."""
+        """Return the open channel of a route.
+
+        Parameters
+        ----------
+        route
+            Ranks and devices at the ends of the channel, and the operation of its messages.
+
+        Returns
+        -------
+        Channel
+            The channel.
+
+        Raises
+        ------
+        KeyError
+            If `open` has not made it.
+
+        See Also
+        --------
+        open : Make the channels of a graph.
+
+        Examples
+        --------
+        It needs two processes, whose devices 0 and 1 send each other messages:
+
+        >>> import pipeexec as px
+        >>> from pipeexec.distributed.channels import ChannelRoute
+        >>> from pipesim.ops import Op
+        >>> processes = px.join()  # doctest: +SKIP
+        >>> route = ChannelRoute(0, 1, 0, 1, Op.SEND_F)
+        >>> processes.open([route], n_devices=2, own=own)  # doctest: +SKIP
+        >>> processes.channel(route).route == route  # doctest: +SKIP
+        True
+        """
         return self._channels[route]
 
     def spread(self, local: Sequence[Device]) -> list[Device]:
@@ -177,10 +287,37 @@ class Processes(ControlMessages):
 
         Devices of other processes are a `RemoteDevice`.
 
+        Parameters
+        ----------
+        local
+            Devices of this process.
+
+        Returns
+        -------
+        list of Device
+            Those of rank 0 first.
+
         Raises
         ------
         ArgumentError
             If devices are of several kinds, or two processes have one GPU.
+        PeerError, ExecutionError
+            As `share`.
+
+        See Also
+        --------
+        open : Make the channels between the devices.
+        pipeexec.workers : CPU workers of one process.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     [device.name for device in processes.spread(px.workers(1))]
+        ['cpu:0']
+        >>> dist.destroy_process_group()
         """
         own = [[x.name, x.torch_device.type, uuid_of(x.torch_device)] for x in local]
         everyone = self.share(own)
@@ -204,7 +341,36 @@ class Processes(ControlMessages):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Stop every process if the block raises an error."""
+        """Stop every process if the block raises an error.
+
+        Returns
+        -------
+        contextmanager
+            Its block calls `fail` with an error, and raises it again.
+
+        Raises
+        ------
+        BaseException
+            The error of the block.
+
+        See Also
+        --------
+        fail : Stop every process with an error.
+        check : Raise if another process has stopped.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     with processes.guard():
+        ...         raise ValueError("no data")
+        Traceback (most recent call last):
+            ...
+        ValueError: no data
+        >>> dist.destroy_process_group()
+        """
         try:
             yield
         except BaseException as error:
@@ -212,7 +378,31 @@ class Processes(ControlMessages):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Stop every process with an error; a `PeerError` has stopped them already."""
+        """Stop every process with an error; a `PeerError` has stopped them already.
+
+        Parameters
+        ----------
+        error
+            Error whose type and message the other processes report.
+
+        See Also
+        --------
+        guard : Stop every process if a block fails.
+        check : Raise if a process has stopped.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.fail(ValueError("no data"))
+        ...     processes.check()
+        Traceback (most recent call last):
+            ...
+        pipesim.errors.PeerError: rank 0 stopped: ValueError: no data
+        >>> dist.destroy_process_group()
+        """
         if self._is_closed or os.getpid() != self._pid:
             return  # it does not concern the others
         if isinstance(error, LostConnection):
@@ -222,7 +412,32 @@ class Processes(ControlMessages):
             self.watch.post(Failure("raised", self.rank, message))
 
     def blame(self, error: LostConnection) -> tuple[int, str]:
-        """Return the rank that was lost where a connection broke, and its last task as text."""
+        """Return the rank that was lost when a connection broke, and its last task as text.
+
+        Parameters
+        ----------
+        error
+            Error of the connection.
+
+        Returns
+        -------
+        tuple of (int, str)
+            The rank, -1 if any may be lost, and a text for people.
+
+        See Also
+        --------
+        fail : Stop every process with an error.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> from pipeexec.distributed.channels import LostConnection
+        >>> processes = px.join()  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     pipeline.step(inputs, targets)
+        ... except LostConnection as error:
+        ...     rank, text = processes.blame(error)
+        """
         exited = self.recorder.wait_for_exit()
         rank = error.rank if error.rank in exited or not exited else exited[0]
         if rank < 0:
@@ -242,6 +457,22 @@ class Processes(ControlMessages):
             If a process does not leave within the timeout.
         ExecutionError
             In a forked child, or while another thread waits for other processes.
+
+        See Also
+        --------
+        pipeexec.join : Join again.
+        pipeexec.Pipeline.close : End the pipelines first.
+
+        Examples
+        --------
+        The end of a ``with`` block leaves the processes, too:
+
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> processes = px.Processes(dist.HashStore(), rank=0, n_ranks=1)
+        >>> processes.close()
+        >>> dist.destroy_process_group()
         """
         self._check_process()
         if self._is_closed:

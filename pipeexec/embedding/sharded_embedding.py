@@ -108,6 +108,12 @@ class ShardedEmbedding(nn.Module):
     PeerError
         If another process has an invalid argument, or does not make the module.
 
+    See Also
+    --------
+    pipeexec.EmbeddingStage : The embedding as a stage of a pipeline.
+    pipesim.Keys : Numbers of keys of an embedding, for predictions.
+    torch.nn.Embedding : Embedding in one process.
+
     Notes
     -----
     Rows are drawn from a normal distribution, as in `torch.nn.Embedding`. They depend on the random
@@ -118,6 +124,14 @@ class ShardedEmbedding(nn.Module):
 
     Keep the module out of DistributedDataParallel, which would treat the rows of different
     processes as copies of one parameter.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> embedding = px.ShardedEmbedding(8, 4)
+    >>> embedding(torch.tensor([1, 5])).shape, embedding.weight.shape, embedding.n_ranks
+    (torch.Size([2, 4]), torch.Size([8, 4]), 1)
     """
 
     def __init__(
@@ -232,10 +246,27 @@ class ShardedEmbedding(nn.Module):
         process_group, **options
             As for the class; ``dtype`` and ``device`` default to those of the rows.
 
+        Returns
+        -------
+        ShardedEmbedding
+            The embedding, with copies of the rows of this process.
+
         Raises
         ------
         ArgumentError
             For rows of different lengths, and as for the class.
+
+        See Also
+        --------
+        full_weight : Return all rows.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding.from_full(torch.eye(4))
+        >>> embedding(torch.tensor([2])).tolist()
+        [[0.0, 0.0, 1.0, 0.0]]
         """
         several = isinstance(weights, Sequence)
         if several and not weights:
@@ -254,12 +285,30 @@ class ShardedEmbedding(nn.Module):
         return embedding
 
     def full_weight(self) -> Tensor | list[Tensor]:
-        """Return all rows: a tensor, or a list of one a table; every process must call this.
+        """Return all rows of all processes; every process must call this.
+
+        Returns
+        -------
+        torch.Tensor or list of torch.Tensor
+            Copy of all rows, shape ``(n_rows, dim)``; a list of one a table if there are several.
 
         Raises
         ------
         LostConnection
             If a process has exited.
+
+        See Also
+        --------
+        from_full : Make an embedding of these rows.
+        pipeexec.save_checkpoint : Save the rows of all processes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding.full_weight().shape
+        torch.Size([8, 4])
         """
         layout = self.layout
         shards = self._peers.gather(self.weight.detach(), "rows")
@@ -270,9 +319,35 @@ class ShardedEmbedding(nn.Module):
         return tables if layout.several else tables[0]
 
     def check(self, keys: Tensor) -> None:
-        """Raise `ArgumentError` unless keys are rows, in a type and shape that `forward` takes.
+        """Raise unless keys are rows, in a type and shape that `forward` takes.
 
         This is local: nothing is sent, and no process waits.
+
+        Parameters
+        ----------
+        keys
+            As for `forward`.
+
+        Raises
+        ------
+        ArgumentError
+            For a key that is no row of its table, and keys of another shape.
+        ArgumentTypeError
+            For keys of another type.
+
+        See Also
+        --------
+        forward : Look up the keys.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding.check(torch.tensor([1, 9]))
+        Traceback (most recent call last):
+            ...
+        pipesim.errors.ArgumentError: key 9 at (1,) of the keys is no row of table 0, ...
         """
         self._config.check(check_type("keys", keys, Tensor))
 
@@ -286,12 +361,60 @@ class ShardedEmbedding(nn.Module):
             other processes.
         keeps_keys
             Whether the gradients of the exchange go to `accumulated_gradients`.
+
+        Returns
+        -------
+        Exchange
+            The exchange; its methods are called in the order ``counts``, ``keys``, ``lookup``,
+            ``vectors``.
+
+        Raises
+        ------
+        ArgumentTypeError
+            If ``keeps_keys`` is no flag.
+
+        See Also
+        --------
+        forward : All phases, with autograd.
+        accumulated_gradients : Gradients of several exchanges.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> exchange = embedding.dispatch(torch.tensor([1, 5]))
+        >>> for phase in (exchange.counts, exchange.keys, exchange.lookup):
+        ...     phase()
+        >>> exchange.vectors().shape
+        torch.Size([2, 4])
         """
         check_flag("keeps_keys", keeps_keys)
         return Exchange(keys, self.weight, self._config, self._peers, keeps_keys=keeps_keys)
 
     def accumulated_gradients(self) -> AccumulatedGradients:
-        """Return an object that sums the gradients of several exchanges and sends the sums once."""
+        """Return an object that sums the gradients of several exchanges.
+
+        It sends the sums once.
+
+        Returns
+        -------
+        AccumulatedGradients
+            The object, without gradients so far.
+
+        See Also
+        --------
+        dispatch : Make an exchange, with ``keeps_keys=True``.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> accumulated = embedding.accumulated_gradients()
+        >>> accumulated.sent
+        0
+        """
         return AccumulatedGradients(self.weight, self._config, self._peers)
 
     def forward(self, keys: Tensor) -> Tensor:
@@ -317,21 +440,100 @@ class ShardedEmbedding(nn.Module):
             If another process has refused its keys.
         LostConnection
             If another process has exited.
+
+        See Also
+        --------
+        check : Check keys without an exchange.
+        dispatch : Run the phases one by one.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding(torch.tensor([[1, 5, 2]])).shape
+        torch.Size([1, 3, 4])
         """
         output: Tensor = _Lookup.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]
         return output
 
     def get_extra_state(self) -> Tensor:
-        """Return a code of the rows that this process has; see `pipeexec.embedding.row_state`."""
+        """Return a code of the rows that this process has.
+
+        ``state_dict`` has it as ``"_extra_state"``.
+
+        Returns
+        -------
+        torch.Tensor
+            Rank, number of ranks, rows of each table, and a code of the placement.
+
+        See Also
+        --------
+        set_extra_state : Check such a code.
+        full_weight : Rows for another number of processes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding.get_extra_state()
+        tensor([0, 1, 8])
+        """
         return row_state(self.layout, self.rank, self.n_ranks)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise `ArgumentError` unless a state has the rows of this process."""
+        """Raise unless a state has the rows of this process.
+
+        ``load_state_dict`` calls it.
+
+        Parameters
+        ----------
+        state
+            Result of `get_extra_state`.
+
+        Raises
+        ------
+        ArgumentError
+            If the state is that of another rank, number of ranks, size or placement.
+        ArgumentTypeError
+            If it is no tensor.
+
+        See Also
+        --------
+        get_extra_state : Return the code.
+        from_full : Make an embedding of all rows.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding.set_extra_state(px.ShardedEmbedding(8, 4).get_extra_state())
+        """
         check_type("state", state, Tensor)
         check_row_state(state, self.layout, self.rank, self.n_ranks)
 
     def extra_repr(self) -> str:
-        """Return the rows, the dimension and the rank, for `repr`."""
+        """Return the rows, the dimension and the rank, for `repr`.
+
+        Returns
+        -------
+        str
+            The text between the parentheses of `repr`.
+
+        See Also
+        --------
+        layout : Rows of each table and rank.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> embedding.extra_repr()
+        '[8], 4, rank 0 of 1'
+        """
         return f"{list(self.n_rows)}, {self.dim}, rank {self.rank} of {self.n_ranks}"
 
 

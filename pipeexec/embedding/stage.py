@@ -1,4 +1,7 @@
-"""A sharded embedding as a pipeline stage: its exchanges and lookups, task by task."""
+"""A sharded embedding as a pipeline stage: its exchanges and lookups, task by task.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,21 @@ class EmbeddingStage(nn.Module):
     ------
     ArgumentError
         For a module of another class.
+
+    See Also
+    --------
+    pipeexec.ShardedEmbedding : The embedding.
+    pipesim.lower : Its ``sharded`` names such stages.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> embedding = px.ShardedEmbedding(8, 4)
+    >>> stage = px.EmbeddingStage(embedding)
+    >>> dense, vectors = stage(torch.ones(2, 3), torch.tensor([1, 5]))
+    >>> dense.shape, vectors.shape
+    (torch.Size([2, 3]), torch.Size([2, 4]))
     """
 
     def __init__(self, embedding: ShardedEmbedding) -> None:
@@ -44,13 +62,70 @@ class EmbeddingStage(nn.Module):
         self.embedding = check_type("embedding", embedding, ShardedEmbedding)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the other values, if any, and the vectors."""
+        """Return the other values, if any, and the vectors.
+
+        Parameters
+        ----------
+        *values
+            Tensors of the stage; the last one has the keys, as for `pipeexec.ShardedEmbedding`.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            The vectors, or the other values and the vectors.
+
+        Raises
+        ------
+        ArgumentError, PeerError
+            As `pipeexec.ShardedEmbedding.forward`.
+
+        See Also
+        --------
+        output_signature : Shapes and types, without a lookup.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> px.EmbeddingStage(embedding)(torch.tensor([1, 5])).shape
+        torch.Size([2, 4])
+        """
         *others, keys = values
         vectors = self.embedding(keys)
         return (*others, vectors) if others else vectors
 
     def output_signature(self, inputs: Signature) -> Signature:
-        """Return shapes and types of the outputs of `forward`, from those of its inputs."""
+        """Return shapes and types of the outputs of `forward`.
+
+        Parameters
+        ----------
+        inputs
+            Shape and type of each input; the last one is that of the keys.
+
+        Returns
+        -------
+        tuple of Entry
+            Shape and type of each output.
+
+        Raises
+        ------
+        ValueError
+            If there are no inputs.
+
+        See Also
+        --------
+        forward : The outputs themselves.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> from pipeexec.distributed.signatures import Entry
+        >>> px.EmbeddingStage(embedding).output_signature((Entry((2,), torch.int64),))
+        (Entry(shape=(2, 4), dtype=torch.float32),)
+        """
         *others, keys = inputs
         bags = self.embedding.combiner is not None
         shape = (*keys.shape[: len(keys.shape) - bags], self.embedding.dim)

@@ -100,8 +100,8 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     batch_dims
         Values of the batch that are not split along their first dimension, by their paths, such as
         ``{"inputs['mask']": None, "targets": 1}``. The values are the dimension of the samples, or
-        None for what every micro-batch needs whole. See `step`; for `predict`, paths of outputs,
-        such as ``"output"`` or ``"output.logits"``, too.
+        None for tensors that every micro-batch needs whole. See `step`; for `predict`, paths of
+        outputs, such as ``"output"`` or ``"output.logits"``, too.
     slice_dim
         Dimension of the positions in every tensor of samples, along which a graph of several slices
         a sequence (``graph.n_slices``) cuts micro-batches: inputs, targets, and outputs of
@@ -113,8 +113,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         `pipeexec.split` know theirs.
     max_grad_norm
         Largest norm of all gradients, over stages, replicas and processes, with which optimizers
-        step; larger ones are scaled down as torch.nn.utils.clip_grad_norm_ does. The graph computes
-        the norm (``lower(..., grad_norm=True)``); without ``max_grad_norm`` it is only reported.
+        step. Larger ones are scaled down as ``torch.nn.utils.clip_grad_norm_`` does. The graph
+        computes the norm (``lower(..., grad_norm=True)``); without ``max_grad_norm`` it is only
+        reported.
     error_if_nonfinite
         Whether a norm that is NaN or infinite raises an error before any optimizer has stepped.
         On a GPU, the host then waits for the norm. If False, the step goes on.
@@ -126,11 +127,19 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     Raises
     ------
     ArgumentError
-        If the number of stages or devices is not the graph's, stages share parameters, copies of
-        tied parameters differ, the graph lacks the operations for ``tied`` or ``max_grad_norm``, or
-        processes do not agree. With ``cuda_graph``, see `pipeexec.executor.cuda_graph`.
+        If the number of stages or devices is not the graph's, stages share parameters, or copies of
+        tied parameters differ. Also if the graph lacks the operations for ``tied`` or
+        ``max_grad_norm``, or processes do not agree. With ``cuda_graph``, see
+        `pipeexec.executor.cuda_graph`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
+
+    See Also
+    --------
+    pipesim.lower : Lower a schedule to the task graph that a pipeline runs.
+    pipeexec.split : Cut a model into stages.
+    pipeexec.train : Train a pipeline for many steps.
+    pipeexec.validate : Compare predicted and measured steps.
 
     Notes
     -----
@@ -177,6 +186,18 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
     ``torch.initial_seed()``. After the same `torch.manual_seed`, every schedule and recompute mode
     draws the same numbers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+    ...     losses = [float(pipeline.step(x, x).loss) for _ in range(5)]
+    >>> losses[-1] < losses[0]
+    True
     """
 
     def __init__(
@@ -332,12 +353,43 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices and optimizers.
 
+        Parameters
+        ----------
+        graph
+            Task graph from `pipesim.lower`. It has the same stages on the same devices, and at most
+            as many replicas and paths.
+
+        Returns
+        -------
+        Pipeline
+            Pipeline of the other graph. It shares stages, devices and optimizers with this one;
+            `close` of one closes both.
+
         Raises
         ------
         ArgumentError
-            If the graph places its stages on other devices, or has more replicas or paths.
+            If ``graph`` is no task graph, places its stages on other devices, or has more replicas
+            or paths.
         ExecutionError
-            While a step runs.
+            While a step runs, and after `close`.
+
+        See Also
+        --------
+        step : Run one training step of the graph.
+        pipesim.lower : Lower a schedule to a task graph.
+        pipeexec.validate : Predict and measure steps of several graphs.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     gpipe = pipeline.with_graph(ps.lower(ps.schedule("gpipe", 2, 4)))
+        ...     [p.step(x, x).peak_held for p in (pipeline, gpipe)]
+        [(2, 1), (4, 4)]
         """
         check_graph(graph)
         homes, new_homes = self._model.homes, graph.homes.tolist()
@@ -385,6 +437,11 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             The graph of such a step is ``timeline.graph`` of its result: the pipeline's without
             STEP. After a step that fails, gradients add up afresh.
 
+        Returns
+        -------
+        StepResult
+            Loss, losses of the micro-batches, metrics, and the measured timeline of the step (s).
+
         Raises
         ------
         StageError
@@ -414,6 +471,13 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         BatchWarning
             In the first step, of matrices of as many rows and columns as there are samples.
 
+        See Also
+        --------
+        evaluate : Loss of a batch, without gradients.
+        check_batch : Check a batch without a step.
+        gather : Collect the result of all processes.
+        pipeexec.train : Run many steps, with a log and checkpoints.
+
         Notes
         -----
         A batch is split into the graph's micro-batches, as evenly as possible:
@@ -427,6 +491,18 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
         A graph of several slices a sequence cuts each of these parts along ``slice_dim`` as well;
         a tensor that is given whole is cut if it has as many entries there as the sequence.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     result = pipeline.step(x, x)
+        >>> len(result.losses), result.peak_held
+        (4, (2, 1))
         """
         check_flag("accumulate", accumulate)
         if accumulate and any(what != "none" for what in self._model.sharding):
@@ -456,7 +532,40 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         return self._ordered(inputs)
 
     def check_batch(self, inputs: Any, targets: Any) -> None:
-        """Raise unless a step can train on a batch, and this process is given all that it needs."""
+        """Raise unless a step can train on a batch.
+
+        It also raises if this process lacks a part of the batch. No stage runs.
+
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Raises
+        ------
+        ArgumentError
+            For a batch with fewer samples than micro-batches, and others that `step` refuses by
+            their form.
+
+        See Also
+        --------
+        step : Run one training step on a batch.
+        evaluate : Loss of a batch, which may have fewer samples.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     pipeline.check_batch(x, x)
+        ...     pipeline.check_batch(x[:2], x[:2])
+        Traceback (most recent call last):
+            ...
+        pipesim.errors.ArgumentError: inputs have 2 samples, too few for 4 micro-batches; ...
+        """
         inputs = self._checked(inputs)
         check_step_batch(inputs, targets, self.graph, self.devices)
         n, n_shares = self.graph.n_microbatches, len(self.shares.local)
@@ -464,9 +573,36 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         split_batches(inputs, targets, n, n_shares, self.batch_dims, cut)
 
     def align(self) -> None:
-        """Measure the differences of the processes' clocks again; all processes must call this.
+        """Measure the differences of the processes' clocks again.
 
-        The call returns at about the same time in each process.
+        All processes must call this. It returns at about the same time in each.
+
+        Raises
+        ------
+        PeerError
+            If a process does not call this within the timeout.
+        ExecutionError
+            In several processes, if a step runs in another thread.
+
+        See Also
+        --------
+        clocks : Offsets of the clocks.
+        gather : Put the timelines of all processes on one clock.
+        pipeexec.join : Connect the processes of a pipeline.
+
+        Examples
+        --------
+        With one process, there is one clock, and nothing to measure:
+
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     pipeline.align()
+        ...     pipeline.clocks()
+        ()
         """
         if self.processes is not None:
             with self._model.locked("align"):
@@ -474,9 +610,38 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 self.processes.clock.sample()
 
     def clocks(self) -> tuple[dict[str, float], ...]:
-        """Return the offset of each process's clock to rank 0's; all processes must call this.
+        """Return the offset of each process's clock to rank 0's.
 
-        See `pipeexec.distributed.process_clock.Alignment`; empty for one process.
+        All processes must call this.
+
+        Returns
+        -------
+        tuple of dict
+            One dict a rank, with the fields of `pipeexec.distributed.process_clock.Alignment`.
+            Empty for one process.
+
+        Raises
+        ------
+        PeerError
+            If a process does not call this within the timeout.
+        ExecutionError
+            In several processes, if a step runs in another thread.
+
+        See Also
+        --------
+        align : Measure the offsets again.
+        pipeexec.Validation : Its ``clocks`` are these.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     pipeline.clocks()
+        ()
         """
         if self.processes is None:
             return ()
@@ -484,10 +649,48 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
 
     def gather(self, result: StepResult) -> StepResult:
-        """Return the result of the whole pipeline, in every process; all processes must call this.
+        """Return the result of the whole pipeline, in every process.
 
-        Its timeline is on rank 0's clock and begins when the first process began. Its losses are on
-        the CPU. In one process, return ``result`` itself.
+        All processes must call this. The timeline of the result is on rank 0's clock and begins
+        when the first process began. Its losses are on the CPU.
+
+        Parameters
+        ----------
+        result
+            Result of `step` or `evaluate` in this process.
+
+        Returns
+        -------
+        StepResult
+            Result of all processes, with the losses of all micro-batches and the times of all tasks
+            (s). In one process, ``result`` itself.
+
+        Raises
+        ------
+        ArgumentTypeError
+            If ``result`` is no `pipeexec.StepResult`.
+        PeerError
+            If a process does not call this within the timeout.
+        ExecutionError
+            In several processes, if a step runs in another thread.
+
+        See Also
+        --------
+        step : Run one training step.
+        total : Sum numbers over processes.
+        pipeexec.Processes.gather : Exchange bytes between processes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     result = pipeline.step(x, x)
+        ...     pipeline.gather(result) is result
+        True
         """
         check_type("result", result, StepResult, "give the result of step")
         if self.processes is None or self._runner.reports is None or result.part is None:
@@ -500,7 +703,45 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         return gathered_result(result, merged)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of the processes' values, element by element; all must call this."""
+        """Return the sum of the processes' values, element by element.
+
+        All processes must call this.
+
+        Parameters
+        ----------
+        values
+            Numbers, as many in every process.
+
+        Returns
+        -------
+        list of float
+            One sum a position, equal in every process. In one process, the values as floats.
+
+        Raises
+        ------
+        ArgumentError
+            If values are no numbers, or not as many in every process.
+        PeerError
+            If a process does not call this within the timeout.
+        ExecutionError
+            In several processes, if a step runs in another thread.
+
+        See Also
+        --------
+        gather : Collect the result of a step.
+        pipeexec.Processes.total : The same, without a pipeline.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     pipeline.total([1, 2.5])
+        [1.0, 2.5]
+        """
         if self.processes is None:
             return check_numbers("values", values)
         with self._model.locked("total"):
@@ -508,7 +749,40 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
+        """Restore the state of training at the end of a block.
+
+        It restores parameters, buffers, gradients, optimizer state and `n_steps`.
+
+        Returns
+        -------
+        contextmanager
+            Its end restores the state, also after an error.
+
+        Raises
+        ------
+        ExecutionError
+            If the pipeline is closed, or a step runs in another thread.
+
+        See Also
+        --------
+        step : Run one training step.
+        state_dict : Return parameters and buffers.
+        pipeexec.profile : Measure costs in steps that leave no trace.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     before = pipeline.evaluate(x, x).loss
+        ...     with pipeline.preserved():
+        ...         _ = pipeline.step(x, x)
+        ...     pipeline.n_steps, bool(pipeline.evaluate(x, x).loss == before)
+        (0, True)
+        """
         with self._model.locked_open("preserved"), self._runner.preserved():
             yield
 
@@ -528,6 +802,25 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ExecutionError
             From within a stage or the loss on CPU workers. On GPUs these run in the thread of the
             step, which then ends as if it was closed from another thread.
+
+        See Also
+        --------
+        with_graph : Make another pipeline on the same devices.
+        pipeexec.Processes.close : Leave the other processes.
+
+        Examples
+        --------
+        The end of a ``with`` block closes the pipeline, too:
+
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+        >>> pipeline = px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss)
+        >>> pipeline.close()
+        >>> [device.closed for device in pipeline.devices]
+        [True, True]
         """
         self._model.close()
 

@@ -1,4 +1,7 @@
-"""`Experts`: a layer whose tokens go to a few of many experts, which replicas may share out."""
+"""`Experts`: a layer whose tokens go to a few of many experts, which replicas may share out.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +86,6 @@ class Experts(nn.Module):
     normalize
         Whether the weights of a token's experts are divided by their sum.
 
-    Raises
-    ------
-    ArgumentError
-        For counts below 1, more experts a token than experts, and a share that does not divide the
-        experts.
-
     Attributes
     ----------
     n_experts, experts_per_token, width
@@ -96,7 +93,24 @@ class Experts(nn.Module):
     held
         Numbers of the experts that this module has, which name them in ``state_dict()``.
 
-    >>> layer = Experts(lambda: nn.Linear(4, 4), 4, n_experts=8, share=(1, 2))
+    Raises
+    ------
+    ArgumentError
+        For counts below 1, more experts a token than experts, and a share that does not divide the
+        experts. Also if two experts share a parameter.
+    ArgumentTypeError
+        If ``expert`` is no function that makes modules, and for other arguments of a wrong type.
+
+    See Also
+    --------
+    pipesim.lower : Its ``expert_layers`` spreads the experts of a stage.
+    pipeexec.ShardedEmbedding : Rows spread over processes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8, share=(1, 2))
     >>> list(layer.held), next(iter(layer.experts.state_dict()))
     ([4, 5, 6, 7], '4.weight')
     """
@@ -157,10 +171,37 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, with all experts in this module.
 
+        Parameters
+        ----------
+        x
+            Tokens, shape ``(..., width)``.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape of the input.
+
         Raises
         ------
         ExecutionError
-            If it has only a share of them.
+            If the module has only a share of the experts.
+        ArgumentTypeError
+            As `route`.
+
+        See Also
+        --------
+        route : Choose the experts of each token.
+        compute : Run the experts.
+        combine : Add up the results of each token.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> layer(x).shape
+        torch.Size([3, 4])
         """
         if not self.has_all:
             raise ExecutionError(
@@ -174,10 +215,38 @@ class Experts(nn.Module):
     def route(self, x: Tensor) -> Routed:
         """Return the tokens of an input, sorted by the experts that its router chooses.
 
+        Parameters
+        ----------
+        x
+            Tokens, shape ``(..., width)``.
+
+        Returns
+        -------
+        Routed
+            Tokens sorted by expert, number of rows of each expert, and the values that `combine`
+            needs.
+
         Raises
         ------
-        ArgumentError
-            For anything but a tensor of numbers whose last dimension is the width.
+        ArgumentTypeError
+            For anything but a tensor of floating-point numbers whose last dimension is the width.
+
+        See Also
+        --------
+        compute : Run the experts on the rows.
+        combine : Add up the results of each token.
+
+        Examples
+        --------
+        Each of three tokens goes to two experts:
+
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> routed = layer.route(x)
+        >>> routed.rows.shape, int(routed.counts.sum())
+        (torch.Size([6, 4]), 6)
         """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.width,):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -214,6 +283,31 @@ class Experts(nn.Module):
             Number of rows, shape ``(n_senders, len(own))``.
         own
             Numbers of the experts.
+
+        Returns
+        -------
+        torch.Tensor
+            One row of results for each row.
+
+        Raises
+        ------
+        KeyError
+            If this module does not have one of the experts.
+
+        See Also
+        --------
+        route : Sort tokens by expert.
+        combine : Add up the results of each token.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> routed = layer.route(x)
+        >>> layer.compute(routed.rows, routed.counts[None], layer.held).shape
+        torch.Size([6, 4])
         """
         order = _order_by_expert(counts)
         grouped = rows if order is None else rows.index_select(0, order)
@@ -223,7 +317,41 @@ class Experts(nn.Module):
         return joined if order is None else joined.index_select(0, order.argsort())
 
     def combine(self, results: Tensor, routed: Routed) -> Tensor:
-        """Return the output, from the results of the experts in the order of the rows sent."""
+        """Return the output, from the results of the experts.
+
+        Parameters
+        ----------
+        results
+            Result of each row of ``routed.rows``, in their order; shape ``(n_rows, width)``.
+        routed
+            Result of `route`.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape of the input, with the residual and the shared expert.
+
+        Raises
+        ------
+        IndexError
+            By torch, if there are fewer results than rows.
+
+        See Also
+        --------
+        route : Sort tokens by expert.
+        compute : Run the experts.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> routed = layer.route(x)
+        >>> results = layer.compute(routed.rows, routed.counts[None], layer.held)
+        >>> torch.equal(layer.combine(results, routed), layer(x))
+        True
+        """
         by_token = results.index_select(0, routed.order.argsort())
         by_token = by_token.view(*routed.weights.shape, results.shape[-1])
         output = (by_token * routed.weights.unsqueeze(-1)).sum(-2)
@@ -231,7 +359,38 @@ class Experts(nn.Module):
         return output if routed.kept is None else routed.kept + output
 
     def like_output(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape and type of the output; one expert runs on all tokens."""
+        """Return a tensor of the shape and type of the output.
+
+        One expert runs on all tokens.
+
+        Parameters
+        ----------
+        x
+            Tokens, shape ``(..., width)``.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape of the input. Its values are of no use.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if the tokens cannot be cut into rows of the width.
+
+        See Also
+        --------
+        forward : The output itself, with all experts in this module.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> layer.like_output(x).shape
+        torch.Size([3, 4])
+        """
         hidden = (x if self.norm is None else self.norm(x)).reshape(-1, self.width)
         weights = self.router(hidden).softmax(-1)
         result: Tensor = self.experts[str(self.held.start)](hidden) * weights[:, :1]
@@ -239,7 +398,26 @@ class Experts(nn.Module):
         return output if kept is None else kept + output
 
     def extra_repr(self) -> str:
-        """Return the counts as text."""
+        """Return the counts as text.
+
+        Returns
+        -------
+        str
+            The text between the parentheses of `repr`.
+
+        See Also
+        --------
+        has_all : Whether this module has all experts.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
+        >>> x = torch.ones(3, 4)
+        >>> layer.extra_repr()
+        'width=4, n_experts=8, experts_per_token=2'
+        """
         words = f"width={self.width}, n_experts={self.n_experts}"
         words += f", experts_per_token={self.experts_per_token}"
         return words if self.has_all else f"{words}, held={self.held.start}..{self.held.stop - 1}"

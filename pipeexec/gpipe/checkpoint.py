@@ -19,7 +19,34 @@ _STATE = _CheckpointState()
 
 
 def is_checkpointing() -> bool:
-    """Return whether the calling module runs a forward whose activations are not kept."""
+    """Return whether the calling module runs a forward whose activations are not kept.
+
+    Returns
+    -------
+    bool
+        True in such a forward of a `pipeexec.GPipe` in this thread, else False.
+
+    See Also
+    --------
+    pipeexec.is_recomputing : Whether the module runs again for its backward.
+    pipeexec.GPipe : Its ``checkpoint`` chooses the micro-batches.
+
+    Examples
+    --------
+    The first of two micro-batches is recomputed, in a third call:
+
+    >>> import torch
+    >>> import pipeexec as px
+    >>> class Layer(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         calls.append(px.is_checkpointing())
+    ...         return super().forward(x)
+    >>> calls, layers = [], torch.nn.Sequential(Layer(4, 4))
+    >>> model = px.GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="except_last")
+    >>> model(torch.ones(8, 4)).sum().backward()
+    >>> calls
+    [True, False, False]
+    """
     return _STATE.is_checkpointing
 
 
@@ -27,6 +54,32 @@ def is_recomputing() -> bool:
     """Return whether the calling module is run again for its backward.
 
     Modules use it for work that is done once a forward, such as counting.
+
+    Returns
+    -------
+    bool
+        True in the second forward of a micro-batch in this thread, else False.
+
+    See Also
+    --------
+    pipeexec.is_checkpointing : Whether the forward's activations are not kept.
+    pipeexec.GPipe : Its ``checkpoint`` chooses the micro-batches.
+
+    Examples
+    --------
+    The first of two micro-batches is recomputed, in a third call:
+
+    >>> import torch
+    >>> import pipeexec as px
+    >>> class Layer(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         calls.append(px.is_recomputing())
+    ...         return super().forward(x)
+    >>> calls, layers = [], torch.nn.Sequential(Layer(4, 4))
+    >>> model = px.GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="except_last")
+    >>> model(torch.ones(8, 4)).sum().backward()
+    >>> calls
+    [False, False, True]
     """
     return _STATE.is_recomputing
 

@@ -68,8 +68,9 @@ class GPipe(nn.Module):
 
     Outputs, losses and gradients are those of the module. ``loss.backward()`` runs through the
     partitions as a pipeline too (GPipe, arXiv 1811.06965). The interface is that of torchgpipe
-    (arXiv 2004.09910); ``docs/explanation/gpipe_module.md`` lists the differences. Gradients are added to ``.grad`` of
-    the parameters: `torch.autograd.grad` and second derivatives are not supported.
+    (arXiv 2004.09910); ``docs/explanation/gpipe_module.md`` lists the differences. Gradients are
+    added to ``.grad`` of the parameters: ``torch.autograd.grad`` and second derivatives are not
+    supported.
 
     A single micro-batch draws the random numbers that the module itself would draw. Of several,
     each has its own random numbers, which depend on the process's generator alone.
@@ -128,6 +129,22 @@ class GPipe(nn.Module):
         sequential, and `IndexError` for too few devices.
     SkipError
         For skips that are not stashed once and popped once.
+
+    See Also
+    --------
+    pipeexec.Pipeline : Run any schedule, without ``loss.backward()``.
+    pipeexec.is_recomputing : Whether a layer runs again for its backward.
+    pipeexec.validate : Compare predicted and measured steps.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+    >>> model(torch.ones(8, 4)).sum().backward()
+    >>> len(model), all(p.grad is not None for p in layers.parameters())
+    (4, True)
     """
 
     balance: list[int]
@@ -217,15 +234,102 @@ class GPipe(nn.Module):
     # Devices and types of parameters
 
     def cuda(self, device: object = None) -> Never:
-        """Raise: every partition has its device."""
+        """Raise: every partition has its device.
+
+        Parameters
+        ----------
+        device
+            Ignored.
+
+        Returns
+        -------
+        Never
+            It does not return.
+
+        Raises
+        ------
+        ArgumentTypeError
+            Always; ``devices`` of the module are the place to name GPUs.
+
+        See Also
+        --------
+        to : Change the type of parameters.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model.cuda()
+        Traceback (most recent call last):
+            ...
+        pipesim.errors.ArgumentTypeError: denied to move parameters and buffers, ...
+        """
         raise _moving_denied()
 
     def cpu(self) -> Never:
-        """Raise: every partition has its device."""
+        """Raise: every partition has its device.
+
+        Returns
+        -------
+        Never
+            It does not return.
+
+        Raises
+        ------
+        ArgumentTypeError
+            Always; ``devices`` of the module are the place to name workers.
+
+        See Also
+        --------
+        to : Change the type of parameters.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model.cpu()
+        Traceback (most recent call last):
+            ...
+        pipesim.errors.ArgumentTypeError: denied to move parameters and buffers, ...
+        """
         raise _moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the type of parameters; raise for a device: every partition has its device."""
+        """Change the type of parameters.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Those of `torch.nn.Module.to`, without a device: ``dtype``, ``non_blocking``,
+            ``memory_format``.
+
+        Returns
+        -------
+        GPipe
+            This module.
+
+        Raises
+        ------
+        ArgumentTypeError
+            For a device, or a tensor that has one: every partition has its device.
+
+        See Also
+        --------
+        pipeexec.GPipe : Its ``devices`` are those of the partitions.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model.to(torch.float64)(torch.ones(8, 4, dtype=torch.float64)).dtype
+        torch.float64
+        """
         is_device = args and isinstance(args[0], (torch.device, int, str, Tensor))
         if is_device or "device" in kwargs or "tensor" in kwargs:
             raise _moving_denied()
@@ -236,10 +340,37 @@ class GPipe(nn.Module):
     def forward(self, input: Batch) -> Batch:
         """Return the output of a mini-batch, on the last device.
 
+        Parameters
+        ----------
+        input
+            A tensor or a tuple of tensors; the first dimension of each is the batch.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            Output of the last layer for all samples, in their order.
+
         Raises
         ------
         ArgumentTypeError
             If the input is neither a tensor nor a tuple of tensors.
+        ArgumentError
+            If tensors of the input have different numbers of samples.
+
+        See Also
+        --------
+        timeline : Measured times of the forward and its backward.
+        graph : Tasks of a forward and backward.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> x = torch.ones(8, 4)
+        >>> model(x).shape, torch.allclose(model(x), layers(x))
+        (torch.Size([8, 4]), True)
         """
         tensors = checked_input(input)
         if not self.devices:
@@ -318,6 +449,37 @@ class GPipe(nn.Module):
         """Return the tasks of one forward and backward of ``batch_size`` samples.
 
         `timeline` has the same tasks. The backward is in the order that the dependencies give.
+
+        Parameters
+        ----------
+        batch_size
+            Number of samples, at least 1.
+
+        Returns
+        -------
+        TaskGraph
+            Tasks of ``min(chunks, batch_size)`` micro-batches or fewer, as `torch.Tensor.chunk`
+            cuts them.
+
+        Raises
+        ------
+        ArgumentError
+            If ``batch_size`` is no whole number from 1, or too large. Also if ``backward_order``
+            has another number of micro-batches.
+
+        See Also
+        --------
+        timeline : Measured times of these tasks.
+        pipesim.simulate : Predict their times.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model.graph(8).n_microbatches, model.graph(3).n_microbatches
+        (4, 3)
         """
         batch_size = check_count("batch_size", batch_size)
         if batch_size >= 2**63:
@@ -350,6 +512,26 @@ class GPipe(nn.Module):
         """Return the bytes a micro-batch of skips between partitions in the last forward.
 
         The format is that of `pipesim.Costs`. The largest micro-batch counts.
+
+        Returns
+        -------
+        dict
+            Bytes by pair of partitions, ``(source, target)``; 0 before the first forward. Empty
+            without skips.
+
+        See Also
+        --------
+        metered : Count the bytes that partitions hold.
+        pipesim.Costs : Its ``skip_bytes`` are these.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model.skip_bytes()
+        {}
         """
         skips = skips_across(self._parts())
         sent = {} if self._last_call is None else self._last_call.tasks.skip_bytes
@@ -360,7 +542,30 @@ class GPipe(nn.Module):
 
     @contextmanager
     def metered(self) -> Iterator[list[ActivationMeter]]:
-        """Count, in this block, the bytes that each partition holds for its backward."""
+        """Count, in this block, the bytes that each partition holds for its backward.
+
+        Returns
+        -------
+        contextmanager
+            Yields a meter a partition. Its ``peak`` is the most bytes held so far, and ``current``
+            the bytes held now.
+
+        See Also
+        --------
+        skip_bytes : Bytes of skips between partitions.
+        pipeexec.Pipeline.held_bytes : The same for a pipeline.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> with model.metered() as meters:
+        ...     model(torch.ones(8, 4)).sum().backward()
+        >>> [meter.peak for meter in meters], [meter.current for meter in meters]
+        ([160, 160], [0, 0])
+        """
         runtime = self._make_ready()
         weights = [*self.parameters(), *self.buffers()]
         meters = [ActivationMeter(weights) for _ in runtime.stages]
@@ -370,10 +575,31 @@ class GPipe(nn.Module):
     def timeline(self) -> Timeline:
         """Return the times of all tasks of the last forward and its backward.
 
+        Returns
+        -------
+        Timeline
+            Start and end of each task (s).
+
         Raises
         ------
         ExecutionError
             If there was no forward and backward yet, or the last one failed.
+
+        See Also
+        --------
+        graph : The same tasks, without times.
+        pipesim.compare : Compare it with a prediction.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
+        >>> model(torch.ones(8, 4)).sum().backward()
+        >>> timeline = model.timeline()
+        >>> timeline.n_devices, timeline.makespan > 0
+        (2, True)
         """
         call = self._last_call
         if call is None or not call.order:

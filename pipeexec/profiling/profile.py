@@ -54,6 +54,24 @@ class Profile:
         ``launch`` of all tasks over the makespan: ``host_share`` without the seconds in which the
         full queues of GPUs blocked the host. A share close to 1 means that the host was the
         bottleneck.
+
+    See Also
+    --------
+    pipeexec.measure : Make a profile.
+    pipeexec.profile : Measure costs without the tables.
+    pipeexec.Validation : Predictions from a profile, beside measured steps.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 1, 4))
+    >>> x = torch.ones(8, 4)
+    >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
+    ...     profile = px.measure(pipeline, x, x, n_steps=1)
+    >>> profile.table.columns.tolist(), 0 < profile.host_share < 1
+    (['loaded', 'spread', 'isolated', 'slow_down'], True)
     """
 
     costs: Costs
@@ -64,19 +82,81 @@ class Profile:
     launch_share: float = math.nan
 
     def plot(self, *, ax: Axes | None = None) -> Axes:
-        """Draw the seconds of messages by size, idle and loaded, with their fits."""
+        """Draw the seconds of messages by size, idle and loaded, with their fits.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones by default.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes; sizes in bytes and times in a fitting unit, both logarithmic.
+
+        Raises
+        ------
+        ArgumentError
+            If ``ax`` is no Axes.
+
+        See Also
+        --------
+        save : Write the figure and the tables.
+        pipeexec.measure : Make a profile.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from matplotlib.figure import Figure
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     profile = px.measure(pipeline, x, x, n_steps=1)
+        >>> profile.plot(ax=Figure().subplots()).get_xlabel()
+        'Message (bytes)'
+        """
         return plot_transfers(self.transfers, ax=ax)
 
     def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
         """Write a complete run directory, or nothing.
 
-        ``run.json``, ``costs.json``, ``profile.csv`` (`table`), ``transfers.csv``, ``links.csv``
-        (`fits`), and ``transfers.png`` if there are transfers.
+        Its files are ``run.json``, ``costs.json``, ``profile.csv`` (`table`), ``transfers.csv``,
+        ``links.csv`` (`fits`), and ``transfers.png`` if there are transfers.
+
+        Parameters
+        ----------
+        path
+            Folder to write. An older run directory at this path is replaced.
+        record
+            Further entries of ``run.json``, which JSON can hold.
 
         Raises
         ------
         RunDirectoryError
-            If it cannot be written, or the path exists already.
+            If it cannot be written, ``path`` exists and is no run directory, or another process is
+            writing it.
+        ArgumentError
+            If ``record`` is neither a mapping nor None.
+
+        See Also
+        --------
+        load : Read the directory.
+        pipeexec.Validation.save : Write a validation with its profile.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph, x = ps.lower(ps.schedule("1f1b", 1, 4)), torch.ones(8, 4)
+        >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
+        ...     profile = px.measure(pipeline, x, x, n_steps=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     profile.save(f"{folder}/run", record={"seed": 0})
+        ...     px.Profile.load(f"{folder}/run").costs == profile.costs
+        True
         """
         with write_directory(
             check_path("path", path, "write"),
@@ -89,10 +169,40 @@ class Profile:
     def load(cls, path: Path | str) -> Profile:
         """Read a run directory of `save`, or one of a validation that has a profile.
 
+        Parameters
+        ----------
+        path
+            Run directory.
+
+        Returns
+        -------
+        Profile
+            Costs, tables and shares of the host, as they were saved.
+
         Raises
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run has no profile.
+        ArgumentTypeError
+            If ``path`` is no path.
+
+        See Also
+        --------
+        save : Write such a directory.
+        pipeexec.load_run : Read the directory of a validation.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph, x = ps.lower(ps.schedule("1f1b", 1, 4)), torch.ones(8, 4)
+        >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
+        ...     profile = px.measure(pipeline, x, x, n_steps=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     profile.save(f"{folder}/run")
+        ...     px.Profile.load(f"{folder}/run").table.equals(profile.table)
+        True
         """
         path = check_path("path", path)
         record = read_record(path)

@@ -1,4 +1,7 @@
-"""`project`: profile the layers of a model on one device, to predict steps on many."""
+"""`project`: profile the layers of a model on one device, to predict steps on many.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +104,11 @@ def project(
     n_steps, warm_up
         Number of measured steps of 4 micro-batches, and of steps before them that are not measured.
 
+    Returns
+    -------
+    Projection
+        Seconds and bytes of each layer, and methods that predict steps.
+
     Raises
     ------
     ArgumentError
@@ -116,6 +124,13 @@ def project(
     -----
     AccuracyWarning
         If the mean duration of an operation varies by more than 20 % between steps.
+
+    See Also
+    --------
+    pipeexec.Projection : Predictions from the layers.
+    pipeexec.profile : Measure stages on their own devices.
+    pipeexec.split : Cut the model as a projection says.
+    pipesim.plan : Search configurations of a model.
 
     Notes
     -----

@@ -1,4 +1,7 @@
-"""`Projection`: profiled layers of a model, and predictions of steps on a cluster."""
+"""`Projection`: profiled layers of a model, and predictions of steps on a cluster.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,23 @@ class Projection:
         over the mean.
     tied
         Parameters of which several layers have copies: these layers, and bytes.
+
+    See Also
+    --------
+    pipeexec.project : Make a projection.
+    pipesim.Layers : Seconds and bytes of layers.
+    pipesim.plan : Search configurations of a model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px, pipesim as ps
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+    >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+    >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+    >>> len(projection.layers), projection.modules
+    (4, (('0',), ('1',), ('2',), ('3',)))
     """
 
     layers: Layers
@@ -95,12 +115,35 @@ class Projection:
         Parameters
         ----------
         split, placement
-            As in `pipesim.Layers.costs`.
+            As in `pipesim.Layers.costs`: layers of each stage, or the number of stages.
+
+        Returns
+        -------
+        Costs
+            Seconds and bytes of each stage, the network of the cluster, and bytes of tied
+            parameters.
 
         Raises
         ------
         ArgumentError
             As `pipesim.Layers.costs`, such as for more stages than layers.
+
+        See Also
+        --------
+        predict : Predict a step of a schedule.
+        blocks : The same split, for `pipeexec.split`.
+        pipesim.Layers.costs : Costs of layers without tied parameters.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> len(projection.costs([1, 3]).forward)
+        2
         """
         network = self.cluster.network()
         sizes = self.layers.split(split, placement=placement, network=network)
@@ -111,7 +154,40 @@ class Projection:
     def tied_stages(
         self, split: Split, *, placement: Placed | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of stages with copies of a parameter, as `pipesim.lower` takes them."""
+        """Return the groups of stages with copies of a parameter.
+
+        Parameters
+        ----------
+        split, placement
+            As for `costs`.
+
+        Returns
+        -------
+        tuple of tuple of int
+            Stages of each group, as ``tied`` of `pipesim.lower` takes them; each set of stages
+            once.
+
+        Raises
+        ------
+        ArgumentError
+            As `costs`.
+
+        See Also
+        --------
+        costs : Costs of the stages; ``tied_bytes`` are those of these groups.
+        pipeexec.Stages.tied_stages : The groups of a model that is cut.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> projection.tied_stages([1, 3])
+        ()
+        """
         return tuple(self._tied_groups(self.layers.split(split, placement=placement)))
 
     def _tied_groups(self, sizes: Sequence[int]) -> dict[tuple[int, ...], float]:
@@ -125,7 +201,27 @@ class Projection:
         return dict(sorted(groups.items()))
 
     def blocks(self, split: Split, *, placement: Placed | None = None) -> list[int]:
-        """Return the blocks of each stage, for `pipeexec.split`; arguments are those of `costs`.
+        """Return the blocks of each stage, for `pipeexec.split`.
+
+        Parameters
+        ----------
+        split, placement
+            As for `costs`.
+
+        Returns
+        -------
+        list of int
+            Number of blocks of each stage.
+
+        Raises
+        ------
+        ArgumentError
+            As `costs`.
+
+        See Also
+        --------
+        costs : Costs of the stages.
+        pipeexec.split : Cut the model into stages of these blocks.
 
         Examples
         --------
@@ -173,11 +269,18 @@ class Projection:
             Options of `pipesim.lower`, such as ``recompute="always"`` and ``n_replicas=2``. By
             default ``tied`` is that of the stages.
 
+        Returns
+        -------
+        Timeline
+            Start and end of each task (s), and the memory of each device (bytes).
+
         Raises
         ------
         ArgumentError
             For more devices than the cluster has, more stages than layers, and counts that are
             missing or given twice.
+        UnknownNameError
+            For the name of an unknown schedule.
 
         Warns
         -----
@@ -185,6 +288,24 @@ class Projection:
             If F or B of a stage takes less than 1 ms on CPU workers.
         MemoryLimitWarning
             If a device needs more bytes than it has.
+
+        See Also
+        --------
+        compare : Predictions of several schedules as a table.
+        plan : Search the best configuration.
+        pipesim.simulate : Predict a graph from costs.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> timeline = projection.predict("1f1b", n_devices=2, n_microbatches=4, split=[2, 2])
+        >>> timeline.n_devices, timeline.fits
+        (2, True)
         """
         graph, costs = priced_step(
             self, schedule, n_devices, n_microbatches, split, n_chunks, lowering
@@ -204,15 +325,50 @@ class Projection:
         n_chunks: int | None = None,
         **lowering: Any,
     ) -> pd.DataFrame:
-        """Return predictions of several schedules, a row each; see `predict` for the arguments.
+        """Return predictions of several schedules, a row each.
 
-        Counts and chunks are for named schedules with these options.
+        Parameters
+        ----------
+        schedules
+            Names of schedules, and `pipesim.Schedule` objects, which have their own counts and
+            options.
+        n_devices, n_microbatches, n_chunks
+            Counts of the named schedules that take them; as for `predict`.
+        split
+            As for `predict`.
+        **lowering
+            Options of `pipesim.lower`, as for `predict`.
 
         Returns
         -------
         pandas.DataFrame
             Indexed by schedule: ``makespan`` (s), ``samples_per_second``, ``bubble`` (idle share of
             the devices), ``peak_memory`` (bytes of the fullest device), ``fits``, ``split``.
+
+        Raises
+        ------
+        ArgumentError
+            If ``schedules`` is empty or no list; otherwise as `predict`.
+        UnknownNameError
+            For the name of an unknown schedule.
+
+        See Also
+        --------
+        predict : The timeline of one schedule.
+        plan : Search the best configuration.
+        pipesim.sweep : Many configurations to one table.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> table = projection.compare(["gpipe", "1f1b"], n_devices=2, n_microbatches=4)
+        >>> table.index.tolist(), table["fits"].tolist()
+        (['gpipe', '1f1b'], [True, True])
         """
         import pandas as pd
 
@@ -252,10 +408,33 @@ class Projection:
         **options
             Of `pipesim.plan`.
 
+        Returns
+        -------
+        Plans
+            All configurations: simulated ones by rank, and why the others were ruled out.
+
         Raises
         ------
         ArgumentError
             For a ``microbatch_size`` other than the profiled one, and as `pipesim.plan`.
+
+        See Also
+        --------
+        predict : The timeline of one schedule.
+        compare : Predictions of several schedules as a table.
+        pipesim.plan : Plans for any model and cluster.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> plans = projection.plan(32)
+        >>> plans.complete, plans.table["microbatch_size"].unique().tolist()
+        (True, [8])
         """
         size = options.pop("microbatch_size", self.microbatch_size)
         if size != self.microbatch_size:
@@ -268,12 +447,42 @@ class Projection:
                     microbatch_size=self.microbatch_size, **options)  # fmt: skip
 
     def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
-        """Write a complete run directory, or nothing: ``run.json``, ``layers.csv``, ``joint.csv``.
+        """Write a complete run directory, or nothing.
+
+        Its files are ``run.json``, ``layers.csv`` and ``joint.csv``.
+
+        Parameters
+        ----------
+        path
+            Folder to write. An older run directory at this path is replaced.
+        record
+            Further entries of ``run.json``, which JSON can hold.
 
         Raises
         ------
         RunDirectoryError
-            If it cannot be written, or the path exists and is no run directory.
+            If it cannot be written, ``path`` exists and is no run directory, or another process is
+            writing it.
+        ArgumentError
+            If ``record`` is neither a mapping nor None.
+
+        See Also
+        --------
+        load : Read the directory.
+        pipeexec.Profile.save : Write a profile of stages.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     projection.save(f"{folder}/layers", record={"seed": 0})
+        ...     px.Projection.load(f"{folder}/layers").modules == projection.modules
+        True
         """
         save_parts(path, self, record)
 
@@ -281,9 +490,39 @@ class Projection:
     def load(cls, path: Path | str) -> Projection:
         """Read a run directory of `save`.
 
+        Parameters
+        ----------
+        path
+            Run directory.
+
+        Returns
+        -------
+        Projection
+            The projection that was saved.
+
         Raises
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run is no projection.
+        ArgumentTypeError
+            If ``path`` is no path.
+
+        See Also
+        --------
+        save : Write such a directory.
+        pipeexec.project : Make a projection.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
+        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
+        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     projection.save(f"{folder}/layers")
+        ...     px.Projection.load(f"{folder}/layers").cluster.n_gpus
+        2
         """
         return cls(**load_parts(path))

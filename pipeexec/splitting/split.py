@@ -59,15 +59,15 @@ def split(
     A model without such a list is cut between the modules of Hugging Face's ``base_model_pp_plan``,
     between calls of one module, or between its largest modules. If it calls fewer than two modules,
     a graph of torch.export is cut. That graph holds for the present mode of the model, and for
-    shapes of the sample but for the number of samples. `Stages.way` says which way was taken.
+    shapes of the sample but for the number of samples. `Stages.report` says which way was taken.
 
     Parameters
     ----------
     model
         The model. Its parameters become those of the stages, not copies of them; see the notes for
         tied parameters. Or a function without arguments that makes the model. It is called with
-        tensors that have no data, and each stage then gets the parameters that the model would
-        have, from the same random numbers, so that the whole model is never in memory.
+        tensors that have no data, so that the whole model is never in memory. Each stage then gets
+        the parameters that the model would have, from the same random numbers.
     stages
         Number of stages; or blocks of each stage, such as ``[7, 8, 8, 7]``; or names of the modules
         with which stages begin; or a layout string of Megatron-LM, such as ``"Et*3|(t*4|)*2t*3L"``.
@@ -75,8 +75,8 @@ def split(
         A batch: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors
         may be of any size, of later batches too. Other values hold for all batches.
     balance
-        What a number of stages has equally much of. Of all but blocks, the stage with the most has
-        as little as possible:
+        Quantity that is divided equally among a number of stages. Of all but blocks, the stage with
+        the most has as little as possible:
 
         - ``"blocks"``: the first stages may have one more;
         - ``"parameters"``: their number;
@@ -111,6 +111,13 @@ def split(
     ExecutionError
         If the model's forward fails on the sample, or, to measure it, its backward.
 
+    See Also
+    --------
+    pipeexec.Stages : The stages, and checks of them.
+    pipeexec.Pipeline : Run the stages on devices.
+    pipeexec.project : Profile the blocks of a model, to choose a split.
+    pipesim.lower : Its ``tied`` sums gradients of parameters in several stages.
+
     Notes
     -----
     A parameter that several stages need, such as an embedding that is also the head, stays that of
@@ -124,9 +131,10 @@ def split(
     Examples
     --------
     >>> import torch
+    >>> import pipeexec as px
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> stages = split(model, 2, sample=torch.ones(4, 8))
+    >>> stages = px.split(model, 2, sample=torch.ones(4, 8))
     >>> stages.modules, stages.check(torch.ones(4, 8))
     ((('0', '2'), ('3',)), 0.0)
     """

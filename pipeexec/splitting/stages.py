@@ -1,4 +1,7 @@
-"""`Stages`: a model as stages, and what flows between them."""
+"""`Stages`: a model as stages, and what flows between them.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,18 @@ Gradients: TypeAlias = list[Tensor | None]
 class Stages(Sequence[SplitStage | None]):
     """Stages of a model, in order; `pipeexec.split` makes them.
 
-    They share their parameters with the model, and have the modules of its forward in turn. Stages
-    of other processes are None. Each takes what the stage before returns; the first one takes
-    `arguments` of a batch, the last one returns what the model returns.
+    They share their parameters with the model, and have the modules of its forward in order. Stages
+    of other processes are None. Each takes the output of the stage before. The first one takes
+    `arguments` of a batch, the last one returns the model's output.
+
+    Parameters
+    ----------
+    stages
+        Module of each stage; None for stages of other processes.
+    ordered
+        Function of a batch, which returns it with its tensors in the order of `arguments`.
+    sample
+        Tensors of the sample that the model was cut with.
 
     Attributes
     ----------
@@ -52,6 +64,28 @@ class Stages(Sequence[SplitStage | None]):
         - ``"torch.export"``: functions with parameters, of a model that calls no two modules.
     ways_failed
         Ways that were tried before: pairs of a name, and why it was not taken.
+
+    Raises
+    ------
+    ExecutionError
+        By a call of stages that are those of other processes.
+
+    See Also
+    --------
+    pipeexec.split : Cut a model into stages.
+    pipeexec.Pipeline : Run the stages on devices.
+    pipeexec.read_checkpoint : Read a checkpoint for the model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
+    >>> len(stages), stages.modules, stages.way
+    (2, (('0', '1'), ('2', '3')), 'nn.Sequential')
+    >>> torch.equal(stages(torch.ones(8, 4)), model(torch.ones(8, 4)))
+    True
     """
 
     def __init__(
@@ -115,15 +149,68 @@ class Stages(Sequence[SplitStage | None]):
     def arguments(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the tensors of a batch, as the first stage takes them.
 
+        Parameters
+        ----------
+        batch
+            A batch, nested as the sample was.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            The tensors, in the order of the first stage's arguments.
+
         Raises
         ------
         ArgumentError
             If the batch is not nested as the sample was, or has other values that are no tensors.
+
+        See Also
+        --------
+        ordered : Return the batch itself, in this order.
+        check : Compare the stages with the model.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
+        >>> [tensor.shape for tensor in stages.arguments(torch.ones(2, 4))]
+        [torch.Size([2, 4])]
         """
         return tensors_in(self._ordered(batch))
 
     def ordered(self, batch: Any) -> Any:
-        """Return a batch whose tensors are in the order of `arguments`; raises as that does."""
+        """Return a batch whose tensors are in the order of `arguments`.
+
+        Parameters
+        ----------
+        batch
+            A batch, nested as the sample was.
+
+        Returns
+        -------
+        object
+            The batch, in the order of the sample; for example, a dict with its keys in this order.
+
+        Raises
+        ------
+        ArgumentError
+            As `arguments`.
+
+        See Also
+        --------
+        arguments : Return the tensors alone.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
+        >>> stages.ordered(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+        """
         return self._ordered(batch)
 
     def __call__(self, batch: Any) -> Any:
@@ -169,7 +256,7 @@ class Stages(Sequence[SplitStage | None]):
         -------
         StagesReport
             ``table`` has a row a stage: modules, layers, parameters, FLOPs, seconds and bytes.
-            ``makespans`` has seconds by schedule, ``costs`` what they are predicted from.
+            ``makespans`` has seconds by schedule, predicted from ``costs``.
 
         Raises
         ------
@@ -179,6 +266,22 @@ class Stages(Sequence[SplitStage | None]):
             For an unknown schedule.
         ExecutionError
             If stages are those of other processes, or if one fails.
+
+        See Also
+        --------
+        check : Compare loss and gradients with those of the model.
+        pipeexec.profile : Measure the stages on their devices.
+        pipesim.simulate : Predict a timeline from the costs.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
+        >>> report = stages.report(schedules=["1f1b"])
+        >>> report.table["parameters"].tolist(), list(report.makespans)
+        ([40, 40], ['1f1b'])
         """
         check_count("n_microbatches", n_microbatches)
         values = self._sample if batch is None else self.arguments(batch)
@@ -213,6 +316,20 @@ class Stages(Sequence[SplitStage | None]):
             as `arguments`.
         ExecutionError
             If ``loss_fn`` fails, or returns no loss; and if stages are those of other processes.
+
+        See Also
+        --------
+        report : Measure the stages.
+        pipeexec.check_equivalent : Compare training steps of two configurations.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
+        >>> stages.check(torch.ones(8, 4))
+        0.0
         """
         if loss_fn is None:
             loss_fn = _sum_of_squares

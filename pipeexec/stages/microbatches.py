@@ -1,4 +1,7 @@
-"""`Microbatches`: micro-batches that are given one by one, and may have different shapes."""
+"""`Microbatches`: micro-batches that are given one by one, and may have different shapes.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,23 @@ class Microbatches:
         If there are no micro-batches, one has no tensors or is nested otherwise, or a tensor is
         empty that is not empty in others; and for weights that are not finite and above 0, or not
         one a micro-batch.
+
+    See Also
+    --------
+    pipeexec.Pipeline.step : Run a step on them.
+    pipesim.Costs : Costs with a value a micro-batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 2))
+    >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    >>> batch = px.Microbatches([torch.ones(3, 4), torch.ones(5, 4)])
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...     len(pipeline.step(batch, batch).losses)
+    2
     """
 
     def __init__(
@@ -98,11 +118,30 @@ class Microbatches:
         dim
             Dimension that is cut.
 
+        Returns
+        -------
+        Microbatches
+            One micro-batch a length, without weights. Tensors are views.
+
         Raises
         ------
         ArgumentError
             If lengths are no whole numbers of at least 1, or do not add up to the length of the
-            tensors.
+            tensors. Also if the batch has no tensor, or a tensor has no such dimension.
+        ArgumentTypeError
+            If ``dim`` is no whole number, or ``lengths`` no list.
+
+        See Also
+        --------
+        take : Choose some of the micro-batches.
+        map : Change each micro-batch.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> px.Microbatches.split(torch.ones(8, 4), [3, 5])
+        <2 Microbatches: (3, 4); (5, 4)>
         """
         row = check_list("lengths", lengths, "one whole number a micro-batch")
         if not row or not all(type(n) is int and n > 0 for n in row):
@@ -141,10 +180,32 @@ class Microbatches:
     def take(self, numbers: Sequence[int]) -> Microbatches:
         """Return the micro-batches of some numbers, in this order, with their weights.
 
+        Parameters
+        ----------
+        numbers
+            Numbers of micro-batches, from 0; at least one.
+
+        Returns
+        -------
+        Microbatches
+            The chosen micro-batches.
+
         Raises
         ------
         ArgumentError
-            If a number is that of no micro-batch.
+            If a number is that of no micro-batch, or there is none.
+
+        See Also
+        --------
+        split : Cut a batch.
+        map : Change each micro-batch.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> px.Microbatches([torch.ones(3, 4), torch.ones(5, 4)]).take([1])
+        <1 Microbatches: (5, 4)>
         """
         row = check_list("numbers", numbers, "numbers of micro-batches, such as [1, 0]")
         for k in row:
@@ -154,12 +215,67 @@ class Microbatches:
         return Microbatches([self._values[k] for k in row], weights=weights)
 
     def map(self, function: Callable[[Any], Any]) -> Microbatches:
-        """Return micro-batches with the result of a function of each; weights are the same."""
+        """Return the result of a function for each micro-batch, with the same weights.
+
+        Parameters
+        ----------
+        function
+            Function of a micro-batch; returns a tensor or nested tensors.
+
+        Returns
+        -------
+        Microbatches
+            As many micro-batches, in the same order.
+
+        Raises
+        ------
+        ArgumentError
+            If results cannot be micro-batches of one step, as for the class.
+        ArgumentTypeError
+            If ``function`` is no function.
+
+        See Also
+        --------
+        take : Choose some of the micro-batches.
+        pin_memory : Copy them to pinned memory.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> batch = px.Microbatches([torch.ones(3, 4), torch.ones(5, 4)])
+        >>> batch.map(lambda x: x[:, :2])
+        <2 Microbatches: (3, 2); (5, 2)>
+        """
         check_function("function", function, "function(microbatch)")
         return Microbatches([function(value) for value in self._values], weights=self.weights)
 
     def pin_memory(self) -> Microbatches:
-        """Return micro-batches in pinned memory, for a DataLoader with ``pin_memory=True``."""
+        """Return micro-batches in pinned memory.
+
+        A DataLoader with ``pin_memory=True`` calls it.
+
+        Returns
+        -------
+        Microbatches
+            Copies of all tensors, with the same weights.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if there is no GPU.
+
+        See Also
+        --------
+        map : Change each micro-batch.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> px.Microbatches([torch.ones(3, 4)]).pin_memory()  # doctest: +SKIP
+        <1 Microbatches: (3, 4)>
+        """
         return self.map(lambda x: with_tensors(x, [t.pin_memory() for t in tensors_in(x)]))
 
 

@@ -1,4 +1,7 @@
-"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use."""
+"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -71,20 +74,41 @@ def to_torch(
         gives the inputs, that of the last stage the targets. Gradients add up in
         ``parameter.grad``; optimizer steps are the caller's.
 
+    Raises
+    ------
+    ScheduleError
+        If the schedule is wrong; see `pipesim.verify`.
+    ArgumentError
+        If the stages are not those of this rank, ``loss_fn`` cannot be called, or torch has no such
+        option. Also if torch's runtime has no action for a part of the schedule: recompute, copies
+        of stages, several mini-batches or weight versions, replicas.
+
+    See Also
+    --------
+    pipeexec.from_torch : The other way round.
+    pipesim.lower : Make a graph with messages.
+    pipeexec.Pipeline : The runtime of this package.
+
     Notes
     -----
     Until torch 2.11, a step begins with a message from each stage to its neighbours. Where a rank
     holds two neighbours, as in ZB-V, that message goes to the rank itself, and gloo raises
     RuntimeError.
 
-    Raises
-    ------
-    ScheduleError
-        If the schedule is wrong; see `pipesim.verify`.
-    ArgumentError
-        If torch's runtime has no action for what it needs (recompute, copies of stages, several
-        mini-batches or weight versions, replicas), the stages are not those of this rank,
-        ``loss_fn`` cannot be called, or torch has no such option.
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> import pipeexec as px, pipesim as ps
+    >>> from torch.distributed.pipelining import PipelineStage
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    >>> runtime = px.to_torch(ps.schedule("1f1b", 1, 2), [stage], torch.nn.functional.mse_loss)
+    >>> x, losses = torch.ones(8, 4), []
+    >>> _ = runtime.step(x, target=x, losses=losses)
+    >>> len(losses)
+    2
+    >>> dist.destroy_process_group()
     """
     from pipeexec.torch_pipelining.private import make_runtime
 
@@ -118,12 +142,17 @@ def from_torch(
     ----------
     schedule
         Object of one of torch's schedule classes, or its ``pipeline_order``: a mapping of ranks to
-        actions (or their text), with None for idle steps. Of `ScheduleGPipe` and `Schedule1F1B`,
-        whose loops do not follow what they list, it is what the loop runs.
+        actions (or their text), with None for idle steps. The loops of `ScheduleGPipe` and
+        `Schedule1F1B` do not follow the order that they list; the result is the order of the loop.
     n_microbatches
         Number of micro-batches; by default that of the actions.
     name
         Name of the schedule; by default that of the class.
+
+    Returns
+    -------
+    Schedule
+        The actions of each rank, in their order.
 
     Raises
     ------
@@ -132,6 +161,19 @@ def from_torch(
     ScheduleError
         If an action cannot be simulated, naming rank and position. The order itself is not checked
         before `pipesim.verify`.
+
+    See Also
+    --------
+    pipeexec.to_torch : The other way round.
+    pipeexec.torch_schedule_order : Order of a class of torch.
+    pipesim.verify : Check a schedule.
+
+    Examples
+    --------
+    >>> import pipeexec as px
+    >>> print(px.from_torch({0: ["0F0", "0B0"], 1: [None, "1F0", "1B0"]}).grid())
+    device 0 | 0F0 0B0
+    device 1 | 1F0 1B0
     """
     from pipeexec.torch_pipelining.private import executed_order, loop_of
 
@@ -172,12 +214,22 @@ def torch_schedule_order(
         Whether to return the order that the class runs. ``"GPipe"`` and ``"1F1B"`` run a loop of
         another order than they list; see docs/how_to/exchange_orders_with_torch.md.
 
+    Returns
+    -------
+    dict
+        Actions of each rank, as ``pipeline_order`` has them, or as text; None for idle steps.
+
     Raises
     ------
     ArgumentError
         For counts that the class does not take, with torch's reason.
     CapacityError
         If the order would not fit in memory.
+
+    See Also
+    --------
+    pipeexec.from_torch : Make a schedule of the order.
+    pipesim.schedule : Schedules of this package.
 
     Examples
     --------

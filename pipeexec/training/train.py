@@ -78,12 +78,12 @@ def train(
         Whether to continue from the last checkpoint in ``directory``. Otherwise the training begins
         anew, and the files of an earlier one there are deleted.
     objects
-        What checkpoints save beside model, optimizers, ``scheduler`` and the pipeline's gradient
-        scaler, by name: objects with ``state_dict`` and ``load_state_dict``, such as
+        Further objects of checkpoints, by name, beside model, optimizers, ``scheduler`` and the
+        pipeline's gradient scaler. They have ``state_dict`` and ``load_state_dict``, such as
         ``{"average": averaged_model}``. Their states are equal in all processes.
     record
-        What identifies this training, such as its configuration, and may not change when it is
-        continued; JSON can hold it.
+        Values that identify this training, such as its configuration, which JSON can hold. They may
+        not change when it is continued.
     costs
         Costs for a prediction, or ``"measure"``: they are measured before the first step of each
         call, in nine steps that leave no trace.
@@ -91,7 +91,7 @@ def train(
         Numbers of steps, from 1, whose measured timelines are kept and saved.
     on_step, on_evaluation, on_checkpoint
         Called as ``on_step(run, result)``, ``on_evaluation(run, row)`` and
-        ``on_checkpoint(run, path)``, in all processes. What they return does not matter. To end the
+        ``on_checkpoint(run, path)``, in all processes. Their results are ignored. To end the
         training after this step, they call ``run.stop()``, in one process at least. If one raises,
         the training ends with an `ExecutionError`, and without a checkpoint.
     progress
@@ -116,6 +116,13 @@ def train(
     ResumeWarning
         If the batches of a continued training are not those of the run before.
 
+    See Also
+    --------
+    pipeexec.TrainingRun : Tables of a training.
+    pipeexec.LRSchedulers : Learning-rate schedulers of all stages.
+    pipeexec.save_checkpoint : Save a checkpoint in a loop of your own.
+    pipeexec.Pipeline.step : Run one step.
+
     Notes
     -----
     Ctrl-C and SIGTERM end the training after the step that runs, with a checkpoint; ``run.end`` is
@@ -133,6 +140,18 @@ def train(
     Files: ``log.csv`` has a row a step, ``evaluation.csv`` a row an evaluation, ``training.json``
     the ``record``, command and versions. ``checkpoints/`` has the last checkpoints, ``steps/`` the
     chosen timelines. With costs, there are ``costs.json`` and ``predicted.csv``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+    ...     run = px.train(pipeline, [(x, x)] * 3, epochs=2)
+    >>> run.n_steps, run.end, run.losses[-1] < run.losses[0]
+    (6, 'batches', True)
     """
     check_type("pipeline", pipeline, Pipeline)
     with guard_processes(pipeline.processes):

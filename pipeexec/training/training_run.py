@@ -34,6 +34,13 @@ def has_log(directory: Path) -> bool:
 class TrainingRun:
     """A training; `pipeexec.train` makes it, and `load` reads one from its directory.
 
+    Parameters
+    ----------
+    directory
+        Directory of the files; None without one.
+    writes
+        Whether to write rows to files in ``directory``.
+
     Attributes
     ----------
     directory
@@ -51,6 +58,23 @@ class TrainingRun:
     end
         Why the training ended: ``"steps"`` or ``"batches"`` (all of them), ``"stopped"`` by
         `stop`, or ``"interrupted"`` by Ctrl-C or SIGTERM; empty while it runs.
+
+    See Also
+    --------
+    pipeexec.train : Train a pipeline.
+    pipeexec.load_checkpoint : Load the state of a training.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+    ...     run = px.train(pipeline, [(x, x)] * 3)
+    >>> run.table.columns[:3].tolist(), len(run.losses)
+    (['step', 'epoch', 'loss'], 3)
     """
 
     def __init__(self, directory: Path | None = None, *, writes: bool = False) -> None:
@@ -70,10 +94,41 @@ class TrainingRun:
     def load(cls, directory: Path | str) -> TrainingRun:
         """Read the tables of a training directory, also while the training runs.
 
+        Parameters
+        ----------
+        directory
+            The directory that `pipeexec.train` was given.
+
+        Returns
+        -------
+        TrainingRun
+            Tables, number of steps and epoch, as far as they are written.
+
         Raises
         ------
         RunDirectoryError
             If there is no log, or a file was edited.
+        ArgumentTypeError
+            If ``directory`` is no path.
+
+        See Also
+        --------
+        summary : The run as text.
+        plot : The losses as a figure.
+        pipeexec.train : Write such a directory, or continue its run.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...         _ = px.train(pipeline, [(x, x)] * 3, directory=folder)
+        ...     len(px.TrainingRun.load(folder).table)
+        3
         """
         path = check_path("directory", directory)
         if not has_log(path):
@@ -109,17 +164,95 @@ class TrainingRun:
         return self.end == "interrupted"
 
     def stop(self) -> None:
-        """End the training after the step that runs, or has just run; for hooks."""
+        """End the training after the step that runs, or has just run; for hooks.
+
+        See Also
+        --------
+        pipeexec.train : Its hooks are called after each step.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     run = px.train(pipeline, [(x, x)] * 9, on_step=lambda run, result: run.stop())
+        >>> run.n_steps, run.end
+        (1, 'stopped')
+        """
         self.stop_requested = True
 
     def plot(self, *, ax: Axes | None = None, title: str | None = None) -> Axes:
-        """Draw the losses of steps and evaluations; see `pipeexec.training.loss_curve`."""
+        """Draw the losses of steps and evaluations.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones, two columns wide, by default.
+        title
+            Title of the axes; none by default.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes: loss of each step, its moving average, and losses of evaluations.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no step yet, or ``ax`` is no Axes.
+
+        See Also
+        --------
+        summary : The run as text.
+        pipesim.Timeline.plot : Draw a timeline of the run.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from matplotlib.figure import Figure
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     run = px.train(pipeline, [(x, x)] * 3)
+        >>> run.plot(ax=Figure().subplots()).get_ylabel()
+        'Loss'
+        """
         from pipeexec.training.loss_curve import loss_curve
 
         return loss_curve(self.table, self.evaluations, ax=ax, title=title)
 
     def summary(self) -> str:
-        """Return the steps, the first and last loss, and the makespan with its error, as text."""
+        """Return the steps, the first and last loss, and the makespan with its error, as text.
+
+        Returns
+        -------
+        str
+            A few lines of text.
+
+        See Also
+        --------
+        plot : The losses as a figure.
+        load : Read the tables of a directory.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     run = px.train(pipeline, [(x, x)] * 3)
+        >>> print(run.summary())
+        3 steps: loss ... to ...
+        ... samples/s (median)
+        step: makespan ..., bubble ...% (medians)
+        """
         return summary(self.table, self.evaluations, first_step=self.first_step)
 
     def __repr__(self) -> str:

@@ -1,4 +1,7 @@
-"""`Validation`: predictions beside measured steps, as tables, a figure and a run directory."""
+"""`Validation`: predictions beside measured steps, as tables, a figure and a run directory.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,27 @@ class Validation:
         Notes on the measured times, such as that links are imposed.
     record
         Entries of the ``run.json`` that `load_run` read: ``command``, ``date`` in UTC,
-        ``versions``, ``hardware`` and those that the user gave `save`. Empty for others.
+        ``versions``, ``hardware`` and the user's ``record`` of `save`. Empty for others.
+
+    See Also
+    --------
+    pipeexec.validate : Make a validation.
+    pipeexec.load_run : Read a validation that was saved.
+    pipeexec.Profile : Tables of the calibration.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 2, 4))}
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
+    >>> validation = px.validate(
+    ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
+    ... )
+    >>> list(validation.rows), validation.table.columns[:3].tolist()
+    (['1f1b'], ['predicted', 'measured', 'error'])
     """
 
     rows: dict[str, Row]
@@ -151,7 +174,42 @@ class Validation:
         return pd.concat(tables, names=["graph"]) if tables else pd.DataFrame()
 
     def figure(self, **options: Any) -> Figure:
-        """Draw the prediction of every row over its median step; see `pipesim.plot.overlay`."""
+        """Draw the prediction of every row over its median step.
+
+        Parameters
+        ----------
+        **options
+            Those of `pipesim.plot.overlay`, such as ``width`` (inches) and ``transfers``.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            One axes a row, under each other, on one time axis.
+
+        Raises
+        ------
+        ArgumentError, UnknownNameError
+            As `pipesim.plot.overlay`.
+
+        See Also
+        --------
+        save : Write the figure and all tables.
+        pipesim.plot.overlay : Draw comparisons.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 2, 4))}
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
+        >>> validation = px.validate(
+        ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
+        ... )
+        >>> len(validation.figure().axes)
+        1
+        """
         from pipesim.plot.comparisons import overlay
 
         return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
@@ -187,6 +245,25 @@ class Validation:
             writing it.
         ArgumentError
             If two rows would have the same folder.
+
+        See Also
+        --------
+        pipeexec.load_run : Read the directory.
+        pipeexec.Profile.save : Write a profile alone.
+        figure : Draw predictions over measured steps.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 1, 4))}
+        >>> stages, x = [torch.nn.Linear(4, 4)], torch.ones(8, 4)
+        >>> validation = px.validate(stages, graphs, ["cpu"], mse_loss, [(x, x)] * 2, n_steps=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     validation.save(f"{folder}/run", figures=False)
+        ...     px.load_run(f"{folder}/run").table.index.tolist()
+        ['1f1b']
         """
         write_run(self, path, record, figures=figures)
 
@@ -194,9 +271,40 @@ class Validation:
 def load_run(path: Path | str) -> Validation:
     """Read a run directory; the result prints its command, hardware, makespans and errors.
 
+    Parameters
+    ----------
+    path
+        Run directory that `pipeexec.Validation.save` or the command ``pipeexec validate`` has
+        written.
+
+    Returns
+    -------
+    Validation
+        The validation, with the record of its run.
+
     Raises
     ------
     RunDirectoryError
         If a file is missing, truncated or edited.
+    ArgumentTypeError
+        If ``path`` is no path.
+
+    See Also
+    --------
+    pipeexec.Validation.save : Write such a directory.
+    pipeexec.Profile.load : Read its profile alone.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 1, 4))}
+    >>> stages, x = [torch.nn.Linear(4, 4)], torch.ones(8, 4)
+    >>> validation = px.validate(stages, graphs, ["cpu"], mse_loss, [(x, x)] * 2, n_steps=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     validation.save(f"{folder}/run", record={"seed": 0}, figures=False)
+    ...     px.load_run(f"{folder}/run").record["seed"]
+    0
     """
     return Validation(**read_run(path))

@@ -138,11 +138,16 @@ def validate(
         As for `Pipeline`. With several processes, each calls this and gets the whole result. All
         graphs have the operations for ``tied``, ``max_grad_norm`` and ``grad_scaler``.
     slice_dim
-        Likewise; all graphs have the same number of slices a sequence.
+        As for `Pipeline`; all graphs have the same number of slices a sequence.
     costs
         Costs to predict from, without calibration; from `px.profile` or `Costs.load`.
     progress
         Called with a line of text before the warm-up and after each round.
+
+    Returns
+    -------
+    Validation
+        One row a graph, with predictions and measured steps; the costs and the profile.
 
     Raises
     ------
@@ -159,6 +164,29 @@ def validate(
     AccuracyWarning
         If tasks are too short or too unsteady for a good prediction. Also if ``costs`` are from
         messages of other sizes.
+
+    See Also
+    --------
+    pipeexec.profile : Measure costs alone.
+    pipeexec.load_run : Read a validation that was saved.
+    pipeexec.check_equivalent : Compare the results of two configurations.
+    pipesim.compare : Compare one prediction with one measured timeline.
+
+    Examples
+    --------
+    Given costs spare the calibration, which takes seconds:
+
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graphs = {name: ps.lower(ps.schedule(name, 2, 4)) for name in ("gpipe", "1f1b")}
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
+    >>> validation = px.validate(
+    ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
+    ... )
+    >>> validation.table["predicted"].round(3).to_dict()
+    {'gpipe': 0.015, '1f1b': 0.015}
     """
     options = check_options(
         batches, optimizer, n_steps=n_steps, warm_up=warm_up, repeat=repeat, costs=costs,

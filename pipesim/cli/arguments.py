@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from pipesim.calibration.measured_steps import known_columns
 from pipesim.cli.argument_values import (
@@ -24,9 +23,8 @@ from pipesim.cli.plan_arguments import add_plan_arguments
 from pipesim.cli.view_arguments import add_demo_page_arguments, add_view_arguments
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import suggestion
-from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
-from pipesim.utils.argument_parser import RaisingParser
+from pipesim.utils.argument_parser import RaisingParser, add_version
 
 __all__ = ["Command", "argument_settings", "make_parser", "parse_arguments"]
 
@@ -103,14 +101,6 @@ _SWITCHES = (
 )
 
 
-class _Version(argparse.Action):
-    """Look up the version only for ``--version``."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        print(f"pipesim {version()}")
-        parser.exit()
-
-
 def make_parser(
     commands: Mapping[str, tuple[Command, str]], names: Container[str]
 ) -> argparse.ArgumentParser:
@@ -121,7 +111,7 @@ def make_parser(
     parser = RaisingParser(
         prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    add_version(parser)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, summary) in commands.items():
         command = subparsers.add_parser(

@@ -235,11 +235,25 @@ class Costs:
     UnknownNameError
         For an unknown algorithm.
 
+    See Also
+    --------
+    pipesim.Transformer.costs : Costs of a transformer, from its sizes and a GPU.
+    pipesim.Layers.costs : Costs of stages made of profiled layers.
+    pipesim.simulate : Predict a timeline from a task graph and costs.
+    pipesim.Network : Links, from which the seconds of messages follow.
+
     Examples
     --------
-    Three micro-batches, of which the second is twice as long; two equal stages.
+    Two equal stages. A step of GPipe takes ``(2 + 2 - 1) * (1 + 2)`` seconds.
 
-    >>> costs = Costs(forward=[[1, 2, 1]], backward=[[2, 4, 2]])
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+    >>> ps.simulate(graph, ps.Costs(forward=1, backward=2)).makespan
+    9.0
+
+    Three micro-batches, of which the second is twice as long.
+
+    >>> costs = ps.Costs(forward=[[1, 2, 1]], backward=[[2, 4, 2]])
     >>> costs.microbatch(1).forward, costs.averaged().backward
     (2.0, 2.6666666666666665)
     """
@@ -337,21 +351,71 @@ class Costs:
     def microbatch(self, number: int) -> Costs:
         """Return the costs of one micro-batch, as one value a stage.
 
+        Parameters
+        ----------
+        number
+            Number of the micro-batch, counted from 0. If replicas differ, those of replica 0 come
+            first.
+
+        Returns
+        -------
+        Costs
+            The same costs if all micro-batches have equal ones.
+
         Raises
         ------
         CostsError
             If these costs have no such micro-batch.
         ArgumentError
             For a number that is no whole number of at least 0.
+
+        See Also
+        --------
+        averaged : Averages over all micro-batches.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Costs(forward=[[1, 3]], backward=2).microbatch(1)
+        <Costs of any number of stages: F 3.00 s, B 2.00 s>
         """
         return costs_of_microbatch(self, number)
 
     def averaged(self) -> Costs:
-        """Return the averages over micro-batches, as one value a stage."""
+        """Return the averages over micro-batches, as one value a stage.
+
+        Returns
+        -------
+        Costs
+            The same costs if all micro-batches have equal ones.
+
+        See Also
+        --------
+        microbatch : Costs of one micro-batch.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Costs(forward=[[1, 3]], backward=2).averaged()
+        <Costs of any number of stages: F 2.00 s, B 2.00 s>
+        """
         return averaged(self)
 
     def per_stage(self, name: str, n_stages: int) -> NDArray[np.float64]:
-        """Return a field as one value a stage, shape ``(n_stages,)``.
+        """Return a field as one value a stage.
+
+        Parameters
+        ----------
+        name
+            Name of a field with numbers, such as ``"forward"``.
+        n_stages
+            Number of stages, at least 1.
+
+        Returns
+        -------
+        numpy.ndarray
+            Seconds or bytes, as the field has them; shape ``(n_stages,)``. A field that was not
+            given has its default, such as the sum of I and W for ``"backward"``.
 
         Raises
         ------
@@ -364,6 +428,18 @@ class Costs:
             For a number of stages that is no whole number of at least 1.
         CapacityError
             If one value a stage would not fit in memory.
+
+        See Also
+        --------
+        of : Seconds and bytes of each task of a graph.
+        microbatch : Costs of one micro-batch, with one value a stage.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, input_grad=(2, 3), weight_grad=1)
+        >>> costs.per_stage("backward", 2)
+        array([3., 4.])
         """
         column = self._columns.get(name) if isinstance(name, str) else None
         if column is not None and type(n_stages) is int and len(column) == n_stages:
@@ -426,6 +502,16 @@ class Costs:
     def of(self, graph: TaskGraph) -> TaskCosts:
         """Return the costs of each task of ``graph``.
 
+        Parameters
+        ----------
+        graph
+            A lowered schedule, with as many stages as these costs.
+
+        Returns
+        -------
+        TaskCosts
+            Seconds, bytes and links, one value a task.
+
         Raises
         ------
         CostsError
@@ -435,6 +521,21 @@ class Costs:
             If a link names a device that the graph does not have.
         ArgumentError
             If ``graph`` is no `TaskGraph`.
+
+        See Also
+        --------
+        per_stage : One field of these costs, for each stage.
+        pipesim.lower : Make a task graph of a schedule.
+        pipesim.simulate : Predict a timeline from a graph and costs.
+
+        Examples
+        --------
+        Two micro-batches on two devices: four forwards of 1 s, and four backwards of 2 s.
+
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
+        >>> float(ps.Costs(forward=1, backward=2).of(graph).duration.sum())
+        12.0
         """
         check_type("graph", graph, TaskGraph, "lower the schedule first")
         with np.errstate(over="ignore", invalid="ignore"):
@@ -472,6 +573,16 @@ class Costs:
         workspaces, and bytes and seconds of one exchange of experts are not shared. ``segments``
         become even.
 
+        Parameters
+        ----------
+        placement
+            Device of each stage, with as many devices as these costs have stages.
+
+        Returns
+        -------
+        Costs
+            One value for each stage of the placement.
+
         Raises
         ------
         CostsError
@@ -479,6 +590,20 @@ class Costs:
             not divide among the stages of a device.
         ArgumentError
             If ``placement`` is no `Placement`.
+
+        See Also
+        --------
+        pipesim.Placement : Which device holds which stage.
+        rebuilt : Costs of the same transformer, with other layers of stages.
+
+        Examples
+        --------
+        Device 0 has stages 0 and 3, each with half of its seconds.
+
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=(2, 4), backward=(4, 8))
+        >>> costs.in_chunks(ps.v_shaped(2)).forward
+        (1.0, 2.0, 2.0, 1.0)
         """
         check_type("placement", placement, Placement)
         if self.n_microbatches is not None:
@@ -506,7 +631,25 @@ class Costs:
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON or TOML; unset fields are left out."""
+        """Return plain values for JSON or TOML; unset fields are left out.
+
+        Returns
+        -------
+        dict
+            Fields by name. Numbers are in seconds or bytes; infinite bandwidth is None.
+
+        See Also
+        --------
+        from_dict : Return the costs in such a mapping.
+        save : Write the costs to a file.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> values = ps.Costs(forward=(1, 3), backward=2).to_dict()
+        >>> values["forward"], values["backward"]
+        ((1.0, 3.0), 2.0)
+        """
         values = {name: getattr(self, name) for name in STAGE_FIELDS}
         values = {k: v for k, v in values.items() if v != EXPERT_DEFAULTS.get(k)}
         if isinstance(self.skip_sizes, tuple):
@@ -535,12 +678,36 @@ class Costs:
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
         """Return the costs in a mapping that `to_dict` returned.
 
+        Parameters
+        ----------
+        values
+            Fields by name; ``network`` is a mapping as in `Network.from_dict`. Missing fields have
+            their defaults.
+
+        Returns
+        -------
+        Costs
+            Equal to the costs that `to_dict` was called on.
+
         Raises
         ------
         CostsError
-            If ``values`` is no mapping.
+            If ``values`` is no mapping, or for values out of range.
+        NetworkError
+            For a wrong ``network``.
         UnknownNameError
             For an unknown key, naming it and the nearest known one.
+
+        See Also
+        --------
+        to_dict : Return plain values of costs.
+        load : Read costs from a file.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Costs.from_dict({"forward": 1, "backward": 2, "network": {"latency": 1e-6}})
+        <Costs of any number of stages: F 1.00 s, B 2.00 s>
         """
         if not isinstance(values, Mapping):
             raise CostsError(
@@ -557,10 +724,30 @@ class Costs:
 
         The file has a checksum of its values: delete that line if you change the file by hand.
 
+        Parameters
+        ----------
+        path
+            File to write, such as ``"costs.json"``. A file of that name is replaced.
+
         Raises
         ------
         ArgumentError
             For a value that is no path, and a file that cannot be written.
+
+        See Also
+        --------
+        load : Read the file again.
+        to_dict : Return the same values without a file.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(forward=1, backward=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     costs.save(f"{folder}/costs.json")
+        ...     ps.Costs.load(f"{folder}/costs.json") == costs
+        True
         """
         path, values = check_path("path", path, "write"), self.to_dict()
         text = json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n"
@@ -569,6 +756,16 @@ class Costs:
     @classmethod
     def load(cls, path: Path | str) -> Costs:
         """Read a JSON file that `save` wrote, or one written by hand, which needs no checksum.
+
+        Parameters
+        ----------
+        path
+            The file to read. Its keys are those of `from_dict`.
+
+        Returns
+        -------
+        Costs
+            Costs of the file, with defaults for missing fields.
 
         Raises
         ------
@@ -579,6 +776,23 @@ class Costs:
             content, or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        save : Write such a file.
+        from_dict : Return the costs in a mapping.
+
+        Examples
+        --------
+        A file written by hand:
+
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "costs.json")
+        ...     _ = path.write_text('{"forward": 1, "backward": 2}')
+        ...     ps.Costs.load(path)
+        <Costs of any number of stages: F 1.00 s, B 2.00 s>
         """
         path = check_path("path", path)
         values = read_json(path, "costs from", CostsError)
@@ -604,16 +818,32 @@ class Costs:
             ``tensor_parallel``, ...). ``n_layers`` may be left out if the layers of each stage are
             given.
 
+        Returns
+        -------
+        Costs
+            One value a stage: seconds and bytes of one GPU, and the ``workload``.
+
         Raises
         ------
         ArgumentError
             For settings that are unknown, missing or impossible.
+        NetworkError
+            For a network whose devices have another number of GPUs than share a layer.
+
+        See Also
+        --------
+        pipesim.Transformer.costs : The same for an existing model, with all settings.
+        rebuilt : Costs of the same transformer with other settings.
+        from_layers : Costs of profiled layers.
 
         Examples
         --------
-        >>> costs = Costs.transformer(
+        >>> import pipesim as ps
+        >>> costs = ps.Costs.transformer(
         ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
         ...     vocabulary_size=50304, microbatch_size=4, gpu="a100_80gb")
+        >>> costs.layout
+        'Et*3|(t*3|)*2t*2L'
         """
         from pipesim.models.costs_from_sizes import costs_from_sizes
 
@@ -633,6 +863,11 @@ class Costs:
             Settings of `transformer` that differ, such as ``gpu="h200"``, ``recompute="full"`` or
             ``layers_per_stage=[8, 8]``.
 
+        Returns
+        -------
+        Costs
+            One value a stage, as `transformer` returns them.
+
         Raises
         ------
         CostsError
@@ -647,10 +882,17 @@ class Costs:
         CostsWarning
             As `pipesim.Transformer.costs` does.
 
+        See Also
+        --------
+        transformer : Costs of a transformer's stages, from its sizes.
+        scaled : Costs with the seconds of operations multiplied by a factor.
+        pipesim.Network.scaled : A network with other latencies and bandwidths.
+
         Examples
         --------
-        >>> nodes = Network.preset("dgx_h100", gpus_per_device=4)
-        >>> costs = Costs.transformer(
+        >>> import pipesim as ps
+        >>> nodes = ps.Network.preset("dgx_h100", gpus_per_device=4)
+        >>> costs = ps.Costs.transformer(
         ...     [2, 2], hidden_size=1024, n_heads=16, sequence_length=1024, vocabulary_size=50304,
         ...     microbatch_size=4, gpu="h100_sxm", tensor_parallel=4, network=nodes)
         >>> costs.rebuilt(network=nodes.scaled(bandwidth=0.1)).forward[0] > costs.forward[0]
@@ -694,12 +936,31 @@ class Costs:
         launch, network
             As in `Costs`.
 
+        Returns
+        -------
+        Costs
+            One value a stage: seconds and bytes summed over its layers; see `Layers.costs`.
+
         Raises
         ------
         CostsError
             For a table that cannot be read, naming file, line and column.
         ArgumentError
-            For a split that does not suit the number of layers.
+            For a split that does not suit the number of layers, and layers of another type.
+
+        See Also
+        --------
+        pipesim.Layers : The columns of the table.
+        pipesim.Layers.costs : The same for layers that exist already.
+        transformer : Costs of a transformer's stages, from its sizes.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> import pipesim as ps
+        >>> layers = pd.DataFrame({"forward": [1, 1, 4], "backward": [2, 2, 8]})
+        >>> ps.Costs.from_layers(layers, 2).forward
+        (2.0, 4.0)
         """
         from pipesim.models.layers import as_layers
 
@@ -756,8 +1017,15 @@ class Costs:
         **fields
             Other fields of `Costs`, used instead of the timeline's.
 
+        Returns
+        -------
+        Costs
+            One value a stage, or one a stage and micro-batch.
+
         Raises
         ------
+        ArgumentError
+            If ``timeline`` is no `Timeline`.
         TimelineError
             If tasks of the timeline did not run, or if it does not show the bytes of a skip
             connection.
@@ -771,6 +1039,20 @@ class Costs:
               the timeline's costs nor ``fields`` have ``parameter_bytes``.
             - If tasks waited for their host for more than 1 % of the timeline, and ``launch`` is
               not given.
+
+        See Also
+        --------
+        scaled : Costs with the seconds of operations multiplied by a factor.
+        pipesim.Timeline.load : Read a measured timeline.
+        pipesim.replay : Simulate a timeline again with the seconds of each of its tasks.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+        >>> measured = ps.simulate(graph, ps.Costs(forward=(1, 3), backward=2))
+        >>> ps.Costs.from_timeline(measured).forward
+        (1.0, 3.0)
         """
         from pipesim.analysis.measured_costs import costs_from_timeline
 
@@ -803,6 +1085,12 @@ class Costs:
         n_stages
             Number of stages; needed to scale one stage of costs with one value for all stages.
 
+        Returns
+        -------
+        Costs
+            With as many values in each field as these costs, or one a stage if one stage was
+            scaled.
+
         Raises
         ------
         CostsError
@@ -811,11 +1099,17 @@ class Costs:
         UnknownNameError
             For an operation that is unknown, or that does not compute.
 
+        See Also
+        --------
+        rebuilt : Costs of the same transformer with other settings.
+        pipesim.Network.scaled : A network with other latencies and bandwidths.
+
         Examples
         --------
-        >>> Costs(forward=1, backward=2).scaled(2.5, stage=2, n_stages=4).forward
+        >>> import pipesim as ps
+        >>> ps.Costs(forward=1, backward=2).scaled(2.5, stage=2, n_stages=4).forward
         (1.0, 1.0, 2.5, 1.0)
-        >>> Costs(forward=(1, 1), backward=(2, 2)).scaled(0.5, op="B", stage=1).backward
+        >>> ps.Costs(forward=(1, 1), backward=(2, 2)).scaled(0.5, op="B", stage=1).backward
         (2.0, 1.0)
         """
         from pipesim.costs.scaling import scaled

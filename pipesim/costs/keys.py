@@ -60,9 +60,15 @@ class Keys:
         For frequencies that are negative, not finite, or 0 for all rows of a table, and counts that
         are no whole numbers of at least 1.
 
+    See Also
+    --------
+    pipesim.Costs : Costs of a stage; `exchange_bytes` is one of its fields.
+    pipesim.Network.all_to_all : Seconds of an exchange.
+
     Examples
     --------
-    >>> keys = Keys.zipf(1000, n_keys=500, exponent=1.2)
+    >>> import pipesim as ps
+    >>> keys = ps.Keys.zipf(1000, n_keys=500, exponent=1.2)
     >>> keys.load(4, "modulo", unique=False) > keys.load(4, "frequency", unique=False)
     True
     """
@@ -91,21 +97,72 @@ class Keys:
         n_keys
             As for the class.
         exponent
-            0 for equal shares.
+            Exponent of the law, at least 0; 1 by default, 0 for equal shares.
         seed
-            Seed of the order of rows by frequency. None: row 0 is the most frequent, then row 1.
+            Seed of the order of rows by frequency, 0 by default. None: row 0 is the most frequent,
+            then row 1.
+
+        Returns
+        -------
+        Keys
+            Keys of tables with these rows.
 
         Raises
         ------
         ArgumentError
             For an exponent that is negative or not finite, and for counts that are no whole
             numbers of at least 1.
+        CapacityError
+            For more rows than fit in memory.
+
+        See Also
+        --------
+        uniform : Keys for which all rows are equally frequent.
+        counted : Keys of a batch.
+
+        Examples
+        --------
+        Shares are in the ratio of 1, 1/2, 1/3 and 1/4.
+
+        >>> import pipesim as ps
+        >>> ps.Keys.zipf(4, n_keys=100, seed=None).frequencies
+        (array([0.48, 0.24, 0.16, 0.12]),)
         """
         return cls(zipf_tables(n_rows, exponent, seed), n_keys)
 
     @classmethod
     def uniform(cls, n_rows: int | Sequence[int], n_keys: int | Sequence[int]) -> Keys:
-        """Return keys for which all rows of a table are equally frequent; see `zipf`."""
+        """Return keys for which all rows of a table are equally frequent.
+
+        Parameters
+        ----------
+        n_rows
+            Rows of the table, or of each of several.
+        n_keys
+            As for the class.
+
+        Returns
+        -------
+        Keys
+            Keys of tables with these rows.
+
+        Raises
+        ------
+        ArgumentError
+            For counts that are no whole numbers of at least 1.
+        CapacityError
+            For more rows than fit in memory.
+
+        See Also
+        --------
+        zipf : Keys for which few rows are frequent.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Keys.uniform(4, n_keys=100).frequencies
+        (array([0.25, 0.25, 0.25, 0.25]),)
+        """
         return cls([np.ones(rows) for rows in row_counts(n_rows)], n_keys)
 
     @classmethod
@@ -122,10 +179,27 @@ class Keys:
         n_keys
             As for the class; by default all counted keys, taken as one rank's micro-batch.
 
+        Returns
+        -------
+        Keys
+            Keys that occur at most as often as they were counted.
+
         Raises
         ------
         ArgumentError
             For counts that are no whole numbers, and more ``n_keys`` than were counted.
+
+        See Also
+        --------
+        counted : The same from the keys of a batch.
+
+        Examples
+        --------
+        Three keys were counted: row 0 twice and row 2 once. Unique keys are sent once each.
+
+        >>> import pipesim as ps
+        >>> ps.Keys.from_counts([2, 0, 1]).loads()
+        [array([1., 0., 1.])]
         """
         tables = checked_tables("counts", counts)
         for index, table in enumerate(tables):
@@ -152,7 +226,7 @@ class Keys:
         n_rows: int | Sequence[int],
         n_keys: int | Sequence[int] | None = None,
     ) -> Keys:
-        """Return the keys of a batch, counted; see `from_counts`.
+        """Return the keys of a batch, counted.
 
         Parameters
         ----------
@@ -161,10 +235,25 @@ class Keys:
         n_rows, n_keys
             Rows of the table, or of each of several; keys of a rank's micro-batch, by default all.
 
+        Returns
+        -------
+        Keys
+            Keys that occur at most as often as in the batch.
+
         Raises
         ------
         ArgumentError
             For keys that are no rows, naming the first, and for a batch without keys.
+
+        See Also
+        --------
+        from_counts : The same from numbers that were counted already.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Keys.counted([[0, 0], [2, 0]], n_rows=3).loads(unique=False)
+        [array([3., 0., 1.])]
         """
         several = isinstance(n_rows, Sequence)
         return cls.from_counts(count_keys(keys, row_counts(n_rows), several=several), n_keys)
@@ -190,10 +279,28 @@ class Keys:
         n_microbatches
             Micro-batches whose keys are made unique together.
 
+        Returns
+        -------
+        list
+            Average numbers of keys, one array of shape ``(rows,)`` a table.
+
         Raises
         ------
         ArgumentError
             For more micro-batches than the counted keys suffice for, and other wrong arguments.
+
+        See Also
+        --------
+        sent : Keys that each rank sends to each owner.
+        load : How much more the busiest owner receives.
+
+        Examples
+        --------
+        Four keys, of which three of four are row 0; all duplicates are sent.
+
+        >>> import pipesim as ps
+        >>> ps.Keys([3, 1], n_keys=4).loads(unique=False)
+        [array([3., 1.])]
         """
         check_flag("unique", unique)
         times = exact_count("n_microbatches", n_microbatches)
@@ -215,7 +322,7 @@ class Keys:
         return loads
 
     def owners(self, n_ranks: int, placement: str = "modulo", *, unique: bool = True) -> list[Ints]:
-        """Return the rank that owns each row, one array a table; shape ``(rows,)``.
+        """Return the rank that owns each row.
 
         Parameters
         ----------
@@ -228,10 +335,29 @@ class Keys:
         unique
             As in `loads`, which ``"frequency"`` uses.
 
+        Returns
+        -------
+        list
+            Numbers of ranks, one array of shape ``(rows,)`` a table.
+
         Raises
         ------
         ArgumentError
-            For wrong arguments.
+            For ranks that are no whole number of at least 1, and ``unique`` that is no bool.
+        UnknownNameError
+            For an unknown placement.
+        CapacityError
+            For more ranks than fit in memory.
+
+        See Also
+        --------
+        load : How evenly a placement divides the keys.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Keys.uniform(5, n_keys=2).owners(n_ranks=2)
+        [array([0, 1, 0, 1, 0])]
         """
         n_ranks = exact_count("n_ranks", n_ranks)
         check_memory(f"bytes of n_ranks={n_ranks:,} pairs", 8 * n_ranks**2, "give fewer ranks")
@@ -262,6 +388,23 @@ class Keys:
         numpy.ndarray
             Shape ``(n_ranks, n_ranks)``: rank ``i`` sends row ``i``, rank ``j`` receives column
             ``j``. The diagonal stays in its process.
+
+        Raises
+        ------
+        ArgumentError, CapacityError
+            As `owners` and `loads`.
+
+        See Also
+        --------
+        exchange_bytes : The same in bytes.
+        loads : How often a rank sends each row's key.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Keys([3, 1], n_keys=4).sent(n_ranks=2, unique=False)
+        array([[3., 1.],
+               [3., 1.]])
         """
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(unique=unique, n_microbatches=n_microbatches)
@@ -271,6 +414,34 @@ class Keys:
         """Return the largest average of received keys of an owner, over the mean of all owners.
 
         The keys of one micro-batch vary around the average, so that `busiest` is a little more.
+
+        Parameters
+        ----------
+        n_ranks, placement, unique
+            As for `owners`.
+
+        Returns
+        -------
+        float
+            1 if all owners receive as many keys on average; more otherwise.
+
+        Raises
+        ------
+        ArgumentError, CapacityError
+            As `owners`.
+
+        See Also
+        --------
+        busiest : The average of the largest number, instead of the largest average.
+        sent : Keys from each rank to each owner.
+
+        Examples
+        --------
+        Owners receive 6 and 2 keys, 4 on average.
+
+        >>> import pipesim as ps
+        >>> ps.Keys([3, 1], n_keys=4).load(n_ranks=2, unique=False)
+        1.5
         """
         received = self.sent(n_ranks, placement, unique=unique).sum(axis=0)
         return float(received.max() / received.mean())
@@ -287,6 +458,27 @@ class Keys:
         ----------
         n_ranks, placement, unique
             As for `owners`.
+
+        Returns
+        -------
+        float
+            At least about the value of `load`.
+
+        Raises
+        ------
+        ArgumentError, CapacityError
+            As `owners`.
+
+        See Also
+        --------
+        load : The largest average of received keys.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> keys = ps.Keys.uniform(1000, n_keys=100)
+        >>> keys.busiest(n_ranks=4) > keys.load(n_ranks=4)
+        True
         """
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(unique=unique)
@@ -325,6 +517,25 @@ class Keys:
             ``"counts"``, ``"keys"``, ``"vectors"`` and ``"gradients"`` of a micro-batch, and
             ``"accumulated"``: gradients of all micro-batches, each row once, regardless of
             ``unique``. Each of shape ``(n_ranks, n_ranks)``, from the row's rank to the column's.
+
+        Raises
+        ------
+        ArgumentError, CapacityError
+            As `owners` and `loads`; and for sizes that are no whole numbers of at least 1.
+
+        See Also
+        --------
+        sent : Numbers of keys instead of bytes.
+        pipesim.Costs : Its field ``exchange_bytes`` takes these matrices.
+
+        Examples
+        --------
+        Rank 0 owns row 0, which each rank sends three times: 12 bytes of keys, and 96 of vectors.
+
+        >>> import pipesim as ps
+        >>> nbytes = ps.Keys([3, 1], n_keys=4).exchange_bytes(n_ranks=2, dim=8, unique=False)
+        >>> nbytes["keys"].tolist(), nbytes["vectors"].tolist()
+        ([[12.0, 4.0], [12.0, 4.0]], [[96.0, 96.0], [32.0, 32.0]])
         """
         vector = exact_count("dim", dim) * exact_count("itemsize", itemsize)
         key = exact_count("key_itemsize", key_itemsize)
@@ -343,10 +554,33 @@ class Keys:
     def draw(self, seed: int) -> list[Ints]:
         """Return the keys of one rank's micro-batch, one array a table; shape ``(n_keys,)``.
 
+        Parameters
+        ----------
+        seed
+            Seed of the draw, at least 0.
+
+        Returns
+        -------
+        list
+            Numbers of rows, one array of shape ``(n_keys,)`` a table.
+
         Raises
         ------
         ArgumentError
             For a seed that is no whole number of at least 0.
+        CapacityError
+            For more keys than fit in memory.
+
+        See Also
+        --------
+        counted : Keys of a batch, counted.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> (keys,) = ps.Keys.uniform(1000, n_keys=100).draw(seed=0)
+        >>> keys.shape
+        (100,)
         """
         generator = np.random.default_rng(check_count("seed", seed, 0))
         keys: list[Ints] = []

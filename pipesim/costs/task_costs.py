@@ -39,6 +39,24 @@ class CostTable(NamedTuple):
         For a bucket of gradients, the share of the seconds of the last backward after which the
         bucket is complete, 0 to 1; 1 for other tasks. Shape ``(n_rows,)``. None stands for ones:
         buckets are complete at the end of the backward.
+
+    Raises
+    ------
+    TypeError
+        For a missing column. Values are not checked.
+
+    See Also
+    --------
+    pipesim.TaskCosts : Costs of each task of a graph, of which this is the table.
+    pipesim.Costs.of : Return the costs of each task of a graph.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
+    >>> table = ps.Costs(forward=1, backward=2, launch=0.1).of(graph).table
+    >>> float(table.duration.max()), float(table.launch.max())
+    (2.0, 0.1)
     """
 
     duration: NDArray[np.float64]

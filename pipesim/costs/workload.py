@@ -63,11 +63,22 @@ class Workload:
     NetworkError
         For ``nodes`` that are none.
 
+    See Also
+    --------
+    pipesim.Costs : Costs of a micro-batch, which may have a workload.
+    pipesim.Timeline.mfu : Model FLOPs utilization of a step.
+    pipesim.Timeline.tokens_per_second : Throughput of a step.
+
     Examples
     --------
-    >>> workload = Workload(tokens=2048, flops=6 * 7e9 * 2048, gpus_per_device=8, peak_flops=989e12)
-    >>> Workload.from_dict(workload.to_dict()) == workload
-    True
+    A step has two micro-batches of 3000 tokens, and takes 3 s.
+
+    >>> import pipesim as ps
+    >>> workload = ps.Workload(tokens=3000, flops=6 * 7e9 * 3000)
+    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=1, n_microbatches=2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=0.5, backward=1, workload=workload))
+    >>> timeline.tokens_per_second
+    2000.0
     """
 
     tokens: float
@@ -102,7 +113,23 @@ class Workload:
         return Nodes.from_dict(self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON or TOML; unset fields are left out."""
+        """Return plain values for JSON or TOML; unset fields are left out.
+
+        Returns
+        -------
+        dict
+            Fields by name, in tokens, FLOPs, FLOP/s and bytes.
+
+        See Also
+        --------
+        from_dict : Return the workload in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Workload(tokens=2048, flops=8e13).to_dict()
+        {'tokens': 2048.0, 'flops': 80000000000000.0, 'gpus_per_device': 1}
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["settings"] = _checked_settings(self.settings)  # a copy of its own
         values["nodes"] = None if self.built_nodes is None else self.built_nodes.to_dict()
@@ -112,12 +139,36 @@ class Workload:
     def from_dict(cls, values: Mapping[str, Any]) -> Workload:
         """Return the workload in a mapping that `to_dict` returned.
 
+        Parameters
+        ----------
+        values
+            Fields by name; ``tokens`` and ``flops`` are needed, others have their defaults.
+
+        Returns
+        -------
+        Workload
+            Equal to the workload that `to_dict` was called on.
+
         Raises
         ------
         CostsError
-            If ``values`` is no mapping, or lacks a field.
+            If ``values`` is no mapping, or lacks a field; and for numbers out of range.
+        ArgumentError
+            For a count that is no whole number of at least 1.
+        NetworkError
+            For ``nodes`` that are none.
         UnknownNameError
             For an unknown key, with the nearest known one.
+
+        See Also
+        --------
+        to_dict : Return plain values of a workload.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Workload.from_dict({"tokens": 2048, "flops": 8e13}).tokens
+        2048.0
         """
         if not isinstance(values, Mapping):
             raise CostsError(

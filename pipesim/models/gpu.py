@@ -1,6 +1,6 @@
 """`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory.
 
-The file has just over 300 lines: one class, most of it docstrings.
+The file has more than 300 lines: one class, most of it docstrings.
 """
 
 from __future__ import annotations
@@ -127,9 +127,17 @@ class GPU:
         For rates and memory that are not finite and above 0, times that are not finite and at
         least 0, ``multiprocessors`` that are no whole number, and ``peak_flops`` below ``flops``.
 
+    See Also
+    --------
+    pipesim.gpus : The GPUs that `preset` has.
+    pipesim.Transformer.costs : Costs of a transformer on a GPU.
+    pipesim.Cluster : GPUs and network of a training run.
+
     Examples
     --------
-    >>> gpu = GPU(flops=200e12, bandwidth=1.5e12, launch=10e-6, memory=80e9)
+    >>> import pipesim as ps
+    >>> from pipesim.models import Kernel
+    >>> gpu = ps.GPU(flops=200e12, bandwidth=1.5e12, launch=10e-6, memory=80e9)
     >>> gpu.seconds([Kernel("matrix product", flops=2e12, nbytes=1e9, depth=4096)])
     0.01
     >>> gpu.seconds([Kernel("dropout", nbytes=3e6)])  # 2 us, but its launch takes 10 us
@@ -185,12 +193,37 @@ class GPU:
         runs layers from Python needs 5 to 50 us a kernel: give yours if operations are short, or
         measure some steps and call `fit`.
 
+        Parameters
+        ----------
+        name
+            Such as ``"h100_sxm"``.
+        launch
+            Seconds of the host to launch a kernel; 10 us by default.
+
+        Returns
+        -------
+        GPU
+            With the rates that kernels reach, and the memory of the data sheet.
+
         Raises
         ------
         UnknownNameError
             Naming the nearest known name and all of them.
         ArgumentError
             For a ``launch`` that is negative or not finite.
+
+        See Also
+        --------
+        pipesim.gpus : List the GPUs with their rates and sources.
+        fit : Constants of a GPU from measured steps.
+        pipesim.Cluster : Many GPUs of a kind, with their network.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpu = ps.GPU.preset("h100_sxm")
+        >>> gpu.memory, gpu.multiprocessors
+        (80000000000.0, 132)
         """
         sheet = DATA_SHEETS[check_name("GPU", name, DATA_SHEETS)]
         return cls(
@@ -219,8 +252,8 @@ class GPU:
     ) -> Calibration:
         """Return the constants of a GPU that suit measured steps, and the errors of predictions.
 
-        `pipesim.calibration.fit_gpu` has the columns of ``rows``, the method, and the errors. It
-        needs SciPy, the extra ``pipesim[fit]``.
+        `pipesim.calibration.fit_gpu` has the columns of ``rows`` and the method. It needs SciPy,
+        the extra ``pipesim[fit]``.
 
         Parameters
         ----------
@@ -246,11 +279,38 @@ class GPU:
         progress
             Whether to show on a terminal how many steps were predicted.
 
+        Returns
+        -------
+        Calibration
+            Its ``gpu`` has the fitted constants; its ``rows`` have predictions and errors.
+
+        Raises
+        ------
+        ArgumentError
+            For rows that are no table of measured steps, or fewer than constants; for seconds that
+            are not finite and above 0; for constants that cannot be fitted; and without SciPy.
+        UnknownNameError
+            For unknown columns, constants, GPUs and machines.
+        PipeError
+            For settings of a row that are wrong, or do not suit each other, naming the row.
+
+        Warns
+        -----
+        CalibrationWarning
+            For constants that the rows do not determine, constants at a bound, large errors, and no
+            more rows than constants.
+
+        See Also
+        --------
+        preset : The GPU to start from.
+        pipesim.Transformer.costs : Costs of a transformer on the fitted GPU.
+
         Examples
         --------
+        >>> import pipesim as ps
         >>> rows = [{"model": "gpt2_xl", "microbatch_size": b, "n_microbatches": 4, "seconds": s}
         ...         for b, s in ((1, 0.43), (2, 0.74), (4, 1.37))]
-        >>> fitted = GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
+        >>> fitted = ps.GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
         >>> f"{fitted.gpu.flops:.2g}"
         '2.1e+14'
         """
@@ -264,14 +324,30 @@ class GPU:
         The result reaches ``part`` of the rates, or is a slice of the GPU. Launches and overheads
         take as long as before, and ``peak_flops`` is that of the same data sheet.
 
+        Parameters
+        ----------
+        part
+            Factor of both rates, above 0; usually at most 1.
+
+        Returns
+        -------
+        GPU
+            With other ``flops`` and ``bandwidth``.
+
         Raises
         ------
         ArgumentError
             For a factor that is not finite and above 0, or too large for the rates.
 
+        See Also
+        --------
+        pipesim.Network.scaled : The same for a network.
+        pipesim.Costs.scaled : The same for the seconds of operations.
+
         Examples
         --------
-        >>> GPU(flops=300e12, bandwidth=2e12, launch=5e-6).scaled(0.5).flops
+        >>> import pipesim as ps
+        >>> ps.GPU(flops=300e12, bandwidth=2e12, launch=5e-6).scaled(0.5).flops
         150000000000000.0
         """
         factor = checked_value("part", part, "share of the rates", above_zero=True)
@@ -283,10 +359,34 @@ class GPU:
         The keys are ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap, unless
         the kernel is of a group.
 
+        Parameters
+        ----------
+        kernel
+            Work of the kernel.
+
+        Returns
+        -------
+        dict
+            Seconds by ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap, unless
+            the kernel is of a group.
+
         Raises
         ------
         ArgumentTypeError
             For anything but a `Kernel`.
+
+        See Also
+        --------
+        kernel_seconds : Seconds of the kernel in all.
+        pipesim.Transformer.kernels : The kernels of a transformer.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> from pipesim.models import Kernel
+        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, overhead=1e-3)
+        >>> gpu.kernel_shares(Kernel("product", flops=2e12, nbytes=10e9))
+        {'compute': 0.02, 'memory': 0.01, 'overhead': 0.001}
         """
         check_type("kernel", kernel, Kernel)
         half_depth, flops = self.half_depth, self.flops * kernel.share
@@ -315,12 +415,37 @@ class GPU:
         return least
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Return the seconds that the GPU is busy with a kernel, whatever its launch takes.
+        """Return the seconds that the GPU is busy with a kernel, without its launch.
+
+        Parameters
+        ----------
+        kernel
+            Work of the kernel.
+
+        Returns
+        -------
+        float
+            Seconds.
 
         Raises
         ------
         ArgumentTypeError
             For anything but a `Kernel`.
+
+        See Also
+        --------
+        kernel_shares : Seconds of its parts.
+        seconds : Seconds of several kernels, launches included.
+
+        Examples
+        --------
+        The product takes 20 ms, during which memory is read; the overhead is 1 ms.
+
+        >>> import pipesim as ps
+        >>> from pipesim.models import Kernel
+        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, overhead=1e-3)
+        >>> gpu.kernel_seconds(Kernel("product", flops=2e12, nbytes=10e9))
+        0.021
         """
         shares = self.kernel_shares(kernel)
         work = (shares["compute"], shares["memory"])
@@ -334,10 +459,30 @@ class GPU:
         kernels
             Kernels of the operation, which run one after another.
 
+        Returns
+        -------
+        float
+            Seconds.
+
         Raises
         ------
         ArgumentTypeError
             For anything but kernels.
+
+        See Also
+        --------
+        kernel_seconds : Seconds of one kernel without its launch.
+        pipesim.Transformer.kernels : The kernels of a transformer, with their seconds.
+
+        Examples
+        --------
+        Two kernels of 1 us each, whose launches take 5 us each:
+
+        >>> import pipesim as ps
+        >>> from pipesim.models import Kernel
+        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, launch=5e-6)
+        >>> gpu.seconds([Kernel("norm", nbytes=1e6), Kernel("dropout", nbytes=1e6)])
+        1e-05
         """
         operation: list[Kernel] = check_list("kernels", kernels, "kernels")
         busy = sum(map(self.kernel_seconds, operation))

@@ -1,7 +1,7 @@
 """`Layers`: seconds and bytes of each layer of a model, and costs of any split into stages.
 
 Layers are in the order of the forward. A stage has consecutive layers: its seconds and bytes are
-the sums of theirs, and its output is that of its last layer. The file has just over 300 lines: one
+the sums of theirs, and its output is that of its last layer. The file has more than 300 lines: one
 class, half of it docstrings, and the sums of its stages.
 """
 
@@ -79,11 +79,18 @@ class Layers:
     ArgumentTypeError
         For a ``source`` that is no text.
 
+    See Also
+    --------
+    pipesim.Costs.from_layers : Costs from a file or a DataFrame at once.
+    pipesim.plan : Rank the configurations of a training; takes layers as a model.
+    pipesim.Transformer : A model by its sizes.
+
     Examples
     --------
-    >>> layers = Layers({"forward": [1, 1, 4], "backward": [2, 2, 8], "output_bytes": [5, 6, 7]})
-    >>> layers.costs(2).forward, layers.costs(2).output_bytes
-    ((2.0, 4.0), (6.0, 7.0))
+    >>> import pipesim as ps
+    >>> layers = ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]})
+    >>> layers.costs(2).forward
+    (2.0, 4.0)
     >>> layers.costs([1, 2]).forward
     (1.0, 5.0)
     """
@@ -128,9 +135,19 @@ class Layers:
 
     @classmethod
     def read(cls, path: Path | str) -> Layers:
-        """Read a CSV file: a line of column names, then a line a layer, first layer first.
+        r"""Read a CSV file: a line of column names, then a line a layer, first layer first.
 
         A column ``layer`` may have names, which are ignored. So are empty lines.
+
+        Parameters
+        ----------
+        path
+            The file to read.
+
+        Returns
+        -------
+        Layers
+            Layers in the order of the file.
 
         Raises
         ------
@@ -141,6 +158,21 @@ class Layers:
             the nearest known column.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        from_frame : Layers of a DataFrame.
+        costs : Costs of stages made of the layers.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "layers.csv")
+        ...     _ = path.write_text("layer,forward,backward\nembedding,1,2\nhead,4,8\n")
+        ...     ps.Layers.read(path).columns["forward"]
+        (1.0, 4.0)
         """
         path = check_path("path", path)
         return cls(read_columns(path), str(path))
@@ -149,12 +181,35 @@ class Layers:
     def from_frame(cls, frame: pd.DataFrame) -> Layers:
         """Return the layers of a `pandas.DataFrame` with one row a layer and the columns of `read`.
 
+        Parameters
+        ----------
+        frame
+            One row a layer, first layer first.
+
+        Returns
+        -------
+        Layers
+            Layers in the order of the rows.
+
         Raises
         ------
         ArgumentTypeError
             For anything but a DataFrame.
         CostsError
             If ``frame`` is no such table; naming layer and column, and the nearest known column.
+
+        See Also
+        --------
+        read : Layers of a CSV file.
+        costs : Costs of stages made of the layers.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> import pipesim as ps
+        >>> frame = pd.DataFrame({"forward": [1, 4], "backward": [2, 8]})
+        >>> ps.Layers.from_frame(frame).seconds
+        array([ 3., 12.])
         """
         import pandas as pd
 
@@ -232,11 +287,17 @@ class Layers:
             If the values of a stage are too large to be added, or no split is found that fits in
             memory.
 
+        See Also
+        --------
+        split : The layers of each stage alone.
+        pipesim.Costs.from_layers : The same from a file or a DataFrame.
+        pipesim.simulate : Predict a step from a task graph and costs.
+
         Examples
         --------
-        >>> from pipesim.scheduling.placement import v_shaped
-        >>> layers = Layers({"forward": [1] * 16 + [4], "backward": [2] * 16 + [8]})
-        >>> costs = layers.costs("balanced", placement=v_shaped(4))
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1] * 16 + [4], "backward": [2] * 16 + [8]})
+        >>> costs = layers.costs("balanced", placement=ps.v_shaped(4))
         >>> costs.forward
         (1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0)
         """
@@ -255,11 +316,37 @@ class Layers:
         memory_limit: float | Sequence[float] | None = None,
         network: Network | None = None,
     ) -> tuple[int, ...]:
-        """Return the layers of each stage; `costs` has the arguments and errors.
+        """Return the layers of each stage.
+
+        Parameters
+        ----------
+        split, partition, placement, memory_limit
+            As for `costs`.
+        network
+            As for `costs`; its messages count if ``placement`` is a schedule or a graph.
+
+        Returns
+        -------
+        tuple
+            Numbers of layers, one a stage.
+
+        Raises
+        ------
+        ArgumentError
+            As `costs`.
+        CostsError
+            If no split is found that fits in memory, or the values of a stage are too large to be
+            added.
+
+        See Also
+        --------
+        costs : Costs of these stages.
+        pipesim.balanced_split : Divide seconds among stages.
 
         Examples
         --------
-        >>> Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]}).split(2)
+        >>> import pipesim as ps
+        >>> ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]}).split(2)
         (2, 1)
         """
 

@@ -145,10 +145,16 @@ class Shard:
     UnknownNameError
         For an unknown ``recompute``, ``context_exchange`` or ``expert_exchange``.
 
+    See Also
+    --------
+    pipesim.Transformer.shard : Return the shard of a model.
+    pipesim.Transformer.costs : Costs of stages, with the seconds of kernels on a GPU.
+
     Examples
     --------
-    >>> gpt3 = Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
-    ...                    vocabulary_size=51200)
+    >>> import pipesim as ps
+    >>> gpt3 = ps.Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
+    ...                       vocabulary_size=51200)
     >>> sbh = 2048 * 1 * 12288
     >>> gpt3.shard(tensor_parallel=8).layer_activation_bytes / sbh  # 10 + 24/8 + 80/8
     23.0
@@ -416,10 +422,35 @@ class Shard:
     def stage_parameters(self, layers_per_stage: Split) -> tuple[float, ...]:
         """Return the parameters of each stage; the last of several has a copy of a tied matrix.
 
+        Parameters
+        ----------
+        layers_per_stage
+            Layers of each stage, a layout string of Megatron, or a number of even stages.
+
+        Returns
+        -------
+        tuple
+            Parameters of one GPU, one number a stage.
+
         Raises
         ------
         ArgumentError
             For layers that do not sum to the model's or do not divide evenly.
+
+        See Also
+        --------
+        stage_bytes : Bytes of the same stages.
+        pipesim.read_layout : Layers of a layout string.
+
+        Examples
+        --------
+        Tensor parallelism leaves an eighth of the parameters, but for norms and some biases.
+
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b", tied_embeddings=False)
+        >>> parameters = gpt3.shard(tensor_parallel=8).stage_parameters(4)
+        >>> round(sum(parameters) / gpt3.n_parameters, 2)
+        0.13
         """
         sizes = self._sizes(layers_per_stage)
         dense, routed = dense_parameters(self, sizes), routed_parameters(self, sizes)
@@ -431,7 +462,7 @@ class Shard:
         flops_per_second: float,
         partition: LayerPartition | None = None,
     ) -> dict[str, tuple[float, ...]]:
-        """Return fields of `Costs`, one value a stage; see `Transformer.costs`.
+        """Return the fields of `Costs` that follow from sizes, one value a stage.
 
         Seconds are FLOPs / (t * flops_per_second). Let F = linear maps (with the LM head) +
         attention cores be the FLOPs of a stage's forward, and R those that its backward
@@ -451,6 +482,31 @@ class Shard:
         REDUCE_GRAD moves ``gradient_bytes``. While a task runs, its stage holds workspace besides
         its activations: gradients, gathered tensors, what is recomputed.
 
+        Parameters
+        ----------
+        layers_per_stage
+            Layers of each stage, a layout string of Megatron, or a number of stages.
+        flops_per_second
+            FLOP/s that a GPU achieves, averaged over all that it does.
+        partition
+            How layers are divided among a number of stages: ``"even"`` (the default) or
+            ``"balanced"``.
+
+        Returns
+        -------
+        dict
+            Tuples of seconds and of bytes, by name of the field.
+
+        Raises
+        ------
+        ArgumentError
+            For a rate that is not finite and above 0, and as `Transformer.costs`.
+
+        See Also
+        --------
+        stage_bytes : The bytes alone.
+        pipesim.Transformer.costs : The same as `Costs`, or with the seconds of a GPU's kernels.
+
         Notes
         -----
         - For R tasks, use ``recompute="none"`` and lower the schedule with ``"always"``: a graph
@@ -459,10 +515,15 @@ class Shard:
           layer). I takes the difference (rule 10 of docs/time.md).
         - The sum of gradients of two copies of a tied matrix is priced with `GPU` costs only.
 
-        Raises
-        ------
-        ArgumentError
-            For a rate that is not finite and above 0, and as `Transformer.costs`.
+        Examples
+        --------
+        A backward takes twice as long as the forward.
+
+        >>> import pipesim as ps
+        >>> shard = ps.Transformer.preset("gpt3_175b").shard(tensor_parallel=8)
+        >>> fields = shard.stages(4, flops_per_second=150e12)
+        >>> fields["backward"][0] / fields["forward"][0]
+        2.0
         """
         seconds = stage_seconds(self, None, flops_per_second, None)
         n_layers = self.model.n_layers
@@ -474,10 +535,34 @@ class Shard:
     def stage_bytes(self, layers_per_stage: Split) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in bytes, one value a stage.
 
+        Parameters
+        ----------
+        layers_per_stage
+            Layers of each stage, a layout string of Megatron, or a number of even stages.
+
+        Returns
+        -------
+        dict
+            Tuples of bytes of one GPU, by name of the field.
+
         Raises
         ------
         ArgumentError
             For layers that do not sum to the model's or do not divide evenly.
+
+        See Also
+        --------
+        stage_parameters : Parameters of the same stages.
+        stages : Bytes and seconds.
+
+        Examples
+        --------
+        Parameters have 2 bytes, and Adam's state has 12 bytes a parameter.
+
+        >>> import pipesim as ps
+        >>> nbytes = ps.Transformer.preset("gpt3_175b").shard(tensor_parallel=8).stage_bytes(4)
+        >>> nbytes["optimizer_bytes"][1] / nbytes["parameter_bytes"][1]
+        6.0
         """
         sizes = self._sizes(layers_per_stage)
         model, parameters = self.model, self.stage_parameters(sizes)

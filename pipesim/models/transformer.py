@@ -132,9 +132,16 @@ class Transformer:
         size, key and value heads that do not divide the heads, and bytes that are impossible; for
         sizes of experts or of latent attention that do not suit each other.
 
+    See Also
+    --------
+    pipesim.transformers : The models that `preset` has.
+    pipesim.GPU : Rates of a GPU, from which seconds follow.
+    pipesim.plan : Rank the configurations of a training of this model.
+
     Examples
     --------
-    >>> llama = Transformer(  # Llama 3 405B, arXiv 2407.21783, table 3
+    >>> import pipesim as ps
+    >>> llama = ps.Transformer(  # Llama 3 405B, arXiv 2407.21783, table 3
     ...     hidden_size=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_size=53248,
     ...     sequence_length=8192, vocabulary_size=128256, gated_mlp=True, biases=False,
     ...     learned_positions=False, dropout=False, tied_embeddings=False)
@@ -210,6 +217,11 @@ class Transformer:
         **changes
             Attributes to change, such as ``sequence_length=4096`` or ``n_layers=12``.
 
+        Returns
+        -------
+        Transformer
+            The model.
+
         Raises
         ------
         UnknownNameError
@@ -217,9 +229,15 @@ class Transformer:
         ArgumentError
             As `Transformer`.
 
+        See Also
+        --------
+        pipesim.transformers : List the models with their sizes and sources.
+        costs : Costs of the model's stages.
+
         Examples
         --------
-        >>> f"{Transformer.preset('llama3_70b').n_parameters:.4g}"
+        >>> import pipesim as ps
+        >>> f"{ps.Transformer.preset('llama3_70b').n_parameters:.4g}"
         '7.055e+10'
         """
         sizes = published_sizes(name)
@@ -326,26 +344,143 @@ class Transformer:
         return self.n_parameters - self.n_expert_layers * unused * self.expert_parameters
 
     def linear_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a dense layer's linear maps, forward: 2bs `layer_matrices`; 24bshh for GPT-3."""
+        """Return the FLOPs of a dense layer's linear maps in the forward.
+
+        2bs `layer_matrices`; 24bshh with GPT-3's shape.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+
+        See Also
+        --------
+        core_flops : FLOPs of the attention core.
+        layer_flops : The sum of both.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> gpt3.linear_flops() / (gpt3.sequence_length * gpt3.hidden_size**2)
+        24.0
+        """
         return 2 * self._tokens(microbatch_size) * self.layer_matrices
 
     def core_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssq.
+        """Return the FLOPs of a layer's attention core in the forward: 4bssq.
 
-        The causal mask saves no FLOPs in this count, as in the papers. With MLA the core's output
-        has another size than queries, o: 2bss(q + o).
+        They are those of the scores and of the sum of values. The causal mask saves no FLOPs in
+        this count, as in the papers. With MLA the core's output has another size than queries, o:
+        2bss(q + o).
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+
+        See Also
+        --------
+        linear_flops : FLOPs of the linear maps.
+        layer_flops : The sum of both.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> gpt3.core_flops() / (gpt3.sequence_length**2 * gpt3.hidden_size)
+        4.0
         """
         sizes = self.query_size + self.core_output_size
         return 2 * self._tokens(microbatch_size) * self.sequence_length * sizes
 
     def layer_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer, forward, matrix products only (arXiv 2205.05198, appendix A)."""
+        """Return the FLOPs of a dense layer in the forward.
+
+        Matrix products only, as in arXiv 2205.05198, appendix A.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+
+        See Also
+        --------
+        expert_layer_flops : FLOPs of a layer with experts.
+        head_flops : FLOPs of the LM head.
+        step_flops : FLOPs of a batch.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> gpt3.layer_flops() == gpt3.linear_flops() + gpt3.core_flops()
+        True
+        """
         return self.linear_flops(microbatch_size) + self.core_flops(microbatch_size)
 
     def expert_layer_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer with experts, forward: router, k + m experts a token, and attention.
+        """Return the FLOPs of a layer with experts in the forward; 0 for a model without.
 
-        0 for a model without experts.
+        They are those of attention, the router, and k + m experts for each token.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+
+        See Also
+        --------
+        layer_flops : FLOPs of a dense layer.
+        step_flops : FLOPs of a batch.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Transformer.preset("llama3_8b").expert_layer_flops()
+        0
+        >>> ps.Transformer.preset("mixtral_8x22b").expert_layer_flops() > 0
+        True
         """
         linear = 2 * self._tokens(microbatch_size) * active_matrices(self)
         if not self.n_experts:
@@ -353,31 +488,120 @@ class Transformer:
         return linear + self.core_flops(microbatch_size)
 
     def head_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of the LM head, forward: 2bshv. The look-up of the embedding counts as none."""
+        """Return the FLOPs of the LM head in the forward: 2bshv.
+
+        The look-up of the embedding counts as none.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+
+        See Also
+        --------
+        layer_flops : FLOPs of a dense layer.
+        step_flops : FLOPs of a batch.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> gpt3.head_flops() == 2 * 2048 * 12288 * gpt3.vocabulary_size
+        True
+        """
         return 2 * self._tokens(microbatch_size) * self.hidden_size * self.vocabulary_size
 
     def recomputed_flops(self, microbatch_size: int = 1, recompute: LayerRecompute = "none") -> int:
-        """FLOPs of a layer's recompute: none, those of the attention core, or of the layer."""
+        """Return the FLOPs that a dense layer's recompute repeats in the backward.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences, b; 1 by default.
+        recompute
+            ``"none"`` (the default), ``"selective"``: the attention core, or ``"full"``: the layer.
+
+        Returns
+        -------
+        int
+            FLOPs, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is no whole number of at least 1.
+        UnknownNameError
+            For an unknown ``recompute``.
+
+        See Also
+        --------
+        step_flops : FLOPs of a batch, recompute included.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> gpt3.recomputed_flops(recompute="full") == gpt3.layer_flops()
+        True
+        """
         check_name("recompute", recompute, RECOMPUTE)
         core, linear = self.core_flops(microbatch_size), self.linear_flops(microbatch_size)
         return {"none": 0, "selective": core, "full": core + linear}[recompute]
 
     def step_flops(self, batch_size: int = 1, recompute: LayerRecompute = "none") -> int:
-        """FLOPs of a batch: forward, backward (twice as many), and recompute.
+        """Return the FLOPs of a batch: forward, backward (twice as many), and recompute.
 
-        With GPT-3's shape 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
-        appendix A) and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473,
-        equation 3). Only experts that tokens go to count.
+        With GPT-3's shape they are 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
+        appendix A), and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473, equation
+        3). Only experts that tokens go to count.
+
+        Parameters
+        ----------
+        batch_size
+            Sequences of the batch, B; 1 by default.
+        recompute
+            ``"none"`` (the default), ``"selective"`` or ``"full"``, as for `recomputed_flops`.
+
+        Returns
+        -------
+        int
+            FLOPs of all layers and of the LM head, two per multiply-add.
+
+        Raises
+        ------
+        ArgumentError
+            For a batch size that is no whole number of at least 1.
+        UnknownNameError
+            For an unknown ``recompute``.
+
+        See Also
+        --------
+        layer_flops : FLOPs of a dense layer in the forward.
+        pipesim.Timeline.mfu : Model FLOPs utilization of a step.
 
         Notes
         -----
         Selective recompute adds one forward of the attention core, 4Bssh a layer. The hardware
         FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), add three times as many.
 
-        Raises
-        ------
-        ArgumentError
-            For a batch size that is no whole number of at least 1, and an unknown ``recompute``.
+        Examples
+        --------
+        About 6 FLOPs a parameter and token:
+
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
+        >>> round(gpt3.step_flops() / (gpt3.n_parameters * gpt3.sequence_length), 1)
+        6.2
         """
         check_count("batch_size", batch_size)
         n_dense = self.n_layers - self.n_expert_layers
@@ -412,7 +636,45 @@ class Transformer:
         dispatch_element_bytes: float = 0,
         gradient_passes: bool = False,
     ) -> Shard:
-        """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
+        """Return the share of one GPU in a device of the pipeline.
+
+        Parameters
+        ----------
+        microbatch_size
+            Sequences of a micro-batch.
+        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
+            As in `pipesim.Shard`.
+        context_parallel, context_exchange, context_balance, context_shards_optimizer
+            Likewise.
+        expert_parallel, expert_tensor_parallel, routing, expert_exchange, dispatch_element_bytes
+            Likewise; None (the default) for ``routing`` gives each expert as many tokens.
+        gradient_passes
+            Likewise.
+
+        Returns
+        -------
+        Shard
+            Bytes, parameters and FLOPs of the GPU.
+
+        Raises
+        ------
+        ArgumentError
+            For sizes that do not divide those of the model, and for experts of a model without.
+        UnknownNameError
+            For an unknown ``recompute``, ``context_exchange`` or ``expert_exchange``.
+
+        See Also
+        --------
+        pipesim.Shard : Describes the settings and the formulas.
+        costs : Costs of stages on such GPUs.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> shard = ps.Transformer.preset("gpt3_175b").shard(tensor_parallel=8, context_parallel=2)
+        >>> shard.n_gpus, shard.tokens  # GPUs of a device, and tokens of one of them
+        (16, 1024)
+        """
         from pipesim.models.tensor_parallel import Shard
 
         return Shard(
@@ -480,12 +742,18 @@ class Transformer:
         Raises
         ------
         ArgumentError
-            As `Shard`.
+            As `shard`, and for a GPU that is none.
+
+        See Also
+        --------
+        costs : Costs of stages that run these kernels.
+        pipesim.GPU.kernel_shares : Seconds of a kernel's parts.
 
         Examples
         --------
-        >>> gpt3 = Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
-        ...                    vocabulary_size=51200)
+        >>> import pipesim as ps
+        >>> gpt3 = ps.Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
+        ...                       vocabulary_size=51200)
         >>> table = gpt3.kernels("a100_80gb", microbatch_size=1, tensor_parallel=8)
         >>> layer = table[table["part"] == "layer"]
         >>> layer.groupby("op")["flops"].sum().div(2048 * 12288**2 / 8).round(2).to_dict()
@@ -642,6 +910,25 @@ class Transformer:
               memory of ``gpu``: by how much the fastest without that limit does not fit.
             - With ``gpu``, for tensor or context parallelism on a network without nodes, whose
               collectives then take no time.
+
+        See Also
+        --------
+        kernels : The kernels from which seconds follow.
+        pipesim.Costs.transformer : The same from the sizes of the model.
+        pipesim.simulate : Predict a step from a task graph and costs.
+        pipesim.plan : Rank many configurations of a model.
+
+        Examples
+        --------
+        Four GPUs with 12 layers of GPT-2 XL each:
+
+        >>> import pipesim as ps
+        >>> model = ps.Transformer.preset("gpt2_xl")
+        >>> costs = model.costs([12] * 4, microbatch_size=1, gpu="h100_sxm", flash_attention=True)
+        >>> graph = ps.lower(ps.schedule("1f1b", n_devices=4, n_microbatches=8))
+        >>> timeline = ps.simulate(graph, costs)
+        >>> timeline.fits, 0 < timeline.mfu() < 1
+        (True, True)
         """
         from pipesim.models.model_costs import model_costs
 

@@ -43,11 +43,17 @@ class HostLink:
     ArgumentError
         For a number of devices that is no whole number of at least 1.
 
+    See Also
+    --------
+    pipesim.Network : A network, which may have a host link.
+    pipesim.lower : Lower a schedule with activations in host memory.
+
     Examples
     --------
     PCIe switches of two GPUs each, and the link of a device of two GPUs:
 
-    >>> HostLink(latency=10e-6, bandwidth=32e9, devices_per_link=2).grouped(2)
+    >>> import pipesim as ps
+    >>> ps.HostLink(latency=10e-6, bandwidth=32e9, devices_per_link=2).grouped(2)
     HostLink(latency=1e-05, bandwidth=16000000000.0, devices_per_link=1)
     """
 
@@ -69,10 +75,32 @@ class HostLink:
 
         GPUs of one device that share a link have an equal part of its bandwidth each.
 
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs of each device: a divisor or a multiple of ``devices_per_link``.
+
+        Returns
+        -------
+        HostLink
+            The link of the groups; its bandwidth is the part of one GPU.
+
         Raises
         ------
         NetworkError
             If groups and links of several GPUs do not fit into each other.
+        ArgumentError
+            For GPUs that are no whole number of at least 1.
+
+        See Also
+        --------
+        pipesim.Network.grouped : The same for a whole network.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.HostLink(bandwidth=32e9, devices_per_link=2).grouped(4).bandwidth
+        16000000000.0
         """
         size, per_link = check_count("gpus_per_device", gpus_per_device), self.devices_per_link
         if size % per_link and per_link % size:
@@ -85,17 +113,56 @@ class HostLink:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; infinite bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None.
+
+        Returns
+        -------
+        dict
+            ``latency`` (s), ``bandwidth`` (bytes/s) and ``devices_per_link``.
+
+        See Also
+        --------
+        from_dict : Return the link in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.HostLink(latency=1e-05).to_dict()
+        {'latency': 1e-05, 'bandwidth': None, 'devices_per_link': 1}
+        """
         return asdict(self) | {"bandwidth": bandwidth_to_json(self.bandwidth)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostLink:
-        """Return the object in a table such as `to_dict` returns.
+        """Return the link in a mapping such as `to_dict` returns.
+
+        Parameters
+        ----------
+        values
+            Fields by name; missing ones have their defaults.
+
+        Returns
+        -------
+        HostLink
+            Equal to the link that `to_dict` was called on.
 
         Raises
         ------
         NetworkError
             Naming an unknown key, or one that is out of range.
+        ArgumentError
+            For a number of devices that is no whole number of at least 1.
+
+        See Also
+        --------
+        to_dict : Return plain values of a host link.
+        pipesim.Network.from_dict : A whole network from settings.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.HostLink.from_dict({"latency": 1e-5, "bandwidth": 64e9})
+        HostLink(latency=1e-05, bandwidth=64000000000.0, devices_per_link=1)
         """
         check_keys("host", values, [f.name for f in fields(cls)])
         bandwidth = bandwidth_from_json(values.get("bandwidth"))

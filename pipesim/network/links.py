@@ -46,8 +46,24 @@ class Link:
     Raises
     ------
     NetworkError
-        For a negative or non-finite latency, a bandwidth that is not positive, or a pair that
-        leads from a device to itself.
+        For a negative or non-finite latency, a bandwidth that is not positive, pairs that are none,
+        or a pair that leads from a device to itself.
+    ArgumentError
+        For the number of a device that is no whole number of at least 0.
+
+    See Also
+    --------
+    pipesim.Network : Links between all devices, of which some are named.
+    pipesim.Network.from_csv : Read links from a file.
+
+    Examples
+    --------
+    Two messages from device 0 share a link of 25 GB/s:
+
+    >>> import pipesim as ps
+    >>> link = ps.Link(latency=2e-6, bandwidth=25e9, pairs=((0, 1), (0, 2)))
+    >>> ps.Network(links=[link]).resolve([0, 0], [1, 2], n_devices=3).links.tolist()
+    [[0], [0]]
     """
 
     latency: float
@@ -70,7 +86,35 @@ class Link:
     def unchecked(
         cls, latency: float, bandwidth: float, pairs: tuple[tuple[int, int], ...]
     ) -> Link:
-        """Return a link without checking its values, which the caller has checked together."""
+        """Return a link without checking its values, which the caller has checked together.
+
+        Parameters
+        ----------
+        latency, bandwidth
+            Seconds, and bytes a second, as floats.
+        pairs
+            Tuple of ``(sender, receiver)`` pairs of ints.
+
+        Returns
+        -------
+        Link
+            Equal to a link that was checked.
+
+        Raises
+        ------
+        TypeError
+            For a missing argument. Wrong values raise nothing here, and fail later.
+
+        See Also
+        --------
+        pipesim.Network.from_matrix : One link for each pair of devices.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Link.unchecked(0.0, 25e9, ((0, 1),)) == ps.Link(0, 25e9, [(0, 1)])
+        True
+        """
         link = object.__new__(cls)
         object.__setattr__(link, "latency", latency)
         object.__setattr__(link, "bandwidth", bandwidth)
@@ -78,7 +122,23 @@ class Link:
         return link
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; infinite bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None.
+
+        Returns
+        -------
+        dict
+            ``latency`` (s), ``bandwidth`` (bytes/s) and ``pairs``, as lists.
+
+        See Also
+        --------
+        from_dict : Return the link in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Link(2e-6, 25e9, ((0, 1),)).to_dict()
+        {'latency': 2e-06, 'bandwidth': 25000000000.0, 'pairs': [[0, 1]]}
+        """
         return {
             "latency": self.latency,
             "bandwidth": bandwidth_to_json(self.bandwidth),
@@ -87,12 +147,35 @@ class Link:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Link:
-        """Return the object in a table such as `to_dict` returns.
+        """Return the link in a mapping such as `to_dict` returns.
+
+        Parameters
+        ----------
+        values
+            ``pairs``; ``latency`` (0 s by default) and ``bandwidth`` (infinite by default).
+
+        Returns
+        -------
+        Link
+            The link.
 
         Raises
         ------
         NetworkError
-            Naming an unknown key or a missing one.
+            Naming an unknown key, a missing one, or one that is out of range.
+        ArgumentError
+            For the number of a device that is no whole number of at least 0.
+
+        See Also
+        --------
+        to_dict : Return plain values of a link.
+        pipesim.Network.from_dict : A whole network from settings.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Link.from_dict({"pairs": [[0, 1]]})
+        Link(latency=0.0, bandwidth=inf, pairs=((0, 1),))
         """
         check_keys("link", values, ("latency", "bandwidth", "pairs"))
         if "pairs" not in values:
@@ -137,13 +220,24 @@ class Nodes:
     Raises
     ------
     NetworkError
-        For counts, latencies or bandwidths out of range, naming the field.
+        For latencies or bandwidths out of range, and counts that do not divide each other, naming
+        the field.
+    ArgumentError
+        For a count that is no whole number of at least 1.
+
+    See Also
+    --------
+    pipesim.Network : A network of such nodes, or of links.
+    pipesim.machines : Nodes of common machines.
 
     Examples
     --------
     Nodes of eight devices and four NICs, each shared by two devices:
 
-    >>> nodes = Nodes(8, port_bandwidth=300e9, nic_latency=5e-6, nic_bandwidth=25e9, n_nics=4)
+    >>> import pipesim as ps
+    >>> nodes = ps.Nodes(8, port_bandwidth=300e9, nic_latency=5e-6, nic_bandwidth=25e9, n_nics=4)
+    >>> nodes.node_bandwidth
+    100000000000.0
     """
 
     devices_per_node: int
@@ -197,11 +291,34 @@ class Nodes:
         Port and NIC of a device are then those of each of its GPUs. GPUs of one device that share
         a NIC have an equal part of its bandwidth each; devices that share a NIC still share it.
 
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs of each device: a divisor of the GPUs of a node, or a multiple of them.
+
+        Returns
+        -------
+        Nodes
+            Their devices are the groups.
+
         Raises
         ------
         NetworkError
             For GPUs that neither divide those of a node nor are a multiple of them, and for nodes
             that are grouped already.
+        ArgumentError
+            For GPUs that are no whole number of at least 1.
+
+        See Also
+        --------
+        pipesim.Network.grouped : The same for a whole network.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> nodes = ps.Nodes(8, port_bandwidth=300e9).grouped(4)
+        >>> nodes.devices_per_node, nodes.gpus_per_device
+        (2, 4)
         """
         size, per_node = check_count("gpus_per_device", gpus_per_device), self.devices_per_node
         if self.gpus_per_device > 1 and size != self.gpus_per_device:
@@ -249,27 +366,123 @@ class Nodes:
         return self.devices_per_node if self.n_nics is None else self.n_nics
 
     def node_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the node of each device."""
+        """Return the node of each device.
+
+        Parameters
+        ----------
+        devices
+            Numbers of devices, of any shape.
+
+        Returns
+        -------
+        numpy.ndarray
+            Number of the node of each device; the same shape.
+
+        Raises
+        ------
+        TypeError
+            For anything but numbers. Values are not checked.
+
+        See Also
+        --------
+        nic_of : Return the NIC of each device.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> ps.Nodes(2).node_of(np.arange(6))
+        array([0, 0, 1, 1, 2, 2])
+        """
         return np.floor_divide(devices, self.devices_per_node)
 
     def nic_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the NIC of each device; NICs are numbered across all nodes."""
+        """Return the NIC of each device; NICs are numbered across all nodes.
+
+        Parameters
+        ----------
+        devices
+            Numbers of devices, of any shape.
+
+        Returns
+        -------
+        numpy.ndarray
+            Number of the NIC of each device; the same shape.
+
+        Raises
+        ------
+        TypeError
+            For anything but numbers. Values are not checked.
+
+        See Also
+        --------
+        node_of : Return the node of each device.
+
+        Examples
+        --------
+        Nodes of four devices, of which two share a NIC:
+
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> ps.Nodes(4, n_nics=2).nic_of(np.arange(8))
+        array([0, 0, 1, 1, 2, 2, 3, 3])
+        """
         local = devices % self.devices_per_node
         first = self.node_of(devices) * self.nics_per_node
         return first + local * self.nics_per_node // self.devices_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; infinite bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None.
+
+        Returns
+        -------
+        dict
+            Fields by name. Latencies are in seconds, bandwidths in bytes a second.
+
+        See Also
+        --------
+        from_dict : Return the nodes in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> values = ps.Nodes(8, port_bandwidth=300e9).to_dict()
+        >>> values["port_bandwidth"], values["nic_bandwidth"]
+        (300000000000.0, None)
+        """
         return {k: bandwidth_to_json(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Nodes:
-        """Return the object in a table such as `to_dict` returns.
+        """Return the nodes in a mapping such as `to_dict` returns.
+
+        Parameters
+        ----------
+        values
+            Fields by name; ``devices_per_node`` is needed, others have their defaults.
+
+        Returns
+        -------
+        Nodes
+            Equal to the nodes that `to_dict` was called on.
 
         Raises
         ------
         NetworkError
-            Naming an unknown key or a missing one.
+            Naming an unknown key, a missing one, or one that is out of range.
+        ArgumentError
+            For a count that is no whole number of at least 1.
+
+        See Also
+        --------
+        to_dict : Return plain values of nodes.
+        pipesim.Network.from_dict : A whole network from settings.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Nodes.from_dict({"devices_per_node": 8, "n_nics": 4}).nics_per_node
+        4
         """
         check_keys("nodes", values, [f.name for f in fields(cls)])
         if "devices_per_node" not in values:

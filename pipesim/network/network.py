@@ -88,16 +88,29 @@ class Network:
         named twice or leads from a device to itself, a latency or bandwidth together with
         ``nodes``.
 
+    See Also
+    --------
+    pipesim.machines : The machines that `preset` has.
+    pipesim.Link : Link of particular pairs of devices.
+    pipesim.Nodes : Nodes with ports and NICs.
+    pipesim.Costs : Seconds and bytes of operations, which have a network.
+
     Examples
     --------
+    Ring all-reduce over four devices: each link carries 6/4 of the bytes.
+
+    >>> import pipesim as ps
+    >>> ps.Network(bandwidth=100e9).all_reduce(1e9, devices=[0, 1, 2, 3])
+    0.015
+
     Two nodes of two devices; between them one slow link each way, shared by both pairs:
 
-    >>> slow = [Link(10e-6, 12e9, ((0, 2), (1, 2))), Link(10e-6, 12e9, ((2, 0), (2, 1)))]
-    >>> network = Network(latency=2e-6, bandwidth=200e9, links=slow)
+    >>> slow = [ps.Link(10e-6, 12e9, ((0, 2), (1, 2))), ps.Link(10e-6, 12e9, ((2, 0), (2, 1)))]
+    >>> network = ps.Network(latency=2e-6, bandwidth=200e9, links=slow)
 
     Nodes of eight devices, each with a port into its node and a NIC out of it:
 
-    >>> network = Network.preset("dgx_h100")
+    >>> network = ps.Network.preset("dgx_h100")
     >>> network.all_reduce(2e9, range(8)) < network.all_reduce(2e9, range(0, 64, 8))
     True
     """
@@ -158,10 +171,29 @@ class Network:
         n_devices
             Number of devices of the pipeline.
 
+        Returns
+        -------
+        Routes
+            Links, latency (s) and bandwidth (bytes/s) of each message, in the order of ``source``.
+
         Raises
         ------
         NetworkError
             If a message or a link has an end that is none of these devices.
+
+        See Also
+        --------
+        resolve_host : Routes of copies to and from host memory.
+        collective_links : Links that a collective holds.
+
+        Examples
+        --------
+        One link is slow; the other direction has the rate of the network.
+
+        >>> import pipesim as ps
+        >>> network = ps.Network(bandwidth=8e9, links=[ps.Link(0.0, 1e9, ((0, 1),))])
+        >>> network.resolve([0, 1], [1, 0], n_devices=2).bandwidth
+        array([1.e+09, 8.e+09])
         """
         self._router.check_devices(n_devices)
         source, target = np.asarray(source, np.int64), np.asarray(target, np.int64)
@@ -184,14 +216,34 @@ class Network:
         Parameters
         ----------
         device, to_host
-            Device of each copy, and whether it goes to its host or comes from it; shape ``(n,)``.
+            Device of each copy, and whether it goes to its host or comes from it; arrays of shape
+            ``(n,)``.
         n_devices
             Number of devices of the pipeline.
+
+        Returns
+        -------
+        Routes
+            The link, latency (s) and bandwidth (bytes/s) of each copy, in the order of ``device``.
 
         Raises
         ------
         NetworkError
             If the network has no host link.
+
+        See Also
+        --------
+        resolve : Routes of messages between devices.
+        pipesim.HostLink : The link between devices and their host.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> network = ps.Network(host=ps.HostLink(bandwidth=32e9, devices_per_link=2))
+        >>> copies = network.resolve_host(np.array([0, 1]), np.array([True, True]), n_devices=2)
+        >>> copies.links[:, 0] == copies.links[0, 0]  # both devices share one link
+        array([ True,  True])
         """
         if self.host is None:
             raise NetworkError(
@@ -226,6 +278,11 @@ class Network:
         algorithm
             ``"ring"``, ``"tree"``, or ``"fastest"``: the faster of both.
 
+        Returns
+        -------
+        float
+            Seconds.
+
         Raises
         ------
         NetworkError
@@ -233,6 +290,19 @@ class Network:
             are not finite.
         UnknownNameError
             For an unknown algorithm.
+
+        See Also
+        --------
+        group_all_reduce : The same between the GPUs of one device.
+        all_to_all : Exchange in which each member sends a part to each other.
+
+        Examples
+        --------
+        Two steps of a ring, each with a latency of 1 s and 10 bytes at 10 bytes a second:
+
+        >>> import pipesim as ps
+        >>> ps.Network(latency=1, bandwidth=10).all_reduce(20, devices=[0, 1])
+        4.0
         """
         formula = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
         size, members = checked_members("all-reduce", nbytes, devices)
@@ -251,15 +321,28 @@ class Network:
         n_gpus
             GPUs of a tensor-parallel group, which fill the nodes of their device one by one.
 
+        Returns
+        -------
+        float
+            Seconds.
+
         Raises
         ------
         NetworkError
             For bytes that are not finite or negative, and for a network without nodes, or with
             fewer ``gpus_per_device``, unless ``n_gpus`` is 1.
+        ArgumentError
+            For ``n_gpus`` that are no whole number of at least 1.
+
+        See Also
+        --------
+        group_all_gather : All-gather or reduce-scatter between the same GPUs.
+        all_reduce : All-reduce between devices.
 
         Examples
         --------
-        >>> network = Network.preset("dgx_h100", gpus_per_device=8)
+        >>> import pipesim as ps
+        >>> network = ps.Network.preset("dgx_h100", gpus_per_device=8)
         >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 14 steps of 3.4 us
         1.8
         """
@@ -278,10 +361,26 @@ class Network:
         n_gpus
             As for `group_all_reduce`.
 
+        Returns
+        -------
+        float
+            Seconds; 0 for one GPU.
+
         Raises
         ------
-        NetworkError
+        NetworkError, ArgumentError
             As `group_all_reduce`.
+
+        See Also
+        --------
+        group_all_reduce : All-reduce between the same GPUs.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+        >>> round(network.group_all_gather(450e6, 8) * 1e3, 2)  # 7/8 ms and 7 steps of 3.4 us
+        0.9
         """
         group = self._group(nbytes, n_gpus)
         return 0.0 if group is None else ring(group, nbytes) / 2
@@ -326,11 +425,32 @@ class Network:
         devices
             The members, each once, in any order.
 
+        Returns
+        -------
+        float
+            Seconds.
+
         Raises
         ------
         NetworkError
             For bytes that are not finite or negative, or have another shape, members that are no
             devices, and seconds that are not finite.
+
+        See Also
+        --------
+        all_reduce : Sum over devices.
+        pipesim.Keys.exchange_bytes : Bytes of the uneven exchanges of a sharded embedding.
+
+        Examples
+        --------
+        Each device keeps half of its 20 bytes, and sends the other half at 10 bytes a second.
+
+        >>> import pipesim as ps
+        >>> network = ps.Network(latency=1, bandwidth=10)
+        >>> network.all_to_all(20, devices=[0, 1])
+        2.0
+        >>> network.all_to_all([[0, 20], [40, 0]], devices=[0, 1])  # 1 s and 40 bytes
+        5.0
         """
         if isinstance(nbytes, (list, tuple)) or np.ndim(nbytes) > 0:
             _, members = checked_members("all-to-all", 0, devices)
@@ -359,7 +479,7 @@ class Network:
         Returns
         -------
         numpy.ndarray
-            Shape ``(len(devices), most links of a member)``, padded with -1.
+            Numbers of links, shape ``(len(devices), most links of a member)``, padded with -1.
 
         Raises
         ------
@@ -367,6 +487,22 @@ class Network:
             For members, or ends of links, that are none of these devices.
         UnknownNameError
             For an unknown algorithm.
+
+        See Also
+        --------
+        resolve : Links of messages, with the same numbers.
+        all_reduce : Seconds of an all-reduce.
+
+        Examples
+        --------
+        In a ring of two devices, each holds the link to the other.
+
+        >>> import pipesim as ps
+        >>> network = ps.Network(bandwidth=10)
+        >>> network.collective_links("ring", [0, 1], n_devices=2).tolist()
+        [[1], [2]]
+        >>> network.resolve([0, 1], [1, 0], n_devices=2).links.tolist()
+        [[1], [2]]
         """
         links = _LINKS[check_name("collective", algorithm, _LINKS)]
         _, members = checked_members(algorithm, 0, devices)
@@ -381,23 +517,58 @@ class Network:
         return links(self._router, members, n_devices)
 
     def unlimited(self) -> Network:
-        """Return this network with infinite bandwidth, so that only latency is left."""
+        """Return this network with infinite bandwidth, so that only latency is left.
+
+        Returns
+        -------
+        Network
+            With the same latencies and links; those of infinite bandwidth are never held.
+
+        See Also
+        --------
+        scaled : Multiply latencies and bandwidths by finite factors.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> network = ps.Network(latency=1e-6, bandwidth=100e9).unlimited()
+        >>> network.latency, network.bandwidth
+        (1e-06, inf)
+        """
         return self._times(1.0, math.inf)
 
     def grouped(self, gpus_per_device: int) -> Network:
         """Return this network with groups of GPUs that act as one device; see `Nodes.grouped`.
+
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs of each device: a divisor of the GPUs of a node, or a multiple of them.
+
+        Returns
+        -------
+        Network
+            Its devices are the groups. Bandwidths and bytes are those of one GPU.
 
         Raises
         ------
         NetworkError
             For a network with named links, or without nodes, unless the group is one GPU; and as
             `Nodes.grouped`.
+        ArgumentError
+            For GPUs that are no whole number of at least 1.
+
+        See Also
+        --------
+        preset : The network of a machine, which can be grouped at once.
+        pipesim.Layout.network : The network of the devices of a layout.
 
         Examples
         --------
-        >>> network = Network.preset("dgx_h100").grouped(8)
-        >>> network == Network.preset("dgx_h100", gpus_per_device=8)
-        True
+        >>> import pipesim as ps
+        >>> network = ps.Network.preset("dgx_h100").grouped(4)
+        >>> network.nodes.devices_per_node
+        2
         """
         if check_count("gpus_per_device", gpus_per_device) == 1 and self.nodes is None:
             return self
@@ -424,14 +595,25 @@ class Network:
         bandwidth
             Factor of all bandwidths, of links, ports, NICs and hosts, finite and above 0.
 
+        Returns
+        -------
+        Network
+            With the same links, nodes and host.
+
         Raises
         ------
         NetworkError
             For factors out of range, or too large for a bandwidth or latency.
 
+        See Also
+        --------
+        unlimited : Make all bandwidths infinite.
+        pipesim.Costs.rebuilt : Costs of the same transformer with another network.
+
         Examples
         --------
-        >>> Network(latency=1e-6, bandwidth=100e9).scaled(bandwidth=0.1).bandwidth
+        >>> import pipesim as ps
+        >>> ps.Network(latency=1e-6, bandwidth=100e9).scaled(bandwidth=0.1).bandwidth
         10000000000.0
         """
         slower, faster = number(latency), number(bandwidth)
@@ -487,6 +669,11 @@ class Network:
             groups over several nodes. Bytes are then those of one GPU, as in `Costs.transformer`,
             and so are port and NIC.
 
+        Returns
+        -------
+        Network
+            Its ``nodes`` and ``host`` are set; it fits any number of devices.
+
         Raises
         ------
         UnknownNameError
@@ -494,6 +681,21 @@ class Network:
         NetworkError
             For an efficiency out of range, and GPUs that neither divide those of a node nor are a
             multiple of them.
+        ArgumentError
+            For GPUs that are no whole number of at least 1.
+
+        See Also
+        --------
+        pipesim.machines : List the machines and their rates.
+        grouped : Make devices of groups of GPUs.
+        pipesim.Cluster : GPUs and network of a training run.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> network = ps.Network.preset("dgx_a100", efficiency=0.5)
+        >>> network.nodes.port_bandwidth, network.nodes.nic_bandwidth
+        (150000000000.0, 12500000000.0)
         """
         return cls(
             nodes=preset_nodes(name, efficiency, gpus_per_device),
@@ -504,7 +706,7 @@ class Network:
     def from_csv(
         cls, path: Path | str, *, latency: float = 0.0, bandwidth: float = math.inf
     ) -> Network:
-        """Read links from a CSV file with the columns ``source,target,latency,bandwidth[,link]``.
+        r"""Read links from a CSV file with the columns ``source,target,latency,bandwidth[,link]``.
 
         One directed pair of devices a row, in seconds and bytes a second. An empty bandwidth, or
         ``inf``, is infinite. Rows with the same ``link``, a name of your choice, share one link and
@@ -513,9 +715,15 @@ class Network:
         Parameters
         ----------
         path
-            The file.
+            The file to read.
         latency, bandwidth
-            Of pairs that the file does not name.
+            Seconds and bytes a second of pairs that the file does not name; by default 0 and
+            infinite.
+
+        Returns
+        -------
+        Network
+            One link for each pair, or for each name in the column ``link``.
 
         Raises
         ------
@@ -525,6 +733,21 @@ class Network:
             Naming file, line and column; or the file, if it cannot be read.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        from_matrix : Links from arrays.
+        from_dict : A network from settings.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "links.csv")
+        ...     _ = path.write_text("source,target,latency,bandwidth\n0,1,1e-6,10e9\n")
+        ...     ps.Network.from_csv(path).links
+        (Link(latency=1e-06, bandwidth=10000000000.0, pairs=((0, 1),)),)
         """
         return cls(latency, bandwidth, read_links(check_path("path", path)))
 
@@ -538,15 +761,48 @@ class Network:
             Seconds and bytes a second, shape ``(n_devices, n_devices)``, from the row's device to
             the column's; one of them may be a single number. Diagonals are not read.
 
+        Returns
+        -------
+        Network
+            One link for each pair of different devices.
+
         Raises
         ------
         NetworkError
             For other shapes, and for values out of range, naming the pair.
+
+        See Also
+        --------
+        from_csv : Links from a file.
+        pipesim.Link : One link, which several pairs may share.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> network = ps.Network.from_matrix(latency=1e-6, bandwidth=[[0, 10e9], [20e9, 0]])
+        >>> [link.bandwidth for link in network.links]
+        [10000000000.0, 20000000000.0]
         """
         return cls(links=matrix_links(latency, bandwidth))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; infinite bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None.
+
+        Returns
+        -------
+        dict
+            Latencies in seconds, bandwidths in bytes a second. ``nodes`` and ``host`` only if set.
+
+        See Also
+        --------
+        from_dict : Return the network in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Network(latency=1e-6).to_dict()
+        {'latency': 1e-06, 'bandwidth': None, 'links': []}
+        """
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
@@ -559,17 +815,41 @@ class Network:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
-        """Return the network in a table such as `to_dict` returns.
+        """Return the network in a mapping such as `to_dict` returns.
 
         ``preset = "dgx_h100"`` stands for the nodes of a machine. The keys ``efficiency`` and
         ``gpus_per_device`` may accompany it; they are those of `preset`.
+
+        Parameters
+        ----------
+        values
+            Fields by name; ``links``, ``nodes`` and ``host`` are mappings too. Missing fields have
+            their defaults.
+
+        Returns
+        -------
+        Network
+            Equal to the network that `to_dict` was called on.
 
         Raises
         ------
         NetworkError
             Naming an unknown key, a missing one, or one that is out of range.
+        ArgumentError
+            For a count, or the number of a device, that is no whole number in range.
         UnknownNameError
             For an unknown preset.
+
+        See Also
+        --------
+        to_dict : Return plain values of a network.
+        preset : The network of a common machine.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Network.from_dict({"preset": "dgx_h100"}) == ps.Network.preset("dgx_h100")
+        True
         """
         return cls(*network_fields(values))
 

@@ -76,9 +76,16 @@ class Layout:
           with ``pp``.
         - For more GPUs than ``available_gpus``.
 
+    See Also
+    --------
+    pipesim.Cluster : GPUs and nodes without a layout.
+    pipesim.lower : Takes the arguments in `lowering`.
+    pipesim.Transformer.costs : Takes the arguments in `sharding`.
+
     Examples
     --------
-    >>> layout = Layout(tensor_parallel=2, expert_parallel=2, data_parallel=4)
+    >>> import pipesim as ps
+    >>> layout = ps.Layout(tensor_parallel=2, expert_parallel=2, data_parallel=4)
     >>> layout.groups("dp")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     >>> layout.groups("ep")  # experts are shared by 2 GPUs, and divided among 2 replicas
@@ -223,6 +230,19 @@ class Layout:
         ------
         ArgumentError
             For kinds that no group has.
+        UnknownNameError
+            For an unknown kind.
+
+        See Also
+        --------
+        table : Coordinates of each GPU.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layout = ps.Layout(tensor_parallel=2, pipeline_parallel=2)
+        >>> layout.groups("tp"), layout.groups("pp")
+        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
         """
         kinds = kind.split("-") if isinstance(kind, str) else []
         dense = bool(kinds) and all(x in _DENSE_KINDS for x in kinds)
@@ -242,14 +262,40 @@ class Layout:
         return tuple(map(tuple, table.tolist()))
 
     def device(self, stage: int, replica: int) -> int:
-        """Return the number of the device of a stage of a replica; see `lowering`.
+        """Return the number of the device of a stage of a replica.
 
-        Stages are those of `pipeline_parallel`: with several chunks, devices of a pipeline.
+        Stages are those of ``pipeline_parallel``: with several chunks, devices of a pipeline.
+
+        Parameters
+        ----------
+        stage
+            Number of the stage, from 0 on.
+        replica
+            Number of the replica, from 0 on.
+
+        Returns
+        -------
+        int
+            The number, as in a graph of ``lower(schedule, **layout.lowering)``.
 
         Raises
         ------
         ArgumentError
             For stages and replicas that are not there, and as `lowering`.
+
+        See Also
+        --------
+        lowering : The order of devices.
+        table : The device of each GPU.
+
+        Examples
+        --------
+        Replicas of a stage are neighbours.
+
+        >>> import pipesim as ps
+        >>> layout = ps.Layout(data_parallel=2, pipeline_parallel=2)
+        >>> layout.device(stage=0, replica=1), layout.device(stage=1, replica=0)
+        (1, 2)
         """
         stage, replica = check_count("stage", stage, 0), check_count("replica", replica, 0)
         for name, value, n in (
@@ -263,12 +309,32 @@ class Layout:
         return replica * self.pipeline_parallel + stage
 
     def gpus_of_node(self, node: int) -> tuple[int, ...]:
-        """Return the numbers of the GPUs of a node; the last one may have fewer.
+        """Return the numbers of the GPUs of a node; the last node may have fewer.
+
+        Parameters
+        ----------
+        node
+            Number of the node, from 0 on.
+
+        Returns
+        -------
+        tuple
+            Numbers of GPUs, ascending.
 
         Raises
         ------
         ArgumentError
             For a node that is not there.
+
+        See Also
+        --------
+        table : The node of each GPU.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Layout(data_parallel=6, gpus_per_node=4).gpus_of_node(1)
+        (4, 5)
         """
         if check_count("node", node, 0) >= self.n_nodes:
             raise ArgumentError(f"node must be 0 to {self.n_nodes - 1}, got {node}")
@@ -278,10 +344,32 @@ class Layout:
     def experts(self, gpu: int, n_experts: int) -> range:
         """Return the numbers of the experts of a layer that a GPU has.
 
+        Parameters
+        ----------
+        gpu
+            Number of the GPU, from 0 on.
+        n_experts
+            Experts of a layer.
+
+        Returns
+        -------
+        range
+            Consecutive numbers of experts.
+
         Raises
         ------
         ArgumentError
             For a GPU that is not there, and experts that ``expert_parallel`` does not divide.
+
+        See Also
+        --------
+        groups : Groups of GPUs that together have all experts.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Layout(expert_parallel=2, data_parallel=2).experts(gpu=1, n_experts=8)
+        range(4, 8)
         """
         n = check_count("n_experts", n_experts)
         if check_count("gpu", gpu, 0) >= self.n_gpus:
@@ -326,16 +414,30 @@ class Layout:
         efficiency
             Share of a machine's nominal bandwidths that messages reach.
 
+        Returns
+        -------
+        Network
+            One device for each group of ``tensor_parallel * context_parallel`` GPUs.
+
         Raises
         ------
         ArgumentError
-            As `lowering`.
+            As `lowering`, and for a machine that is none.
+        UnknownNameError
+            For an unknown machine.
         NetworkError
             As `Network.preset` and `Network.grouped`.
 
+        See Also
+        --------
+        pipesim.Network.grouped : Devices of groups of GPUs in any network.
+        pipesim.machines : The machines.
+
         Examples
         --------
-        >>> Layout(tensor_parallel=4, context_parallel=2).network("dgx_h100").nodes.gpus_per_device
+        >>> import pipesim as ps
+        >>> layout = ps.Layout(tensor_parallel=4, context_parallel=2)
+        >>> layout.network("dgx_h100").nodes.gpus_per_device
         8
         """
         _ = self.lowering

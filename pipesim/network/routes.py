@@ -27,6 +27,25 @@ class Routes(NamedTuple):
         Seconds, shape ``(n,)``.
     bandwidth
         Bytes a second, shape ``(n,)``: those of the message's slowest link; may be infinite.
+
+    Raises
+    ------
+    TypeError
+        For a missing column. Values are not checked.
+
+    See Also
+    --------
+    pipesim.Network.resolve : Return the routes of messages.
+
+    Examples
+    --------
+    Two nodes of one device: the message holds a port and a NIC at each end.
+
+    >>> import pipesim as ps
+    >>> network = ps.Network(nodes=ps.Nodes(1, port_bandwidth=4e9, nic_bandwidth=1e9))
+    >>> routes = network.resolve([0], [1], n_devices=2)
+    >>> routes.links.shape, routes.bandwidth
+    ((1, 4), array([1.e+09]))
     """
 
     links: NDArray[np.int64]

@@ -1,4 +1,7 @@
-"""`Cluster`: the GPUs of a training run, their nodes, network and memory."""
+"""`Cluster`: the GPUs of a training run, their nodes, network and memory.
+
+More than 300 lines: one class, most of it docstrings.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +65,21 @@ class Cluster:
     ArgumentError
         - For a cluster without a GPU, a GPU without memory, and a wrong number of GPUs.
         - For GPUs that do not fill nodes, and nodes of different sizes.
+        - For a network that is none, that groups GPUs, or has named links.
         - `UnknownNameError` for an unknown machine or GPU.
     NetworkError
-        For a network that is none, that groups GPUs, or has named links.
+        For a mapping that is no network; see `Network.from_dict`.
+
+    See Also
+    --------
+    pipesim.machines : The machines, with their GPUs and rates.
+    pipesim.plan : Rank the configurations of a training on a cluster.
+    pipesim.GPU : Rates and memory of one GPU.
 
     Examples
     --------
-    >>> Cluster("dgx_h100", n_gpus=64)
+    >>> import pipesim as ps
+    >>> ps.Cluster("dgx_h100", n_gpus=64)
     <Cluster of 64 h100_sxm (80 GB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC>
     """
 
@@ -134,10 +145,31 @@ class Cluster:
     def usable_bytes(self, gpu: GPU) -> float:
         """Return the bytes of a GPU that tensors may take.
 
+        Parameters
+        ----------
+        gpu
+            A GPU with memory, such as one of `gpus`.
+
+        Returns
+        -------
+        float
+            Bytes: ``gpu.memory`` times ``usable_memory``.
+
         Raises
         ------
         ArgumentError
             For anything but a GPU with memory.
+
+        See Also
+        --------
+        memory : The same for the GPU with the least memory.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=8, usable_memory=0.75)
+        >>> cluster.usable_bytes(cluster.gpu)
+        60000000000.0
         """
         memory = check_type("gpu", gpu, GPU).memory
         if memory is None:
@@ -147,22 +179,65 @@ class Cluster:
     def network(self, gpus_per_device: int = 1) -> Network:
         """Return the network between groups of GPUs that act as one device.
 
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs of each device, such as a tensor-parallel group; 1 by default.
+
+        Returns
+        -------
+        Network
+            Its devices are the groups, numbered in the order of their GPUs.
+
         Raises
         ------
         ArgumentError
             For GPUs that are no whole number of at least 1.
         NetworkError
             As `Network.grouped`.
+
+        See Also
+        --------
+        pipesim.Network.grouped : The same for any network.
+        gpu_numbers : GPUs of each device.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Cluster("dgx_h100", n_gpus=16).network(gpus_per_device=4).nodes.devices_per_node
+        2
         """
         return _grouped(self._network, check_count("gpus_per_device", gpus_per_device))
 
     def gpu_numbers(self, gpus_per_device: int = 1) -> list[list[int]]:
         """Return, for each device, the different GPUs in it, as indices into `gpus`.
 
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs of each device, a divisor of ``n_gpus``; 1 by default.
+
+        Returns
+        -------
+        list
+            One list a device, with ascending indices into `gpus`.
+
         Raises
         ------
         ArgumentError
             For GPUs of a device that do not divide those of the cluster.
+
+        See Also
+        --------
+        gpus : The different GPUs of the cluster.
+        network : Links between these devices.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> cluster = ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)])
+        >>> cluster.gpu_numbers(gpus_per_device=4)
+        [[0], [0], [1], [1]]
         """
         size = check_count("gpus_per_device", gpus_per_device)
         if self.n_gpus % size:
@@ -172,7 +247,24 @@ class Cluster:
         return [sorted(set(kinds[k : k + size])) for k in range(0, len(kinds), size)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON or TOML, from which `from_dict` returns the cluster."""
+        """Return plain values for JSON or TOML.
+
+        Returns
+        -------
+        dict
+            ``machine`` (rows of name, number of GPUs and GPU), ``network`` and ``usable_memory``.
+
+        See Also
+        --------
+        from_dict : Return the cluster in such a mapping.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=8)
+        >>> ps.Cluster.from_dict(cluster.to_dict()) == cluster
+        True
+        """
         rows = []
         for group in self.groups:
             gpu = {key: value for key, value in asdict(group.gpu).items() if value is not None}
@@ -184,10 +276,34 @@ class Cluster:
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
         """Return the cluster in a mapping of the class's parameters, as `to_dict` returns it.
 
+        Parameters
+        ----------
+        values
+            Parameters of the class by name; missing ones have their defaults.
+
+        Returns
+        -------
+        Cluster
+            The cluster.
+
         Raises
         ------
         ArgumentError
-            For anything but a mapping, and as the class. `UnknownNameError` for an unknown key.
+            For anything but a mapping, and as the class.
+        UnknownNameError
+            For an unknown key, machine or GPU.
+        NetworkError
+            For a network that `Network.from_dict` refuses.
+
+        See Also
+        --------
+        to_dict : Return plain values of a cluster.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Cluster.from_dict({"machine": "dgx_a100", "n_gpus": 16}).gpus_per_node
+        8
         """
         if not isinstance(values, Mapping):
             raise ArgumentError(

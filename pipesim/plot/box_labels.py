@@ -16,8 +16,8 @@ __all__ = ["BoxLabels", "points_per_unit"]
 
 Floats = NDArray[np.float64]
 
-#: Smallest and largest size of a number (points).
-SMALLEST, LARGEST = 4.5, 8.0
+#: Smallest and largest size of a number (points). Publishers ask for 6 or more.
+SMALLEST, LARGEST = 6.0, 8.0
 #: Relative to the size of a number: the width of a digit with its margin, the height of a digit
 #: with its margins, and half the height of a digit.
 WIDTH, HEIGHT, MIDDLE = 0.66, 0.9, 0.365
@@ -37,7 +37,7 @@ class BoxLabels(Artist):
     """Numbers in the middle of boxes, each drawn only if it fits its box.
 
     The choice is made when drawing, so that numbers appear and disappear as a figure is resized or
-    zoomed. All have one size, between 4.5 and 8 points.
+    zoomed. All have one size, between 6 and 8 points.
 
     Parameters
     ----------
@@ -48,6 +48,9 @@ class BoxLabels(Artist):
     kinds
         Kind of each number. All or none of a kind are drawn, apart from the few that do not fit.
     """
+
+    #: Smallest size (points).
+    smallest = SMALLEST
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class BoxLabels(Artist):
     def fitting(self) -> tuple[NDArray[np.int64], float]:
         """Return the numbers that fit into their boxes now, and the size of all (points)."""
         if self.axes is None or not self.texts:
-            return np.empty(0, np.int64), SMALLEST
+            return np.empty(0, np.int64), self.smallest
         x, y = points_per_unit(self.axes)
         room = np.minimum(
             (self.width * x - 1.0) / (WIDTH * self.digits), (self.height * y - 1.0) / HEIGHT
@@ -77,10 +80,10 @@ class BoxLabels(Artist):
         size, legible = LARGEST, []
         for kind in np.unique(self.kinds):
             kind_room = room[self.kinds == kind]
-            if np.quantile(kind_room, 1 - MIN_FITTING) >= SMALLEST:
+            if np.quantile(kind_room, 1 - MIN_FITTING) >= self.smallest:
                 legible.append(kind)
                 size = min(size, float(np.quantile(kind_room, 1 - MIN_AT_SIZE, method="lower")))
-        size = max(size, SMALLEST)
+        size = max(size, self.smallest)
         # Boxes of equal length differ in the last digits of their times.
         return np.flatnonzero(np.isin(self.kinds, legible) & (room >= 0.999 * size)), size
 

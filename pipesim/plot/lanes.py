@@ -12,6 +12,7 @@ from pipesim.graph.graph import TaskGraph
 __all__ = ["TaskLanes", "lanes", "rows"]
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 #: Rows of a device with its transfers.
 WITH_TRANSFERS = 1.9
@@ -34,7 +35,9 @@ def rows(graph: TaskGraph, *, transfers: bool) -> float:
     return graph.n_devices * (WITH_TRANSFERS if _has_copies(graph, transfers) else 1.0)
 
 
-def lanes(graph: TaskGraph, *, transfers: bool, half: int = 0) -> TaskLanes:
+def lanes(
+    graph: TaskGraph, *, transfers: bool, half: int = 0, streams: Flags | None = None
+) -> TaskLanes:
     """Return the lanes of a timeline.
 
     Parameters
@@ -45,9 +48,11 @@ def lanes(graph: TaskGraph, *, transfers: bool, half: int = 0) -> TaskLanes:
         Whether copy streams have lanes, if any.
     half
         Part of a device's row: -1 is the upper half, 1 the lower half; 0 is the whole row.
+    streams
+        Whether a copy stream has a lane, shape ``(len(graph.streams),)``. None: all have.
     """
     if _has_copies(graph, transfers):
-        return _with_copies(graph, 0.23 * half, 0.48 if half else 1.0)
+        return _with_copies(graph, 0.23 * half, 0.48 if half else 1.0, streams)
     return _one_lane(graph, 0.2 * half, 0.36 if half else 0.8)
 
 
@@ -66,18 +71,18 @@ def _one_lane(graph: TaskGraph, offset: float, height: float) -> TaskLanes:
     )
 
 
-def _with_copies(graph: TaskGraph, offset: float, room: float) -> TaskLanes:
-    """Put compute streams on top, and below them a thin lane for each copy stream of the device.
+def _with_copies(graph: TaskGraph, offset: float, room: float, streams: Flags | None) -> TaskLanes:
+    """Put compute streams on top, and below them a thin lane for each of the ``streams``.
 
     All lanes of a device take ``room`` rows, ``offset`` rows below the middle of its row.
     """
     compute = _one_lane(graph, offset - 0.17 * room, 0.5 * room)
     copy_streams: list[list[int]] = [[] for _ in range(graph.n_devices)]
     for number, (device, name) in enumerate(graph.streams):
-        if name != "compute":
+        if name != "compute" and (streams is None or streams[number]):
             copy_streams[device].append(number)
     lane_height = 0.3 * room / max(1, *map(len, copy_streams))
-    y = np.zeros(len(graph.streams))
+    y = np.full(len(graph.streams), np.nan)
     for device, numbers in enumerate(copy_streams):
         y[numbers] = device + offset + 0.11 * room + lane_height * (np.arange(len(numbers)) + 0.5)
     return TaskLanes(

@@ -12,7 +12,7 @@ from matplotlib.backend_bases import RendererBase
 from numpy.typing import NDArray
 
 from pipesim.errors import LegibilityWarning
-from pipesim.plot.box_labels import HEIGHT, SMALLEST, WIDTH, BoxLabels, Floats, points_per_unit
+from pipesim.plot.box_labels import HEIGHT, WIDTH, BoxLabels, Floats, points_per_unit
 
 __all__ = ["NodeTexts"]
 
@@ -34,6 +34,9 @@ class NodeTexts(BoxLabels):
     LegibilityWarning
         When drawn, if neither fits into a node.
     """
+
+    #: Graphs have more texts than timelines of the same width.
+    smallest = 4.5
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class NodeTexts(BoxLabels):
         assert self.axes is not None
         figure = self.axes.figure.figure
         x, y = points_per_unit(self.axes)
-        need = SMALLEST * WIDTH * self.digits + 1.0, np.full(len(self.texts), SMALLEST * HEIGHT + 1)
+        least = self.smallest
+        need = least * WIDTH * self.digits + 1.0, np.full(len(self.texts), least * HEIGHT + 1.0)
         have = self.width * x, self.height * y
         factors = [float((n / h).max()) for n, h in zip(need, have, strict=True)]
         width, height = (
@@ -79,7 +83,7 @@ class NodeTexts(BoxLabels):
         )
         warnings.warn(
             f"{missing} of {len(self.texts)} nodes of this figure have no text: letters of "
-            f"{SMALLEST:g} points do not fit; give axes of a figure of about {width:.1f} by "
+            f"{self.smallest:g} points do not fit; give axes of a figure of about {width:.1f} by "
             f"{height:.1f} inches, graph.plot(ax=plt.figure(figsize=({width:.1f}, {height:.1f}), "
             'layout="constrained").add_subplot()), or lower fewer micro-batches',
             LegibilityWarning,

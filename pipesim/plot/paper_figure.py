@@ -27,6 +27,7 @@ __all__ = [
     "axes_or_new",
     "axes_size",
     "check_drawable",
+    "check_height",
     "end_of_axis",
     "figure",
     "figure_with_axes",
@@ -37,6 +38,7 @@ __all__ = [
     "set_title",
     "thinned_ticks",
     "titles_fit",
+    "width_of",
 ]
 
 #: Widths of one and of two columns of an IEEE paper, inches.
@@ -72,22 +74,44 @@ def figure(
     """
     import matplotlib.pyplot as plt
 
+    return figure_with_axes(plt.figure, width_of(columns), rows, height)
+
+
+def width_of(columns: int) -> float:
+    """Return the width of one or two columns (inches).
+
+    Raises
+    ------
+    ArgumentError
+        For another number of columns.
+    """
     if check_count("columns", columns) > 2:
         raise ArgumentError(f"columns must be 1 or 2, got {columns}")
-    return figure_with_axes(plt.figure, ONE_COLUMN if columns == 1 else TWO_COLUMNS, rows, height)
+    return ONE_COLUMN if columns == 1 else TWO_COLUMNS
+
+
+def check_height(height: float, name: str = "height") -> float:
+    """Return a height that is a finite number above 0.
+
+    Raises
+    ------
+    ArgumentError
+        Otherwise; ``name`` is the argument's.
+    """
+    real = number(height)
+    if real is None or not 0 < real < math.inf:
+        raise ArgumentError(f"{name} must be a finite number > 0, got {height!r}")
+    return real
 
 
 def figure_with_axes(
     make: Callable[..., Figure], width: float, rows: float, height: float | None = None
 ) -> tuple[Figure, Axes]:
     """Return a figure that ``make`` makes, with room for ``rows``, and axes in it."""
-    for name, value in (("rows", rows), ("height", height)):
-        real = number(value)
-        if value is not None and (real is None or not 0 < real < math.inf):
-            raise ArgumentError(f"{name} must be a finite number > 0, got {value!r}")
+    check_height(rows, "rows")
     if height is None:
         height = MARGIN + min(max(rows, 2) * ROW, MAX_ROWS)
-    new = make(figsize=(width, height), layout="constrained")
+    new = make(figsize=(width, check_height(height)), layout="constrained")
     return new, new.add_subplot()
 
 
@@ -188,8 +212,12 @@ def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
     """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top."""
     ax.set_xlim(0.0, end)
     ax.set_ylim(n_devices - 0.5, -0.5)
+    from matplotlib.ticker import MaxNLocator
+
     from pipesim.plot.device_ticks import DeviceTicks
 
+    # Not 2.5, since most figures of schedules have whole seconds.
+    ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_locator(DeviceTicks(ax, n_devices, SMALL + 1.5))
     label(ax, f"Time ({unit})", "Device")
     ax.tick_params(axis="y", length=0)
@@ -240,7 +268,7 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
     """Put titles above a legend of ``height`` points."""
     pad = 3.0 + height
     ax.set_title(left, loc="left", fontsize=FONT, pad=pad, fontweight="bold")
-    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY)
+    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY, fontweight="normal")
 
 
 def titles_fit(ax: Axes, *texts: str) -> bool:

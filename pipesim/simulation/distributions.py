@@ -1,4 +1,7 @@
-"""Distributions of factors on durations, and failures, for `pipesim.Noise`."""
+"""Distributions of factors on durations, and failures, for `pipesim.Noise`.
+
+More than 300 lines: four short classes, most of them docstrings, and their checks.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,29 @@ class Normal:
     With an ``std`` of 0.2, one factor in three million is below 0. With a much larger ``std``, the
     mean is above 1.
 
+    Attributes
+    ----------
+    std
+        Standard deviation of the factors, at least 0, such as 0.02 for 2 %.
+
     Raises
     ------
     ArgumentError
         For an ``std`` that is negative or not finite.
+
+    See Also
+    --------
+    pipesim.LogNormal : Factors that are never below 0, with a longer tail.
+    pipesim.Empirical : Factors from measured values.
+    pipesim.Noise : Variation of tasks, devices and messages by such factors.
+
+    Examples
+    --------
+    Factors of two devices in scenario 0:
+
+    >>> import pipesim as ps
+    >>> ps.Noise(device=ps.Normal(0.1), seed=0).device_factors(2, [0]).round(3)
+    array([[0.91 , 1.032]])
     """
 
     std: float
@@ -65,7 +87,34 @@ class Normal:
         object.__setattr__(self, "std", _checked_spread("std", self.std))
 
     def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
+        """Return the factors below which given shares of all factors lie.
+
+        Parameters
+        ----------
+        level
+            Array of shares, above 0 and below 1.
+
+        Returns
+        -------
+        numpy.ndarray
+            Factors, of the shape of ``level``.
+
+        Raises
+        ------
+        statistics.StatisticsError
+            For a level of 0 or less, or 1 or more.
+
+        See Also
+        --------
+        pipesim.Noise : Draws factors by their quantiles.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> ps.Normal(0.1).quantile(np.array([0.5, 0.975])).round(3)
+        array([1.   , 1.196])
+        """
         return np.maximum(0.0, 1.0 + self.std * _standard_normal(level))
 
 
@@ -75,10 +124,29 @@ class LogNormal:
 
     Above 3, the mean depends on factors that are too rare to be drawn in any scenario.
 
+    Attributes
+    ----------
+    sigma
+        Standard deviation of the logarithm, 0 to 3. Small ones are relative: 0.02 is about 2 %.
+
     Raises
     ------
     ArgumentError
         For a ``sigma`` outside 0 to 3.
+
+    See Also
+    --------
+    pipesim.Normal : Factors without a long tail.
+    pipesim.Empirical : Factors from measured values.
+    pipesim.Noise : Variation of tasks, devices and messages by such factors.
+
+    Examples
+    --------
+    Factors of two devices in scenario 0:
+
+    >>> import pipesim as ps
+    >>> ps.Noise(device=ps.LogNormal(0.1), seed=0).device_factors(2, [0]).round(3)
+    array([[0.909, 1.027]])
     """
 
     sigma: float
@@ -87,7 +155,36 @@ class LogNormal:
         object.__setattr__(self, "sigma", _checked_spread("sigma", self.sigma, _MOST_SIGMA))
 
     def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
+        """Return the factors below which given shares of all factors lie.
+
+        Parameters
+        ----------
+        level
+            Array of shares, above 0 and below 1.
+
+        Returns
+        -------
+        numpy.ndarray
+            Factors, of the shape of ``level``.
+
+        Raises
+        ------
+        statistics.StatisticsError
+            For a level of 0 or less, or 1 or more.
+
+        See Also
+        --------
+        pipesim.Noise : Draws factors by their quantiles.
+
+        Examples
+        --------
+        The median is below the mean of 1: ``exp(-0.1**2 / 2)``.
+
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> ps.LogNormal(0.1).quantile(np.array([0.5])).round(4)
+        array([0.995])
+        """
         return np.exp(self.sigma * _standard_normal(level) - self.sigma**2 / 2)
 
 
@@ -105,6 +202,18 @@ class Empirical:
     ArgumentError
         If samples are empty or all 0, and if one of them is negative, not finite or not a number
         (a text or a boolean, for example).
+
+    See Also
+    --------
+    pipesim.LogNormal : Factors by a formula, if no values are measured.
+    pipesim.Noise : Variation of tasks, devices and messages by such factors.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> noise = ps.Noise(device=ps.Empirical([9, 10, 11]), seed=0)  # measured seconds
+    >>> noise.device_factors(4, [0])
+    array([[0.9, 1. , 1. , 1.1]])
     """
 
     samples: Sequence[float] | Floats
@@ -121,7 +230,34 @@ class Empirical:
         object.__setattr__(self, "samples", tuple(values.tolist()))
 
     def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
+        """Return the factors below which given shares of all factors lie.
+
+        Parameters
+        ----------
+        level
+            Array of shares, at least 0 and at most 1.
+
+        Returns
+        -------
+        numpy.ndarray
+            Measured values over their mean, of the shape of ``level``.
+
+        Raises
+        ------
+        IndexError
+            For a level far below 0. Levels are not checked otherwise.
+
+        See Also
+        --------
+        pipesim.Noise : Draws factors by their quantiles.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pipesim as ps
+        >>> ps.Empirical([1, 2, 3]).quantile(np.array([0.1, 0.5, 0.9]))
+        array([0.5, 1. , 1.5])
+        """
         values = np.array(self.samples)
         values = np.ldexp(values, -int(np.frexp(values.max())[1]))  # exact; no sum overflows
         values /= values.mean()

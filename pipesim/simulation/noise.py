@@ -1,4 +1,7 @@
-"""Noise: variation of tasks and devices, stragglers, slow links and failures."""
+"""Noise: variation of tasks and devices, stragglers, slow links and failures.
+
+More than 300 lines: one class, most of it docstrings.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +95,28 @@ class Noise:
     Raises
     ------
     ArgumentError
-        For a missing seed, factors that are not positive, operations that do not compute, and
-        failures of so many GPUs that the seconds between them round to 0.
+        For a missing seed, factors that are not positive, distributions that are none, and failures
+        of so many GPUs that the seconds between them round to 0.
+    UnknownNameError
+        For an operation of ``task`` that does not compute.
+
+    See Also
+    --------
+    pipesim.simulate : Simulate one scenario of noise.
+    pipesim.simulate_many : Simulate many scenarios.
+    pipesim.LogNormal : A distribution of factors; others are `Normal` and `Empirical`.
+    pipesim.Failures : Failures of devices and the pauses after them.
 
     Examples
     --------
-    >>> noise = Noise(task=LogNormal(0.02), slow_devices={3: 1.2}, seed=0)
+    A device that takes twice as long delays a step of 9 s.
+
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+    >>> costs = ps.Costs(forward=1, backward=2)
+    >>> noise = ps.Noise(task=ps.LogNormal(0.02), slow_devices={1: 2.0}, seed=0)
+    >>> round(ps.simulate(graph, costs, noise=noise).makespan)
+    15
     """
 
     seed: int | None = None
@@ -141,12 +160,37 @@ class Noise:
     def slowed(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
         """Return costs multiplied by the constant factors of slow devices and links.
 
+        Parameters
+        ----------
+        graph, costs
+            A task graph, and `pipesim.Costs.of` that graph.
+
+        Returns
+        -------
+        TaskCosts
+            Costs with longer seconds, and longer latencies of slow links.
+
         Raises
         ------
         ArgumentError
-            For a device that the graph does not have.
+            For a device that the graph does not have, and a link without messages.
         CostsError
             If the longest duration of a task exceeds the largest float.
+
+        See Also
+        --------
+        applied : Costs of one scenario, random factors included.
+
+        Examples
+        --------
+        Device 1 has two forwards of 1 s and two backwards of 2 s.
+
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+        >>> costs = ps.Costs(forward=1, backward=2).of(graph)
+        >>> slowed = ps.Noise(slow_devices={1: 2.0}, seed=0).slowed(graph, costs)
+        >>> float(slowed.duration.sum() - costs.duration.sum())
+        6.0
         """
         if costs.drawn is not None:  # the noise then varies the drawn seconds
             costs = costs.per_task()
@@ -206,7 +250,34 @@ class Noise:
         return replace(costs, table=table)
 
     def prepare(self, graph: TaskGraph) -> Draws:
-        """Return the columns for draws on a graph."""
+        """Return the columns for draws on a graph, which engines read.
+
+        Parameters
+        ----------
+        graph
+            A task graph.
+
+        Returns
+        -------
+        Draws
+            Tables of quantiles, and the table of each kind of task.
+
+        Raises
+        ------
+        ArgumentError
+            For a distribution whose quantiles are no factors of at least 0.
+
+        See Also
+        --------
+        draw : Seconds of each task in a scenario.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+        >>> len(ps.Noise(task=ps.Normal(0.02), seed=0).prepare(graph).tables)
+        1
+        """
         kinds = graph.kinds
         which = np.full(len(kinds), -1, dtype=np.int8)
         by_op = self.task if isinstance(self.task, Mapping) else {}
@@ -231,7 +302,38 @@ class Noise:
         )
 
     def device_factors(self, n_devices: int, scenarios: Sequence[int]) -> Floats:
-        """Return the factor of each device in each scenario; shape ``(n, n_devices)``."""
+        """Return the factor of each device in each scenario.
+
+        Parameters
+        ----------
+        n_devices
+            Number of devices.
+        scenarios
+            Numbers of the scenarios, from 0 on.
+
+        Returns
+        -------
+        numpy.ndarray
+            Shape ``(len(scenarios), n_devices)``; ones without ``device``.
+
+        Raises
+        ------
+        ArgumentError
+            For a distribution whose quantiles are no factors of at least 0.
+
+        See Also
+        --------
+        slowed : Costs with the constant factors of slow devices.
+        applied : Costs of one scenario.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> noise = ps.Noise(device=ps.Normal(0.05), seed=0)
+        >>> factors = noise.device_factors(n_devices=4, scenarios=range(100))
+        >>> factors.shape, round(float(factors.mean()), 1)
+        ((100, 4), 1.0)
+        """
         if self.device is None:
             return np.ones((len(scenarios), n_devices))
         table = tabulated(self.device, self.gpus_per_device)
@@ -240,17 +342,77 @@ class Noise:
         return random_draws.factors(table, random_draws.random_bits(keys, index[None, :]))
 
     def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
-        """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
+        """Return the keys of draws for tasks, devices and failures.
+
+        Parameters
+        ----------
+        scenarios
+            Numbers of the scenarios, from 0 on.
+
+        Returns
+        -------
+        numpy.ndarray
+            Unsigned integers of 64 bits, shape ``(len(scenarios), 3)``.
+
+        Raises
+        ------
+        OverflowError
+            For a number below 0 or above 2^64 - 1.
+
+        See Also
+        --------
+        draw : Seconds of each task in a scenario.
+
+        Examples
+        --------
+        A scenario has the same keys alone and among others.
+
+        >>> import pipesim as ps
+        >>> noise = ps.Noise(seed=0)
+        >>> bool((noise.keys([7])[0] == noise.keys([3, 7])[1]).all())
+        True
+        """
         assert self.seed is not None
         return random_draws.keys(int(self.seed), scenarios)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: the seconds of each of its tasks.
 
+        Parameters
+        ----------
+        graph, costs
+            A task graph, and `pipesim.Costs.of` that graph.
+        scenario
+            Number of the scenario, from 0 on; 0 by default.
+
+        Returns
+        -------
+        TaskCosts
+            Costs whose ``duration`` has the random and the constant factors; `pipesim.simulate`
+            takes them.
+
         Raises
         ------
         ArgumentError
-            For a scenario that is no whole number from 0 to 2^63 - 1.
+            For a scenario that is no whole number from 0 to 2^63 - 1, and as `slowed`.
+        CostsError
+            As `slowed`.
+
+        See Also
+        --------
+        slowed : Costs with constant factors alone.
+        pipesim.simulate : Simulate a scenario of noise at once.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+        >>> costs = ps.Costs(forward=1, backward=2)
+        >>> noise = ps.Noise(task=ps.Normal(0.1), seed=0)
+        >>> applied = noise.applied(graph, costs.of(graph), scenario=3)
+        >>> alone = ps.simulate(graph, costs, noise=noise, scenario=3)
+        >>> ps.simulate(graph, applied).makespan == alone.makespan
+        True
         """
         if check_count("scenario", scenario, minimum=0) >= 2**63:
             raise ArgumentError(f"scenario must be below 2^63, got {scenario}")
@@ -258,7 +420,43 @@ class Noise:
         return replace(costs, drawn=self.draw(graph, costs, scenario))
 
     def draw(self, graph: TaskGraph, costs: TaskCosts, scenario: int) -> Floats:
-        """Return the seconds of each task in one scenario, from costs that are `slowed`."""
+        """Return the seconds of each task in one scenario, from costs that are `slowed`.
+
+        Parameters
+        ----------
+        graph
+            A task graph.
+        costs
+            Costs that `slowed` returned for it.
+        scenario
+            Number of the scenario, from 0 on.
+
+        Returns
+        -------
+        numpy.ndarray
+            Seconds, shape ``(len(graph),)``.
+
+        Raises
+        ------
+        ArgumentError
+            For a distribution whose quantiles are no factors of at least 0.
+        OverflowError
+            For a scenario below 0; `applied` checks it.
+
+        See Also
+        --------
+        applied : The same as costs, from costs that are not slowed.
+
+        Examples
+        --------
+        Without random factors, tasks keep their seconds.
+
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+        >>> costs = ps.Costs(forward=1, backward=2).of(graph)
+        >>> float(ps.Noise(seed=0).draw(graph, costs, scenario=0).max())
+        2.0
+        """
         prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
         index = np.arange(len(graph), dtype=np.uint64)

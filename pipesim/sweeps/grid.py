@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pipesim._version import __version__
 from pipesim.costs.costs import Costs
 from pipesim.costs.workload import Workload
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
@@ -40,7 +40,7 @@ from pipesim.sweeps.settings import (
 from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.host_memory import check_memory, count_text
 
-__all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows", "version"]
+__all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows"]
 
 Flat = dict[str, Any]
 
@@ -259,13 +259,5 @@ def _digest(case: Settings) -> str:
         settings["orders"] = file_digest(case["name"])
     with suppress(PipeError):  # the row reports the error
         settings["costs"] = Costs.from_dict(settings.get("costs", {})).to_dict()
-    text = json.dumps([_FORMAT, version(), settings], sort_keys=True)
+    text = json.dumps([_FORMAT, __version__, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def version() -> str:
-    """Return the version of pipesim, or "not installed" for a checkout. Results depend on it."""
-    try:
-        return importlib.metadata.version("pipesim")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

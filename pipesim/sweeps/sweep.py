@@ -11,6 +11,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipesim._version import __version__
 from pipesim.analysis.compare import (
     KNOWN_RESULTS,
     known_columns,
@@ -20,7 +21,7 @@ from pipesim.analysis.compare import (
 )
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.scheduling.registry import ScheduleInfo
-from pipesim.sweeps.grid import SweepRow, cell_text, sweep_rows, version
+from pipesim.sweeps.grid import SweepRow, cell_text, sweep_rows
 from pipesim.sweeps.journal import Journal
 from pipesim.sweeps.row_warnings import RowWarning, row_warnings, show_row_warnings
 from pipesim.sweeps.schedule_sources import source_info
@@ -303,7 +304,7 @@ def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> p
 
 def _record(row: SweepRow, result: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a row in a file; its settings are for readers only."""
-    record = {**row.shown, **result, "settings": row.case, "version": version()}
+    record = {**row.shown, **result, "settings": row.case, "version": __version__}
     return {key: _finite(value) for key, value in record.items()}
 
 

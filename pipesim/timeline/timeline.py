@@ -1,4 +1,4 @@
-"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV.
+"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded.
 
 The file is longer than 300 lines: docstrings of one class are half of it. Its methods call
 functions of other files, such as `pipesim.timeline.memory`.
@@ -891,8 +891,22 @@ class Timeline:
             columns["part"] = graph.part
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """Return all tasks as a PyCapsule of Arrow, with the columns of `save`.
+
+        So ``polars.from_arrow(timeline)``, ``pyarrow.table(timeline)`` and queries of duckdb on
+        ``timeline`` read it. pyarrow must be installed.
+        """
+        from pipesim.timeline.arrow_tables import arrow_table
+
+        return arrow_table(self).__arrow_c_stream__(requested_schema)
+
     def save(self, path: Path | str) -> None:
-        """Write all tasks as CSV with the columns of `frame`, whole or not at all.
+        """Write all tasks with the columns of `frame`, whole or not at all.
+
+        The file is Parquet if its name ends in ``.parquet``, else CSV. Parquet needs pyarrow
+        (``pip install 'pipesim[parquet]'``), and has the settings of the graph and the checksum in
+        its metadata, not in columns.
 
         Further columns:
 
@@ -912,7 +926,8 @@ class Timeline:
         Raises
         ------
         ArgumentError
-            For a value that is no path, and a file that cannot be written.
+            For a value that is no path, a file that cannot be written, and if pyarrow is needed
+            and not installed.
 
         See Also
         --------
@@ -924,21 +939,25 @@ class Timeline:
         --------
         >>> import tempfile
         >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.save(f"{folder}/step.csv")
-        ...     ps.Timeline.load(f"{folder}/step.csv")
-        <Timeline step: 18 tasks, makespan 9 s, bubble 33.3%>
+        ...     timeline.save(f"{folder}/run.parquet")
+        ...     ps.Timeline.load(f"{folder}/run.parquet")
+        <Timeline run: 34 tasks, makespan 15 s, bubble 20.0%>
         """
-        from pipesim.timeline.csv_files import save
+        from pipesim.timeline import arrow_tables, csv_files
 
-        save(self, path)
+        if _is_parquet(path):
+            arrow_tables.save(self, path)
+        else:
+            csv_files.save(self, path)
 
     @classmethod
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
         """Read a timeline that `save` wrote, including its graph.
 
-        A table without a checksum is read too. Empty that column if you change a file by hand.
+        The file is Parquet if its name ends in ``.parquet``, else CSV. A CSV without a checksum is
+        read too. Empty that column if you change a file by hand.
 
         Parameters
         ----------
@@ -953,12 +972,13 @@ class Timeline:
         Returns
         -------
         Timeline
-            Times and graph of the file.
+            Times and graph of the file. Each number has all its bits.
 
         Raises
         ------
         ArgumentError
-            For a value that is no path, and costs or a name of a wrong type.
+            For a value that is no path, costs or a name of a wrong type, and if pyarrow is needed
+            and not installed.
         TimelineError
             If the file is missing, lacks a column or has one twice, was truncated, has impossible
             values (naming the line), or was changed after it was written.
@@ -982,18 +1002,20 @@ class Timeline:
         ...     ps.Timeline.load(f"{folder}/step.csv", costs=costs, name="again")
         <Timeline again: 18 tasks, makespan 9 s, bubble 33.3%>
         """
-        from pipesim.timeline.csv_files import load
+        from pipesim.timeline import arrow_tables, csv_files
 
         check_text("name", name)
         if costs is not None:
             check_type("costs", costs, Costs)
-        return load(path, costs=costs, name=name)
+        if _is_parquet(path):
+            return arrow_tables.load(path, costs=costs, name=name)
+        return csv_files.load(path, costs=costs, name=name)
 
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
         That function also takes several timelines. ``pipesim.hta.save`` writes files for
-        HolisticTraceAnalysis.
+        HolisticTraceAnalysis. `from_chrome` reads the file back exactly.
 
         Parameters
         ----------
@@ -1020,7 +1042,7 @@ class Timeline:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     timeline.to_chrome(f"{folder}/trace.json")
         ...     ps.Timeline.from_chrome(f"{folder}/trace.json")
-        <Timeline trace: 18 tasks, makespan 9 s, bubble 33.3%>
+        <Timeline gpipe: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.trace.chrome_export import save
 
@@ -1039,6 +1061,10 @@ class Timeline:
         name: str = "",
     ) -> Timeline:
         """Read one step of a run of another framework from torch.profiler's traces.
+
+        A file that `to_chrome` wrote is read back exactly, without costs. If one of ``pattern``,
+        ``step``, ``n_ranks``, ``output_bytes`` and ``gaps`` is given, its events are read instead,
+        as those of another program.
 
         Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call.
 
@@ -1080,18 +1106,19 @@ class Timeline:
             posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
             it to the next task, so that costs and replays include it.
         name
-            Name of the timeline; by default that of the first file.
+            Name of the timeline; by default that of the first file, or the saved name. Of a file
+            with several timelines: the name of the one to read.
 
         Returns
         -------
         Timeline
-            Measured times of the step, without costs.
+            One step. Of a file that `to_chrome` wrote: the timeline as it was saved.
 
         Raises
         ------
         ArgumentError
-            For a step or a number of ranks that is no whole number, a name that is no text, and
-            values that are no paths.
+            For a step or a number of ranks that is no whole number, a name that is no text or that
+            no timeline of the file has, and values that are no paths.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
@@ -1113,16 +1140,18 @@ class Timeline:
         to_chrome : Write a trace.
         load : Read a timeline that `save` wrote.
         pipesim.Comparison : A prediction beside a measurement of the same tasks.
+        pipesim.trace.load : Read all timelines of a trace that `pipesim.trace.save` wrote.
 
         Examples
         --------
         >>> import tempfile
         >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1 / 3, 2 / 3))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.to_chrome(f"{folder}/trace.json")
-        ...     ps.Timeline.from_chrome(f"{folder}/trace.json", name="measured")
-        <Timeline measured: 18 tasks, makespan 9 s, bubble 33.3%>
+        ...     timeline.to_chrome(f"{folder}/run.json")
+        ...     again = ps.Timeline.from_chrome(f"{folder}/run.json")
+        >>> again.makespan == timeline.makespan
+        True
         """
         from pipesim.trace.chrome_import import load
 
@@ -1136,6 +1165,11 @@ class Timeline:
             gaps=gaps,
             name=name,
         ).timeline
+
+
+def _is_parquet(path: object) -> bool:
+    """Return whether a path names a Parquet file."""
+    return isinstance(path, str | Path) and str(path).lower().endswith(".parquet")
 
 
 def _numbers(name: str, column: object, n_tasks: int) -> NDArray[np.float64]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from pipesim._version import __version__
 from pipesim.errors import ArgumentError
 
-__all__ = ["RaisingParser"]
+__all__ = ["RaisingParser", "add_version"]
 
 
 class RaisingParser(argparse.ArgumentParser):
@@ -16,3 +17,13 @@ class RaisingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `ArgumentError` with the message, and the command that prints the help."""
         raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Add ``--version``, which prints the name of the command and the version, and exits."""
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"{parser.prog} {__version__}",
+        help="print the version and exit",
+    )

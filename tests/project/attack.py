@@ -30,6 +30,8 @@ LONGEST = 2000
 #: Other words with which messages name a parameter.
 SYNONYMS = {
     "path": ("cannot read", "cannot write", "file", "folder", "directory"),
+    "prefix": ("cannot write",),
+    "toml": ("cannot read",),
     "paths": ("cannot read", "cannot write", "file", "folder", "directory"),
     "directory": ("cannot make",),
     "algorithm": ("unknown all-reduce".replace("-", " "), "unknown collective"),

@@ -297,6 +297,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
     "ps.Timeline.changes_that_fit": lambda _: {"self": replace(timeline(), limits=1.0)},
     "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
+    "ps.TaskGraph.to_networkx": lambda _: {"self": graph()},
     "ps.Timeline.critical_path": lambda _: {"self": timeline()},
     "ps.Timeline.from_chrome": lambda to: {
         "paths": sorted(RANKS.iterdir())},
@@ -333,6 +334,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.balanced_split": lambda _: {"seconds": [1.0, 2.0, 3.0], "n_stages": 2},
     "ps.bidirectional": lambda _: {"n_devices": 2},
     "ps.autograd_orders": lambda _: {"n_devices": 2, "n_microbatches": 2, "costs": costs()},
+    "ps.chakra.save": lambda to: {"prefix": to / "step", "timeline": timeline()},
     "ps.compare": lambda _: {"timelines": {"x": timeline()}},
     "ps.gpus": lambda _: {},
     "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
@@ -346,6 +348,11 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
     "ps.read_layout": lambda _: {"text": "Et*2|tL"},
+    "ps.read_megatron": lambda _: {
+        "flags": "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4",
+        "n_layers": 4, "n_gpus": 4},
+    "ps.read_torchtitan": lambda _: {
+        "toml": "[parallelism]\npipeline_parallel_degree = 2", "n_layers": 4, "n_gpus": 4},
     "ps.register": lambda _: {"name": "attacked"},
     "ps.replay": lambda _: {"timeline": timeline()},
     "ps.schedule": lambda _: {"name": "1f1b", "n_devices": 2, "n_microbatches": 2},
@@ -356,6 +363,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "progress": False},
     "ps.sweep": swept,
     "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
+    "ps.trace.load": lambda to: {
+        "path": _written(to / "trace.json", timeline().to_chrome)},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
     "ps.v_shaped": lambda _: {"n_devices": 2},

@@ -183,6 +183,10 @@ KINDS = {
         written("x.csv", lambda path: timeline().save(path)),
         lambda f: values(ps.Timeline.load(f / "x.csv")),
     ),
+    "timeline Parquet": Kind(
+        written("x.parquet", lambda path: timeline().save(path)),
+        lambda f: values(ps.Timeline.load(f / "x.parquet")),
+    ),
     "costs JSON": Kind(written("x.json", COSTS.save), lambda f: ps.Costs.load(f / "x.json")),
     "sweep journal": Kind(written("x.jsonl", sweep), lambda f: sweep(f / "x.jsonl")),
     "chrome JSON": Kind(
@@ -192,6 +196,10 @@ KINDS = {
     "chrome JSON, gzip": Kind(
         written("x.json.gz", lambda path: timeline().to_chrome(path)),
         lambda f: values(ps.Timeline.from_chrome(f / "x.json.gz")),
+    ),
+    "chrome JSON of several": Kind(
+        written("x.json", lambda path: ps.trace.save(path, {"a": timeline(), "b": timeline()})),
+        lambda f: [values(x) for x in ps.trace.load(f / "x.json").values()],
     ),
     "run directory": Kind(copied_run, loaded_run),
     "record of a run": Kind(

@@ -8,19 +8,31 @@ import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
 import pipesim
 
-HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "distributed")
+HEAVY = (
+    "torch",
+    "numba",
+    "matplotlib.pyplot",
+    "pandas",
+    "joblib",
+    "tqdm",
+    "distributed",
+    "pyarrow",
+    "networkx",
+    "google.protobuf",
+)
 #: What users import; a change breaks their code.
 PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures
 HostLink Keys Layers Layout Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule
 Overlapped Placement Plan PlanChoice Plans Routes Routing Scenarios Schedule Shard Task TaskCosts
-TaskGraph Tasks Timeline Transformer Workload audit autograd_orders balanced_split bidirectional
-compare gpus hta linear looped lower lower_bound machines optimize order_by plan read_layout
-register replay schedule schedules simulate simulate_many sweep to_html trace transformers v_shaped
-verify waves widget write_layout
+TaskGraph Tasks Timeline TrainerSettings Transformer Workload audit autograd_orders balanced_split
+bidirectional chakra compare gpus hta linear looped lower lower_bound machines optimize order_by
+plan read_layout read_megatron read_torchtitan register replay schedule schedules simulate
+simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
 """
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence EvaluationResult Experts GPipe GradientAccumulation KeyValueCache
@@ -73,6 +85,17 @@ def test_public_names() -> None:
 
     assert pipesim.__all__ == PUBLIC.split()
     assert pipeexec.__all__ == PUBLIC_EXEC.split()
+
+
+def test_version_of_the_distribution() -> None:
+    """Setuptools reads the version from its file, without importing any dependency."""
+    code = f"""
+import sys
+from setuptools.config.pyprojecttoml import read_configuration
+project = read_configuration({str(ROOT / "pyproject.toml")!r})["project"]
+print(project["version"], [m for m in ("numpy", "pipesim") if m in sys.modules])
+"""
+    assert fresh(code) == f"{pipesim.__version__} []"
 
 
 @pytest.mark.parametrize("module", MODULES)

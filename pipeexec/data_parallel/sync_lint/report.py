@@ -55,6 +55,21 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
         If ``source`` is neither a path nor a timeline.
     CapacityError
         If the file is too large for memory.
+
+    See Also
+    --------
+    pipeexec.watch_sync : Watch a loop while it runs.
+    pipesim.lower : Its ``grad_sync`` chooses the micro-batches that reduce.
+
+    Examples
+    --------
+    Four micro-batches reduce gradients each, where one reduction a step would do:
+
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync="every")
+    >>> report = px.sync_report(ps.simulate(graph, ps.Costs(forward=1e-3, backward=2e-3)))
+    >>> report.n_calls, [(finding.kind, finding.n_calls) for finding in report.findings]
+    (16, [('added_to', 3), ('added_to', 3)])
     """
     if isinstance(source, Timeline):
         return timeline_report(source)

@@ -40,6 +40,19 @@ class Worker(CpuDevice):
         Imposed links between workers with the same object; None if messages pass by reference.
     launch
         Seconds that a host takes to issue a task.
+
+    See Also
+    --------
+    pipeexec.workers : Make workers.
+    pipeexec.Pipeline : Its ``devices`` takes them.
+    pipeexec.GPipe : Its ``devices`` takes them.
+
+    Examples
+    --------
+    >>> import pipeexec as px
+    >>> (worker,) = px.workers(1)
+    >>> worker.name, worker.torch_device
+    ('cpu:0', device(type='cpu'))
     """
 
     def __init__(
@@ -56,13 +69,66 @@ class Worker(CpuDevice):
         return super()._make_stream(name, blocks or sleeps)
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a copy of a message at the end of its SEND."""
+        """Return a copy of a message at the end of its SEND.
+
+        Without imposed links, the message itself is returned at once.
+
+        Parameters
+        ----------
+        values
+            Tensors of the message; None for a gradient that is missing.
+        target
+            Device that receives the message.
+
+        Returns
+        -------
+        tuple of torch.Tensor or None
+            The tensors there.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if a copy does not fit in memory.
+
+        See Also
+        --------
+        await_link : Wait for the latency of the link.
+        pipeexec.workers : Impose links.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> first, second = px.workers(2, link=ps.Network(latency=1e-4, bandwidth=1e9))
+        >>> message = (torch.ones(2),)
+        >>> copy = first.carry(message, second)
+        >>> copy[0] is message[0], copy[0].tolist()
+        (False, [1.0, 1.0])
+        """
         if self.links is None or not isinstance(target, Worker) or target.links is not self.links:
             return super().carry(values, target)
         return self.links.carry(values, self.index, target.index)
 
     def await_link(self, values: Values) -> None:
-        """Sleep until the imposed latency of a message is over."""
+        """Sleep until the imposed latency of a message is over.
+
+        Parameters
+        ----------
+        values
+            Message from `carry`. Others pass at once.
+
+        See Also
+        --------
+        carry : Send a message.
+        pipeexec.workers : Impose links.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> first, second = px.workers(2, link=ps.Network(latency=1e-4, bandwidth=1e9))
+        >>> second.await_link(first.carry((torch.ones(2),), second))
+        """
         if self.links is not None and isinstance(values, TimedMessage):
             self.links.await_arrival(values)
 
@@ -75,13 +141,18 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     n
         Number of workers.
     link
-        Messages between workers take the time that they would take on this network, where each pair
-        has separate links, and about 0.1 ms until a thread wakes up. None: messages pass by
+        Network on which each pair of workers has separate links. Messages take the time that they
+        would take there, and about 0.1 ms until a thread wakes up. None: messages pass by
         reference, which takes no time.
     launch
         Seconds that the host takes to issue each task, messages included; 0: its real time. The
         host sleeps before a task until its launches so far are over, so delays of waking up do not
         add up. For `Pipeline`; `GPipe` refuses it.
+
+    Returns
+    -------
+    list of Worker
+        ``n`` workers, with a core each if there are as many.
 
     Raises
     ------
@@ -94,6 +165,12 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     -----
     OversubscriptionWarning
         If there are more workers than cores.
+
+    See Also
+    --------
+    pipeexec.slices : Parts of one GPU as devices.
+    pipeexec.Pipeline : Its ``devices`` takes them.
+    pipesim.Network : Latency and bandwidth of links.
 
     Examples
     --------

@@ -65,6 +65,19 @@ class Slice(CudaDevice):
     ----------
     name
         Name such as ``"cuda:0/2of4"``.
+
+    See Also
+    --------
+    pipeexec.slices : Make slices.
+    pipeexec.Pipeline : Its ``devices`` takes them.
+    pipeexec.workers : CPU workers as devices.
+
+    Examples
+    --------
+    >>> import pipeexec as px
+    >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
+    >>> part.name  # doctest: +SKIP
+    'cuda:0/0of2'
     """
 
     def __init__(
@@ -99,13 +112,65 @@ class Slice(CudaDevice):
         return CudaStream(torch.cuda.ExternalStream(handle, device=self.torch_device))
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a message in the memory of ``target``; a copy if links are imposed."""
+        """Return a message in the memory of another device; a copy if links are imposed.
+
+        Parameters
+        ----------
+        values
+            Tensors of the message; None for a gradient that is missing.
+        target
+            Device that receives the message.
+
+        Returns
+        -------
+        tuple of torch.Tensor or None
+            The tensors there; slices of one GPU without imposed links have the same tensors.
+
+        Raises
+        ------
+        RuntimeError
+            By torch, if a copy does not fit in the memory of the GPU.
+
+        See Also
+        --------
+        await_link : Wait for the latency of the link.
+        pipeexec.slices : Impose links.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> first, second = px.slices("cuda:0", 2)  # doctest: +SKIP
+        >>> message = (torch.ones(2, device="cuda:0"),)  # doctest: +SKIP
+        >>> first.carry(message, second) is message  # doctest: +SKIP
+        True
+        """
         if self.links is not None and isinstance(target, Slice) and target.links is self.links:
             return self.links.carry(values, self.index, target.index)
         return super().carry(values, target)
 
     def await_link(self, values: Values) -> None:
-        """Make the current stream wait for the imposed latency of a message."""
+        """Make the current stream wait for the imposed latency of a message.
+
+        Parameters
+        ----------
+        values
+            Message from `carry`. Others pass at once.
+
+        See Also
+        --------
+        carry : Send a message.
+        pipeexec.slices : Impose links.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px, pipesim as ps
+        >>> link = ps.Network(latency=20e-6, bandwidth=25e9)
+        >>> first, second = px.slices("cuda:0", 2, link=link)  # doctest: +SKIP
+        >>> message = (torch.ones(2, device="cuda:0"),)  # doctest: +SKIP
+        >>> second.await_link(first.carry(message, second))  # doctest: +SKIP
+        """
         if not isinstance(values, TimedMessage) or self.links is None:
             return
         if values.sent is not None:
@@ -129,6 +194,11 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
         has separate links; see `pipeexec.devices.emulated_links.links`. With None they pass by
         reference within the GPU's memory, which takes next to no time.
 
+    Returns
+    -------
+    list of Slice
+        ``n`` devices; ``n_sms`` of each is its number of multiprocessors.
+
     Raises
     ------
     ArgumentError
@@ -141,10 +211,19 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
         If driver or GPU have no green contexts. Then every slice runs on all SMs, and stages slow
         each other down.
 
+    See Also
+    --------
+    pipeexec.workers : CPU workers as devices.
+    pipeexec.Pipeline : Its ``devices`` takes them.
+    pipesim.Network : Latency and bandwidth of links.
+
     Examples
     --------
-    >>> devices = px.slices("cuda:0", 4, link=ps.Network(20e-6, 25e9))  # doctest: +SKIP
-    >>> pipeline = px.Pipeline(stages, graph, devices, loss_fn)  # doctest: +SKIP
+    >>> import pipeexec as px, pipesim as ps
+    >>> link = ps.Network(latency=20e-6, bandwidth=25e9)
+    >>> devices = px.slices("cuda:0", 4, link=link)  # doctest: +SKIP
+    >>> [device.name for device in devices]  # doctest: +SKIP
+    ['cuda:0/0of4', 'cuda:0/1of4', 'cuda:0/2of4', 'cuda:0/3of4']
     """
     check_count("n", n)
     if link is not None:

@@ -39,6 +39,11 @@ class EvaluationMethods(ABC):
         inputs, targets
             As those of `Pipeline.step`; all processes must call this.
 
+        Returns
+        -------
+        EvaluationResult
+            Loss, metrics, and the measured timeline of the forwards (s).
+
         Raises
         ------
         StageError, StallError, PeerError
@@ -50,6 +55,24 @@ class EvaluationMethods(ABC):
             and if `pipesim.lower` did not make the graph.
         ExecutionError
             If the pipeline is closed, or called from another thread, a stage, or a forked process.
+
+        See Also
+        --------
+        predict : Output of the model, without a loss.
+        step : Run one training step.
+        gather : Collect the result of all processes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     result = pipeline.evaluate(x, x)
+        >>> bool(torch.isclose(result.loss, mse_loss(stages[1](stages[0](x)), x)))
+        True
         """
         with self._model.locked_open("evaluate"):
             return self._evaluator.evaluate(self._checked(inputs), targets)
@@ -65,6 +88,11 @@ class EvaluationMethods(ABC):
         - Other values, such as numbers, must be equal in all micro-batches.
         - Of `Microbatches`, the outputs are a list, one a micro-batch.
 
+        Parameters
+        ----------
+        inputs
+            Inputs of a batch, as for `step`.
+
         Returns
         -------
         object
@@ -79,6 +107,24 @@ class EvaluationMethods(ABC):
             As `evaluate`; and if outputs of micro-batches cannot be joined, naming the value.
         StageError, StallError, PeerError
             As `evaluate`.
+
+        See Also
+        --------
+        evaluate : Loss of a batch.
+        step : Run one training step.
+        pipeexec.KeyValueCache : Attention of sequences cut into slices.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     y = pipeline.predict(x)
+        >>> y.shape, torch.allclose(y, stages[1](stages[0](x)))
+        (torch.Size([8, 4]), True)
         """
         with self._model.locked_open("predict"):
             return self._evaluator.predict(self._checked(inputs))

@@ -42,21 +42,131 @@ class MemoryMethods(ABC):
         """Return the sum of the processes' values, element by element."""
 
     def held_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each stage holds in a step, replica by replica.
+        """Return the most bytes of activations that each stage holds in a step.
 
         They are counted in a step that leaves parameters, buffers, gradients and optimizers as they
-        were. Weights do not count. All processes must call this.
+        were. Weights do not count. In a first step, stages also hold a copy of their input. All
+        processes must call this.
+
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Returns
+        -------
+        list of int
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``.
+
+        Raises
+        ------
+        ArgumentError, ExecutionError, StageError, StallError, PeerError
+            As `pipeexec.Pipeline.step`.
+
+        See Also
+        --------
+        device_bytes : The same for each device.
+        left_bytes : Bytes between a split backward's two parts.
+        memory : Bytes over the whole step, task by task.
+        pipesim.Timeline.memory : Prediction of these bytes.
+
+        Examples
+        --------
+        Stage 0 holds the inputs of two micro-batches, of 32 bytes each. Stage 1 holds input, output
+        and targets of one:
+
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     _ = pipeline.step(x, x)
+        ...     pipeline.held_bytes(x, x)
+        [64, 96]
         """
         meters = self._count_activations(inputs, targets, range(len(self.stages)))
         return list(map(int, self.total([meter.peak for meter in meters])))
 
     def left_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes that each stage holds at the end of an I; see `held_bytes`."""
+        """Return the most bytes that each stage holds for W at the end of an I.
+
+        They are counted like those of `held_bytes`. All processes must call this.
+
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Returns
+        -------
+        list of int
+            Bytes of each stage, replica after replica; length ``n_replicas * n_stages``. 0 without
+            split backwards.
+
+        Raises
+        ------
+        ArgumentError, ExecutionError, StageError, StallError, PeerError
+            As `pipeexec.Pipeline.step`.
+
+        See Also
+        --------
+        held_bytes : All bytes of activations of each stage.
+        pipesim.Costs : Its ``weight_grad_bytes`` are these.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("zb_h1", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     _ = pipeline.step(x, x)
+        ...     pipeline.left_bytes(x, x)
+        [96, 128]
+        """
         meters = self._count_activations(inputs, targets, range(len(self.stages)))
         return list(map(int, self.total([meter.deferred_peak for meter in meters])))
 
     def device_bytes(self, inputs: Any, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each device holds; see `held_bytes`."""
+        """Return the most bytes of activations that each device holds in a step.
+
+        They are counted like those of `held_bytes`. All processes must call this.
+
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Returns
+        -------
+        list of int
+            Bytes of each device; length ``n_devices``.
+
+        Raises
+        ------
+        ArgumentError, ExecutionError, StageError, StallError, PeerError
+            As `pipeexec.Pipeline.step`.
+
+        See Also
+        --------
+        held_bytes : The same for each stage.
+        allocated : Bytes of torch's allocator on GPUs.
+        pipesim.Timeline : Its ``peak_memory`` is the prediction.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     _ = pipeline.step(x, x)
+        ...     pipeline.device_bytes(x, x)
+        [64, 96]
+        """
         meters = self._count_activations(inputs, targets, self.graph.homes.ravel().tolist())
         return list(map(int, self.total([meter.peak for meter in meters])))
 
@@ -69,10 +179,43 @@ class MemoryMethods(ABC):
     def memory(self, inputs: Any, targets: Any) -> StepMemory:
         """Return the bytes of activations, gradients and gathered parameters over a step.
 
-        They are counted task by task.
+        They are counted task by task. The simulator's counterpart is ``timeline.memory()``.
+        Counting delays the host, so this runs a step of its own, which leaves no trace. All
+        processes must call this.
 
-        The simulator's counterpart is ``timeline.memory()``. Counting delays the host, so this runs
-        a step of its own, which leaves no trace. All processes must call this.
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Returns
+        -------
+        StepMemory
+            Bytes that each task took and gave back, and the most of each device.
+
+        Raises
+        ------
+        ArgumentError, ExecutionError, StageError, StallError, PeerError
+            As `pipeexec.Pipeline.step`.
+
+        See Also
+        --------
+        held_bytes : Most bytes of activations of each stage.
+        allocated : Bytes of torch's allocator on GPUs.
+        pipesim.Timeline.memory : Prediction of these bytes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     _ = pipeline.step(x, x)
+        ...     memory = pipeline.memory(x, x)
+        >>> memory.peak_activations.tolist(), memory.peak_gradients.tolist()
+        ([64.0, 96.0], [80.0, 80.0])
         """
         with self._model.locked_open("memory"):
             nbytes, result = probes.count_task_bytes(self._runner, self._checked(inputs), targets)
@@ -99,10 +242,40 @@ class MemoryMethods(ABC):
         a step of its own, which leaves no trace. Freed blocks that other streams may still read
         count in ``most_active`` alone.
 
+        Parameters
+        ----------
+        inputs, targets
+            A batch as for `step`.
+
+        Returns
+        -------
+        Allocated
+            Bytes of each GPU over time, and the timeline of the step.
+
         Raises
         ------
         ArgumentError
-            If the devices are CPU workers, whose memory torch does not count.
+            If the devices are CPU workers, whose memory torch does not count; and as
+            `pipeexec.Pipeline.step`.
+        ExecutionError, StageError, StallError
+            As `pipeexec.Pipeline.step`.
+
+        See Also
+        --------
+        memory : Bytes of tensors, on any device.
+        device_bytes : Most bytes of activations of each device.
+        pipesim.Timeline.memory : Prediction of these bytes.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> gpus = ["cuda:0", "cuda:1"]
+        >>> with px.Pipeline(stages, graph, gpus, mse_loss) as pipeline:  # doctest: +SKIP
+        ...     pipeline.allocated(x, x).plot()
         """
         with self._model.locked_open("allocated"):
             return probes.sample_allocator(self._runner, self._checked(inputs), targets)

@@ -1,4 +1,7 @@
-"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages."""
+"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages.
+
+The file is longer than 300 lines for its documentation.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,12 @@ class LRSchedulers:
     ArgumentError
         If the factory fails, or returns no scheduler, or that of another optimizer.
 
+    See Also
+    --------
+    pipeexec.train : Its ``scheduler`` takes them.
+    pipeexec.Pipeline : Its ``optimizer`` makes the optimizers.
+    pipeexec.scaled_learning_rate : Learning rate of a larger batch.
+
     Notes
     -----
     With ``cuda_graph``, a step before which a learning rate has changed is replayed only if the
@@ -52,19 +61,18 @@ class LRSchedulers:
 
     Examples
     --------
-    >>> import pipesim as ps
-    >>> from torch.optim import SGD
-    >>> from torch.optim.lr_scheduler import ExponentialLR
-    >>> graph = ps.lower(ps.schedule("1f1b", 2, 2))
-    >>> stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    >>> loss_fn = torch.nn.functional.mse_loss
-    >>> def optimizer(parameters): return SGD(parameters, lr=1.0)
-    >>> with Pipeline(stages, graph, ["cpu"] * 2, loss_fn, optimizer, pin_threads=False) as p:
-    ...     scheduler = LRSchedulers(p, lambda optimizer: ExponentialLR(optimizer, 0.5))
-    ...     _ = p.step(torch.ones(2, 2), torch.ones(2, 2))
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> from torch.optim.lr_scheduler import StepLR
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+    ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
+    ...     _ = pipeline.step(x, x)
     ...     scheduler.step()
     >>> scheduler.get_last_lr()
-    [0.5]
+    [0.0005]
     """
 
     def __init__(self, pipeline: Pipeline, factory: SchedulerFactory) -> None:
@@ -87,16 +95,69 @@ class LRSchedulers:
     def step(self, *args: Any) -> None:
         """Step all schedulers.
 
-        ``args`` are those of the torch scheduler, such as the loss for ``ReduceLROnPlateau``. In
-        several processes it must be the same everywhere: ``pipeline.gather(result).loss``.
+        In several processes, arguments must be the same everywhere, such as
+        ``pipeline.gather(result).loss``.
+
+        Parameters
+        ----------
+        *args
+            Those of the torch scheduler, such as the loss for ``ReduceLROnPlateau``.
+
+        Raises
+        ------
+        TypeError
+            By torch, if the scheduler takes other arguments.
+
+        See Also
+        --------
+        get_last_lr : Learning rates after the step.
+        pipeexec.Pipeline.step : Step of the optimizers, which comes first.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
+        ...     _ = pipeline.step(torch.ones(8, 4), torch.ones(8, 4))
+        ...     scheduler.step()
+        >>> round(scheduler.get_last_lr()[0], 6)
+        0.0001
         """
         for scheduler in self._by_slot().values():
             scheduler.step(*args)
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each parameter group of the first stage that has any.
+        """Return the learning rate of each parameter group.
 
-        In a process whose stages have no parameters, it is empty.
+        They are those of the first stage that has any.
+
+        Returns
+        -------
+        list
+            Numbers, or tensors if the optimizer's rates are. Empty in a process whose stages have
+            no parameters.
+
+        See Also
+        --------
+        step : Change the learning rates.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
+        >>> scheduler.get_last_lr()
+        [0.001]
         """
         return next((x.get_last_lr() for x in self._by_slot().values()), [])
 
@@ -107,6 +168,29 @@ class LRSchedulers:
         number of stages, or into the torch scheduler of a model without stages. If the factory
         gives stages different schedules, the state of each stage is in ``"by_stage"``, and loads
         into as many stages. A process whose stages have no parameters has an empty state.
+
+        Returns
+        -------
+        dict
+            State of a torch scheduler, or states by stage.
+
+        See Also
+        --------
+        load_state_dict : Load a state.
+        pipeexec.save_checkpoint : Save schedulers with a pipeline.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
+        >>> scheduler.state_dict()["step_size"]
+        1
         """
         slots = self._by_slot()
         states = {k: x.state_dict() for k, x in slots.items()}
@@ -120,11 +204,35 @@ class LRSchedulers:
 
         Learning rates are part of the optimizers' state, as in torch: load that too.
 
+        Parameters
+        ----------
+        state_dict
+            Result of `state_dict`, or state of a torch scheduler of the same class.
+
         Raises
         ------
         ArgumentError
             If the state is empty, has another number of stages or parameter groups, or is that of
             another kind of scheduler.
+
+        See Also
+        --------
+        state_dict : Return the state.
+        pipeexec.load_checkpoint : Load the state of a training.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
+        ...     scheduler.load_state_dict({**scheduler.state_dict(), "step_size": 2})
+        >>> scheduler.state_dict()["step_size"]
+        2
         """
         check_type("state_dict", state_dict, dict, "give the result of state_dict")
         slots = self._by_slot()

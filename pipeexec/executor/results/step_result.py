@@ -69,6 +69,30 @@ class StepResult:
     skipped
         Whether no optimizer stepped, since a gradient was not finite; see ``grad_scaler`` of
         `pipeexec.Pipeline`.
+
+    Raises
+    ------
+    ExecutionError
+        By ``loss`` and ``metrics``, if a last stage is in another process, and the result was not
+        gathered.
+
+    See Also
+    --------
+    pipeexec.Pipeline.step : Returns such a result.
+    pipeexec.EvaluationResult : Result of an evaluation.
+    pipesim.compare : Compare its timeline with a prediction.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...     result = pipeline.step(x, x)
+    >>> result.n_microbatches, result.peak_held, result.timeline.makespan > 0
+    (4, (2, 1), True)
     """
 
     losses: tuple[Tensor, ...]
@@ -175,8 +199,46 @@ class StepResult:
 class EvaluationResult(StepResult):
     """Result of an evaluation; its fields are those of `StepResult`.
 
-    ``losses`` has the share of each micro-batch in the loss of the batch. ``timeline`` has the
-    tasks of the forward-only graph. ``peak_held`` is 0, as no activations are kept.
+    Attributes
+    ----------
+    losses
+        Share of each micro-batch in the loss of the batch.
+    timeline
+        Start and end of each task of the forward-only graph (s); NaN for tasks of other processes.
+    peak_held
+        0 for each device, as no activations are kept; shape ``(n_devices,)``.
+    host_seconds, part, clock_error, host_times, metric_sums
+        As those of `StepResult`.
+    n_losses
+        1: mini-batches count as one batch.
+    milestones
+        Empty, as there is no backward.
+    grad_norm
+        None, as there are no gradients.
+    skipped
+        False, as there is no optimizer step.
+
+    Raises
+    ------
+    ExecutionError
+        By ``loss`` and ``metrics``, as those of `StepResult`.
+
+    See Also
+    --------
+    pipeexec.Pipeline.evaluate : Returns such a result.
+    pipeexec.StepResult : Result of a training step, with the same fields.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+    ...     result = pipeline.evaluate(x, x)
+    >>> result.peak_held, result.loss.shape
+    ((0, 0), torch.Size([]))
     """
 
 

@@ -52,6 +52,33 @@ class StateMethods:
         In several processes, the entries are those of the local stages. Of an embedding whose rows
         are spread over processes, they are the rows of this process. Sharded parameters are
         gathered into copies; all processes must then call this.
+
+        Returns
+        -------
+        dict
+            A tensor for each key; persistent buffers and extra states of modules too.
+
+        Raises
+        ------
+        ExecutionError
+            If a step runs in another thread.
+
+        See Also
+        --------
+        load_state_dict : Load these entries.
+        optimizer_state_dict : State of the optimizers.
+        pipeexec.save_checkpoint : Save the whole state to files.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     list(pipeline.state_dict())
+        ['0.weight', '0.bias', '1.weight', '1.bias']
         """
         with self._model.locked("state_dict"), self._model.whole_parameters():
             state = self.names.local_state()
@@ -77,6 +104,25 @@ class StateMethods:
             then.
         PeerError
             If another process has refused its state.
+
+        See Also
+        --------
+        state_dict : Return parameters and buffers.
+        load_optimizer_state_dict : Load the state of the optimizers.
+        pipeexec.load_checkpoint : Load the whole state from files.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     state = pipeline.state_dict()
+        ...     pipeline.load_state_dict({key: torch.zeros_like(x) for key, x in state.items()})
+        ...     bool(pipeline.predict(x).any())
+        False
         """
         with self._model.locked("load_state_dict"):
             with raise_together(self.processes):
@@ -96,6 +142,34 @@ class StateMethods:
         ``set_optimizer_state_dict`` loads it into the optimizer of the unsplit model. Groups of
         stages with equal options are one group. The state of sharded optimizers is gathered; all
         processes must then call this.
+
+        Returns
+        -------
+        dict
+            ``"state"`` and ``"param_groups"``; both empty without optimizers. In several processes,
+            the entries of the local stages.
+
+        Raises
+        ------
+        ExecutionError
+            If a step runs in another thread.
+
+        See Also
+        --------
+        load_optimizer_state_dict : Load this state.
+        state_dict : Parameters and buffers.
+        pipeexec.save_checkpoint : Save the whole state to files.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     [group["params"] for group in pipeline.optimizer_state_dict()["param_groups"]]
+        [['0.weight', '0.bias', '1.weight', '1.bias']]
         """
         with self._model.locked("optimizer_state_dict"):
             return optimizer_state(self.names, self._model.whole_optimizers())
@@ -118,6 +192,26 @@ class StateMethods:
             been changed then.
         PeerError
             If another process has refused its state.
+
+        See Also
+        --------
+        optimizer_state_dict : Return the state of the optimizers.
+        load_state_dict : Load parameters and buffers.
+        pipeexec.load_checkpoint : Load the whole state from files.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
+        ...     state = pipeline.optimizer_state_dict()
+        ...     state["param_groups"][0]["lr"] = 0.5
+        ...     pipeline.load_optimizer_state_dict(state)
+        >>> [optimizer.param_groups[0]["lr"] for optimizer in pipeline.optimizers]
+        [0.5, 0.5]
         """
         with self._model.locked("load_optimizer_state_dict"):
             optimizers = self._model.whole_optimizers()

@@ -10,6 +10,8 @@ and values of each slice until its last reader has run:
 
 `pipeexec.stages.sequence_slices.stage_slices` does the bookkeeping. Outside of a pipeline with
 slices, a cache keeps nothing.
+
+The file is longer than 300 lines for its documentation.
 """
 
 from __future__ import annotations
@@ -107,15 +109,23 @@ class KeyValueCache(nn.Module):
     ArgumentError
         If ``causal`` is no flag.
 
+    See Also
+    --------
+    pipeexec.Pipeline : Its ``slice_dim`` is the dimension that is cut.
+    pipesim.lower : Lower a schedule of several slices a sequence.
+
     Examples
     --------
-    >>> import torch, pipeexec as px
+    >>> import torch
+    >>> import pipeexec as px
     >>> class Attention(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.cache = px.KeyValueCache()
     ...     def forward(self, query, key, value):  # (batch, heads, positions, width)
     ...         return self.cache.attend(query, key, value)
+    >>> Attention()(*torch.ones(3, 1, 2, 5, 4)).shape
+    torch.Size([1, 2, 5, 4])
     """
 
     def __init__(self, *, causal: bool = True) -> None:
@@ -137,10 +147,35 @@ class KeyValueCache(nn.Module):
             ``dropout_p``, ``scale`` and ``enable_gqa`` of
             `torch.nn.functional.scaled_dot_product_attention`.
 
+        Returns
+        -------
+        torch.Tensor
+            Shape of the queries, with the width of the values.
+
         Raises
         ------
         ArgumentError
             For other options, and for tensors of other numbers of positions.
+        ArgumentTypeError
+            For anything but tensors of positions.
+
+        See Also
+        --------
+        append : Keys and values for an attention of your own.
+        offset : Position of the slice in its sequence.
+
+        Examples
+        --------
+        Outside of a pipeline with slices, it is torch's causal attention:
+
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> import pipeexec as px
+        >>> query, key, value = torch.randn(3, 1, 2, 5, 4)  # one sequence, 2 heads, 5 positions
+        >>> output = px.KeyValueCache().attend(query, key, value)
+        >>> expected = scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> torch.allclose(output, expected)
+        True
         """
         for name in options:
             if name not in _OPTIONS:
@@ -177,12 +212,33 @@ class KeyValueCache(nn.Module):
             Those of the slice, shape ``(..., positions, width)``. If keys depend on their
             positions, as rotary ones do, give them so, with `offset` as first position.
 
+        Returns
+        -------
+        tuple of torch.Tensor
+            Keys and values; shape ``(..., positions so far, width)``.
+
         Raises
         ------
         ArgumentTypeError
             For keys and values that are no tensors of positions.
         ArgumentError
             If they have other numbers of positions.
+
+        See Also
+        --------
+        attend : Attention of the slice to all positions so far.
+        offset : Position of the slice in its sequence.
+
+        Examples
+        --------
+        Outside of a pipeline with slices, there are no earlier slices:
+
+        >>> import torch
+        >>> import pipeexec as px
+        >>> key, value = torch.randn(2, 1, 2, 5, 4)
+        >>> keys, values = px.KeyValueCache().append(key, value)
+        >>> torch.equal(keys, key)
+        True
         """
         _check_positions(key=key, value=value)
         call = self._call
@@ -204,10 +260,27 @@ class KeyValueCache(nn.Module):
         n_positions
             Number of positions of the slice.
 
+        Returns
+        -------
+        int
+            Number of positions of all earlier slices; 0 for the first, and outside of a pipeline
+            with slices.
+
         Raises
         ------
         ArgumentError
             For a number that is no whole number of at least 0.
+
+        See Also
+        --------
+        attend : Attention of the slice to all positions so far.
+        append : Keys and values of all slices so far.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> px.KeyValueCache().offset(5)
+        0
         """
         n_positions = check_count("n_positions", n_positions, 0)
         call = self._call
@@ -218,7 +291,23 @@ class KeyValueCache(nn.Module):
         return sum(_same_call(slice_.counts, number) for slice_ in call.earlier)
 
     def extra_repr(self) -> str:
-        """Return the options, for torch's text of a module."""
+        """Return the options, for torch's text of a module.
+
+        Returns
+        -------
+        str
+            The text between the parentheses of `repr`; empty for a causal cache.
+
+        See Also
+        --------
+        attend : Attention with the cache.
+
+        Examples
+        --------
+        >>> import pipeexec as px
+        >>> px.KeyValueCache(causal=False).extra_repr()
+        'causal=False'
+        """
         return "" if self.causal else "causal=False"
 
 

@@ -84,13 +84,19 @@ def check_equivalent(
     Raises
     ------
     ArgumentError
-        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, no
-        parameter trains, stages share one, a schedule updates weights elsewhere than at the end, or
-        a type has too few digits (float16, bfloat16).
+        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, or no
+        parameter trains. Also if stages share a parameter, a schedule updates weights elsewhere
+        than at the end, or a type has too few digits (float16, bfloat16).
     ArgumentTypeError
         For a model or configuration of another type.
     StageError
         If a layer or the loss raises; see `Pipeline.step`.
+
+    See Also
+    --------
+    pipeexec.Equivalence : The result.
+    pipeexec.validate : Compare predicted and measured times.
+    pipesim.plan : Its choices are configurations.
 
     Notes
     -----
@@ -106,10 +112,12 @@ def check_equivalent(
 
     Examples
     --------
+    >>> import torch
+    >>> import pipeexec as px
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     >>> batch = torch.randn(8, 4), torch.randn(8, 1)
-    >>> report = check_equivalent(
+    >>> report = px.check_equivalent(
     ...     model, {"n_microbatches": 1}, {"n_microbatches": 2}, batch, nn.functional.mse_loss
     ... )
     >>> report.equal, [layer.path for layer in report.layers]

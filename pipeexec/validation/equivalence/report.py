@@ -37,7 +37,24 @@ class Equivalence:
         Paths of buffers, such as running means, that differ after a step; those of the first
         replica are compared. ``equal`` does not count them.
     notes
-        Parts of the configurations that did not run, and what else a reader must know.
+        Parts of the configurations that did not run, and other remarks, a sentence each.
+
+    See Also
+    --------
+    pipeexec.check_equivalent : Make such a comparison.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import pipeexec as px
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    >>> batch = torch.randn(8, 4), torch.randn(8, 1)
+    >>> report = px.check_equivalent(
+    ...     model, {"n_stages": 1}, {"n_stages": 2}, batch, nn.functional.mse_loss
+    ... )
+    >>> report.equal, report.table.index.tolist()
+    (True, ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
 
     equal: bool

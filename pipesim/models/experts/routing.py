@@ -1,4 +1,7 @@
-"""`Routing`: how a router spreads tokens over experts."""
+"""`Routing`: how a router spreads tokens over experts.
+
+More than 300 lines: one class, most of it docstrings.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,18 @@ class Routing:
     UnknownNameError
         For an unknown distribution.
 
+    See Also
+    --------
+    pipesim.Transformer.costs : Costs of a model with experts; takes a routing.
+
     Examples
     --------
-    >>> Routing().shares(4).tolist()
+    >>> import pipesim as ps
+    >>> ps.Routing().shares(4).tolist()
     [0.25, 0.25, 0.25, 0.25]
-    >>> Routing.from_counts([3, 1, 2, 2]).imbalance(4, n_ranks=2)  # 4 and 4 of 8
+    >>> ps.Routing.from_counts([3, 1, 2, 2]).imbalance(4, n_ranks=2)  # 4 and 4 of 8
     1.0
-    >>> Routing.zipf(1.0, seed=1).imbalance(64, n_ranks=8) > 1
+    >>> ps.Routing.zipf(1.0, seed=1).imbalance(64, n_ranks=8) > 1
     True
     """
 
@@ -81,23 +89,73 @@ class Routing:
 
     @classmethod
     def zipf(cls, exponent: float, seed: int = 0) -> Routing:
-        """Return shares proportional to ``rank ** -exponent``; see `Routing`.
+        """Return shares proportional to ``rank ** -exponent``, in random order of experts.
+
+        Parameters
+        ----------
+        exponent
+            Exponent, 0 to 100; 0 for even shares.
+        seed
+            Seed of the order of experts; 0 by default.
+
+        Returns
+        -------
+        Routing
+            For any number of experts.
 
         Raises
         ------
         ArgumentError
-            As `Routing`.
+            For an exponent or a seed out of range.
+
+        See Also
+        --------
+        dirichlet : Random shares.
+        from_counts : Measured shares.
+
+        Examples
+        --------
+        Shares are in the ratio of 1, 1/2, 1/3 and 1/4.
+
+        >>> import pipesim as ps
+        >>> sorted(ps.Routing.zipf(1.0).shares(4).round(2).tolist())
+        [0.12, 0.16, 0.24, 0.48]
         """
         return cls("zipf", exponent, seed)
 
     @classmethod
     def dirichlet(cls, concentration: float, seed: int = 0) -> Routing:
-        """Return a draw from a symmetric Dirichlet distribution; see `Routing`.
+        """Return a draw from a symmetric Dirichlet distribution.
+
+        Parameters
+        ----------
+        concentration
+            Above 0 and at most 10^6; large values are even.
+        seed
+            Seed of the draw; 0 by default.
+
+        Returns
+        -------
+        Routing
+            For any number of experts.
 
         Raises
         ------
         ArgumentError
-            As `Routing`.
+            For a concentration or a seed out of range.
+
+        See Also
+        --------
+        zipf : Shares by Zipf's law.
+        from_counts : Measured shares.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> even = ps.Routing.dirichlet(1000.0).imbalance(8, n_ranks=8)
+        >>> uneven = ps.Routing.dirichlet(1.0).imbalance(8, n_ranks=8)
+        >>> 1 < even < uneven
+        True
         """
         return cls("dirichlet", concentration, seed)
 
@@ -105,15 +163,35 @@ class Routing:
     def from_counts(cls, counts: Iterable[float]) -> Routing:
         """Return shares proportional to measured assignments of each expert.
 
+        Parameters
+        ----------
+        counts
+            Tokens that each expert got, at least 0, in the order of experts.
+
+        Returns
+        -------
+        Routing
+            For as many experts as there are counts.
+
         Raises
         ------
         ArgumentError
-            As `Routing`.
+            For counts that are negative, not finite, all 0, or none.
+
+        See Also
+        --------
+        zipf : Shares by Zipf's law, if none are measured.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Routing.from_counts([3, 1]).shares(2)
+        array([0.75, 0.25])
         """
         return cls("counts", counts=counts)  # type: ignore[arg-type]  # checked in __post_init__
 
     def shares(self, n_experts: int, experts_per_token: int = 1) -> NDArray[np.float64]:
-        """Return the share of assignments of each expert; shape ``(n_experts,)``, sum 1.
+        """Return the share of assignments of each expert.
 
         Parameters
         ----------
@@ -123,11 +201,28 @@ class Routing:
             Different experts of a token, k. No expert gets more than one of k assignments of a
             token: shares of more than 1/k are cut, and the others grow in proportion.
 
+        Returns
+        -------
+        numpy.ndarray
+            Shares, 0 to 1, that sum to 1; shape ``(n_experts,)``.
+
         Raises
         ------
         ArgumentError
             For counts that are no whole numbers, more experts a token than experts, and counts
             of another number of experts.
+
+        See Also
+        --------
+        imbalance : How much more the busiest rank gets.
+
+        Examples
+        --------
+        A token has two different experts, so that no expert gets more than half of the assignments.
+
+        >>> import pipesim as ps
+        >>> ps.Routing.from_counts([7, 1, 1, 1]).shares(4, experts_per_token=2).round(3)
+        array([0.5  , 0.167, 0.167, 0.167])
         """
         n = check_count("n_experts", n_experts)
         if n > _MOST_EXPERTS:
@@ -144,10 +239,36 @@ class Routing:
 
         Each rank has ``n_experts / n_ranks`` experts with consecutive numbers.
 
+        Parameters
+        ----------
+        n_experts
+            Number of experts.
+        n_ranks
+            Ranks among which the experts are divided, a divisor of ``n_experts``.
+        experts_per_token
+            Different experts of a token; 1 by default.
+
+        Returns
+        -------
+        float
+            1 if all ranks get as many.
+
         Raises
         ------
         ArgumentError
             For ranks that do not divide the experts, and as `shares`.
+
+        See Also
+        --------
+        shares : Shares of the experts.
+
+        Examples
+        --------
+        Two ranks get 3 and 1 of 4 assignments, 2 on average.
+
+        >>> import pipesim as ps
+        >>> ps.Routing.from_counts([3, 1]).imbalance(2, n_ranks=2)
+        1.5
         """
         n_ranks = check_count("n_ranks", n_ranks)
         shares = self.shares(n_experts, experts_per_token)
@@ -158,7 +279,23 @@ class Routing:
         return max(1.0, float(shares.reshape(n_ranks, -1).sum(axis=1).max()) * n_ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; unset fields are left out."""
+        """Return plain values for JSON; unset fields are left out.
+
+        Returns
+        -------
+        dict
+            Fields by name; `pipesim.Transformer.costs` takes such a mapping as ``routing``.
+
+        See Also
+        --------
+        pipesim.Transformer.costs : Costs of a model with experts.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Routing.zipf(0.5).to_dict()
+        {'distribution': 'zipf', 'parameter': 0.5, 'seed': 0}
+        """
         values: dict[str, Any] = {"distribution": self.distribution}
         if self.distribution in ("zipf", "dirichlet"):
             values |= {"parameter": self.parameter, "seed": self.seed}

@@ -71,6 +71,28 @@ class PlanChoice:
         such as ``"0.5"``, or ``"longest:0.5"``.
     n_slices
         Slices of each sequence; 1 for whole sequences.
+
+    Raises
+    ------
+    TypeError
+        For missing arguments. Values are not checked here, but by `Plans.plan`.
+
+    See Also
+    --------
+    pipesim.Plans.choice : Return a configuration by some of its settings, checked.
+    pipesim.plan : Search configurations; ``where`` gets them.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+    >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+    >>> choice = plans.choice(pipeline_parallel=2)
+    >>> print(choice)
+    tp1 pp2 dp1, 1f1b, 4 micro-batches of 1
+    >>> choice.n_gpus, choice.n_stages
+    (2, 2)
     """
 
     tensor_parallel: int

@@ -257,11 +257,8 @@ class Evaluator:
     def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration by the tasks of all replicas."""
         schedule = self._schedule(choice, costs)
-        limits = self.problem.limits(choice)
-        timeline = predict_timeline(
-            self.problem.graph(choice, schedule, costs), costs, memory_limit=limits
-        )
-        needed, most = reserved_memory(timeline), np.array(limits)
+        timeline = predict_timeline(self.problem.graph(choice, schedule, costs), costs)
+        needed, most = reserved_memory(timeline), np.array(self.problem.limits(choice))
         if (needed > most).any():
             return _too_full(choice, bounds, needed, most)
         return Evaluation(

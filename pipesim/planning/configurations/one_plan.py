@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from pipesim.planning.configurations.plan_texts import plan_html
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import simulate
+from pipesim.simulation.cost_warnings import warn_of_costs
+from pipesim.simulation.simulate import predict_timeline, warn_of_memory_limit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
 from pipesim.utils.units import format_bytes, format_time
@@ -34,6 +35,27 @@ class Plan:
         Model, cluster and batch.
     evaluation
         Configuration, step and memory.
+
+    Raises
+    ------
+    TypeError
+        For missing arguments. `Plans.plan` makes a plan; values are not checked here.
+
+    See Also
+    --------
+    pipesim.Plans.plan : Return the plan of a rank or of any configuration.
+    pipesim.PlanChoice : The settings of a configuration.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+    >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+    >>> plans.best.graph
+    <TaskGraph 1f1b: 12 tasks, 2 replicas, 2 devices, 1 stages, 2 micro-batches, recompute=never>
+    >>> plans.best.timeline.fits
+    True
     """
 
     problem: PlanProblem
@@ -67,9 +89,12 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Simulated step of all replicas."""
+        """Simulated step of all replicas; ``fits`` is None for layers without bytes."""
         limits = self.problem.limits(self.choice)
-        return simulate(self.graph, self.costs, memory_limit=limits)
+        timeline = replace(predict_timeline(self.graph, self.costs), limits=limits)
+        warn_of_costs(self.graph, self.costs, stacklevel=4)
+        warn_of_memory_limit(timeline, stacklevel=4)
+        return timeline
 
     def to_megatron(self) -> str:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
@@ -80,10 +105,29 @@ class Plan:
         and the optimizer's settings are not among them. ``offload="all"`` of a model with experts
         is the offload of the inputs of all modules, which are nearly all activations.
 
+        Returns
+        -------
+        str
+            Flags in one line, quoted for a shell.
+
         Raises
         ------
         ArgumentError
             For a configuration that Megatron-LM cannot run, naming those that it can.
+
+        See Also
+        --------
+        to_torchtitan : Settings of torchtitan.
+        pipesim.write_layout : Layers of stages as a layout string of Megatron.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.best.to_megatron().split(" --")[-2:]
+        ['micro-batch-size 1', 'global-batch-size 4']
         """
         has_experts = bool(getattr(self.problem.model, "n_experts", 0))
         problem = self.problem
@@ -105,11 +149,30 @@ class Plan:
             File to write the order to, as torch's CSV, which the settings then name. It needs no
             schedule of torch, but stages in loops or in a V. None for a schedule of torch.
 
+        Returns
+        -------
+        str
+            Tables of TOML, with comments.
+
         Raises
         ------
         ArgumentError
             For a configuration that torchtitan cannot run, naming those that it can; for an order
             that is made for costs, without a file; for a file that cannot be written.
+
+        See Also
+        --------
+        to_megatron : Flags of Megatron-LM.
+        pipesim.Schedule.save : Write the order alone, as torch's CSV.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.best.to_torchtitan().splitlines()[:3]
+        ['[training]', 'local_batch_size = 1', 'global_batch_size = 4']
         """
         problem, path = self.problem, ""
         if schedule_csv is not None:

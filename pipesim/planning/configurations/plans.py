@@ -1,4 +1,7 @@
-"""`Plans`: the ranked configurations of a plan, and those that were ruled out."""
+"""`Plans`: the ranked configurations of a plan, and those that were ruled out.
+
+One class; most of the file is its docstrings.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,30 @@ class Plans:
         Percentile of noisy steps by which the best are ranked; None without noise.
     notes
         Assumptions and limits to show beside the results, a sentence each.
+
+    Raises
+    ------
+    TypeError
+        For missing arguments. `pipesim.plan` makes plans; values are not checked here.
+
+    See Also
+    --------
+    pipesim.plan : Search the configurations of a training.
+    pipesim.Plan : One configuration with its schedule, costs and timeline.
+    pipesim.PlanChoice : The settings of a configuration.
+
+    Examples
+    --------
+    Two layers on two GPUs: replicas take ``2 * 6`` seconds, a pipeline ``(4 + 1) * 3``.
+
+    >>> import pipesim as ps
+    >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+    >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+    >>> plans.best
+    <Plan tp1 pp1 dp2, 1f1b, 2 micro-batches of 1: 12.0 s a step, 18.0 B on the fullest device>
+    >>> plans.table["step"].round(3).tolist()
+    [12.0, 12.0, 15.0]
     """
 
     problem: PlanProblem
@@ -112,11 +139,35 @@ class Plans:
 
         Configurations that were not simulated are simulated when their timeline is used.
 
+        Parameters
+        ----------
+        which
+            Rank, from 0, or a configuration, ranked or not.
+
+        Returns
+        -------
+        Plan
+            The configuration with its costs, schedule, graph and timeline.
+
         Raises
         ------
         ArgumentError
             For a rank that there is not, and for a configuration that `choice` would refuse, or
             of another global batch, number of GPUs or model.
+
+        See Also
+        --------
+        choice : Return a configuration by its settings.
+        explain : Compare two configurations.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.plan(plans.choice(pipeline_parallel=2))
+        <Plan tp1 pp2 dp1, 1f1b, 4 micro-batches of 1: 15.0 s a step, 18.0 B on the fullest device>
         """
         if isinstance(which, PlanChoice):
             return self._named(which)
@@ -142,25 +193,74 @@ class Plans:
             the cluster and the batch. ``layers_per_stage`` may be a list, a number of even stages
             or a layout string of Megatron; by default stages are balanced.
 
+        Returns
+        -------
+        PlanChoice
+            All settings of the configuration.
+
         Raises
         ------
         ArgumentError
             For settings that are unknown, or impossible for this model, cluster and batch.
+
+        See Also
+        --------
+        plan : Return the configuration with its timeline.
+        explain : Compare the configuration with another.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> choice = plans.choice(pipeline_parallel=2)
+        >>> choice.n_microbatches, choice.layers_per_stage
+        (4, (1, 1))
         """
         return named_choice(self.problem, settings)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw memory over time of all ranked configurations.
 
-        See `pipesim.plot.plan_front` for the options, such as ``title``.
-
         The front is labelled with parallel sizes, chunks and recompute, and with further settings
         where these are equal.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; new ones by default.
+        **options
+            ``unit``, ``title`` and ``memory_limit`` (bytes) of `pipesim.plot.plan_front`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            Seconds of a step on the x axis, bytes of the fullest device on the y axis, in suitable
+            units.
 
         Raises
         ------
         ArgumentError
-            As `pipesim.plot.plan_front`; if no configuration is ranked.
+            If no configuration is ranked, for an ``ax`` that is no Axes, and for a limit that is
+            not above 0.
+        UnknownNameError
+            For an unknown unit.
+
+        See Also
+        --------
+        summary : The best configurations as text.
+        front : The configurations that are labelled.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> ax = plans.plot()
+        >>> ax.get_xlabel()
+        'Step (s)'
         """
         from pipesim.planning.configurations.plan_texts import short_names
         from pipesim.plot.plan_front import plan_front
@@ -193,6 +293,20 @@ class Plans:
         ------
         ArgumentError
             As `plan`.
+
+        See Also
+        --------
+        plan : Return a configuration with its timeline.
+        pipesim.compare : Compare two timelines task by task.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.explain(plans.choice(), plans.choice(pipeline_parallel=2))
+        <Explanation: A takes 12.0 s a step: 3.00 s less than B with 15.0 s, or 20.0%.>
         """
         plans = [x if isinstance(x, Plan) else self.plan(x) for x in (first, second)]
         first_timeline, second_timeline = (plan.timeline for plan in plans)
@@ -204,11 +318,66 @@ class Plans:
         )
 
     def to_megatron(self) -> str:
-        """Return the flags of Megatron-LM for the best configuration; see `Plan.to_megatron`."""
+        """Return the flags of Megatron-LM for the best configuration.
+
+        Returns
+        -------
+        str
+            Flags in one line, quoted for a shell.
+
+        Raises
+        ------
+        ArgumentError
+            As `Plan.to_megatron`, and if no configuration is ranked.
+
+        See Also
+        --------
+        pipesim.Plan.to_megatron : The same for any configuration.
+        to_torchtitan : Settings of torchtitan.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.to_megatron().split(" --")[-2:]
+        ['micro-batch-size 1', 'global-batch-size 4']
+        """
         return self.best.to_megatron()
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
-        """Return torchtitan's settings of the best configuration; see `Plan.to_torchtitan`."""
+        """Return torchtitan's settings of the best configuration, as TOML.
+
+        Parameters
+        ----------
+        schedule_csv
+            File to write the order to; None (the default) for a schedule of torch.
+
+        Returns
+        -------
+        str
+            Tables ``training``, ``parallelism`` and ``activation_checkpoint``.
+
+        Raises
+        ------
+        ArgumentError
+            As `Plan.to_torchtitan`, and if no configuration is ranked.
+
+        See Also
+        --------
+        pipesim.Plan.to_torchtitan : The same for any configuration.
+        to_megatron : Flags of Megatron-LM.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> plans.to_torchtitan().splitlines()[:3]
+        ['[training]', 'local_batch_size = 1', 'global_batch_size = 4']
+        """
         return self.best.to_torchtitan(schedule_csv)
 
     def to_csv(self, path: Path | str) -> None:
@@ -216,10 +385,31 @@ class Plans:
 
         Units are those of the tables; ``rank`` is empty for configurations that are ruled out.
 
+        Parameters
+        ----------
+        path
+            File to write. A file of that name is replaced.
+
         Raises
         ------
         ArgumentError
             For a value that is no path, and a file that cannot be written.
+
+        See Also
+        --------
+        table : The ranked configurations.
+        ruled_out : The other configurations.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> plans = ps.plan(layers, ps.Cluster("dgx_h100", n_gpus=2), global_batch=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     plans.to_csv(f"{folder}/plans.csv")
+        ...     pathlib.Path(folder, "plans.csv").read_text()[:9]
+        'rank,step'
         """
         import pandas as pd
 
@@ -235,10 +425,36 @@ class Plans:
     def summary(self, n_best: int = 5) -> str:
         """Return the counts of configurations, and a table of the best few, as text.
 
+        Parameters
+        ----------
+        n_best
+            Number of configurations in the table; 5 by default.
+
+        Returns
+        -------
+        str
+            A line of counts, and a line for each of the best.
+
         Raises
         ------
         ArgumentError
             For a number that is no whole number of at least 1.
+
+        See Also
+        --------
+        table : All ranked configurations, as a DataFrame.
+        plot : Draw all ranked configurations.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+        >>> print(plans.summary(n_best=1))
+        3 configurations: 3 simulated, 0 pruned by bounds, ...
+        rank    step ...
+        0     12.0 s ... tp1 pp1 dp2, 1f1b, 2 micro-batches of 1
         """
         return plans_text(self, n_best)
 

@@ -226,6 +226,14 @@ def test_measured_layers() -> None:
     assert best.step == best.timeline.makespan
 
 
+def test_layers_without_bytes() -> None:
+    """The plan has a timeline, of which nothing says whether it fits."""
+    layers = ps.Layers({"forward": [1e-3] * 8, "backward": [2e-3] * 8})
+    plans = ps.plan(layers, DGX, global_batch=16, schedules="1f1b", progress=False)
+    assert plans.best.timeline.makespan == plans.best.step
+    assert plans.best.timeline.fits is None
+
+
 def test_noise_ranks_by_percentile() -> None:
     """With noise the best are ranked by a percentile of noisy steps."""
     noise = ps.Noise(task=ps.LogNormal(0.3), seed=1)

@@ -361,3 +361,15 @@ def test_a_timeline_in_which_nothing_ran() -> None:
         ax.figure.canvas.draw()
     assert nothing.plot(ax=axes()).get_xlim() == (0, 1)
     assert "nothing ran" in ax.get_title(loc="right")
+
+
+def test_streams_without_lasting_messages_have_no_lane_beside_others() -> None:
+    """Ticks would distract from collectives, and leave little room for them."""
+    network = ps.Network(bandwidth=1.0)
+    costs = ps.Costs(1, 2, parameter_bytes=4, network=network)
+    ax = simulated("1f1b", 2, 2, costs, n_replicas=2).plot(ax=axes(), transfers=True)
+    assert "cells:REDUCE_GRAD" in drawn(ax)
+    assert not artist_of(ax, "cells:instant").get_segments()
+    lane = boxes(ax, "cells:REDUCE_GRAD")[0]
+    assert lane[3] - lane[2] > 0.2
+    assert legend_of(ax.get_legend()) == ["forward", "backward", "reduce gradients"]
