@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import ArgumentError
+from pipesim.utils.extras import import_extra
 
 __all__ = ["PRIOR", "Floats", "Ints", "Problem", "curvature", "minimize", "search"]
 
@@ -166,13 +166,9 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
 
 def _scipy_least_squares() -> Callable[..., Any]:
     """Return SciPy's least squares; raise `ArgumentError` if SciPy is missing."""
-    try:
-        from scipy.optimize import least_squares  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ArgumentError(
-            "fitting constants needs SciPy, which is not installed; pip install 'pipesim[fit]'"
-        ) from error
-    function: Callable[..., Any] = least_squares
+    function: Callable[..., Any] = import_extra(
+        "scipy.optimize", "fit", "fitting constants"
+    ).least_squares
     return function
 
 

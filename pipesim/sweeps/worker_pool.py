@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pipesim.errors import ArgumentError
+from pipesim.utils.extras import install_command
 
 if TYPE_CHECKING:
     import joblib
@@ -173,7 +174,7 @@ def _parallel(n_jobs: int, backend: str | None) -> tuple[joblib.Parallel[Any], b
             text = " ".join(str(error).split())
             raise ArgumentError(
                 f"joblib cannot use the backend {backend!r}: {text} (for Dask: "
-                "pip install 'pipesim[cluster]')"
+                f"{install_command('cluster')})"
             ) from error
         kind = type(active).__name__
         if kind == "LokyBackend":

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipesim.errors import ArgumentError
 from pipesim.plot.page.save import Showable
+from pipesim.utils.extras import import_extra
 
 if TYPE_CHECKING:
     from pipesim.plot.widget.timeline_widget import TimelineWidget
 
 __all__ = ["widget"]
+
+_ADVICE = (
+    "Without it, a timeline in the last line of a cell shows the same page, which does not tell "
+    "Python what is selected"
+)
 
 
 def widget(
@@ -52,15 +57,7 @@ def widget(
     CapacityError
         If the items have over 5,000,000 tasks together.
     """
-    try:
-        from pipesim.plot.widget.timeline_widget import TimelineWidget
-    except ModuleNotFoundError as error:
-        if error.name != "anywidget":
-            raise
-        raise ArgumentError(
-            "a widget needs anywidget, which is not installed; pip install 'pipesim[widget]'. "
-            "Without it, a timeline in the last line of a cell shows the same page, which does not "
-            "tell Python what is selected"
-        ) from error
+    import_extra("anywidget", "widget", "a widget", advice=_ADVICE)
+    from pipesim.plot.widget.timeline_widget import TimelineWidget
 
     return TimelineWidget(items, layout=layout, height=height, title=title)

@@ -195,7 +195,7 @@ def test_missing_ortools_widens_the_gap(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools", None)
     _warn_of_missing_ortools.cache_clear()
     problem, order = zero_bubble(4, 8)
-    with pytest.warns(EngineWarning, match=r"install pipesim\[optimal\]") as caught:
+    with pytest.warns(EngineWarning, match=r"pip install 'pipesim\[optimal\]'") as caught:
         proofs = [prove(problem, order, 200.0, seconds=1.0) for _ in range(2)]
     assert proofs == [(None, 200.0, False, False)] * 2
     assert len(caught) == 1

@@ -35,6 +35,7 @@ from pipesim.planning.orders.cp_sat.ticks import (
 )
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
+from pipesim.utils.extras import install_command
 
 __all__ = ["MOST_TASKS", "Proof", "available", "prove"]
 
@@ -77,7 +78,7 @@ def _warn_of_missing_ortools() -> None:
     """Warn, once a process."""
     warn_caller(
         "ortools is not installed: orders are searched for, but none is proved optimal, and lower "
-        "bounds stay as far from them as quick bounds are; install pipesim[optimal]",
+        f"bounds stay as far from them as quick bounds are; {install_command('optimal')}",
         EngineWarning,
     )
 

@@ -1,0 +1,58 @@
+"""Optional packages: import one on demand, or say how to install it."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from pipesim.errors import ArgumentError
+
+__all__ = ["EXTRAS", "import_extra", "install_command"]
+
+#: Package that each extra of pyproject.toml installs, as users call it.
+EXTRAS = {
+    "cluster": "Dask",
+    "fit": "SciPy",
+    "optimal": "ortools",
+    "widget": "anywidget",
+}
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'pipesim[{extra}]'"
+
+
+def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> ModuleType:
+    """Return an optional module.
+
+    Parameters
+    ----------
+    module
+        Name of the module, such as ``"scipy.optimize"``.
+    extra
+        The extra of `EXTRAS` that installs its package.
+    purpose
+        Subject of the message: the task that needs the package, such as ``"a Parquet file"``.
+    advice
+        Sentence on what works without the package.
+
+    Raises
+    ------
+    ArgumentError
+        If the module cannot be imported. The message has the command that installs it.
+    ModuleNotFoundError
+        If the package lacks a package of its own.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        problem = f"cannot be imported here: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            problem = "is not installed"
+        raise ArgumentError(
+            f"{purpose} needs {EXTRAS[extra]}, which {problem}; {install_command(extra)}"
+            f"{f'. {advice}' if advice else ''}"
+        ) from error
