@@ -125,7 +125,7 @@ Without --out, a file gallery.html that is no such page is not replaced.
 VIEW_EPILOG = """\
 The kind of a FILE is recognised by its content:
 
-  timeline.csv              a timeline that pipesim simulate --csv, Timeline.save or pipeexec wrote
+  timeline.csv, x.parquet   a timeline that pipesim simulate --csv, Timeline.save or pipeexec wrote
   orders.csv, grid.txt      a schedule: torch's CSV with a row a device, or a grid as text; an
                             action takes a clock cycle, or with --costs it is simulated
   trace.json, trace.json.gz a Chrome trace of Timeline.to_chrome or torch.profiler

@@ -25,8 +25,8 @@ from pipesim.utils.files import check_path, is_folder, read_bytes
 __all__ = ["TRACE_FLAGS", "ViewOptions", "is_page", "read_items", "stem"]
 
 _EXPECTED = (
-    "pipesim view shows a timeline or a schedule (.csv), a Chrome trace (.json or .json.gz, or a "
-    "folder of one file a rank) and a run directory of pipeexec"
+    "pipesim view shows a timeline (.csv or .parquet), a schedule (.csv), a Chrome trace (.json or "
+    ".json.gz, or a folder of one file a rank) and a run directory of pipeexec"
 )
 #: Bytes of a file by which its kind is recognised.
 _HEAD = 1 << 16
@@ -36,7 +36,7 @@ _ACTION = re.compile(r"\(?[0-9]+[A-Z]")
 #: Options of the command for arguments of `Timeline.from_chrome`.
 TRACE_FLAGS = {"pattern": "--pattern", "step": "--step", "n_ranks": "--ranks"}
 _TRACE_ENDINGS = (".json", ".json.gz")
-_ENDING = re.compile(r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt)$", re.IGNORECASE)
+_ENDING = re.compile(r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet)$", re.IGNORECASE)
 #: JSON files of a run directory, and what to do with each.
 _RUN_FILES = {
     "run.json": "it is the record of a run; give its folder",
@@ -113,6 +113,8 @@ def _reader(path: Path) -> _Reader:
     head = read_bytes(path, "file", ArgumentError, first=_HEAD)
     if head.startswith(_GZIP):
         return _read_trace
+    if path.suffix.lower() == ".parquet":
+        return _read_timeline
     text = head.decode("utf-8-sig", errors="replace").strip()
     if not text:
         raise ArgumentError(f"cannot view {path}: it is empty; {_EXPECTED}")

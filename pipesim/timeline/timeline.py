@@ -1,4 +1,4 @@
-"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV.
+"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded.
 
 The file is longer than 300 lines: docstrings of one class are half of it. Its methods call
 functions of other files, such as `pipesim.timeline.memory`.
@@ -535,8 +535,22 @@ class Timeline:
             columns["part"] = graph.part
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """Return all tasks as a PyCapsule of Arrow, with the columns of `save`.
+
+        So ``polars.from_arrow(timeline)``, ``pyarrow.table(timeline)`` and queries of duckdb on
+        ``timeline`` read it. pyarrow must be installed.
+        """
+        from pipesim.timeline.arrow_tables import arrow_table
+
+        return arrow_table(self).__arrow_c_stream__(requested_schema)
+
     def save(self, path: Path | str) -> None:
-        """Write all tasks as CSV with the columns of `frame`, whole or not at all.
+        """Write all tasks with the columns of `frame`, whole or not at all.
+
+        The file is Parquet if its name ends in ``.parquet``, else CSV. Parquet needs pyarrow
+        (``pip install 'pipesim[parquet]'``), and has the settings of the graph and the checksum in
+        its metadata, not in columns.
 
         Further columns:
 
@@ -548,37 +562,81 @@ class Timeline:
           ``weight_versions``, each if it is not the default;
         - ``checksum``, whose first row has the checksum of the file.
 
+        Parameters
+        ----------
+        path
+            File to write.
+
         Raises
         ------
         ArgumentError
-            For a value that is no path, and a file that cannot be written.
-        """
-        from pipesim.timeline.csv_files import save
+            For a value that is no path, a file that cannot be written, and if pyarrow is needed
+            and not installed.
 
-        save(self, path)
+        See Also
+        --------
+        load : Read the file.
+        to_chrome : Write a trace.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save(f"{folder}/run.parquet")
+        ...     ps.Timeline.load(f"{folder}/run.parquet")
+        <Timeline run: 34 tasks, makespan 15 s, bubble 20.0%>
+        """
+        from pipesim.timeline import arrow_tables, csv_files
+
+        files = arrow_tables if _is_parquet(path) else csv_files
+        files.save(self, path)
 
     @classmethod
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
         """Read a timeline that `save` wrote, including its graph.
 
-        A table without a checksum is read too. Empty that column if you change a file by hand.
+        The file is Parquet if its name ends in ``.parquet``, else CSV. A CSV without a checksum is
+        read too. Empty that column if you change a file by hand.
+
+        Parameters
+        ----------
+        path
+            File to read.
+        costs
+            Costs that memory is computed with.
+        name
+            Name of the timeline; by default that of the file, without its ending.
+
+        Returns
+        -------
+        Timeline
+            Each time and each number of bytes has all its bits.
 
         Raises
         ------
         ArgumentError
-            For a value that is no path, and costs or a name of a wrong type.
+            For a value that is no path, costs or a name of a wrong type, and if pyarrow is needed
+            and not installed.
         TimelineError
             If the file is missing, lacks a column or has one twice, was truncated, has impossible
             values (naming the line), or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
+
+        See Also
+        --------
+        save : Write a timeline, with an example.
+        from_chrome : Read a trace.
         """
-        from pipesim.timeline.csv_files import load
+        from pipesim.timeline import arrow_tables, csv_files
 
         check_text("name", name)
         if costs is not None:
             check_type("costs", costs, Costs)
-        return load(path, costs=costs, name=name)
+        files = arrow_tables if _is_parquet(path) else csv_files
+        return files.load(path, costs=costs, name=name)
 
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
@@ -679,6 +737,11 @@ class Timeline:
             gaps=gaps,
             name=name,
         ).timeline
+
+
+def _is_parquet(path: object) -> bool:
+    """Return whether a path names a Parquet file."""
+    return isinstance(path, str | Path) and str(path).lower().endswith(".parquet")
 
 
 def _numbers(name: str, column: object, n_tasks: int) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ EXTRAS = {
     "cluster": "Dask",
     "fit": "SciPy",
     "optimal": "ortools",
+    "parquet": "pyarrow",
     "widget": "anywidget",
 }
 

@@ -183,6 +183,10 @@ KINDS = {
         written("x.csv", lambda path: timeline().save(path)),
         lambda f: values(ps.Timeline.load(f / "x.csv")),
     ),
+    "timeline Parquet": Kind(
+        written("x.parquet", lambda path: timeline().save(path)),
+        lambda f: values(ps.Timeline.load(f / "x.parquet")),
+    ),
     "costs JSON": Kind(written("x.json", COSTS.save), lambda f: ps.Costs.load(f / "x.json")),
     "sweep journal": Kind(written("x.jsonl", sweep), lambda f: sweep(f / "x.jsonl")),
     "chrome JSON": Kind(

@@ -12,7 +12,18 @@ from places import ROOT
 
 import pipesim
 
-HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "distributed")
+HEAVY = (
+    "torch",
+    "numba",
+    "matplotlib.pyplot",
+    "pandas",
+    "joblib",
+    "tqdm",
+    "distributed",
+    "pyarrow",
+    "networkx",
+    "google.protobuf",
+)
 #: What users import; a change breaks their code.
 PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures

@@ -10,6 +10,7 @@ import pandas as pd
 import pipeexec as px
 import pipesim as ps
 from pipesim.plot.paper_figure import save as save_figure
+from pipesim.timeline import arrow_tables
 
 SCHEDULE = ps.schedule("1f1b", 2, 2)
 GRAPH = ps.lower(SCHEDULE)
@@ -28,6 +29,7 @@ WRITERS: dict[str, Callable[[Any], Any]] = {
     "TaskGraph.save_torch_csv": GRAPH.save_torch_csv,
     "Costs.save": COSTS.save,
     "Timeline.save": TIMELINE.save,
+    "Timeline.save as Parquet": TIMELINE.save,
     "Timeline.to_chrome": TIMELINE.to_chrome,
     "Timeline.to_html": TIMELINE.to_html,
     "trace.save": lambda path: ps.trace.save(path, TIMELINE),
@@ -36,6 +38,7 @@ WRITERS: dict[str, Callable[[Any], Any]] = {
 }
 #: Endings that some writers insist on.
 ENDINGS = {
+    "Timeline.save as Parquet": ".parquet",
     "Timeline.to_chrome": ".json",
     "Timeline.to_html": ".html",
     "trace.save": ".json",
@@ -45,6 +48,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "Schedule.load": ps.Schedule.load,
     "Costs.load": ps.Costs.load,
     "Timeline.load": ps.Timeline.load,
+    "Timeline.load of Parquet": lambda path: arrow_tables.load(path, costs=None, name=""),
     "Timeline.from_chrome": ps.Timeline.from_chrome,
     "Network.from_csv": ps.Network.from_csv,
     "Layers.read": ps.Layers.read,

@@ -114,6 +114,14 @@ def test_a_timeline(current: Path, opened: list[str], capsys: pytest.CaptureFixt
     assert "memory" not in content["timelines"][0]
 
 
+@pytest.mark.parametrize("ending", [".parquet", ".PARQUET"])
+def test_a_timeline_as_parquet(ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated().save(f"a{ending}")
+    assert succeed(capsys, "view", f"a{ending}") == f"a.html\na: {LINE}\n"
+    Path("a.parquet").write_text("device,stream\n")
+    assert "a.parquet is no whole timeline: it is no Parquet" in fail(capsys, "view", "a.parquet")
+
+
 def test_costs_give_memory(capsys: pytest.CaptureFixture[str]) -> None:
     simulated().save("a.csv")
     COSTS.save("my costs.json")

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from same_timelines import same
 from strategies import cases
 
 import pipesim as ps
@@ -71,32 +72,6 @@ def test_one_value_a_task(timeline: ps.Timeline) -> None:
     """Columns of another length are refused."""
     with pytest.raises(TimelineError, match=r"of \d+ tasks got a column of shape \(3,\); give one"):
         ps.Timeline(timeline.graph, timeline.start[:3], timeline.end, timeline.nbytes)
-
-
-def same(one: ps.Timeline, two: ps.Timeline) -> bool:
-    """Tell whether two timelines agree bit for bit, the wiring of their graphs included."""
-    a, b = one.graph, two.graph
-    columns = ("op", "device", "stage", "microbatch", "stream", "pair", "replica", "part")
-    return (
-        all((getattr(a, column) == getattr(b, column)).all() for column in columns)
-        and a.streams == b.streams
-        and all(
-            getattr(a, count) == getattr(b, count)
-            for count in ("n_devices", "n_stages", "n_microbatches", "n_replicas", "n_batches")
-        )
-        and all(
-            (x.ptr == y.ptr).all() and (x.values == y.values).all()
-            for x, y in (
-                (a.dependencies, b.dependencies),
-                (a.queues, b.queues),
-                (a.collectives, b.collectives),
-            )
-        )
-        and all(
-            np.array_equal(getattr(one, column), getattr(two, column), equal_nan=True)
-            for column in ("start", "end", "nbytes")
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.slow

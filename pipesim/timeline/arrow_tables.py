@@ -1,0 +1,144 @@
+"""Timelines as Arrow tables, and as Parquet files, which keep every bit of every column.
+
+A table has the columns of `Timeline.save`. Its schema has the settings of the graph, as JSON under
+the key ``pipesim``. A file has a checksum of all its bytes there, computed with zeros in its own
+place. So a file is checked before it is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import PipeError, TimelineError
+from pipesim.timeline.task_rows import INTEGERS, SECONDS_AND_BYTES, SETTINGS, from_rows, to_rows
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.extras import import_extra
+from pipesim.utils.files import check_path, read_bytes, write_whole
+from pipesim.utils.texts import checksum_mismatch, parse_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["arrow_table", "load", "save"]
+
+#: First and last bytes of a Parquet file.
+_MAGIC = b"PAR1"
+#: Key of our JSON in the metadata of a schema.
+_KEY = "pipesim"
+_NO_DIGEST = "0" * 64
+_DIGEST = re.compile(rb'"sha256": "([0-9a-f]{64})"')
+
+
+def arrow_table(timeline: Timeline) -> Any:
+    """Return a `pyarrow.Table` of all tasks, one row each, in order of their ids.
+
+    Integers have 32 bits. Names of operations and streams are dictionaries. A time at which a task
+    did not start or end is NaN.
+
+    Raises
+    ------
+    ArgumentError
+        If pyarrow is not installed.
+    """
+    pa = import_extra("pyarrow", "parquet", "an Arrow table")
+    rows, settings = to_rows(timeline)
+    columns = {}
+    for name in rows:
+        values = rows[name].to_numpy()
+        if name in INTEGERS:
+            columns[name] = pa.array(values, pa.int32())
+        elif name in SECONDS_AND_BYTES:
+            columns[name] = pa.array(values, pa.float64())
+        else:
+            columns[name] = pa.array(values, pa.string()).dictionary_encode()
+    return pa.table(columns, metadata={_KEY: json.dumps({"settings": settings})})
+
+
+def save(timeline: Timeline, path: Path | str) -> None:
+    """Write a timeline as Parquet; see `Timeline.save`."""
+    path = check_path("path", path, "write")
+    pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
+    pa = import_extra("pyarrow", "parquet", "a Parquet file")
+    table, sink = arrow_table(timeline), pa.BufferOutputStream()
+    # The schema of Arrow would have no use: columns are converted when they are read.
+    with pq.ParquetWriter(sink, table.schema, store_schema=False, compression="zstd") as writer:
+        writer.write_table(table)
+        metadata = json.loads(table.schema.metadata[_KEY.encode()])
+        writer.add_key_value_metadata({_KEY: json.dumps({"sha256": _NO_DIGEST, **metadata})})
+    data = bytes(sink.getvalue())
+    digest = hashlib.sha256(data).hexdigest()
+    signed = data.replace(_NO_DIGEST.encode(), digest.encode())
+    write_whole(path, lambda file: file.write_bytes(signed))
+
+
+def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
+    """Read a timeline from a Parquet file; see `Timeline.load`."""
+    path = check_path("path", path)
+    data = read_bytes(path, "a timeline from", TimelineError)
+    import_extra("pyarrow", "parquet", "a Parquet file")
+    try:
+        _check_bytes(data)
+        rows, settings = _decoded(data)
+        return from_rows(rows, settings, costs=costs, name=name or path.stem)
+    except (PipeError, ValueError) as error:
+        raise TimelineError(f"{path} is no whole timeline: {error}") from error
+
+
+def _check_bytes(data: bytes) -> None:
+    """Raise `TimelineError` unless these are the bytes of a Parquet file that `save` made."""
+    if not data.startswith(_MAGIC):
+        raise TimelineError("it is no Parquet file")
+    if not data.endswith(_MAGIC) or len(data) < 3 * len(_MAGIC):
+        raise TimelineError("its end was cut; write it again")
+    digests = _DIGEST.findall(data)
+    if len(digests) != 1:
+        raise TimelineError(
+            "no Timeline.save wrote this Parquet file, or another program wrote it again; write "
+            "changed tables as CSV, with the columns of Timeline.save"
+        )
+    digest = digests[0]
+    if hashlib.sha256(data.replace(digest, _NO_DIGEST.encode())).hexdigest() != digest.decode():
+        raise TimelineError(checksum_mismatch("it", "write the changed table as CSV"))
+
+
+def _decoded(data: bytes) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return the table and the settings in the bytes of a file."""
+    import pandas as pd
+
+    pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
+    pa = import_extra("pyarrow", "parquet", "a Parquet file")
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+        columns = {name: _values(pa, name, table.column(name)) for name in table.column_names}
+    except (pa.ArrowException, OSError) as error:
+        raise TimelineError(" ".join(str(error).split())) from error
+    rows = pd.DataFrame(columns, index=pd.RangeIndex(table.num_rows, name="task"))
+    return rows, _settings(table.schema.metadata or {})
+
+
+def _values(pa: Any, name: str, column: Any) -> Any:
+    """Return the values of a column as an array; raise `TimelineError` if one is missing."""
+    kinds = dict.fromkeys(INTEGERS, pa.int64()) | dict.fromkeys(SECONDS_AND_BYTES, pa.float64())
+    if column.null_count:
+        raise TimelineError(f"column {name!r} has no value in some rows")
+    values = column.cast(kinds.get(name, pa.string())).to_numpy()
+    return np.ascontiguousarray(values)
+
+
+def _settings(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Return the settings in the metadata of a schema."""
+    content = parse_json(metadata.get(_KEY.encode(), b"{}"))
+    settings = content.get("settings") if isinstance(content, dict) else None
+    if not isinstance(settings, dict) or not all(
+        name in SETTINGS and isinstance(text, str) for name, text in settings.items()
+    ):
+        raise TimelineError(f"its metadata {_KEY!r} has no valid settings; write it again")
+    return settings
