@@ -44,6 +44,7 @@ from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
+    import networkx  # type: ignore[import-untyped]
     from matplotlib.axes import Axes
 
 __all__ = ["TaskGraph", "reordered"]
@@ -527,6 +528,52 @@ class TaskGraph:
         from pipesim.graph.torch_csv import write_torch_csv
 
         write_torch_csv(self, path)
+
+    def to_networkx(self) -> networkx.DiGraph[int]:
+        """Return the tasks and their `precedence` as a graph of networkx.
+
+        networkx must be installed: ``pip install 'pipesim[networkx]'``.
+
+        Returns
+        -------
+        networkx.DiGraph
+            - A node is a task id. It has ``op`` (name), ``device``, ``stream`` (name), ``stage``,
+              ``microbatch`` (-1 for operations on a whole stage), ``replica``, ``peer_stage``,
+              ``part``, and ``label``, the text form of the action.
+            - An edge leads from a task to one that waits for it. Its ``kind`` is ``"dependency"``,
+              ``"stream"`` (the task before it on its stream), ``"message"`` (from a SEND to its
+              RECV), ``"rendezvous"`` (from the task before a RECV to the SEND) or ``"group"`` (to a
+              member of a collective, from a task that another member waits for): the first of them
+              that applies. A task of a ``"message"`` or of a `partial_dependency` waits for the
+              start of the other one, not for its end.
+            - The graph has ``name``, ``n_devices``, ``n_stages``, ``n_microbatches`` and
+              ``n_replicas``.
+
+        Raises
+        ------
+        ArgumentError
+            If networkx is not installed.
+        CapacityError
+            If the graph would not fit in memory.
+
+        See Also
+        --------
+        plot : Draw the dependencies.
+        precedence : The edges as arrays.
+
+        Examples
+        --------
+        >>> import networkx
+        >>> import pipesim as ps
+        >>> graph = ps.lower(ps.schedule("gpipe", 2, 1)).to_networkx()
+        >>> path = networkx.dag_longest_path(graph)
+        >>> [graph.nodes[task]["label"] for task in path][:4]
+        ['0F0', '0SEND_F0', '1RECV_F0', '1F0']
+        """
+        from pipesim.graph.networkx_graph import networkx_graph
+
+        directed: networkx.DiGraph[int] = networkx_graph(self)
+        return directed
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw the dependencies of tasks; `pipesim.plot.dependencies` has a table of the texts."""

@@ -8,41 +8,64 @@ import numpy as np
 
 from pipesim.ops import RECVS, SENDS
 from pipesim.scheduling.memory_checks import FEWER_TASKS
-from pipesim.utils.csr import CSR
+from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
 
-__all__ = ["issued_first", "precedence"]
+__all__ = ["earlier_by_kind", "issued_first", "precedence"]
 
 
 def precedence(graph: TaskGraph) -> CSR:
     """Return `TaskGraph.precedence`."""
+    rows, values = zip(*earlier_by_kind(graph).values(), strict=True)
+    return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
+
+
+def earlier_by_kind(graph: TaskGraph) -> dict[str, tuple[Ints, Ints]]:
+    """Return the entries of `TaskGraph.precedence` by kind.
+
+    Each kind has two arrays: tasks, and the task that each of them waits for. Kinds are
+    ``"dependency"``, ``"stream"`` (the task before it on its stream), ``"message"`` (the SEND of a
+    RECV), ``"rendezvous"`` and ``"group"`` (a task that another member of its collective waits
+    for).
+    """
     before = graph.queue_predecessor
     queued = np.flatnonzero(before >= 0)
-    rows, values = [graph.dependencies.rows, queued], [graph.dependencies.values, before[queued]]
     recvs = np.flatnonzero(graph.is_op(RECVS) & (graph.pair >= 0))
-    rows.append(recvs)
-    values.append(graph.pair[recvs])
+    entries: dict[str, tuple[Ints, Ints]] = {
+        "dependency": (graph.dependencies.rows, graph.dependencies.values),
+        "stream": (queued, before[queued]),
+        "message": (recvs, graph.pair[recvs]),
+    }
     if graph.rendezvous:
         sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
         sends = sends[before[graph.pair[sends]] >= 0]
-        rows.append(sends)
-        values.append(before[graph.pair[sends]])
+        entries["rendezvous"] = sends, before[graph.pair[sends]]
     if len(graph.collectives):
-        own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
-        sizes = np.diff(graph.collectives.ptr).astype(np.float64)
-        nbytes = int(32 * (sizes**2).sum())
-        check_memory("what members of collectives wait for", nbytes, FEWER_TASKS)
-        for number in range(len(graph.collectives)):
-            members = graph.collectives[number]
-            # The last task of each stream suffices, as the others are before it.
-            needed = np.sort(own.gather(members))[::-1]
-            needed = needed[np.unique(graph.stream[needed], return_index=True)[1]]
-            rows.append(np.repeat(members, len(needed)))
-            values.append(np.tile(needed, len(members)))
-    return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
+        entries["group"] = _earlier_of_groups(graph, entries)
+    return entries
+
+
+def _earlier_of_groups(
+    graph: TaskGraph, entries: dict[str, tuple[Ints, Ints]]
+) -> tuple[Ints, Ints]:
+    """Return the members of collectives, and the tasks that the other members wait for."""
+    rows, values = (np.concatenate(part) for part in zip(*entries.values(), strict=True))
+    own = CSR.from_pairs(rows, values, len(graph))
+    sizes = np.diff(graph.collectives.ptr).astype(np.float64)
+    nbytes = int(32 * (sizes**2).sum())
+    check_memory("what members of collectives wait for", nbytes, FEWER_TASKS)
+    later, earlier = [], []
+    for number in range(len(graph.collectives)):
+        members = graph.collectives[number]
+        # The last task of each stream suffices, as the others are before it.
+        needed = np.sort(own.gather(members))[::-1]
+        needed = needed[np.unique(graph.stream[needed], return_index=True)[1]]
+        later.append(np.repeat(members, len(needed)))
+        earlier.append(np.tile(needed, len(members)))
+    return np.concatenate(later), np.concatenate(earlier)
 
 
 def issued_first(graph: TaskGraph) -> CSR:

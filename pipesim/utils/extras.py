@@ -13,6 +13,7 @@ __all__ = ["EXTRAS", "import_extra", "install_command"]
 EXTRAS = {
     "cluster": "Dask",
     "fit": "SciPy",
+    "networkx": "networkx",
     "optimal": "ortools",
     "parquet": "pyarrow",
     "widget": "anywidget",

@@ -297,6 +297,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
     "ps.Timeline.changes_that_fit": lambda _: {"self": replace(timeline(), limits=1.0)},
     "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
+    "ps.TaskGraph.to_networkx": lambda _: {"self": graph()},
     "ps.Timeline.critical_path": lambda _: {"self": timeline()},
     "ps.Timeline.from_chrome": lambda to: {
         "paths": sorted(RANKS.iterdir())},
