@@ -642,7 +642,7 @@ class Timeline:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
         That function also takes several timelines. ``pipesim.hta.save`` writes files for
-        HolisticTraceAnalysis.
+        HolisticTraceAnalysis. `from_chrome` reads the file back exactly.
         """
         from pipesim.trace.chrome_export import save
 
@@ -661,6 +661,10 @@ class Timeline:
         name: str = "",
     ) -> Timeline:
         """Read one step of a run of another framework from torch.profiler's traces.
+
+        A file that `to_chrome` wrote is read back exactly, without costs. If one of ``pattern``,
+        ``step``, ``n_ranks``, ``output_bytes`` and ``gaps`` is given, its events are read instead,
+        as those of another program.
 
         Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call.
 
@@ -702,13 +706,19 @@ class Timeline:
             posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
             it to the next task, so that costs and replays include it.
         name
-            Name of the timeline; by default that of the first file.
+            Name of the timeline; by default that of the first file, or the saved name. Of a file
+            with several timelines: the name of the one to read.
+
+        Returns
+        -------
+        Timeline
+            One step. Of a file that `to_chrome` wrote: the timeline as it was saved.
 
         Raises
         ------
         ArgumentError
-            For a step or a number of ranks that is no whole number, a name that is no text, and
-            values that are no paths.
+            For a step or a number of ranks that is no whole number, a name that is no text or that
+            no timeline of the file has, and values that are no paths.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
@@ -724,6 +734,22 @@ class Timeline:
         AccuracyWarning
             If clocks cannot be aligned well: a message is still used before it was sent, by more
             than 1 % of the makespan.
+
+        See Also
+        --------
+        to_chrome : Write a trace.
+        pipesim.trace.load : Read all timelines of a trace that `pipesim.trace.save` wrote.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1 / 3, 2 / 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.to_chrome(f"{folder}/run.json")
+        ...     again = ps.Timeline.from_chrome(f"{folder}/run.json")
+        >>> again.makespan == timeline.makespan
+        True
         """
         from pipesim.trace.chrome_import import load
 

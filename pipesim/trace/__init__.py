@@ -10,5 +10,16 @@ from pipesim.trace.chrome_export import (
     slice_event,
     write,
 )
+from pipesim.trace.saved_timelines import load
 
-__all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
+__all__ = [
+    "NEVER",
+    "Event",
+    "lanes",
+    "load",
+    "names",
+    "nanoseconds",
+    "save",
+    "slice_event",
+    "write",
+]

@@ -22,10 +22,11 @@ from pipesim.errors import ArgumentError
 from pipesim.ops import SENDS, Action, Op
 from pipesim.timeline.memory import over_time
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace.chrome_json import SIGNATURE
+from pipesim.trace.chrome_json import SAVED, SIGNATURE
+from pipesim.trace.saved_timelines import saved_form
 from pipesim.utils.csr import CSR
 from pipesim.utils.files import check_path, write_whole
-from pipesim.utils.texts import checksum
+from pipesim.utils.texts import CHECKSUM, checksum
 
 __all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
 
@@ -55,6 +56,8 @@ def save(
     lasts to the end of the trace and is marked ``unfinished``.
     Tasks that take no time last 1 ns if there is room, since arrows need slices to attach to.
 
+    The file has the timelines themselves too, which `load` and `Timeline.from_chrome` read back.
+
     Parameters
     ----------
     path
@@ -67,6 +70,22 @@ def save(
     ------
     ArgumentError
         For another ending, a folder that cannot be written in, or an object that is no timeline.
+
+    See Also
+    --------
+    load : Read the timelines.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    >>> timelines = {f"backward {x}": ps.simulate(graph, ps.Costs(1, x)) for x in (2, 3)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ps.trace.save(f"{folder}/both.json", timelines)
+    ...     both = ps.trace.load(f"{folder}/both.json")
+    >>> {name: float(timeline.makespan) for name, timeline in both.items()}
+    {'backward 2': 15.0, 'backward 3': 20.0}
     """
     path = _check_trace_path(path)
     named = _named(timelines)
@@ -76,7 +95,8 @@ def save(
         label = f"{name}: " if len(named) > 1 else ""
         events += _events(timeline, label, n_tasks, _next_pid(events))
         n_tasks += len(timeline)
-    write(path, {"displayTimeUnit": "ms", "traceEvents": events})
+    saved = {"timelines": saved_form(named)}
+    write(path, {"displayTimeUnit": "ms", "traceEvents": events, SAVED: saved})
 
 
 def _check_trace_path(path: Path | str) -> Path:
@@ -259,12 +279,18 @@ def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[
 
 
 def write(path: Path, trace: Event) -> None:
-    """Write a trace, one event a line, with a checksum of its content."""
+    """Write a trace, one event a line, with a checksum of its content.
+
+    Saved timelines come last, since Perfetto ignores all that follows a key that it does not know.
+    """
     events = [json.dumps(event) for event in trace.pop("traceEvents")]
-    signed = f'{json.dumps(trace)[:-1]}, "traceEvents": [{", ".join(events)}]}}'
-    head = json.dumps({**trace, "otherData": {SIGNATURE: checksum(signed)}})[:-1]
+    saved = f', "{SAVED}": {json.dumps(trace.pop(SAVED))}' if SAVED in trace else ""
+    signed = f'{json.dumps(trace)[:-1]}, "traceEvents": [{", ".join(events)}]{saved}}}'
+    digest = checksum(signed)
+    head = json.dumps({**trace, "otherData": {SIGNATURE: digest}})[:-1]
     body = ",\n".join(events)
-    text = f'{head}, "traceEvents": [\n{body}\n]}}\n'.encode()
+    tail = f'{saved[:-1]}, "{CHECKSUM}": "{digest}"}}' if saved else ""
+    text = f'{head}, "traceEvents": [\n{body}\n]{tail}}}\n'.encode()
     if path.name.endswith(".gz"):
         text = gzip.compress(text, mtime=0)
     write_whole(path, lambda file: file.write_bytes(text))

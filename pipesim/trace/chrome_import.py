@@ -26,6 +26,7 @@ from pipesim.graph.tasks import Tasks
 from pipesim.graph.verify import verify
 from pipesim.ops import TRANSFERS, Action, Op
 from pipesim.timeline.timeline import Timeline
+from pipesim.trace.chrome_json import load as read_trace
 from pipesim.trace.clock_offsets import align_clocks
 from pipesim.trace.inferred_transfers import (
     MeasuredTask,
@@ -35,6 +36,7 @@ from pipesim.trace.inferred_transfers import (
 )
 from pipesim.trace.profiler_ranges import Trace
 from pipesim.trace.range_names import PATTERNS, check_pattern
+from pipesim.trace.saved_timelines import saved_timelines
 from pipesim.trace.steps import ONE_PIPELINE, RankStep, check_complete, count_steps, cut_steps
 from pipesim.trace.trace_files import list_files, read_ranks
 
@@ -79,7 +81,8 @@ def load(
 ) -> ImportedStep:
     """Read the traces of a run; see `Timeline.from_chrome` for the arguments.
 
-    The steps are: read the files; cut each rank's trace into steps; place one step's tasks on the
+    A trace that `pipesim.trace.save` wrote has its timelines, which need no reconstruction. Else
+    the steps are: read the files; cut each rank's trace into steps; place one step's tasks on the
     ranks; align the clocks; infer the transfers; build the timeline.
     """
     check_name("way with gaps", gaps, ("keep", "charge"))
@@ -89,7 +92,15 @@ def load(
     if n_ranks is not None:
         check_count("n_ranks", n_ranks, 0)
     patterns = PATTERNS if pattern is None else (check_pattern(pattern),)
-    traces = read_ranks(files, patterns, n_ranks)
+    content = read_trace(files[0]) if len(files) == 1 else None
+    by_default = (pattern, step, n_ranks, gaps) == (None, -1, None, "keep")
+    has_no_bytes = type(output_bytes) in (int, float) and not output_bytes
+    if content is not None and by_default and has_no_bytes:
+        timelines = saved_timelines(files[0], content)
+        if timelines:
+            timeline = _selected(files[0], timelines, name)
+            return ImportedStep(timeline, np.zeros(timeline.n_devices), 0.0, 1)
+    traces = read_ranks(files, patterns, n_ranks, content)
     steps = [cut_steps(trace) for trace in traces]
     n_steps = count_steps(files, steps, int(step))
     tasks = _place_tasks(traces, [rank_steps[step] for rank_steps in steps])
@@ -109,6 +120,18 @@ def load(
             stacklevel=3,
         )
     return ImportedStep(timeline, offsets, residual, n_steps)
+
+
+def _selected(path: Path, timelines: Mapping[str, Timeline], name: str) -> Timeline:
+    """Return the timeline of a name; a single one gets the name."""
+    if len(timelines) == 1:
+        (timeline,) = timelines.values()
+        return timeline.with_name(name) if name else timeline
+    if not name:
+        raise ArgumentError(
+            f"{path} has several timelines; give name=, one of {', '.join(map(repr, timelines))}"
+        )
+    return timelines[check_name("timeline", name, timelines)]
 
 
 def _place_tasks(traces: Sequence[Trace], steps: Sequence[RankStep]) -> dict[Action, MeasuredTask]:

@@ -10,12 +10,14 @@ from typing import Any
 
 from pipesim.errors import TimelineError, number
 from pipesim.utils.files import gunzip, read_bytes
-from pipesim.utils.texts import checksum, checksum_mismatch, parse_json, unique_keys
+from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch, parse_json, unique_keys
 
-__all__ = ["SIGNATURE", "load", "read_header", "seconds"]
+__all__ = ["SAVED", "SIGNATURE", "load", "read_header", "seconds", "signed"]
 
 #: Key of pipesim's checksum in a trace's ``otherData``, which viewers ignore.
 SIGNATURE = "pipesim_checksum"
+#: Key of a trace with the timelines that `pipesim.trace.save` wrote, and the same checksum.
+SAVED = "pipesimTimelines"
 
 #: First time that a clock of 64 bits cannot show (ns).
 _LATEST = 2**63
@@ -75,15 +77,27 @@ def load(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def signed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a trace that its checksum is of: all but the checksum itself."""
+    rest = {key: value for key, value in content.items() if key != "otherData"}
+    if isinstance(rest.get(SAVED), dict):
+        rest[SAVED] = {key: value for key, value in rest[SAVED].items() if key != CHECKSUM}
+    return rest
+
+
 def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise if a trace has pipesim's checksum, and its content another one."""
-    other = content.get("otherData")
-    if isinstance(other, dict) and SIGNATURE in other:
-        rest = {key: value for key, value in content.items() if key != "otherData"}
-        if other[SIGNATURE] != checksum(rest):
-            raise TimelineError(
-                checksum_mismatch(path, f'delete "{SIGNATURE}" from its "otherData"')
-            )
+    """Raise if a trace has pipesim's checksum, and its content another one.
+
+    With saved timelines, either place of the checksum suffices to notice a change.
+    """
+    other, saved = content.get("otherData"), content.get(SAVED)
+    given = [other[SIGNATURE]] if isinstance(other, dict) and SIGNATURE in other else []
+    remedy = f'delete "{SIGNATURE}" from its "otherData"'
+    if saved is not None:
+        given.append(saved.get(CHECKSUM) if isinstance(saved, dict) else None)
+        remedy += f', and "{SAVED}", and its events are read alone'
+    if given and set(map(str, given)) != {checksum(signed(content))}:
+        raise TimelineError(checksum_mismatch(path, remedy))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ PATTERNS = (
     rf"(?P<stage>[0-9]+)(?P<op>{'|'.join(Op.__members__)})(?P<microbatch>[0-9]*)"
     r"(?:[<>](?P<peer>[0-9]+))?",
 )
-#: Names that `pipesim.trace.save` writes and that are not read: of parts, such as segments of
-#: stages with experts, and of copies to host memory.
+#: Names that `pipesim.trace.save` writes and that tell too little to build a graph: of parts, such
+#: as segments of stages with experts, and of copies to host memory. Only the saved timeline of the
+#: same file has them.
 _UNREAD = re.compile(
     rf"[0-9]+(?:(?:{'|'.join(Op.__members__)})[0-9]*\.[a-z0-9_]+"
     rf"|(?:{'|'.join(op.name for op in sorted(COPIES))})[0-9]+)"
@@ -79,8 +80,8 @@ def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapp
         if pattern == PATTERNS[-1] and _UNREAD.fullmatch(name):
             raise TimelineError(
                 f"{path}: range {name!r} is of a copy to host memory, or of a part of an operation "
-                "or collective; traces with these are not read back: save the timeline as a CSV "
-                'file, timeline.save("run.csv"), and read it with Timeline.load'
+                "or collective; such a trace is read only as pipesim.trace.save wrote it, with "
+                "Timeline.from_chrome(path) and no argument but name"
             )
         match = matches(name)
         if match is None:

@@ -7,13 +7,13 @@ file in which each process is a rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Action, Overlapped
-from pipesim.trace.chrome_json import load
 from pipesim.trace.profiler_ranges import Range, Trace, read_trace
 from pipesim.trace.spans import Span
 
@@ -23,19 +23,22 @@ __all__ = ["check_threads", "read_traces"]
 _ROUNDED = 1e-6
 
 
-def read_traces(path: Path, parse_name: Callable[[str], Action | Overlapped | None]) -> list[Trace]:
+def read_traces(
+    path: Path,
+    content: Mapping[str, Any],
+    parse_name: Callable[[str], Action | Overlapped | None],
+) -> list[Trace]:
     """Return the traces of a file, at least one: one for each process with ranges, by its number.
 
     The header's rank holds for a file of one process. Of several processes the ranks are unknown:
-    None. Events of GPUs belong to the process that launched them.
+    None. Events of GPUs belong to the process that launched them. ``content`` is as
+    `pipesim.trace.chrome_json.load` returns it.
 
     Raises
     ------
     TimelineError
-        For a file that cannot be read or was cut (the message names the place), one that is no
-        Chrome trace, impossible events, and launches of several processes with one correlation.
+        For impossible events, and launches of several processes with one correlation.
     """
-    content = load(path)
     whole = read_trace(path, content, parse_name)
     processes = sorted({item.thread[0] for item in whole.ranges}, key=_process_order)
     if len(processes) < 2:

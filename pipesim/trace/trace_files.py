@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipesim.errors import ArgumentError, TimelineError
+from pipesim.trace.chrome_json import load
 from pipesim.trace.overlapped_ranges import replace_by_halves
 from pipesim.trace.profiler_ranges import Trace
 from pipesim.trace.range_names import action_parser
@@ -51,8 +53,15 @@ def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     return files
 
 
-def read_ranks(files: Sequence[Path], patterns: Sequence[str], n_ranks: int | None) -> list[Trace]:
+def read_ranks(
+    files: Sequence[Path],
+    patterns: Sequence[str],
+    n_ranks: int | None,
+    content: Mapping[str, Any] | None = None,
+) -> list[Trace]:
     """Return the traces of all ranks of a run, in order of rank.
+
+    ``content`` is that of a single file, if it was loaded before.
 
     Raises
     ------
@@ -60,7 +69,9 @@ def read_ranks(files: Sequence[Path], patterns: Sequence[str], n_ranks: int | No
         For files that cannot be read, that have no range of any pattern, or several processes
         next to other files; and for missing or repeated ranks.
     """
-    by_file = [_read_file(path, patterns, rank) for rank, path in enumerate(files)]
+    by_file = [
+        _read_file(path, content or load(path), patterns, rank) for rank, path in enumerate(files)
+    ]
     for path, traces in zip(files, by_file, strict=True):
         if len(files) > 1 and len(traces) > 1:
             raise TimelineError(
@@ -70,14 +81,16 @@ def read_ranks(files: Sequence[Path], patterns: Sequence[str], n_ranks: int | No
     return _sorted_by_rank([trace for traces in by_file for trace in traces], n_ranks)
 
 
-def _read_file(path: Path, patterns: Sequence[str], first_rank: int) -> list[Trace]:
+def _read_file(
+    path: Path, content: Mapping[str, Any], patterns: Sequence[str], first_rank: int
+) -> list[Trace]:
     """Read a file's traces by the first of several patterns that any of its ranges matches.
 
     Traces without a rank of their own are numbered from ``first_rank``.
     """
     for pattern in patterns:
         rank_is_stage = "stage" not in re.compile(pattern).groupindex
-        traces = read_traces(path, action_parser(path, pattern))
+        traces = read_traces(path, content, action_parser(path, pattern))
         for rank, trace in enumerate(traces, start=first_rank):
             ranges = replace_by_halves(trace)
             if trace.rank is None:

@@ -357,6 +357,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "progress": False},
     "ps.sweep": swept,
     "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
+    "ps.trace.load": lambda to: {
+        "path": _written(to / "trace.json", timeline().to_chrome)},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
     "ps.v_shaped": lambda _: {"n_devices": 2},

@@ -197,6 +197,10 @@ KINDS = {
         written("x.json.gz", lambda path: timeline().to_chrome(path)),
         lambda f: values(ps.Timeline.from_chrome(f / "x.json.gz")),
     ),
+    "chrome JSON of several": Kind(
+        written("x.json", lambda path: ps.trace.save(path, {"a": timeline(), "b": timeline()})),
+        lambda f: [values(x) for x in ps.trace.load(f / "x.json").values()],
+    ),
     "run directory": Kind(copied_run, loaded_run),
     "record of a run": Kind(
         lambda f: [file for file in copied_run(f) if file.name == "run.json"], loaded_run

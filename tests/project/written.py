@@ -50,6 +50,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "Timeline.load": ps.Timeline.load,
     "Timeline.load of Parquet": lambda path: arrow_tables.load(path, costs=None, name=""),
     "Timeline.from_chrome": ps.Timeline.from_chrome,
+    "trace.load": ps.trace.load,
     "Network.from_csv": ps.Network.from_csv,
     "Layers.read": ps.Layers.read,
 }

@@ -138,13 +138,33 @@ def test_a_trace_of_one_file(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_trace_with_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    """It then has memory, and messages have bytes."""
+    """It then has memory, and messages that had no bytes have those of the costs."""
     simulated().to_chrome("a.json")
     COSTS.save("costs.json")
+    succeed(capsys, "view", "a.json")
+    assert "memory" not in document("a.html")["timelines"][0]
+    succeed(capsys, "view", "a.json", "--costs", "costs.json")
+    assert {"memory", "nbytes"} <= document("a.html")["timelines"][0].keys()
+    content = json.loads(Path("a.json").read_text())
+    del content["otherData"], content["pipesimTimelines"]
+    Path("a.json").write_text(json.dumps(content))
     succeed(capsys, "view", "a.json")
     assert not {"memory", "nbytes"} & document("a.html")["timelines"][0].keys()
     succeed(capsys, "view", "a.json", "--costs", "costs.json")
     assert {"memory", "nbytes"} <= document("a.html")["timelines"][0].keys()
+
+
+def test_a_trace_of_several_timelines(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them; beside other files, each has the name of its file in front."""
+    ps.trace.save("a.json.gz", {"predicted": simulated(), "measured": simulated()})
+    out = succeed(capsys, "view", "a.json.gz", "--out", "x.html")
+    assert out == f"x.html\npredicted: {LINE}\nmeasured: {LINE}\n"
+    assert len(document("x.html")["timelines"]) == 2
+    simulated().save("b.csv")
+    out = succeed(capsys, "view", "a.json.gz", "b.csv", "--out", "x.html")
+    assert [line.rpartition(":")[0] for line in out.splitlines()[1:]] == [
+        "a: predicted", "a: measured", "b",
+    ]  # fmt: skip
 
 
 def test_traces_of_ranks(current: Path, capsys: pytest.CaptureFixture[str]) -> None:
