@@ -51,7 +51,7 @@ def arrow_table(timeline: Timeline) -> Any:
     pa = import_extra("pyarrow", "parquet", "an Arrow table")
     rows, settings = to_rows(timeline)
     columns = {}
-    for name in rows:
+    for name in map(str, rows):
         values = rows[name].to_numpy()
         if name in INTEGERS:
             columns[name] = pa.array(values, pa.int32())

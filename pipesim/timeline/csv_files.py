@@ -104,7 +104,7 @@ def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
     return timeline
 
 
-def _frame(header: Sequence[str], cells: Sequence[Sequence[str]]) -> pd.DataFrame:
+def _frame(header: list[str], cells: list[list[str]]) -> pd.DataFrame:
     """Return a table with its columns of numbers converted, and lines of the file as index."""
     import pandas as pd
 

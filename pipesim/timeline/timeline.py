@@ -590,8 +590,10 @@ class Timeline:
         """
         from pipesim.timeline import arrow_tables, csv_files
 
-        files = arrow_tables if _is_parquet(path) else csv_files
-        files.save(self, path)
+        if _is_parquet(path):
+            arrow_tables.save(self, path)
+        else:
+            csv_files.save(self, path)
 
     @classmethod
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
@@ -635,8 +637,9 @@ class Timeline:
         check_text("name", name)
         if costs is not None:
             check_type("costs", costs, Costs)
-        files = arrow_tables if _is_parquet(path) else csv_files
-        return files.load(path, costs=costs, name=name)
+        if _is_parquet(path):
+            return arrow_tables.load(path, costs=costs, name=name)
+        return csv_files.load(path, costs=costs, name=name)
 
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
