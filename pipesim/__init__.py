@@ -57,7 +57,7 @@ from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import hta
+from pipesim.trace import chakra, hta
 
 import pipesim.named_schedules  # noqa: F401  # isort: skip  # registers them
 
@@ -106,6 +106,7 @@ __all__ = [
     "autograd_orders",
     "balanced_split",
     "bidirectional",
+    "chakra",
     "compare",
     "gpus",
     "hta",

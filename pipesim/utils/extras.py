@@ -11,6 +11,7 @@ __all__ = ["EXTRAS", "import_extra", "install_command"]
 
 #: Package that each extra of pyproject.toml installs, as users call it.
 EXTRAS = {
+    "chakra": "protobuf",
     "cluster": "Dask",
     "fit": "SciPy",
     "networkx": "networkx",

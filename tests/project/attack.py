@@ -30,6 +30,7 @@ LONGEST = 2000
 #: Other words with which messages name a parameter.
 SYNONYMS = {
     "path": ("cannot read", "cannot write", "file", "folder", "directory"),
+    "prefix": ("cannot write",),
     "paths": ("cannot read", "cannot write", "file", "folder", "directory"),
     "directory": ("cannot make",),
     "algorithm": ("unknown all-reduce".replace("-", " "), "unknown collective"),

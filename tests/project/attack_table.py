@@ -334,6 +334,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.balanced_split": lambda _: {"seconds": [1.0, 2.0, 3.0], "n_stages": 2},
     "ps.bidirectional": lambda _: {"n_devices": 2},
     "ps.autograd_orders": lambda _: {"n_devices": 2, "n_microbatches": 2, "costs": costs()},
+    "ps.chakra.save": lambda to: {"prefix": to / "step", "timeline": timeline()},
     "ps.compare": lambda _: {"timelines": {"x": timeline()}},
     "ps.gpus": lambda _: {},
     "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
