@@ -629,8 +629,20 @@ class Timeline:
 
         See Also
         --------
-        save : Write a timeline, with an example.
+        save : Write a timeline.
         from_chrome : Read a trace.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import pipesim as ps
+        >>> costs = ps.Costs(1, 2, activation_bytes=8)
+        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), costs)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save(f"{folder}/run.csv")
+        ...     again = ps.Timeline.load(f"{folder}/run.csv", costs=costs)
+        >>> again.peak_memory.tolist()
+        [16.0, 8.0]
         """
         from pipesim.timeline import arrow_tables, csv_files
 

@@ -161,13 +161,13 @@ class _Nodes:
         Of several members on a device, the first is the node. Collectives within a device have
         none.
         """
-        found: dict[int, tuple[int, ...]] = {}
+        groups: dict[int, tuple[int, ...]] = {}
         for number in range(len(self.graph.collectives)):
             members = self.graph.collectives[number]
             devices, first = np.unique(self.graph.device[members], return_index=True)
             if len(devices) > 1:
-                found |= dict.fromkeys(members[first].tolist(), tuple(devices.tolist()))
-        return found
+                groups |= dict.fromkeys(members[first].tolist(), tuple(devices.tolist()))
+        return groups
 
     @cached_property
     def groups(self) -> dict[tuple[int, ...], str]:

@@ -51,8 +51,18 @@ def load(path: Path | str) -> dict[str, Timeline]:
 
     See Also
     --------
-    save : Write a trace, with an example.
+    save : Write a trace.
     pipesim.Timeline.from_chrome : Read the traces of another framework, too.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.to_chrome(f"{folder}/run.json.gz")
+    ...     ps.trace.load(f"{folder}/run.json.gz")
+    {'1f1b': <Timeline 1f1b: 34 tasks, makespan 15 s, bubble 20.0%>}
     """
     path = check_path("path", path)
     timelines = saved_timelines(path, read_trace(path))

@@ -27,7 +27,7 @@ def nodes(timeline: ps.Timeline, folder: Path) -> dict[int, Node]:
     """Write a timeline; return its nodes by id, after checks of their files."""
     paths = ps.chakra.save(folder / "x", timeline)
     assert [path.name for path in paths] == [f"x.{d}.et" for d in range(timeline.n_devices)]
-    found: dict[int, Node] = {}
+    by_id: dict[int, Node] = {}
     for device, path in enumerate(paths):
         metadata, listed = read_trace(path)
         assert metadata["timeline"] == timeline.name
@@ -36,35 +36,35 @@ def nodes(timeline: ps.Timeline, folder: Path) -> dict[int, Node]:
         for node in listed:
             assert own.issuperset(node.data_deps + node.ctrl_deps)  # feeders know no other file
             assert node.attr["is_cpu_op"] is False
-        found |= {node.id: node for node in listed}
-    assert len(found) == len(timeline)
-    return found
+        by_id |= {node.id: node for node in listed}
+    assert len(by_id) == len(timeline)
+    return by_id
 
 
-def waits(found: dict[int, Node]) -> set[tuple[int, int]]:
+def waits(by_id: dict[int, Node]) -> set[tuple[int, int]]:
     """Return each task with a task that it waits for, messages included."""
-    sends = {node.attr["comm_tag"]: node.id for node in found.values()
+    sends = {node.attr["comm_tag"]: node.id for node in by_id.values()
              if node.type == NodeType.COMM_SEND_NODE}  # fmt: skip
-    recvs = [node for node in found.values() if node.type == NodeType.COMM_RECV_NODE]
+    recvs = [node for node in by_id.values() if node.type == NodeType.COMM_RECV_NODE]
     edges = {(node.id, sends[node.attr["comm_tag"]]) for node in recvs}
-    return edges | {(n.id, dep) for n in found.values() for dep in n.data_deps + n.ctrl_deps}
+    return edges | {(n.id, dep) for n in by_id.values() for dep in n.data_deps + n.ctrl_deps}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dependencies_and_durations(kind: str, tmp_path: Path) -> None:
     """Those of the timeline, but for what the format lacks: rendezvous and groups."""
     timeline = timeline_of_kind(kind)
-    graph, found = timeline.graph, nodes(timeline, tmp_path)
+    graph, by_id = timeline.graph, nodes(timeline, tmp_path)
     plain = replace(graph, options=replace(graph.options, rendezvous=False))
     plain = replace(plain, collectives=type(graph.collectives)(np.zeros(1, np.int32), np.empty(0)))
     precedence = plain.precedence
     pairs = zip(precedence.rows.tolist(), precedence.values.tolist(), strict=True)
-    assert waits(found) == set(pairs)
+    assert waits(by_id) == set(pairs)
     micros = np.round((timeline.end - timeline.start) * 1e6)
-    assert [found[task].duration_micros for task in range(len(graph))] == micros.tolist()
+    assert [by_id[task].duration_micros for task in range(len(graph))] == micros.tolist()
     starts = np.round(timeline.start * 1e6)
-    assert [found[task].start_time_micros for task in range(len(graph))] == starts.tolist()
-    assert [found[task].name for task in range(len(graph))] == [
+    assert [by_id[task].start_time_micros for task in range(len(graph))] == starts.tolist()
+    assert [by_id[task].name for task in range(len(graph))] == [
         str(graph.task(task)) for task in range(len(graph))
     ]
 
@@ -73,14 +73,14 @@ def test_dependencies_and_durations(kind: str, tmp_path: Path) -> None:
 def test_messages(kind: str, tmp_path: Path) -> None:
     """Each SEND has a RECV of its tag, ends and bytes on the other device, and no other has it."""
     timeline = timeline_of_kind(kind)
-    graph, found = timeline.graph, nodes(timeline, tmp_path)
+    graph, by_id = timeline.graph, nodes(timeline, tmp_path)
     sends = np.flatnonzero(graph.is_op(SENDS)).tolist()
-    tags = Counter(node.attr["comm_tag"] for node in found.values() if "comm_tag" in node.attr)
+    tags = Counter(node.attr["comm_tag"] for node in by_id.values() if "comm_tag" in node.attr)
     assert set(tags.values()) == {2}
     assert len(tags) == len(sends) == graph.is_op(RECVS).sum()
     for send in sends:
         recv = int(graph.pair[send])
-        one, other = found[send], found[recv]
+        one, other = by_id[send], by_id[recv]
         assert (one.type, other.type) == (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
         assert one.attr == other.attr
         ends = {"comm_src": graph.device[send], "comm_dst": graph.device[recv]}
@@ -93,7 +93,7 @@ def test_by_hand(tmp_path: Path) -> None:
     costs = ps.Costs(1e-3, 2e-3, output_bytes=5, network=ps.Network(0.5e-3))
     timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), step="none"), costs)
     path, _ = ps.chakra.save(str(tmp_path / "x"), timeline)
-    metadata, found = read_trace(path)
+    metadata, by_id = read_trace(path)
     assert metadata == {
         "version": "1.0.0", "schema": "1.0.2-chakra.1.0.0", "producer": "pipesim",
         "timeline": "gpipe",
@@ -101,7 +101,7 @@ def test_by_hand(tmp_path: Path) -> None:
     none = {"is_cpu_op": False, "tensor_size": 0, "num_ops": 0}
     sent = {"is_cpu_op": False, "comm_src": 0, "comm_dst": 1, "comm_tag": 1, "comm_size": 5}
     got = {"is_cpu_op": False, "comm_src": 1, "comm_dst": 0, "comm_tag": 5, "comm_size": 5}
-    assert found == [
+    assert by_id == [
         Node(0, "0F0", 4, [], [], 0, 1000, none),
         Node(1, "0SEND_F0", 5, [], [0], 1000, 0, sent),
         Node(6, "0RECV_B0", 6, [], [], 5000, 0, got),
@@ -112,7 +112,7 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_collectives(tmp_path: Path) -> None:
     """Bytes, type and group; the groups are in a file for ASTRA-sim."""
     timeline = timeline_of_kind("shards")
-    found = nodes(timeline, tmp_path)
+    by_id = nodes(timeline, tmp_path)
     groups = json.loads((tmp_path / "x.comm_groups.json").read_text())
     assert groups == {"1": [0, 4], "2": [1, 5], "3": [2, 6], "4": [3, 7]}
     types = {Op.REDUCE_GRAD: CollectiveType.REDUCE_SCATTER, Op.UNSHARD: CollectiveType.ALL_GATHER}
@@ -121,8 +121,8 @@ def test_collectives(tmp_path: Path) -> None:
         op = timeline.graph.task(members[0]).op
         devices = [timeline.graph.task(member).device for member in members]
         for member in members:
-            attributes = found[member].attr
-            assert found[member].type == NodeType.COMM_COLL_NODE
+            attributes = by_id[member].attr
+            assert by_id[member].type == NodeType.COMM_COLL_NODE
             assert groups[attributes["pg_name"]] == devices
             assert attributes["comm_type"] == types[op]
             assert attributes["comm_size"] == 5
@@ -131,8 +131,8 @@ def test_collectives(tmp_path: Path) -> None:
 def test_types_of_collectives(tmp_path: Path) -> None:
     for kind, expected in (("replicas", CollectiveType.ALL_REDUCE),
                            ("experts", CollectiveType.ALL_TO_ALL)):  # fmt: skip
-        found = nodes(timeline_of_kind(kind), tmp_path)
-        types = {node.attr["comm_type"] for node in found.values() if "comm_type" in node.attr}
+        by_id = nodes(timeline_of_kind(kind), tmp_path)
+        types = {node.attr["comm_type"] for node in by_id.values() if "comm_type" in node.attr}
         assert expected in types
 
 
@@ -140,17 +140,17 @@ def test_a_collective_within_a_device(tmp_path: Path) -> None:
     """Both paths of a bidirectional pipeline may be on one device: there is nothing to send."""
     schedule = ps.schedule("gpipe", 1, 2)
     graph = ps.lower(schedule, grad_norm=True)
-    found = nodes(ps.simulate(graph, ps.Costs(1, 2)), tmp_path)
-    assert {node.type for node in found.values()} == {NodeType.COMP_NODE}
+    by_id = nodes(ps.simulate(graph, ps.Costs(1, 2)), tmp_path)
+    assert {node.type for node in by_id.values()} == {NodeType.COMP_NODE}
     assert not (tmp_path / "x.comm_groups.json").exists()
 
 
 def test_copies_to_the_host(tmp_path: Path) -> None:
-    found = nodes(timeline_of_kind("offload"), tmp_path)
-    types = {node.name[1:4]: node.type for node in found.values()}
+    by_id = nodes(timeline_of_kind("offload"), tmp_path)
+    types = {node.name[1:4]: node.type for node in by_id.values()}
     assert types["OFF"] == NodeType.MEM_STORE_NODE
     assert types["REL"] == NodeType.MEM_LOAD_NODE
-    sizes = {node.attr["tensor_size"] for node in found.values() if "OFFLOAD" in node.name}
+    sizes = {node.attr["tensor_size"] for node in by_id.values() if "OFFLOAD" in node.name}
     assert sizes == {2}
 
 
@@ -165,8 +165,8 @@ def test_any_timeline(
     case: tuple[ps.TaskGraph, ps.Costs], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Every task is there, and the order of ids resolves all dependencies."""
-    found = nodes(ps.simulate(*case), tmp_path_factory.mktemp("trace"))
-    assert all(earlier < later for later, earlier in waits(found))
+    by_id = nodes(ps.simulate(*case), tmp_path_factory.mktemp("trace"))
+    assert all(earlier < later for later, earlier in waits(by_id))
 
 
 def test_protobuf_reads_it(tmp_path: Path) -> None:
