@@ -47,6 +47,9 @@ from pipesim.planning.configurations.plan import plan
 from pipesim.planning.configurations.plans import Plan, Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
+from pipesim.planning.trainer_settings.megatron import read_megatron
+from pipesim.planning.trainer_settings.settings import TrainerSettings
+from pipesim.planning.trainer_settings.torchtitan import read_torchtitan
 from pipesim.plot.page.save import to_html
 from pipesim.plot.widget.make_widget import widget
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
@@ -100,6 +103,7 @@ __all__ = [
     "TaskGraph",
     "Tasks",
     "Timeline",
+    "TrainerSettings",
     "Transformer",
     "Workload",
     "audit",
@@ -119,6 +123,8 @@ __all__ = [
     "order_by",
     "plan",
     "read_layout",
+    "read_megatron",
+    "read_torchtitan",
     "register",
     "replay",
     "schedule",

@@ -91,12 +91,12 @@ def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
     With saved timelines, either place of the checksum suffices to notice a change.
     """
     other, saved = content.get("otherData"), content.get(SAVED)
-    given = [other[SIGNATURE]] if isinstance(other, dict) and SIGNATURE in other else []
+    digests = [other[SIGNATURE]] if isinstance(other, dict) and SIGNATURE in other else []
     remedy = f'delete "{SIGNATURE}" from its "otherData"'
     if saved is not None:
-        given.append(saved.get(CHECKSUM) if isinstance(saved, dict) else None)
+        digests.append(saved.get(CHECKSUM) if isinstance(saved, dict) else None)
         remedy += f', and "{SAVED}", and its events are read alone'
-    if given and set(map(str, given)) != {checksum(signed(content))}:
+    if digests and set(map(str, digests)) != {checksum(signed(content))}:
         raise TimelineError(checksum_mismatch(path, remedy))
 
 

@@ -31,6 +31,7 @@ LONGEST = 2000
 SYNONYMS = {
     "path": ("cannot read", "cannot write", "file", "folder", "directory"),
     "prefix": ("cannot write",),
+    "toml": ("cannot read",),
     "paths": ("cannot read", "cannot write", "file", "folder", "directory"),
     "directory": ("cannot make",),
     "algorithm": ("unknown all-reduce".replace("-", " "), "unknown collective"),

@@ -348,6 +348,11 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
     "ps.read_layout": lambda _: {"text": "Et*2|tL"},
+    "ps.read_megatron": lambda _: {
+        "flags": "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4",
+        "n_layers": 4, "n_gpus": 4},
+    "ps.read_torchtitan": lambda _: {
+        "toml": "[parallelism]\npipeline_parallel_degree = 2", "n_layers": 4, "n_gpus": 4},
     "ps.register": lambda _: {"name": "attacked"},
     "ps.replay": lambda _: {"timeline": timeline()},
     "ps.schedule": lambda _: {"name": "1f1b", "n_devices": 2, "n_microbatches": 2},

@@ -48,6 +48,7 @@ UNATTACKED: dict[str, str] = {
     "ps.TaskGraph": "build is for users; verify checks what others make",
     "ps.TaskGraph.is_op": _INSIDE,
     "ps.TaskGraph.of_kinds": _INSIDE,
+    "ps.TrainerSettings": "read_megatron and read_torchtitan make it",
     "ps.Tasks": "checked when it is wired",
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,

@@ -29,10 +29,10 @@ PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures
 HostLink Keys Layers Layout Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule
 Overlapped Placement Plan PlanChoice Plans Routes Routing Scenarios Schedule Shard Task TaskCosts
-TaskGraph Tasks Timeline Transformer Workload audit autograd_orders balanced_split bidirectional
-chakra compare gpus hta linear looped lower lower_bound machines optimize order_by plan read_layout
-register replay schedule schedules simulate simulate_many sweep to_html trace transformers v_shaped
-verify waves widget write_layout
+TaskGraph Tasks Timeline TrainerSettings Transformer Workload audit autograd_orders balanced_split
+bidirectional chakra compare gpus hta linear looped lower lower_bound machines optimize order_by
+plan read_layout read_megatron read_torchtitan register replay schedule schedules simulate
+simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
 """
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence EvaluationResult Experts GPipe GradientAccumulation KeyValueCache

@@ -14,7 +14,7 @@ from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.scheduling.placement import Layout
 
-__all__ = ["megatron_flags"]
+__all__ = ["OFFLOADED", "megatron_flags"]
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 _RECOMPUTE: dict[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ _FSDP = [
     "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor",
 ]  # fmt: skip
 #: Modules whose inputs are offloaded; with those of experts, nearly all activations of a layer.
-_OFFLOADED = (
+OFFLOADED = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def megatron_flags(
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
     flags += _FSDP * choice.shards_parameters
     if choice.offload != "none":
-        flags += ["--fine-grained-activation-offloading", "--offload-modules", *_OFFLOADED]
+        flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED]
     # Megatron-LM numbers the replicas of a stage in a row unless told otherwise.
     is_replica_major = layout == "replica_major" and choice.layout_matters
     flags += ["--use-tp-pp-dp-mapping"] * is_replica_major

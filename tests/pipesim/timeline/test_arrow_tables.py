@@ -170,8 +170,8 @@ def test_a_requested_schema() -> None:
     """The reader may ask for other types of the same columns."""
     timeline = timeline_of_kind("plain")
     schema = pa.table(timeline).schema
-    at = schema.get_field_index("device")
-    wanted = schema.set(at, pa.field("device", pa.int64()))
+    index = schema.get_field_index("device")
+    wanted = schema.set(index, pa.field("device", pa.int64()))
     table = pa.RecordBatchReader.from_stream(timeline, schema=wanted).read_all()
     assert table.column("device").to_pylist() == timeline.graph.device.tolist()
     assert table.schema.field("device").type == pa.int64()

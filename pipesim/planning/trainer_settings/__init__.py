@@ -1,0 +1,1 @@
+"""Configurations of Megatron-LM and torchtitan, read from their flags and settings."""

@@ -1,0 +1,409 @@
+"""Configurations read from Megatron-LM's flags and torchtitan's settings."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_plans import CHOICE, SPLIT, plans
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, PipeError
+from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.megatron import OFFLOADED, megatron_flags
+from pipesim.planning.configurations.torchtitan import torchtitan_toml
+from pipesim.planning.trainer_settings.flags import Flags
+
+MODEL = ps.Transformer(
+    hidden_size=64, n_layers=8, n_heads=4, sequence_length=64, vocabulary_size=64
+)
+LAYERS = {1: [(8,)], 2: [(4, 4), (5, 3)], 4: [(2,) * 4, (3, 2, 2, 1)], 8: [(1,) * 8]}
+#: Flags of one device, to which tests add others.
+LEAST = "--micro-batch-size 1 --global-batch-size 8"
+
+
+def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
+    """Yield choices of 8 layers; most are such that no framework refuses them."""
+    product = itertools.product(
+        schedules.items(), (1, 2, 4), (1, 2), (1, 2), (1, 4), ("none", "selective", "full"),
+        (("none", False), ("none", True), ("every", False), ("step", False)), (1, 2), (1, 2),
+    )  # fmt: skip
+    for (name, v), p, t, replicas, size, recompute, sharing, context, experts in product:
+        if (sharing != ("none", False) and replicas == 1) or (name != "1f1b" and p == 1):
+            continue
+        for layers in LAYERS.get(p * v, []):
+            yield PlanChoice(
+                tensor_parallel=t,
+                pipeline_parallel=p,
+                data_parallel=replicas,
+                microbatch_size=size,
+                n_microbatches=16,
+                schedule=name,
+                n_chunks=v,
+                recompute=recompute,
+                shard_optimizer=sharing[1],
+                sequence_parallel=t > 1,
+                layers_per_stage=layers,
+                context_parallel=context,
+                expert_parallel=experts,
+                shard_parameters=sharing[0],  # type: ignore[arg-type]
+            )
+
+
+def batch_of(choice: PlanChoice) -> int:
+    return choice.microbatch_size * choice.n_microbatches * choice.data_parallel
+
+
+def test_every_choice_of_megatron() -> None:
+    """Flags are read as the choice that they were written for."""
+    count = 0
+    for choice in choices({"1f1b": 1, "interleaved_1f1b": 2}):
+        for layout in ("stage_major", "replica_major"):
+            try:
+                flags = megatron_flags(choice, batch_of(choice), layout)  # type: ignore[arg-type]
+            except ArgumentError:
+                continue
+            settings = ps.read_megatron(flags, n_layers=8, n_gpus=choice.n_gpus)
+            assert settings.choice == choice
+            assert settings.global_batch == batch_of(choice)
+            assert settings.layout == (layout if choice.layout_matters else "stage_major")
+            assert set(settings.ignored) <= {"--no-gradient-accumulation-fusion", "--ckpt-format"}
+            count += 1
+    assert count > 1000
+
+
+def test_offload_of_megatron() -> None:
+    """All modules of a model with experts, or none."""
+    choice = replace(CHOICE, offload="all")
+    flags = megatron_flags(choice, 16, "stage_major", has_experts=True)
+    assert ps.read_megatron(flags, n_layers=8, n_gpus=8).choice == choice
+    fewer = flags.replace(OFFLOADED[0], "")
+    with pytest.raises(ArgumentError, match="--offload-modules must be all of attn_norm"):
+        ps.read_megatron(fewer, n_layers=8, n_gpus=8)
+
+
+def test_every_choice_of_torchtitan() -> None:
+    """Replicas that share the optimizer alone share the parameters of a step there."""
+    count = 0
+    schedules = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "looped_bfs": 2,
+                 "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}  # fmt: skip
+    for choice in choices(schedules):
+        try:
+            toml = torchtitan_toml(choice, MODEL, batch_of(choice), "stage_major")
+        except ArgumentError:
+            continue
+        settings = ps.read_torchtitan(toml, n_layers=8, n_gpus=choice.n_gpus)
+        expected = choice
+        if choice.shard_optimizer:
+            expected = replace(choice, shard_optimizer=False, shard_parameters="step")
+        assert settings.choice == expected
+        assert settings.global_batch == batch_of(choice)
+        etp = choice.tensor_parallel if choice.expert_parallel > 1 else 1
+        assert settings.expert_tensor_parallel == etp
+        assert set(settings.ignored) <= {
+            "training.seq_len",
+            "parallelism.context_parallel_rotate_method",
+        }
+        count += 1
+    assert count > 1000
+
+
+@pytest.mark.parametrize("choice", [CHOICE, SPLIT])
+@pytest.mark.parametrize("layout", ["stage_major", "replica_major"])
+def test_the_graph_of_a_plan(choice: PlanChoice, layout: Any) -> None:
+    """Its tasks, devices and dependencies."""
+    problem = replace(plans().problem, layout=layout)
+    plan = replace(plans(), problem=problem).plan(choice)
+    settings = ps.read_megatron(plan.to_megatron(), n_layers=8, n_gpus=8)
+    assert settings.schedule.orders == plan.schedule.orders
+    assert settings.placement == plan.schedule.placement
+    for column in ("op", "device", "stage", "microbatch", "replica", "stream"):
+        assert (getattr(settings.graph, column) == getattr(plan.graph, column)).all()
+
+
+def test_an_order_in_a_file(tmp_path: Path) -> None:
+    """Torchtitan's settings name the file; it must be of the same pipeline."""
+    choice = replace(CHOICE, schedule="zb_h1")
+    plan = replace(plans()).plan(choice)
+    toml = plan.to_torchtitan(tmp_path / "order.csv")
+    settings = ps.read_torchtitan(toml, n_layers=8)
+    assert settings.schedule.orders == plan.schedule.orders
+    assert settings.schedule_csv == str(tmp_path / "order.csv")
+    assert "order of" in repr(settings)
+    assert len(settings.graph) > 0
+    other = toml.replace("local_batch_size = 8", "local_batch_size = 4")
+    other = other.replace("global_batch_size = 16", "global_batch_size = 8")
+    with pytest.raises(ArgumentError, match=r"2 stages and 8 micro-batches; the settings have"):
+        _ = ps.read_torchtitan(other, n_layers=8).schedule
+
+
+# Megatron-LM.
+
+
+def test_a_command_line() -> None:
+    """As it stands in a script: torchrun, line breaks, an equals sign, flags of the model."""
+    settings = ps.read_megatron(
+        """torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py \\
+            --tensor-model-parallel-size 2 --pipeline-model-parallel-size=4 --num-layers 32 \\
+            --num-layers-per-virtual-pipeline-stage 4 --sequence-parallel --bf16 --lr -1e-4 \\
+            --micro-batch-size 2 --global-batch-size 128 --recompute-activations \\
+            --use-distributed-optimizer --no-overlap-p2p-communication \\
+            --split 949,50,1 --rampup-batch-size 16 16 5859375"""
+    )
+    assert settings.choice == PlanChoice(
+        tensor_parallel=2, pipeline_parallel=4, data_parallel=4, microbatch_size=2,
+        n_microbatches=16, schedule="interleaved_1f1b", n_chunks=2, recompute="selective",
+        shard_optimizer=True, sequence_parallel=True, layers_per_stage=(4,) * 8,
+    )  # fmt: skip
+    assert settings.ignored == ("--bf16", "--lr", "--split", "--rampup-batch-size")
+    assert settings.lower_options == {
+        "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
+        "shard_parameters": "none", "offload": "none",
+    }  # fmt: skip
+    assert repr(settings) == (
+        "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
+        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 4 ignored>"
+    )
+
+
+def test_words_and_texts_are_equal() -> None:
+    text = f"{LEAST} --pipeline-model-parallel-layout 'E(t|)*3 tL' --pipeline-model-parallel-size 4"
+    assert ps.read_megatron(text) == ps.read_megatron(shlex.split(text))
+    assert ps.read_megatron(text).choice.layers_per_stage == (1, 1, 1, 1)
+    assert ps.read_megatron(f"{text} --pipeline-model-parallel-size 2").choice.n_chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--num-layers 8", (2, 2, 2, 2)),
+        ("", ()),
+        ("--num-virtual-stages-per-pipeline-rank 2 --num-layers 8", (1,) * 8),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 1 "
+         "--decoder-last-pipeline-num-layers 3", (1, 2, 2, 3)),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 2", (2, 2, 2, 2)),
+        ("--num-layers 14 --decoder-last-pipeline-num-layers 2 "
+         "--num-virtual-stages-per-pipeline-rank 2", (2, 2, 2, 1) * 2),
+        ("--num-layers 10 --account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split", (2, 3, 3, 2)),
+        ("--num-layers 30 --account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 4",
+         (3, 4, 4, 4, 4, 4, 4, 3)),
+        ("--num-layers 7 --account-for-loss-in-pipeline-split", (2, 2, 2, 1)),
+    ],
+)  # fmt: skip
+def test_layers_of_megatron(flags: str, sizes: tuple[int, ...]) -> None:
+    """Shared as ``get_num_layers_to_build`` of Megatron-LM does."""
+    settings = ps.read_megatron(f"{LEAST} --pipeline-model-parallel-size 4 {flags}")
+    assert settings.choice.layers_per_stage == sizes
+    assert settings.choice.n_chunks == max(1, len(sizes) // 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "recompute"),
+    [
+        ("", "none"),
+        ("--recompute-granularity selective --recompute-modules core_attn", "selective"),
+        ("--recompute-granularity full", "full"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "full",
+        ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 4", "full"),
+    ],
+)
+def test_recompute_of_megatron(flags: str, recompute: str) -> None:
+    base = f"{LEAST} --num-layers 8 --pipeline-model-parallel-size 2"
+    assert ps.read_megatron(f"{base} {flags}").choice.recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharing"),
+    [
+        ("", ("none", False)),
+        ("--use-distributed-optimizer", ("none", True)),
+        ("--use-megatron-fsdp", ("every", False)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", ("none", True)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", ("none", False)),
+    ],
+)
+def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
+    choice = ps.read_megatron(f"{LEAST} {flags}", n_gpus=2).choice
+    assert (choice.shard_parameters, choice.shard_optimizer) == sharing
+    alone = ps.read_megatron(f"{LEAST} {flags}").choice
+    assert (alone.shard_parameters, alone.shard_optimizer) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--global-batch-size 8", "--micro-batch-size is missing"),
+        ("--micro-batch-size", "--micro-batch-size takes one value, got"),
+        ("--micro-batch-size 1 2", "--micro-batch-size takes one value"),
+        ("--micro-batch-size ${MBS}", r"--micro-batch-size must be a whole number, got '\$\{MBS"),
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
+        ("--micro-batch-size '1", "the text is no command line: No closing quotation"),
+        ("--micro-batch-size 3 --global-batch-size 8", "8 is no multiple of 3"),
+        (f"{LEAST} --pipeline-model-parallel-size 3 --num-layers 8", "8 layers must be shared ev"),
+        (f"{LEAST} --num-layers 8 --pipeline-model-parallel-layout EtL", "has 1 layers, but the"),
+        (f"{LEAST} --pipeline-model-parallel-layout 'Et|t|tL' --pipeline-model-parallel-size 2",
+         "3 is no multiple of 2"),
+        (f"{LEAST} --pipeline-model-parallel-layout Et", "must end with L"),
+        (f"{LEAST} --num-layers-per-virtual-pipeline-stage 2", "--num-layers is missing, which -"),
+        (f"{LEAST} --num-virtual-stages-per-pipeline-rank 2", "need --pipeline-model-parallel-si"),
+        (f"{LEAST} --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout EtL",
+         "contradict each other; give one"),
+        (f"{LEAST} --pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2",
+         "must be a multiple of --pipeline-model-parallel-size, 3; --global-batch-size makes 8"),
+        (f"{LEAST} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--microbatch-group-size-per-virtual-pipeline-stage 8", "must be --pipeline-model-parall"),
+        (f"{LEAST} --recompute-granularity some", "unknown flags: --recompute-granularity 'some'"),
+        (f"{LEAST} --recompute-granularity selective --recompute-modules mlp", "must be core_attn"),
+        (f"{LEAST} --recompute-granularity full --recompute-num-layers 2", "recomputes some laye"),
+        (f"{LEAST} --num-layers 8 --recompute-granularity full --recompute-method block "
+         "--recompute-num-layers 4", "recomputes some layers"),
+        (f"{LEAST} --mtp-num-layers 1", "--mtp-num-layers is not understood: it makes layers of"),
+        (f"{LEAST} --overlap-moe-expert-parallel-comm", "not understood: it makes F and B of two"),
+        (f"{LEAST} --new-pipeline-order zigzag", "--new-pipeline-order is not understood"),
+        (f"{LEAST} --num-distributed-optimizer-instances 2", "must be 1: all replicas share"),
+        (f"{LEAST} --use-megatron-fsdp --data-parallel-sharding-strategy x", "unknown flags: --d"),
+        (f"{LEAST} --fine-grained-activation-offloading", "must be all of .*, got none"),
+        (f"{LEAST} --num-layers 8 --decoder-first-pipeline-num-layers 1 "
+         "--account-for-loss-in-pipeline-split", "contradict"),
+        (f"{LEAST} --num-layers 8 --pipeline-model-parallel-size 2 "
+         "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+         "have 4 layers, but --num-layers is 8"),
+        (["--micro-batch-size", 1], "a text or a list of words, got 1"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_megatron(flags: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as caught:
+        ps.read_megatron(flags)
+    assert "flags" in str(caught.value) or "layout" in str(caught.value)
+
+
+def test_numbers_of_megatron() -> None:
+    with pytest.raises(ArgumentError, match="n_gpus=6 must be a multiple of the GPUs of a replica"):
+        ps.read_megatron(f"{LEAST} --tensor-model-parallel-size 4", n_gpus=6)
+    with pytest.raises(ArgumentError, match="--num-layers is 8, but n_layers=4"):
+        ps.read_megatron(f"{LEAST} --num-layers 8", n_layers=4)
+    off = ps.read_megatron(f"{LEAST} --mtp-num-layers 0 --cpu-offloading-num-layers 0")
+    assert off.ignored == ("--mtp-num-layers", "--cpu-offloading-num-layers")
+    etp = ps.read_megatron(
+        f"{LEAST} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2"
+    )
+    assert etp.expert_tensor_parallel == 1
+
+
+def test_flags() -> None:
+    flags = Flags(["run.py", "x", "--a", "1", "--b", "--a=2", "--c", "-3", "y"])
+    assert flags.values == {"--a": ["2"], "--b": [], "--c": ["-3", "y"]}
+    assert flags.count("--a") == 2
+    assert flags.switch("--b")
+    assert flags.unread == ("--c",)
+
+
+# torchtitan.
+
+
+def titan(parallelism: str, **options: Any) -> ps.TrainerSettings:
+    return ps.read_torchtitan(f"[parallelism]\n{parallelism}", **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_layers", "sizes"),
+    [
+        ("", 8, (1, 2, 2, 1)),
+        ("pipeline_parallel_layers_per_stage = 2", 6, (1, 2, 2, 1)),
+        ("pipeline_parallel_first_stage_less_layers = 0", 7, (2, 2, 2, 1)),
+        ('pipeline_parallel_schedule = "interleaved1f1b"', 14, (1,) + (2,) * 6 + (1,)),
+        ('pipeline_parallel_schedule = "Interleaved1F1B"', 15, (2,) + (2,) * 6 + (1,)),
+        ('pipeline_parallel_schedule = "Interleaved1F1B"\npipeline_parallel_layers_per_stage = 1',
+         10, (0,) + (1,) * 10 + (0,)),
+    ],
+)  # fmt: skip
+def test_layers_of_torchtitan(settings: str, n_layers: int, sizes: tuple[int, ...]) -> None:
+    """Shared as ``generate_llm_fqn_per_model_part`` of torchtitan does; ends have one less."""
+    text = f"pipeline_parallel_degree = 4\n{settings}"
+    if settings == "":
+        n_layers = 6
+    choice = titan(text, n_layers=n_layers).choice
+    assert choice.layers_per_stage == sizes
+    assert choice.n_chunks == len(sizes) // 4
+
+
+def test_defaults_of_torchtitan(tmp_path: Path) -> None:
+    """A file without any table, and replicas of FSDP."""
+    (tmp_path / "x.toml").write_text("[model]\nname = 'llama3'\n")
+    settings = ps.read_torchtitan(tmp_path / "x.toml", n_gpus=4)
+    choice = settings.choice
+    assert (choice.data_parallel, choice.microbatch_size, choice.n_microbatches) == (4, 8, 1)
+    assert (choice.shard_parameters, choice.recompute, settings.global_batch) == (
+        "every",
+        "none",
+        32,
+    )
+    kept = titan("pipeline_parallel_degree = 2", n_gpus=4).choice
+    assert (kept.data_parallel, kept.shard_parameters) == (2, "step")
+    assert (kept.microbatch_size, kept.n_microbatches, kept.layers_per_stage) == (1, 8, ())
+    copies = titan("data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 1").choice
+    assert (copies.data_parallel, copies.shard_parameters) == (2, "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("x", "the text is no TOML"),
+        ("pipeline_parallel_degree = '4'", "pipeline_parallel_degree must be a whole number"),
+        ("pipeline_parallel_split_points = ['layers.2']", "split_points is not understood"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'Zigzag'",
+         "unknown toml: pipeline_parallel_schedule 'Zigzag'"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'PipelineScheduleMulti'",
+         "takes its order from a file; give pipeline_parallel_schedule_csv"),
+        ("pipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n"
+         "pipeline_parallel_schedule = 'DualPipeV'\n"
+         "pipeline_parallel_expert_parallel_overlap = false", "overlap = false is not understood"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2",
+         "1F1B has 1 stages a device, but the layers of the settings make 3"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 6\n"
+         "pipeline_parallel_schedule = 'Interleaved1F1B'", "has at least 2 stages a device"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 1\n"
+         "pipeline_parallel_schedule = 'ZBVZeroBubble'", "has 2 stages a device, .* make 6"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 3",
+         "4 is no multiple of 3|make a multiple of pipeline_parallel_degree|1F1B has 1 stages"),
+        ("pipeline_parallel_degree = 16", "16 stages have 0 layers each, of n_layers=10"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3",
+         "local_batch_size must be a multiple"),
+        ("pipeline_parallel_degree = 2\n[training]\nglobal_batch_size = 16",
+         "global_batch_size 16 needs 2 runs of the pipeline"),
+        ("[training]\nglobal_batch_size = 3", "global_batch_size must be a multiple of local_bat"),
+        ("data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2", "must not both be"),
+        ("fsdp_reshard_after_forward = 'often'", "unknown toml: fsdp_reshard_after_forward"),
+        ("[activation_checkpoint]\nmode = 'selective'", "selective_ac_option '2' is not understo"),
+        ("[activation_checkpoint]\nmode = 'memory_budget'", "is not understood"),
+        ("module_fqns_per_model_part = [['layers.1'], ['layers.0']]\npipeline_parallel_degree = 2",
+         "must have n_layers=10 layers in order"),
+        ("module_fqns_per_model_part = [1]\npipeline_parallel_degree = 2", "must be lists of nam"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_torchtitan(settings: str, message: str) -> None:
+    with pytest.raises(PipeError, match=message):
+        titan(settings, n_layers=10)
+
+
+def test_numbers_of_torchtitan() -> None:
+    with pytest.raises(ArgumentError, match="n_gpus=3, but the degrees of the settings make 2"):
+        titan("data_parallel_shard_degree = 2", n_gpus=3)
+    with pytest.raises(ArgumentError, match="n_layers is missing, which pipeline_par"):
+        titan("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2")
+    with pytest.raises(ArgumentError, match="training must be a table, got 3"):
+        ps.read_torchtitan("training = 3")
+    with pytest.raises(ArgumentError, match=r"cannot read settings from .*missing\.toml"):
+        ps.read_torchtitan(Path("missing.toml"))
+    every = titan("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '1'").choice
+    assert every.recompute == "full"
