@@ -220,13 +220,13 @@ def _sharding(read: Flags, replicas: int) -> tuple[ShardParameters, bool]:
         )
     if not read.switch("--use-megatron-fsdp"):
         return "none", distributed and replicas > 1
-    known: dict[str, tuple[ShardParameters, bool]] = {
+    kinds: dict[str, tuple[ShardParameters, bool]] = {
         "no_shard": ("none", False),
         "optim": ("none", True),
         "optim_grads_params": ("every", False),
     }
-    check_name("flags: --data-parallel-sharding-strategy", strategy, known)
-    return known[strategy] if replicas > 1 else ("none", False)
+    check_name("flags: --data-parallel-sharding-strategy", strategy, kinds)
+    return kinds[strategy] if replicas > 1 else ("none", False)
 
 
 def _offload(read: Flags) -> str:

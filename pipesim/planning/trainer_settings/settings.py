@@ -43,6 +43,12 @@ class TrainerSettings:
     ignored
         Flags or settings that do not matter to the pipeline, or that are not known.
 
+    Raises
+    ------
+    ArgumentError
+        When `schedule` is used: for a number of micro-batches that the schedule does not take, and
+        a file of another pipeline.
+
     See Also
     --------
     Plans.choice : Make a configuration from settings.

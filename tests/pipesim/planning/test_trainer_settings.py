@@ -292,8 +292,8 @@ def test_numbers_of_megatron() -> None:
         ps.read_megatron(f"{LEAST} --tensor-model-parallel-size 4", n_gpus=6)
     with pytest.raises(ArgumentError, match="--num-layers is 8, but n_layers=4"):
         ps.read_megatron(f"{LEAST} --num-layers 8", n_layers=4)
-    off = ps.read_megatron(f"{LEAST} --mtp-num-layers 0 --cpu-offloading-num-layers 0")
-    assert off.ignored == ("--mtp-num-layers", "--cpu-offloading-num-layers")
+    unused = ps.read_megatron(f"{LEAST} --mtp-num-layers 0 --cpu-offloading-num-layers 0")
+    assert unused.ignored == ("--mtp-num-layers", "--cpu-offloading-num-layers")
     etp = ps.read_megatron(
         f"{LEAST} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2"
     )
