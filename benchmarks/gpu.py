@@ -2,8 +2,9 @@
 
 Each step is a process of its own with a time limit. It checks what must be right before it times
 anything, and writes each result as soon as it is known, so that a step that fails, hangs or leaves
-the GPU unusable costs nothing but itself. ``make gpu`` calls this. docs/how_to/use_gpus.md has the
-steps, a plan of commands of 9 minutes, and the files that they write to ``results/gpu/``.
+the GPU unusable costs nothing but itself. ``make gpu`` calls this.
+docs/how_to/validate_a_gpu_run.md has the steps, a plan of commands of 9 minutes, and the files
+that they write to ``results/gpu/``.
 
 Needs torch with CUDA, and no network. With ``--dry-run`` the same steps run tiny on CPU workers.
 The exit status is 2 if nothing was run, and 1 if a step failed, was cut, did not run, or missed a

@@ -68,7 +68,7 @@ def _page(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the page."""
     yield "# Results of `make gpu`\n"
-    page = "docs/how_to/use_gpus.md"
+    page = "docs/how_to/validate_a_gpu_run.md"
     yield f"Made by `make gpu` and `make gpu-unpack`; [{page}](../../{page}) explains.\n"
     yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
     for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():

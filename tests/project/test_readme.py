@@ -6,6 +6,7 @@ import re
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pytest
@@ -20,8 +21,8 @@ from pipesim.cli import main
 
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-PAGES = sorted((ROOT / "docs").glob("*/*.md"))
-#: Code of pages that every process of a run executes.
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+#: Programs of pages that every process of a run executes.
 JOINED = [
     code
     for page in PAGES
@@ -45,29 +46,28 @@ def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Names that the text leaves to the reader (stages, batch, loss) are those of a small model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mpl.rcParams, "backend", "agg")
-    run(code)
-
-
-def run(code: str) -> None:
-    """Run code of the README."""
     workload = build_model("gpt", layers=2, width=16, sequence=16)
     inputs, targets = workload.make_batch(8, 0)
-    names = {
+    run(code, {
         "stages": split(workload.layers, 2),
         "inputs": inputs,
         "targets": targets,
         "loss": workload.loss,
         "model": nn.Sequential(*workload.layers),
         "loader": [(inputs, targets)] * 2,
-    }
-    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own text
+    })  # fmt: skip
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    """Run code of a page, which knows these names."""
+    exec(compile(code, "page.md", "exec"), names)  # noqa: S102 - our own text
 
 
 def joined(processes: px.Processes, code: str) -> None:
-    """Run code that joins the other processes, which this one has done."""
+    """Run a program that joins the other processes, which this one has done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(px, "join", lambda timeout: nullcontext(processes))
-        run(code)
+        run(code, {})
 
 
 @pytest.mark.parametrize("code", JOINED)

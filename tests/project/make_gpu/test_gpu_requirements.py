@@ -155,7 +155,7 @@ def test_options_of_make_are_those_of_its_command_line() -> None:
 def test_the_plan_of_the_docs_is_the_steps(gpu_script: ModuleType) -> None:
     """Each step is in one of three commands, whose estimates leave room below 9 minutes."""
     steps = part("steps")
-    text = (ROOT / "docs/how_to/use_gpus.md").read_text()
+    text = (ROOT / "docs/how_to/validate_a_gpu_run.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) s \| (\d+) s \|", text, re.MULTILINE)
     assert {name: (float(a), float(b)) for name, a, b in rows} == {
         name: (s.estimate, s.limit) for name, s in (*steps._PREPARATION.items(),
