@@ -24,8 +24,8 @@ OTHER_NAMES = ("py", "python3", "pycon", "ipython", "{code-block}", "{python}")
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """Return the blocks of a page in these languages, without the lines of tags."""
-    blocks = BLOCK.findall(page.read_text())
-    return [code for _, language, code in blocks if language in languages]
+    matches = BLOCK.findall(page.read_text())
+    return [code for _, language, code in matches if language in languages]
 
 
 def is_run(code: str) -> bool:
