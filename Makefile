@@ -52,7 +52,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 
 # Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes.
 docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, reference; every example is run
+	$(BIN)/python tools/gallery.py
 	$(BIN)/python -m sphinx --builder html --jobs 2 --nitpicky --fail-on-warning docs docs/_build/html
+	$(BIN)/python tools/site_links.py docs/_build/html
 
 fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
 	$(TESTS) -n 3 -m hypothesis --hypothesis-profile=fuzz

@@ -54,15 +54,15 @@ def measure(commit: str) -> pd.DataFrame:
     if ran.returncode or not lines:
         sys.exit(f"{commit}: {ran.stderr.strip()[-500:]}")
     print("\n".join(f"  {line}" for line in lines if line.startswith("#")))
-    found = json.loads(lines[-1])
+    speeds = json.loads(lines[-1])
     return pd.DataFrame(
         {
             "commit": git("rev-parse", "--short=10", commit),
             "date": git("show", "--no-patch", "--format=%cI", commit),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "measure": list(found["seconds"]),
-            "seconds": list(found["seconds"].values()),
-            "pace": found["pace"],
+            "measure": list(speeds["seconds"]),
+            "seconds": list(speeds["seconds"].values()),
+            "pace": speeds["pace"],
         }
     )
 

@@ -13,7 +13,7 @@ from pipesim.plot.style import PALETTE
 
 __all__ = ["paper_style"]
 
-#: Colour, dashes and marker of the lines of axes, in turn. Each of them alone tells lines apart.
+#: Colour, dashes and marker of successive lines. Each of them alone tells lines apart.
 _LINES: tuple[tuple[str, Any, str], ...] = (
     (PALETTE[Op.REDUCE_GRAD], "-", "o"),
     (PALETTE[Op.SEND_F], "--", "s"),

@@ -894,8 +894,9 @@ class Timeline:
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         """Return all tasks as a PyCapsule of Arrow, with the columns of `save`.
 
-        So ``polars.from_arrow(timeline)``, ``pyarrow.table(timeline)`` and queries of duckdb on
-        ``timeline`` read it. pyarrow must be installed.
+        Programs that know the PyCapsule protocol read a timeline itself:
+        ``polars.from_arrow(timeline)``, ``pandas.DataFrame.from_arrow(timeline)`` and
+        ``pyarrow.table(timeline)``, which duckdb queries. pyarrow must be installed.
         """
         from pipesim.timeline.arrow_tables import arrow_table
 

@@ -72,7 +72,8 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
     - Every node has ``is_cpu_op`` (False), ``start_time_micros`` and ``duration_micros``. They are
       whole microseconds, rounded: the format has no fractions.
     - ``data_deps`` are the task's dependencies; ``ctrl_deps`` the task before it on its stream.
-      A RECV needs its SEND, which has the same tag, and no dependency says so.
+      A RECV needs its SEND, which has the same tag, and no dependency says so. Feeders that read
+      ``data_deps`` alone issue ready nodes in the order of their ids, which is the issue order.
     - Bytes are those of `Timeline.nbytes`. ASTRA-sim's networks refuse messages of 0 bytes: give
       `Costs` their ``output_bytes``.
     - Devices of a collective are a group. If there are any, ``prefix.comm_groups.json`` lists the

@@ -2,12 +2,11 @@
 Sensitivity to the bandwidth between nodes
 ==========================================
 
-Seconds of a step of GPT-3 175B on two replicas of eight DGX A100, if their network adapters had
-another bandwidth; the machine has 25 GB/s a GPU. Tensor parallelism stays within a node. The
-split of the model is the same in all; schedules with two stages a device send more messages
-(Megatron-LM, Narayanan et al., SC 2021, `arXiv 2104.04473 <https://arxiv.org/abs/2104.04473>`_,
-section 2.2). Look at the left end: these are the slowest there, and among the fastest at the
-right end.
+Seconds of a step of GPT-3 175B on two replicas of eight DGX A100, over the bandwidth of their
+network adapters. The machine has 25 GB/s a GPU. Tensor parallelism stays within a node.
+Interleaved 1F1B and ZB-V have two stages a device, and send more messages (Megatron-LM, Narayanan
+et al., SC 2021, `arXiv 2104.04473 <https://arxiv.org/abs/2104.04473>`_, section 2.2). Look at the
+left end: these two are the slowest there, and not at the right end.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ for copies, marker in ((1, "o"), (2, "s")):
     kept = table["parameters"] == copies
     ax.plot(x[kept], y[kept], linestyle="", marker=marker)
 for (held, bubble), names in table.groupby(["activations", "bubble"]).groups.items():
-    beside = {"ha": "right", "xytext": (-4, -8)} if len(names) == 3 else {"xytext": (4, 3)}
+    options = {"ha": "right", "xytext": (-4, -8)} if len(names) == 3 else {"xytext": (4, 3)}
     place = held, 100 * bubble
-    ax.annotate(", ".join(names), place, textcoords="offset points", fontsize=7, **beside)
+    ax.annotate(", ".join(names), place, textcoords="offset points", fontsize=7, **options)
 ax.set(xlabel="Activations of the fullest device (micro-batches)", ylabel="Bubble (%)", ylim=0)

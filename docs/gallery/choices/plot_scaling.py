@@ -2,11 +2,11 @@
 Scaling to 16,384 GPUs
 ======================
 
-MFU of Llama 3 405B on H100s with 2,048 sequences a step, over the number of GPUs: pipelines of 16
-stages of 8 GPUs, and more replicas to the right. Crosses are published (Llama Team, `arXiv
+MFU of Llama 3 405B on H100s over their number, with 2,048 sequences in every step. A pipeline has
+16 stages of 8 GPUs, and the rest are replicas. Crosses are published (Llama Team, `arXiv
 2407.21783 <https://arxiv.org/abs/2407.21783>`_, table 4). Costs are those of the data sheet, with
-networks at 80 % of their rates; interleaved stages have one layer. Memory is not checked. Look at
-1F1B: with more replicas each has fewer micro-batches, and the bubble grows.
+networks at 80 % of their rates. Interleaved stages have one layer each. Memory is not checked.
+Look at 1F1B: with more replicas each has fewer micro-batches, and the bubble grows.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 A slow device, by its place
 ===========================
 
-Slowdown of a step of eight devices and 32 micro-batches if one device is 10 % slower, over the
-device that is slow. 1F1B loses least, and least of all at its first device, which waits for
+Slowdown of a step if one of eight devices is 10 % slower, over the device that is slow. There are
+32 micro-batches. 1F1B loses least, and least of all at its first device, which waits for
 gradients anyway. Look at ZB-H1 and ZB-V: they idle less, so that less of the delay is hidden.
 """
 

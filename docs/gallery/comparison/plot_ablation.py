@@ -3,11 +3,11 @@ An ablation: measured and predicted
 ===================================
 
 torchgpipe's ablation on a U-Net (Kim et al., `arXiv 2004.09910
-<https://arxiv.org/abs/2004.09910>`_): a backward with all recomputes first, the backward in clock
-cycles, with copy streams, and with portals for skip connections. Four CPU workers have imposed
-times and links, in the proportions of the published model; the timelines are in
-``results/ablation``. The paper's own speeds, of four P40 GPUs, are not in the figure. Look at the
-pairs of bars: gains are predicted with the right size.
+<https://arxiv.org/abs/2004.09910>`_). The baseline runs all recomputes first. The next rows add
+the order of clock cycles, copy streams, and portals for skip connections. Four CPU workers have
+imposed times and links, in the proportions of the published model; the timelines are in
+``results/ablation``. The paper's own speeds are not in the figure. Look at the pairs of bars:
+gains are predicted with the right size.
 """
 
 import matplotlib.pyplot as plt

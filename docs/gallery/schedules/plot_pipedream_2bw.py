@@ -2,11 +2,11 @@
 PipeDream-2BW: two weight versions
 ==================================
 
-Three mini-batches of three micro-batches on three devices: 1F1B with a flush after each, and the
-scheme of figure 2 of PipeDream-2BW (Narayanan et al., ICML 2021, `arXiv 2006.09503
-<https://arxiv.org/abs/2006.09503>`_) without flushes. Here two versions of the weights are kept,
-so that forwards of the next mini-batch need not wait for the step of the one before. Look at the
-optimizer steps (brown): below, no device idles around them.
+Three mini-batches of three micro-batches on three devices, with flushes and without. The scheme
+below is that of figure 2 of PipeDream-2BW (Narayanan et al., ICML 2021, `arXiv 2006.09503
+<https://arxiv.org/abs/2006.09503>`_). It keeps two versions of the weights, so that forwards of
+the next mini-batch need not wait for the step of the one before. Look at the optimizer steps
+(brown): below, no device idles around them.
 """
 
 from dataclasses import replace

@@ -2,11 +2,11 @@
 Slices of sequences: Seq1F1B and SlimPipe
 =========================================
 
-Four sequences on four devices: whole in 1F1B, in two slices in Seq1F1B (Sun et al., NAACL 2025,
-`arXiv 2406.03488 <https://arxiv.org/abs/2406.03488>`_, figure 1), and in four slices and two
-chunks in SlimPipe (`arXiv 2504.14519 <https://arxiv.org/abs/2504.14519>`_). Numbers are those of
-slices, and all slices cost the same here. Look at the backwards: of a sequence, the last slice is
-the first. Titles have the activations of device 0.
+Four sequences on four devices. They are whole in 1F1B, and in two slices in Seq1F1B (Sun et al.,
+NAACL 2025, `arXiv 2406.03488 <https://arxiv.org/abs/2406.03488>`_, figure 1). SlimPipe (`arXiv
+2504.14519 <https://arxiv.org/abs/2504.14519>`_) has four slices, and two chunks a device. Numbers
+are those of slices, and all slices cost the same here. Titles have the activations of device 0.
+Look at the backwards: of a sequence, the last slice is the first.
 """
 
 import matplotlib.pyplot as plt

@@ -4,7 +4,7 @@ Sharded parameters: gathers and reductions
 
 Two replicas of two devices share their parameters, as in FSDP and ZeRO-3 (Rajbhandari et al., SC
 2020, `arXiv 1910.02054 <https://arxiv.org/abs/1910.02054>`_); rows are those of one replica.
-Parameters of a stage are gathered in the thin lane, a stream of its own. With "every" they are
+Parameters of a stage are gathered in the thin lane, on a separate stream. With "every" they are
 freed after each use, and with "step" they stay until the end of the step. Look at the gaps of
 device 0: freed parameters must be gathered again, and a prefetch of one task hides only a part of
 that.

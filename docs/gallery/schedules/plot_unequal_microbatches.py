@@ -18,10 +18,10 @@ from pipesim import plot
 plt.rcParams.update(plot.paper_style())
 lengths = np.array([[5, 1, 4, 2, 6, 3]])
 costs = ps.Costs(forward=lengths, backward=2 * lengths, activation_bytes=lengths)
-given = ps.schedule("1f1b", n_devices=3, n_microbatches=6)
+schedule = ps.schedule("1f1b", n_devices=3, n_microbatches=6)
 orders = {
-    "As given": given,
-    "Short ones first": given.with_microbatch_order(np.argsort(lengths[0])),
+    "As they come": schedule,
+    "Short ones first": schedule.with_microbatch_order(np.argsort(lengths[0])),
     "Longest ready one": ps.order_by(
         ps.linear(3), 6, costs, priority="longest_first", split_backward=False
     ),

@@ -2,11 +2,11 @@
 Peak memory by its parts
 ========================
 
-Memory of a GPU of each stage of Llama 3 70B at its peak, in 1F1B on 64 H100: four stages of eight
-GPUs each (tensor parallelism), and two replicas that share the optimizer. Bytes are those of
+Peak memory of a GPU of each stage of Llama 3 70B, in 1F1B on 64 H100. There are four stages of
+eight GPUs (tensor parallelism), and two replicas that share the optimizer. Bytes are those of
 Megatron-LM's tensors (Korthikanti et al., MLSys 2023, `arXiv 2205.05198
-<https://arxiv.org/abs/2205.05198>`_). The first stage has the most micro-batches in flight, and
-the last one the logits. Look at the activations (green): they shrink from stage to stage.
+<https://arxiv.org/abs/2205.05198>`_). Look at the activations (dotted): the first stage has the
+most micro-batches in flight.
 """
 
 import matplotlib.pyplot as plt

@@ -2,11 +2,11 @@
 Micro-batches in flight
 =======================
 
-Number of micro-batches whose forward has begun on device 0 and whose backward has not ended, over
-the time of a step with eight devices and 32 micro-batches. GPipe starts all; 1F1B stops at the
-number of devices, 8; eager 1F1B (Zhuang et al., MLSys 2023, `arXiv 2211.05322
-<https://arxiv.org/abs/2211.05322>`_) at nearly twice as many, 15. Look at the plateaus: they are
-the memory of activations, and their length is the steady state.
+Number of micro-batches between the start of their forward and the end of their backward on device
+0, over the time of a step. There are eight devices and 32 micro-batches. GPipe starts all of
+them, and 1F1B as many as there are devices. Eager 1F1B (Zhuang et al., MLSys 2023, `arXiv
+2211.05322 <https://arxiv.org/abs/2211.05322>`_) starts nearly twice as many. Look at the
+plateaus: their height is the memory of activations, and their length the steady state.
 """
 
 import matplotlib.pyplot as plt
