@@ -53,7 +53,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|numpy|pd|pandas|torch|nn|mpl|matplotlib|plt|collections|typing|os|io|enum"
                r"|dataclasses|functools|fractions|networkx|nx|anywidget|simpy|datetime|pathlib"
-               r"|contextlib)\..*"),
+               r"|contextlib|threading)\..*"),
     (r"py:.*", r"(NDArray|DataFrame|Series|Axes|Figure|Tensor|Module|Path|Any|Callable|Iterator"
                r"|Iterable|Sequence|Mapping|Literal|Self|TextIO|BinaryIO|Buffer|Callable\[\.\.\."
                r"|PipelineStage|PipelineScheduleMulti|Schedule1F1B|ScheduleGPipe)"),
@@ -71,7 +71,7 @@ autosummary_generate = True
 autosummary_ignore_module_all = False
 autodoc_typehints = "signature"
 autodoc_member_order = "groupwise"
-autodoc_default_options = {"members": True, "inherited-members": False}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False

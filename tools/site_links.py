@@ -49,7 +49,8 @@ class Page(HTMLParser):
 
 def broken_links(site: Path) -> tuple[list[str], int]:
     """Return a line for each broken link of the site, and the number of links within it."""
-    pages = {path.resolve(): Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    paths = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]
+    pages = {path.resolve(): Page(path.read_text()) for path in paths}
     broken, count = [], 0
     for path, page in pages.items():
         where = path.relative_to(site.resolve())
@@ -81,7 +82,7 @@ def main() -> int:
     site = Path(sys.argv[1])
     broken, count = broken_links(site)
     print(*broken, sep="\n", end="\n" if broken else "")
-    n_pages = len(list(site.rglob("*.html")))
+    n_pages = sum("_static" not in path.parts for path in site.rglob("*.html"))
     print(f"{n_pages} pages, {count} links within the site, {len(broken)} broken")
     return 1 if broken or not n_pages else 0
 

@@ -20,18 +20,18 @@ def scaled_learning_rate(
     *,
     rule: Literal["linear", "sqrt", "none"],
 ) -> float:
-    r"""Return the learning rate for a batch of another size than the one that it was tuned for.
+    """Return the learning rate for a batch of another size than the one that it was tuned for.
 
     Nothing scales learning rates by itself: give the result to the optimizer. With accumulation and
     replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
-    :math:`k` = ``batch_size / reference_batch_size``:
+    ``k`` = ``batch_size / reference_batch_size``:
 
     ============ ================ ==================================================================
     rule         factor           for
     ============ ================ ==================================================================
-    ``"linear"`` :math:`k`        SGD, with warm-up: raise the rate from ``learning_rate`` to this
+    ``"linear"`` ``k``            SGD, with warm-up: raise the rate from ``learning_rate`` to this
                                   one over the first epochs [1]_
-    ``"sqrt"``   :math:`\sqrt k`  SGD, to keep the variance of the steps [2]_; Adam and RMSProp,
+    ``"sqrt"``   ``sqrt(k)``      SGD, to keep the variance of the steps [2]_; Adam and RMSProp,
                                   whose betas and epsilon are scaled too [3]_
     ``"none"``   1                losses that are sums over samples, whose gradients grow with the
                                   batch, and rates that are tuned for this batch

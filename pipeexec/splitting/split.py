@@ -121,9 +121,9 @@ def split(
     Notes
     -----
     A parameter that several stages need, such as an embedding that is also the head, stays that of
-    the model in the first of them. The others have copies of it; see `Stages.tied`. A step adds the
-    gradients of all copies, so that they stay equal, if the graph has ``tied=stages.tied_stages``
-    in `pipesim.lower`. So it is with modules that several stages call.
+    the model in the first of them. The others have copies of it; see ``Stages.tied``. A step adds
+    the gradients of all copies, so that they stay equal, if the graph has
+    ``tied=stages.tied_stages`` in `pipesim.lower`. So it is with modules that several stages call.
 
     The forward of the sample shows all values that later forwards need only if these take the same
     way. Numbers that are read from tensors, such as ``int(mask.sum())``, are equal on all stages.

@@ -525,7 +525,7 @@ def test_dask_cluster(log: Path) -> None:
     grid = {"schedule": ["own", "gpipe"], "n_microbatches": [1, 2]}
     reference = results(sweep(grid))
     quiet = {
-        "distributed.scheduler.allowed-failures": 0,
+        "distributed.scheduler.allowed-failures": 1,  # a task may meet a worker that is dying
         "distributed.logging": {"distributed": "critical"},
     }
     with (
