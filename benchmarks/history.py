@@ -3,15 +3,17 @@
 ``python benchmarks/history.py`` measures HEAD and appends it. ``--commits v0.1.0 HEAD~100``
 measures these, each in a temporary checkout, with today's Python and packages, as asv does. Commits
 that the file has are not measured again. ``--plot-only`` draws ``results/benchmarks/history.png``
-and ``.pdf``: seconds of each measure, divided by the pace of the machine meanwhile, relative to the
-last version. A row is a measure of a commit. ``pace`` is the seconds of an addition in a Python
-loop.
+and ``.pdf``: milliseconds of each measure, times the pace of the machine at the last version over
+that at the measured one. A row of the file is a measure of a commit. ``pace`` is the seconds of an
+addition in a Python loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -42,18 +44,21 @@ def git(*arguments: str) -> str:
 def measure(commit: str) -> pd.DataFrame:
     """Return a row for each measure of a commit."""
     with tempfile.TemporaryDirectory() as folder:
+        environment = {**machine.pinned(1), "PYTHONPATH": folder}
         git("worktree", "add", "--detach", folder, commit)
         try:
+            compiled = [sys.executable, "-m", "compileall", "-q", "pipesim", "pipeexec"]
+            subprocess.run(compiled, cwd=folder, check=True, env=environment)
             ran = subprocess.run(
                 [sys.executable, str(SPEEDS)], cwd=folder, capture_output=True, text=True,
-                env={**machine.pinned(1), "PYTHONPATH": folder}, timeout=600,
+                env=environment, timeout=600,
             )  # fmt: skip
         finally:
             git("worktree", "remove", "--force", folder)
     lines = ran.stdout.splitlines()
     if ran.returncode or not lines:
         sys.exit(f"{commit}: {ran.stderr.strip()[-500:]}")
-    print("\n".join(f"  {line}" for line in lines if line.startswith("#")))
+    print("".join(f"  {line}\n" for line in lines if line.startswith("#")), end="")
     speeds = json.loads(lines[-1])
     return pd.DataFrame(
         {
@@ -68,22 +73,23 @@ def measure(commit: str) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame) -> None:
-    """Draw each measure over the commits, in the order of their dates."""
+    """Draw a panel for each measure, over the commits in the order of their dates."""
     order = table.drop_duplicates("commit").sort_values("date")["commit"].tolist()
-    seconds = (
-        (table["seconds"] / table["pace"]).groupby([table["measure"], table["commit"]]).median()
-    )
-    wide = seconds.unstack("measure").reindex(order)
-    relative = wide / wide.ffill().iloc[-1]
-    with plt.rc_context(plot.paper_style(columns=2, height=3.2)):
-        figure, ax = plt.subplots(layout="constrained")
-        relative.index = range(1, len(relative) + 1)
-        for name in relative:
-            ax.plot(relative[name].dropna(), label=name, markersize=3)
-        ax.set(xlabel="version", ylabel="seconds, relative to the last version", yscale="log")
-        ax.set_xticks(list(relative.index), order, rotation=90)
-        ax.yaxis.set_major_formatter("{x:g}")
-        figure.legend(loc="outside right center")
+    pace = table.set_index("commit").loc[order[-1], "pace"].iloc[0]
+    table = table.assign(ms=1e3 * table["seconds"] / table["pace"] * pace)
+    wide = table.pivot(index="commit", columns="measure", values="ms").reindex(order)
+    rows = math.ceil(len(wide.columns) / 3)
+    with plt.rc_context(plot.paper_style(columns=2, height=1.3 * rows + 0.6)):
+        figure, axes = plt.subplots(rows, 3, sharex=True, layout="constrained", squeeze=False)
+        for ax, name in itertools.zip_longest(axes.flat, wide):
+            if name is None:
+                ax.set_axis_off()
+                continue
+            ax.plot(range(len(order)), wide[name], marker="o", markersize=3)
+            ax.set_title(name, loc="left", fontsize=7)
+            ax.set_ylim(0, 1.15 * wide[name].max())
+            ax.set_xticks(range(len(order)), [commit[:7] for commit in order], rotation=90)
+        figure.supylabel("ms, at the pace of the last version", fontsize=8)
         for suffix in (".png", ".pdf"):
             figure.savefig(FIGURE.with_suffix(suffix), dpi=200)
 
