@@ -94,6 +94,12 @@ nb_ipywidgets_js: dict[str, Any] = {}  # a script from a server, for widgets tha
 sphinx_gallery_conf = {
     "examples_dirs": ["gallery"],
     "gallery_dirs": ["auto_gallery"],
+    "subsection_order": [
+        "gallery/schedules",
+        "gallery/time_and_memory",
+        "gallery/comparison",
+        "gallery/choices",
+    ],
     "backreferences_dir": "reference/backreferences",
     "doc_module": ("pipesim", "pipeexec"),
     "reference_url": {"pipesim": None, "pipeexec": None},
@@ -126,7 +132,7 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "start/index": []}
 
 #: Links of the changelog, which are relative to the repository's root.
 _FROM_ROOT = re.compile(r"\]\((?!https?:|#)(docs/)?")
