@@ -895,7 +895,7 @@ class Timeline:
         """Return all tasks as a PyCapsule of Arrow, with the columns of `save`.
 
         Programs that know the PyCapsule protocol read a timeline itself:
-        ``polars.from_arrow(timeline)``, ``pandas.DataFrame.from_arrow(timeline)`` and
+        ``polars.DataFrame(timeline)``, ``pandas.DataFrame.from_arrow(timeline)`` and
         ``pyarrow.table(timeline)``, which duckdb queries. pyarrow must be installed.
         """
         from pipesim.timeline.arrow_tables import arrow_table
