@@ -43,7 +43,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     timeline
         A timeline with costs.
     ax
-        Axes to draw into. New axes by default.
+        Axes to draw into; its limits are set. New axes by default.
     unit
         Unit of the time axis, as for `pipesim.plot.timeline`.
 

@@ -19,6 +19,7 @@ from pipesim.utils.units import format_bytes, format_time, parse_bytes
 __all__ = [
     "Excess",
     "checked_memory_limit",
+    "exceeds",
     "excess_text",
     "excesses",
     "fits",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+#: Relative error that sums of bytes may have.
+_ROUNDING = 1e-12
 #: Devices that a text names.
 _MOST_NAMED = 3
 
@@ -116,7 +119,7 @@ def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
     limit, needed
         Bytes that it may hold, and that it needs at least, the allocator's reserve included.
     """
-    least = math.ceil(needed * (1.0 - 1e-12))  # whole bytes, whatever the rounding of sums
+    least = math.ceil(needed * (1.0 - _ROUNDING))  # whole bytes
     return ArgumentError(
         f"memory_limit of device {device} is {format_bytes(limit)} ({limit:.16g} bytes), but one "
         f"micro-batch needs {format_bytes(needed)} there, with parameters, gradients, optimizer "
@@ -173,13 +176,20 @@ def fits(timeline: Timeline) -> bool | None:
     if limit is None or timeline.costs is None:
         return None
     needed = reserved_memory(timeline)
-    return bool((needed <= limit).all()) if needed.any() else None
+    return not exceeds(needed, limit).any() if needed.any() else None
+
+
+def exceeds(needed: Floats, limit: Floats) -> NDArray[np.bool_]:
+    """Return whether each device needs more bytes than it may hold, but for rounding of sums."""
+    return needed * (1.0 - _ROUNDING) > limit
 
 
 def _too_full(timeline: Timeline) -> list[int]:
     """Return the numbers of the devices that need more bytes than they may hold."""
     limit = memory_limit(timeline)
-    return [] if limit is None else np.flatnonzero(reserved_memory(timeline) > limit).tolist()
+    return (
+        [] if limit is None else np.flatnonzero(exceeds(reserved_memory(timeline), limit)).tolist()
+    )
 
 
 def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:

@@ -546,7 +546,8 @@ class Timeline:
         options of `pipesim.lower`. Fields of the costs stay if they differ from those that the
         model's settings give.
 
-        If a schedule has another number of stages, the layers of `Costs.transformer` are balanced
+        Schedules that take ``costs`` are ordered for those of the timeline. If a schedule has
+        another number of stages, the layers of `Costs.transformer` are balanced
         again for it; other costs are shared evenly by the stages of a device. Costs without
         settings are proportional to the size of a micro-batch here: real kernels get slower.
 

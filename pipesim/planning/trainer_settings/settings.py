@@ -41,7 +41,8 @@ class TrainerSettings:
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
     ignored
-        Flags or settings that do not matter to the pipeline, or that are not known.
+        Flags or settings that do not change the tasks, or that are not known. Sizes of the model
+        are among them: give them to `pipesim.Transformer`.
 
     Raises
     ------
@@ -64,6 +65,9 @@ class TrainerSettings:
     <TrainerSettings tp1 pp4 dp1, interleaved_1f1b x2, 8 micro-batches of 1; 8x4 layers; 1 ignored>
     >>> float(ps.simulate(settings.graph, ps.Costs(1, 2)).bubble_fraction)
     0.15789473684210525
+    >>> model = ps.Transformer.preset("llama3_8b")
+    >>> model.costs(gpu="h100_sxm", **settings.cost_options).per_stage("forward", 8).shape
+    (8,)
     """
 
     choice: PlanChoice
@@ -110,6 +114,21 @@ class TrainerSettings:
             "shard_optimizer": choice.shard_optimizer,
             "shard_parameters": choice.shard_parameters,
             "offload": choice.offload,
+        }
+
+    @property
+    def cost_options(self) -> dict[str, Any]:
+        """Arguments of `pipesim.Transformer.costs` that the settings give, with the layers."""
+        choice = self.choice
+        return {
+            "layers_per_stage": choice.layers_per_stage,
+            "microbatch_size": choice.microbatch_size,
+            "tensor_parallel": choice.tensor_parallel,
+            "sequence_parallel": choice.sequence_parallel,
+            "recompute": choice.recompute,
+            "context_parallel": choice.context_parallel,
+            "expert_parallel": choice.expert_parallel,
+            "slices": choice.n_slices,
         }
 
     @cached_property

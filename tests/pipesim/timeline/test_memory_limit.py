@@ -283,3 +283,16 @@ def test_sweeps_have_columns_and_no_warnings() -> None:
     assert table["fits"][1]
     assert table["mfu"][1] == pytest.approx(12 / 36)
     assert "fits" not in bare
+
+
+def test_rounding_is_no_excess() -> None:
+    """Thirds of activations add up to the limit but for the last bit."""
+    limit = 10 << 30
+    costs = ps.Costs(
+        forward=2 / 3, input_grad=2 / 3, weight_grad=0.5, activation_bytes=(1 << 30) / 3,
+        weight_grad_bytes=(1 << 29) / 3,
+    )  # fmt: skip
+    order = ps.order_by(ps.looped(8, 3), 16, costs, memory_limit=limit)
+    timeline = ps.simulate(ps.lower(order), costs, memory_limit=limit)
+    assert timeline.peak_memory.max() > limit
+    assert timeline.fits
