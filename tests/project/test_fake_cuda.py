@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, FakeStream, check_signature
 
-SECONDS = 0.05
+SECONDS = 0.15
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
             assert (result.timeline.issue_times >= least - 1e-9).all()
             assert result.host_seconds == pytest.approx(np.sum(result.host_times))
         imposed = launch * len(alike)  # the fastest step, which other processes delay least
-        assert 0.8 * imposed < min(result.host_seconds for result in results) < 1.6 * imposed
+        assert 0.8 * imposed < min(result.host_seconds for result in results) < 3 * imposed
 
 
 def test_a_late_host_launches_after_the_tasks_that_it_needs(

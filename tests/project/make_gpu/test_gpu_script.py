@@ -159,4 +159,4 @@ def test_a_process_that_ignores_signals_is_killed(gpu_script: ModuleType, tmp_pa
     run_process: Callable[..., Any] = part("process").run_process
     ended = run_process([sys.executable, "-c", code], tmp_path / "log", 0.5, {}, tmp_path)
     assert ended.code is None
-    assert time.perf_counter() - start < 8
+    assert time.perf_counter() - start < 30
