@@ -50,8 +50,11 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 	$(BIN)/python tools/plain_names.py
 	$(BIN)/python tools/docstrings.py
 
-# Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes.
+# Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes. It builds
+# anew: results that an earlier build kept may be those of other code.
+SITE := docs/_build docs/auto_gallery docs/reference/generated docs/reference/backreferences
 docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, reference; every example is run
+	rm -rf $(SITE)
 	$(BIN)/python tools/gallery.py
 	$(BIN)/python -m sphinx --builder html --jobs 2 --nitpicky --fail-on-warning docs docs/_build/html
 	$(BIN)/python tools/site_links.py docs/_build/html
@@ -86,7 +89,7 @@ gpu-rehearsal: $(REHEARSAL)/.stamp  ## make gpu and its code on a machine withou
 	PYTHONPATH=tests/helpers $(REHEARSAL)/bin/python tests/project/make_gpu/rehearsal.py
 
 clean:  ## remove caches and build artefacts; leaves the environments and results/
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SITE) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 	find . -path './.venv*' -prune -o -type d -name .ipynb_checkpoints -exec rm -rf {} +
 
