@@ -63,16 +63,17 @@ def run(code: str, names: dict[str, Any]) -> None:
     exec(compile(code, "page.md", "exec"), names)  # noqa: S102 - our own text
 
 
-def joined(processes: px.Processes, code: str) -> None:
+def joined(processes: px.Processes, code: str, folder: str) -> None:
     """Run a program that joins the other processes, which this one has done."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         patch.setattr(px, "join", lambda timeout: nullcontext(processes))
         run(code, {})
 
 
 @pytest.mark.parametrize("code", JOINED)
-def test_code_of_several_processes(code: str, two_ranks: Ranks) -> None:
-    two_ranks.run(joined, code=code)
+def test_code_of_several_processes(code: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(joined, code=code, folder=str(tmp_path))
 
 
 @pytest.mark.slow
