@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import _machine as machine
 import torch.multiprocessing as mp
 
 
@@ -17,6 +20,20 @@ def spawn(function: Callable[..., None], n_ranks: int, *arguments: Any) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(_be_rank, (function, n_ranks, port, arguments), nprocs=n_ranks)
+
+
+def publish_text(function: Callable[..., None], n_ranks: int, name: str, *arguments: Any) -> None:
+    """Run ``function(folder, *arguments)`` in processes; print and keep the text that they leave.
+
+    It is the file ``text`` of the folder. It gets a header, and goes to
+    ``results/benchmarks/<name>.txt``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(function, n_ranks, folder, *arguments)
+        text = (Path(folder) / "text").read_text()
+    text = "\n".join([*machine.header(["pipesim", "torch"]), "", text])
+    print(text)
+    (machine.ROOT / "results" / "benchmarks" / f"{name}.txt").write_text(text + "\n")
 
 
 def _be_rank(

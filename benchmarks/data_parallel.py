@@ -14,13 +14,11 @@ predictions tell which row is faster, and writes them to results/benchmarks/data
 from __future__ import annotations
 
 import argparse
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import _machine as machine
 import _ranks
 import torch
 from torch import Tensor, nn
@@ -152,12 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=21)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        _ranks.spawn(run, N_RANKS, folder, arguments.steps, arguments.repeat)
-        text = (Path(folder) / "text").read_text()
-    text = "\n".join([*machine.header(["pipesim", "torch"]), "", text])
-    print(text)
-    (machine.ROOT / "results" / "benchmarks" / "data_parallel.txt").write_text(text + "\n")
+    _ranks.publish_text(run, N_RANKS, "data_parallel", arguments.steps, arguments.repeat)
 
 
 if __name__ == "__main__":

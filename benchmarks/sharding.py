@@ -14,7 +14,6 @@ Then the bytes of gathered parameters and of gradients at their peak: counted st
 from __future__ import annotations
 
 import argparse
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _machine as machine
 import _ranks
 import torch
 from torch import Tensor, nn
@@ -135,12 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--repeat", type=int, default=2)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        _ranks.spawn(run, N_RANKS, folder, arguments.steps, arguments.repeat)
-        text = (Path(folder) / "text").read_text()
-    text = "\n".join([*machine.header(["pipesim", "torch"]), "", text])
-    print(text)
-    (machine.ROOT / "results" / "benchmarks" / "sharding.txt").write_text(text + "\n")
+    _ranks.publish_text(run, N_RANKS, "sharding", arguments.steps, arguments.repeat)
 
 
 if __name__ == "__main__":
