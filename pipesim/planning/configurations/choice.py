@@ -119,6 +119,18 @@ class PlanChoice:
         return self.tensor_parallel * self.context_parallel
 
     @property
+    def shard_options(self) -> dict[str, Any]:
+        """Arguments of `Transformer.shard` that say what one GPU has and runs."""
+        return {
+            "microbatch_size": self.microbatch_size,
+            "tensor_parallel": self.tensor_parallel,
+            "sequence_parallel": self.sequence_parallel,
+            "recompute": self.recompute,
+            "context_parallel": self.context_parallel,
+            "expert_parallel": self.expert_parallel,
+        }
+
+    @property
     def n_gpus(self) -> int:
         """GPUs of all replicas."""
         return self.gpus_per_device * self.pipeline_parallel * self.data_parallel

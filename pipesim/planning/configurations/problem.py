@@ -127,17 +127,12 @@ class PlanProblem:
         else:
             costs = self.model.costs(
                 choice.layers_per_stage,
-                microbatch_size=choice.microbatch_size,
                 gpu=self.cluster.gpus[kind],
-                tensor_parallel=choice.tensor_parallel,
-                sequence_parallel=choice.sequence_parallel,
-                recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
                 flash_attention=self.flash_attention,
                 scatter_gather=self.scatter_gather,
                 fused_loss=self.fused_loss,
-                context_parallel=choice.context_parallel,
-                expert_parallel=choice.expert_parallel,
                 slices=choice.n_slices,
+                **choice.shard_options,
                 network=network,
             )
         return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
@@ -159,15 +154,10 @@ class PlanProblem:
     def _shard(self, choice: PlanChoice) -> Shard:
         """Return the share of one GPU of a transformer."""
         return check_type("model", self.model, Transformer).shard(
-            microbatch_size=choice.microbatch_size,
-            tensor_parallel=choice.tensor_parallel,
-            sequence_parallel=choice.sequence_parallel,
-            recompute=choice.recompute,  # type: ignore[arg-type]  # one of `RECOMPUTE`
             flash_attention=self.flash_attention,
             scatter_gather=self.scatter_gather,
             fused_loss=self.fused_loss,
-            context_parallel=choice.context_parallel,
-            expert_parallel=choice.expert_parallel,
+            **choice.shard_options,
         )
 
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:

@@ -120,16 +120,14 @@ class TrainerSettings:
     def cost_options(self) -> dict[str, Any]:
         """Arguments of `pipesim.Transformer.costs` that the settings give, with the layers."""
         choice = self.choice
-        return {
+        options = {
             "layers_per_stage": choice.layers_per_stage,
-            "microbatch_size": choice.microbatch_size,
-            "tensor_parallel": choice.tensor_parallel,
-            "sequence_parallel": choice.sequence_parallel,
-            "recompute": choice.recompute,
-            "context_parallel": choice.context_parallel,
-            "expert_parallel": choice.expert_parallel,
             "slices": choice.n_slices,
+            **choice.shard_options,
         }
+        if choice.expert_parallel > 1:
+            options["expert_tensor_parallel"] = self.expert_tensor_parallel
+        return options
 
     @cached_property
     def graph(self) -> TaskGraph:

@@ -407,3 +407,27 @@ def test_numbers_of_torchtitan() -> None:
         ps.read_torchtitan(Path("missing.toml"))
     every = titan("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '1'").choice
     assert every.recompute == "full"
+
+
+def test_costs_are_those_of_the_plan() -> None:
+    """Flags of a plan give the costs that it was ranked by; experts have their own tensor size."""
+    model, cluster = ps.Transformer.preset("llama3_8b"), ps.Cluster("dgx_h100", n_gpus=16)
+    plans = ps.plan(
+        model, cluster, global_batch=16, tensor_parallel=4, pipeline_parallel=2, schedules="1f1b",
+        recompute="selective", sequence_parallel=True, progress=False,
+    )  # fmt: skip
+    best = plans.best
+    settings = ps.read_megatron(best.to_megatron(), n_gpus=16)
+    network = cluster.network(best.choice.gpus_per_device)
+    costs = model.costs(
+        gpu=cluster.gpus[0], network=network, flash_attention=True, **settings.cost_options
+    )
+    assert costs.forward == best.costs.forward
+    assert costs.activation_bytes == best.costs.activation_bytes
+    flags = (
+        "--num-layers 56 --num-experts 8 --expert-model-parallel-size 4 --sequence-parallel "
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --micro-batch-size 1 "
+        "--global-batch-size 8"
+    )
+    options = ps.read_megatron(flags, n_gpus=8).cost_options
+    assert (options["expert_parallel"], options["expert_tensor_parallel"]) == (4, 1)
