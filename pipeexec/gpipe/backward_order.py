@@ -19,10 +19,13 @@ chain of nodes, one task each, gives the tasks that order, on GPUs too, where to
 a race (`pipesim.autograd_orders`).
 
 A node may run while another node is running. On a GPU, a B calls the engine and waits for the
-engine's thread of that GPU. Meanwhile the engine runs all other ready nodes in the waiting thread.
-These nodes only queue their tasks. Queued tasks are issued after that B, so that no task is issued
-within another task. A queue belongs to one run of the engine (one ``backward()``): several calls
-may be part of one run, and several threads may run one each.
+engine's thread of that GPU. Meanwhile the engine runs all other ready nodes in the waiting thread:
+nodes of other calls, as the nodes of one call wait for each other. These nodes only queue their
+tasks. Queued tasks are issued after that B, so that no task is issued within another task. The
+exception is a call whose inputs need gradients: the engine wants them from its last node, which may
+run within a task of another call, but must not run within one of its own. So only the nodes of such
+a call issue its tasks. Several calls may be part of one run of the engine (one ``backward()``), and
+several threads may run one each.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from pipesim.scheduling.autograd_engine import newest_first
 
 __all__ = [
     "Backward",
+    "TaskIssuer",
     "join_gradients",
     "join_outputs",
     "link_backward",
@@ -74,27 +78,27 @@ class Backward(Protocol):
 
 
 def link_cycles(
-    backward: Backward, cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], phony: Tensor
+    cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], issuer: TaskIssuer, phony: Tensor
 ) -> Tensor:
     """Append one node a clock cycle of the forward to ``phony``; return the last node's phony."""
     for cycle in cycles:
         tasks = newest_first(cycle, recomputed)
-        phony = _TaskNode.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
+        phony = _TaskNode.apply(issuer, tasks, phony)  # type: ignore[no-untyped-call]
     return phony
 
 
-def link_tasks(backward: Backward, tasks: Sequence[PartitionTask], phony: Tensor) -> Tensor:
+def link_tasks(tasks: Sequence[PartitionTask], issuer: TaskIssuer, phony: Tensor) -> Tensor:
     """Append one node a task to ``phony``, so that tasks are issued in order.
 
     The first task is the newest node. Returns that node's phony.
     """
     for task in reversed(tasks):
-        phony = _TaskNode.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
+        phony = _TaskNode.apply(issuer, [task], phony)  # type: ignore[no-untyped-call]
     return phony
 
 
 def link_backward(
-    backward: Backward, inputs: Tensors, nodes: Callable[[Tensor], Tensor]
+    backward: Backward, inputs: Tensors, nodes: Callable[[TaskIssuer, Tensor], Tensor]
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return a function that ties the outputs to the graph.
 
@@ -105,17 +109,20 @@ def link_backward(
     inputs
         Inputs of the mini-batch; those that require a gradient get it.
     nodes
-        Appends the nodes of the tasks to a phony; returns the phony of the last node.
+        Takes what issues the tasks, and a phony; appends the nodes of the tasks to that phony, and
+        returns the phony of the last node.
 
     Returns
     -------
     Callable
         Takes the outputs of each micro-batch, and returns the outputs of the mini-batch.
     """
+    has_entry = any(x.requires_grad for x in inputs)
+    issuer = TaskIssuer(backward, has_entry)
     entry = torch.empty(0, requires_grad=True)
-    if any(x.requires_grad for x in inputs):
-        entry = _Enter.apply(backward, *inputs)  # type: ignore[no-untyped-call]
-    end = nodes(entry)
+    if has_entry:
+        entry = _Enter.apply(issuer, *inputs)  # type: ignore[no-untyped-call]
+    end = nodes(issuer, entry)
 
     def leave(outputs: Sequence[Tensors]) -> Tensors:
         return _Leave.apply(backward, outputs, end)  # type: ignore[no-untyped-call, no-any-return]
@@ -123,10 +130,62 @@ def link_backward(
     return leave
 
 
+#: Tasks to issue after the one that is being issued, by the number of the engine's run. A process
+#: has one engine, which numbers its runs, so the table is global too. A run has a queue only while
+#: one of its tasks is being issued.
+_QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
+
+
+class TaskIssuer:
+    """Issues the tasks of one call as the engine runs the nodes of the call.
+
+    Parameters
+    ----------
+    backward
+        The backward of the call.
+    has_entry
+        Whether the inputs need gradients, so that the last node is an `_Enter`.
+    """
+
+    def __init__(self, backward: Backward, has_entry: bool) -> None:
+        self.backward, self.has_entry = backward, has_entry
+        self._waiting: deque[PartitionTask] = deque()  # for the next node of this call
+
+    def issue_or_queue(self, tasks: Sequence[PartitionTask]) -> None:
+        """Issue tasks; queue them if a task of the same run of the engine is being issued."""
+        queue = _QUEUES.get(torch._C._current_graph_task_id())
+        if queue is not None and not self.has_entry:
+            queue.extend((self.backward, task) for task in tasks)
+            return
+        self._waiting.extend(tasks)
+        if queue is None:
+            self.issue_waiting()
+
+    def issue_waiting(self) -> None:
+        """Issue the tasks that wait for a node of this call, then all that were queued meanwhile.
+
+        Tasks that other calls queued are left to the task within which this node runs, if any. If
+        a task raises, queued tasks are dropped: the engine drops the nodes behind them.
+        """
+        run = torch._C._current_graph_task_id()
+        is_nested = run in _QUEUES
+        queue = _QUEUES.setdefault(run, deque())
+        try:
+            while self._waiting:
+                self.backward.issue(*self._waiting.popleft())
+            while queue and not is_nested:
+                owner, task = queue.popleft()
+                owner.issue(*task)
+        finally:
+            self._waiting.clear()
+            if not is_nested:
+                del _QUEUES[run]
+
+
 class _TaskNode(Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, tasks: Sequence[PartitionTask], _: Tensor) -> Tensor:
-        ctx.tasks = backward, tasks
+    def forward(ctx: Any, issuer: TaskIssuer, tasks: Sequence[PartitionTask], _: Tensor) -> Tensor:
+        ctx.issuer, ctx.tasks = issuer, tasks
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
@@ -137,48 +196,8 @@ class _TaskNode(Function):
                 "backward(create_graph=True) does not go through GPipe: there are no second "
                 "derivatives; leave it out, or use the module alone"
             )
-        _issue_or_queue(*ctx.tasks)
+        ctx.issuer.issue_or_queue(ctx.tasks)
         return None, None, None  # the engine runs the node before nevertheless
-
-
-#: Tasks to issue after the one that is being issued, by the number of the engine's run. A process
-#: has one engine, which numbers its runs, so the table is global too. A run has a queue only while
-#: one of its tasks is being issued.
-_QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
-
-
-def _issue_or_queue(backward: Backward, tasks: Sequence[PartitionTask]) -> None:
-    """Issue tasks; queue them if a task of the same run of the engine is being issued.
-
-    If a task raises, queued tasks are dropped: the engine drops the nodes behind them.
-    """
-    run = torch._C._current_graph_task_id()
-    waiting = [(backward, task) for task in tasks]
-    if run in _QUEUES:
-        _QUEUES[run].extend(waiting)
-        return
-    queue = _QUEUES[run] = deque(waiting)
-    try:
-        while queue:
-            owner, task = queue.popleft()
-            owner.issue(*task)
-    finally:
-        del _QUEUES[run]
-
-
-def _issue_queued(backward: Backward) -> None:
-    """Issue the queued tasks of one backward: its result is needed before the current task ends.
-
-    Only several calls in one run of the engine get here with queued tasks: within one call, the
-    entry comes after all tasks.
-    """
-    queue = _QUEUES.get(torch._C._current_graph_task_id(), deque())
-    own = [task for owner, task in queue if owner is backward]
-    others = [(owner, task) for owner, task in queue if owner is not backward]
-    queue.clear()
-    queue.extend(others)
-    for task in own:
-        backward.issue(*task)
 
 
 class _ForgetOnDelete:
@@ -217,16 +236,16 @@ class _Leave(Function):
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, *inputs: Tensor) -> Tensor:
-        ctx.target = backward
+    def forward(ctx: Any, issuer: TaskIssuer, *inputs: Tensor) -> Tensor:
+        ctx.issuer = issuer
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
-        _issue_queued(ctx.target)
-        return None, *ctx.target.entry_gradients()
+        ctx.issuer.issue_waiting()
+        return None, *ctx.issuer.backward.entry_gradients()
 
 
 def join_outputs(outputs: Sequence[Tensors]) -> Tensors:

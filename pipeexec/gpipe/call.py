@@ -147,10 +147,10 @@ class Call:
         if switches.dependencies:
             cycles = clock_cycles(len(recomputed), n)
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
-            return link_backward(self, inputs, partial(link_cycles, self, kept, recomputed))
+            return link_backward(self, inputs, partial(link_cycles, kept, recomputed))
         order = unordered_backward(n, recomputed, switches.backward_seed, switches.backward_order)
         tasks = [task for task in order if task[2] in tracked]
-        return link_backward(self, inputs, partial(link_tasks, self, tasks))
+        return link_backward(self, inputs, partial(link_tasks, tasks))
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Issue a task, the messages that it needs before it, and its results' messages after."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import pipeexec as px
 from pipeexec.devices.thread_settings import one_thread
+from pipeexec.gpipe.backward_order import TaskIssuer
 from pipeexec.gpipe.call import Call
 from pipeexec.gpipe.partition_tasks import PartitionTasks
 
@@ -88,9 +90,14 @@ class _Depth:
         self.now = self.deepest = 0
 
     @contextmanager
-    def counted(self, calls: list[Call]) -> Iterator[None]:
-        """Count in a block, and note the calls whose backward begins there."""
+    def counted(self, calls: list[Call], node_seconds: float) -> Iterator[None]:
+        """Count in a block, and note the calls whose backward begins there.
+
+        Nodes that order tasks sleep for ``node_seconds``: if that is longer than the device takes,
+        few of them run within a task.
+        """
         inner, inner_begin = PartitionTasks.backward, Call.begin
+        inner_issue = TaskIssuer.issue_or_queue
 
         def backward(tasks: PartitionTasks, i: int, j: int) -> None:
             self.now += 1
@@ -104,8 +111,13 @@ class _Depth:
             calls.append(call)
             inner_begin(call, gradients)
 
+        def issue_or_queue(issuer: TaskIssuer, tasks: Any) -> None:
+            inner_issue(issuer, tasks)
+            time.sleep(node_seconds)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PartitionTasks, "backward", backward)
+            patch.setattr(TaskIssuer, "issue_or_queue", issue_or_queue)
             patch.setattr(Call, "begin", begin)
             yield
 
@@ -129,7 +141,9 @@ def _difference(a: Tensor | None, b: Tensor | None) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def _one(chunks: int, n_calls: int, *, dependencies: bool, input_grad: bool) -> dict[str, Any]:
+def _one(
+    chunks: int, n_calls: int, *, dependencies: bool, input_grad: bool, node_seconds: float = 0.0
+) -> dict[str, Any]:
     """Run one backward through GPipe, and one through the module; say how they compare."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Layer() for _ in range(3)))
@@ -140,7 +154,7 @@ def _one(chunks: int, n_calls: int, *, dependencies: bool, input_grad: bool) -> 
     x = torch.randn(chunks, 16)
     split_x, its = (x.clone().requires_grad_(input_grad) for _ in range(2))
     depth, calls = _Depth(), list[Call]()
-    with depth.counted(calls):
+    with depth.counted(calls, node_seconds):
         _result(n_calls, split_x, model, chunks).backward()
     with one_thread():
         _result(n_calls, its, plain, chunks).backward()
@@ -164,9 +178,15 @@ def main() -> None:
     flags = list(itertools.product([True, False], repeat=2))
     results = [_one(4, n_calls, dependencies=dependencies, input_grad=input_grad)
              for n_calls in (1, 2) for dependencies, input_grad in flags]  # fmt: skip
+    results += [_one(4, 2, dependencies=dependencies, input_grad=True, node_seconds=3e-3)
+                for dependencies in (True, False)]  # fmt: skip
     # The engine goes over to other threads at a depth of 60.
     results.append(_one(70, 1, dependencies=False, input_grad=False))
     json.dump({"found": results, "threads": sorted(_ToDevice.threads)}, sys.stdout)
+    sys.stdout.flush()
+    # Without the end of the interpreter: a thread of the engine that wants its lock then aborts the
+    # process (pytorch/pytorch#38228).
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from small_pipelines import call_within
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
-from pipeexec.gpipe.backward_order import _issue_or_queue, _TaskNode, link_backward, link_tasks
+from pipeexec.gpipe.backward_order import TaskIssuer, _TaskNode, link_backward, link_tasks
 from pipeexec.gpipe.task_orders import unordered_backward
 from pipesim.ops import Op
 
@@ -76,6 +77,7 @@ class Recorder:
         """Drop nothing."""
 
     def entry_gradients(self) -> list[Tensor | None]:
+        assert self.depth == 0, "within a task of its own"
         return [torch.full((2,), float(len(self.issued)))]
 
     def issue(self, op: Op, i: int, j: int) -> None:
@@ -86,24 +88,28 @@ class Recorder:
         self.depth -= 1
 
 
-def test_tasks_that_come_while_one_is_issued_wait() -> None:
+@pytest.mark.parametrize("has_entry", [False, True])
+def test_tasks_that_come_while_one_is_issued_wait(has_entry: bool) -> None:
     """Also those of another call; all are issued in the order in which they came."""
     order: list[str] = []
-    other = Recorder({(Op.B, 0, 0): lambda: order.append("other")})
-    first = Recorder(
+    other = TaskIssuer(Recorder({(Op.B, 0, 0): lambda: order.append("other")}), False)
+    recorder = Recorder(
         {
             (Op.B, 2, 0): lambda: (
-                _issue_or_queue(first, [(Op.B, 1, 0)]),
-                _issue_or_queue(other, [(Op.B, 0, 0)]),
-                _issue_or_queue(first, [(Op.R, 0, 0), (Op.B, 0, 0)]),
+                first.issue_or_queue([(Op.B, 1, 0)]),
+                other.issue_or_queue([(Op.B, 0, 0)]),
+                first.issue_or_queue([(Op.R, 0, 0), (Op.B, 0, 0)]),
                 order.append("first"),
             )
         }
     )
-    _issue_or_queue(first, [(Op.R, 2, 0), (Op.B, 2, 0)])
-    assert first.issued == [(Op.R, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0), (Op.R, 0, 0), (Op.B, 0, 0)]
+    first = TaskIssuer(recorder, has_entry)
+    first.issue_or_queue([(Op.R, 2, 0), (Op.B, 2, 0)])
+    assert recorder.issued == [
+        (Op.R, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0), (Op.R, 0, 0), (Op.B, 0, 0)
+    ]  # fmt: skip
     assert order == ["first", "other"]
-    assert first.deepest == other.deepest == 1
+    assert recorder.deepest == 1
     assert not backward_order._QUEUES
 
 
@@ -111,15 +117,18 @@ def test_a_failure_leaves_no_queue() -> None:
     """Queued tasks are dropped, as the engine drops later nodes; the next run starts empty."""
 
     def fail() -> None:
-        _issue_or_queue(subject, [(Op.B, 0, 0)])
+        issuer.issue_or_queue([(Op.B, 0, 0)])
         raise ZeroDivisionError
 
     subject = Recorder({(Op.B, 1, 0): fail})
-    with pytest.raises(ZeroDivisionError):
-        _issue_or_queue(subject, [(Op.B, 1, 0)])
-    assert not backward_order._QUEUES
-    _issue_or_queue(subject, [(Op.B, 2, 0)])
-    assert subject.issued == [(Op.B, 1, 0), (Op.B, 2, 0)]
+    for has_entry in (False, True):
+        issuer = TaskIssuer(subject, has_entry)
+        subject.issued.clear()
+        with pytest.raises(ZeroDivisionError):
+            issuer.issue_or_queue([(Op.B, 1, 0)])
+        assert not backward_order._QUEUES
+        issuer.issue_or_queue([(Op.B, 2, 0)])
+        assert subject.issued == [(Op.B, 1, 0), (Op.B, 2, 0)]
 
 
 def _output(recorder: Recorder, x: Tensor, m: int = 3) -> Tensor:
@@ -127,7 +136,7 @@ def _output(recorder: Recorder, x: Tensor, m: int = 3) -> Tensor:
     leave = link_backward(
         recorder,
         (x,),
-        lambda phony: link_tasks(recorder, unordered_backward(1, [False] * m, None), phony),
+        partial(link_tasks, unordered_backward(1, [False] * m, None)),
     )
     return leave([(torch.ones(1, 2),)] * m)[0]
 
@@ -159,6 +168,37 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
     assert not backward_order._QUEUES
 
 
+def test_the_gradient_of_an_input_does_not_come_within_a_task_of_its_call() -> None:
+    """Of a second call whose first node alone runs within a task of the first call."""
+    z = torch.ones(2, requires_grad=True)
+    node: Any = None
+    is_running = False
+    gradients: list[Any] = []
+
+    def run_next_node() -> None:
+        """Run a node of the second call, as the engine may; its nodes wait for each other."""
+        nonlocal node, is_running
+        if is_running or len(gradients) == 4:
+            return
+        is_running = True
+        gradients.append(node.apply(None))
+        node, is_running = node.next_functions[0][0], False
+
+    second = Recorder({(Op.B, i, 0): run_next_node for i in range(3)})
+    output = _output(second, z)  # keeps the nodes
+    assert output.grad_fn is not None
+    node = output.grad_fn.next_functions[0][0]
+    first = Recorder({(Op.B, 2, 0): run_next_node})
+    _output(first, torch.ones(2, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        while len(gradients) < 4:
+            run_next_node()
+    assert second.issued == first.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
+    assert second.deepest == 1
+    assert gradients[-1][-1].tolist() == [3.0, 3.0]
+    assert not backward_order._QUEUES
+
+
 def test_two_threads_have_a_queue_each() -> None:
     """A backward does not wait for that of another thread, nor give it its tasks."""
     barrier = threading.Barrier(2)
@@ -179,9 +219,9 @@ def test_without_dependencies_tasks_are_issued_as_said(
     """Every task once, each R before its B, and each B behind that of the next partition."""
     recorder, x = Recorder(), torch.ones(2, requires_grad=True)
     tasks = unordered_backward(3, recomputed, seed)
-    link_backward(recorder, (x,), lambda phony: link_tasks(recorder, tasks, phony))(
-        [(torch.ones(1, 2),)] * 4
-    )[0].sum().backward()
+    link_backward(recorder, (x,), partial(link_tasks, tasks))([(torch.ones(1, 2),)] * 4)[
+        0
+    ].sum().backward()
     assert recorder.issued == tasks
     assert len(set(tasks)) == len(tasks) == 3 * (4 + sum(recomputed))
     for op, i, j in tasks:
