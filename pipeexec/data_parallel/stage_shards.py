@@ -67,6 +67,9 @@ class StageShards:
             flatten([p for p in parameters if p.dtype == dtype], rank, n_ranks, frees=frees)
             for dtype in dtypes
         ]
+        # Kept also while parameters have memory: meters of activations know parameters by their
+        # addresses, which no tensor of a step may get.
+        self._stand_ins = [torch.full((), math.nan).to(flat.whole) for flat in self.flats]
         self._index = {id(p): number for number, p in enumerate(parameters)}
         self.pieces = nn.ParameterList(
             [x for flat in self.flats for x in flat.pieces if x is not None]
@@ -101,10 +104,9 @@ class StageShards:
     @torch.no_grad()
     def free(self) -> None:
         """Free the memory of the flat tensors; parameters become stand-ins."""
-        for flat in self.flats:
-            nan = torch.full((), math.nan).to(flat.whole.dtype)
+        for flat, stand_in in zip(self.flats, self._stand_ins, strict=True):
             for parameter in flat.parameters:
-                parameter.data = nan.expand(parameter.shape)
+                parameter.data = stand_in.expand(parameter.shape)
             flat.whole.untyped_storage().resize_(0)
 
     @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from small_pipelines import cut, data, dense, mse
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel.sharded_optimizer import check_shardable
+from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.executor.setup import shards as setup_shards
 from pipeexec.executor.setup.gradient_options import GradientOptions
 from pipesim.errors import ArgumentError
@@ -410,6 +412,25 @@ def test_bytes_are_those_of_rule_10(two_ranks: Ranks, options: dict[str, Any]) -
         gathers = "shard_parameters" in options
         assert (max(rank["rule"]) > 0) == gathers
         assert max(rank["parameters"]) <= (sum(rank["nbytes"]) if gathers else 0)
+
+
+def reused_addresses_in_a_rank(processes: px.Processes) -> int:
+    """Return how often tensors get the address of a parameter that had no memory before."""
+    module, group = nn.Linear(4, 4), dist.group.WORLD
+    assert group is not None
+    shards = StageShards(module, None, processes.rank, 2, group, frees=True)
+    n_reused = 0
+    for _ in range(100):
+        before = {p.data_ptr() for p in module.parameters()}
+        with shards.whole():
+            scalars = [torch.zeros(()) for _ in range(200)]
+        n_reused += bool(before & {x.data_ptr() for x in scalars})
+    return n_reused
+
+
+def test_no_tensor_gets_the_address_of_a_parameter(two_ranks: Ranks) -> None:
+    """Counted activations exclude parameters by their addresses."""
+    assert two_ranks.run(reused_addresses_in_a_rank) == [0, 0]
 
 
 # Measured costs
