@@ -538,7 +538,7 @@ def test_dask_cluster(log: Path) -> None:
         runs(log)
         assert results(sweep(grid, backend="dask")) == reference
         assert runs(log) == [1, 2]
-        with joblib.parallel_config(backend="dask", wait_for_workers_timeout=60):
+        with joblib.parallel_config(backend="dask", wait_for_workers_timeout=300):
             table = sweep({"schedule": ["own"], "n_microbatches": [1, FATAL, 2]})
     assert table["error"].dropna().to_dict() == {
         1: "worker was killed (signal unknown; out of memory?)"
