@@ -23,7 +23,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeexec.devices.device import Values
 from pipeexec.experts.gradient_groups import ExpertGroup
 from pipeexec.experts.layer import Experts
-from pipeexec.experts.passage import Passage, Segment, kept_tensors, row_counts, with_kept
+from pipeexec.experts.microbatch_state import (
+    MicrobatchState,
+    Segment,
+    kept_tensors,
+    row_counts,
+    with_kept,
+)
 from pipeexec.experts.stage_parts import stage_parts
 from pipeexec.experts.token_exchange import Rows
 from pipeexec.nesting import with_tensors
@@ -71,7 +77,7 @@ class ExpertStage(Stage):
         self.member, self.n_members = member, n_members
         self.last = 2 * len(self.parts.layers)  # segment
         self.expert_group: ExpertGroup | None = None
-        self._passages: dict[int, Passage] = {}
+        self._states: dict[int, MicrobatchState] = {}
 
     def own_experts(self, layer: Experts) -> range:
         """Return the numbers of the experts of a layer that this replica computes."""
@@ -84,86 +90,86 @@ class ExpertStage(Stage):
         """Run a segment of F; return its outputs, or the rows to exchange (`Rows`)."""
         if number == 0:
             deferred = DeferredGradients(self.meter) if split else None
-            self._passages[microbatch] = Passage(deferred, seed)
+            self._states[microbatch] = MicrobatchState(deferred, seed)
             self.counter.acquire()
-        passage = self._passages[microbatch]
+        state = self._states[microbatch]
         if number % 2:
-            inputs = self._received(passage, values)
+            inputs = self._received(state, values)
         else:
             inputs = tuple(x for x in (values if number == 0 else values[:1]) if x is not None)
-            inputs += kept_tensors(passage.routed)
+            inputs += kept_tensors(state.routed)
         needs_grad = self.trains and (number > 0 or self.needs_input_grad)
         leaves = tuple(x.detach().requires_grad_(needs_grad and _has_grad(x)) for x in inputs)
         with torch.set_grad_enabled(self.trains):
-            outputs = self._call_segment(passage, microbatch, number, leaves)
+            outputs = self._call_segment(state, microbatch, number, leaves)
         if self.trains:
             edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-            passage.segments.append(Segment(leaves, edges, self._count(leaves)))
+            state.segments.append(Segment(leaves, edges, self._count(leaves)))
         if number == self.last:
-            passage.routed = None
-            self.is_random.setdefault(self.module.training, passage.drew)
+            state.routed = None
+            self.is_random.setdefault(self.module.training, state.drew)
             if not self.trains:
                 self.forget(microbatch)
             return tuple(x.detach() for x in outputs)
         rows = outputs[0].detach()
         if number % 2:
-            return Rows(
-                rows, passage.received[-1].sum(1, keepdim=True), row_counts(passage.sent[-1])
-            )
-        return Rows(rows, passage.sent[-1])
+            return Rows(rows, state.received[-1].sum(1, keepdim=True), row_counts(state.sent[-1]))
+        return Rows(rows, state.sent[-1])
 
-    def _received(self, passage: Passage, values: Values) -> tuple[Tensor, ...]:
+    def _received(self, state: MicrobatchState, values: Values) -> tuple[Tensor, ...]:
         """Return the rows that the experts of this replica get."""
         rows, counts, *_ = values
         assert rows is not None
         assert counts is not None
-        passage.received.append(counts)
+        state.received.append(counts)
         return (rows,)
 
     def _call_segment(
-        self, passage: Passage, microbatch: int, number: int, inputs: tuple[Tensor, ...]
+        self, state: MicrobatchState, microbatch: int, number: int, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Run the modules of a segment, under the random numbers of the task."""
-        training, state = self.module.training, passage.state
+        training, random_state = self.module.training, state.random_state
         draws = self.is_random.get(training, True)
-        generator = OwnGenerator(state, self.device) if draws and state is not None else None
+        generator = (
+            OwnGenerator(random_state, self.device) if draws and random_state is not None else None
+        )
         is_inference = torch.is_inference_mode_enabled()  # its tensors have no version counter
         if number == 0 and (self.modifies_input.get(training, True) or is_inference):
             inputs = tuple(x.clone() for x in inputs)
         counters = [] if number or is_inference else [x._version for x in inputs]
-        with self._call_contexts(generator, passage.deferred, None):
-            outputs = self._segment_outputs(passage, microbatch, number, inputs)
+        with self._call_contexts(generator, state.deferred, None):
+            outputs = self._segment_outputs(state, microbatch, number, inputs)
         if generator is not None:
-            passage.drew |= generator.drew
-            passage.state = generator.generator.get_state()
+            state.drew |= generator.drew
+            state.random_state = generator.generator.get_state()
         if counters:
             self._note_modified(inputs, counters, training)
         return outputs
 
     def _segment_outputs(
-        self, passage: Passage, microbatch: int, number: int, inputs: tuple[Tensor, ...]
+        self, state: MicrobatchState, microbatch: int, number: int, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         layer = number // 2
         if number % 2:
             experts = self.parts.layers[layer]
-            return (experts.compute(inputs[0], passage.received[-1], self.own_experts(experts)),)
-        output = self._between(passage, layer, inputs)
+            return (experts.compute(inputs[0], state.received[-1], self.own_experts(experts)),)
+        output = self._between(state, layer, inputs)
         if number < self.last:
-            return self._route(passage, self.parts.layers[layer], output)
+            return self._route(state, self.parts.layers[layer], output)
         if self.loss_fn is None:
             return self._output_tensors(output)
         loss = self.loss_fn(output, microbatch)
         self._loss_gradient = torch.full_like(loss, self.loss_scale)
         return (loss,)
 
-    def _between(self, passage: Passage, layer: int, inputs: tuple[Tensor, ...]) -> Any:
+    def _between(self, state: MicrobatchState, layer: int, inputs: tuple[Tensor, ...]) -> Any:
         """Run the modules before a layer, from the results of the layer before it, if any."""
         modules = self.parts.between[layer]
         output: Any = inputs if len(inputs) > 1 else inputs[0]
         if layer:
             results, *kept = inputs
-            assert passage.routed is not None
-            routed = with_kept(passage.routed, kept)
+            assert state.routed is not None
+            routed = with_kept(state.routed, kept)
             output = self.parts.layers[layer - 1].combine(results, routed)
         elif modules:
             args, kwargs = inputs, None
@@ -174,12 +180,12 @@ class ExpertStage(Stage):
             output = module(output)
         return output
 
-    def _route(self, passage: Passage, layer: Experts, x: Tensor) -> tuple[Tensor, ...]:
+    def _route(self, state: MicrobatchState, layer: Experts, x: Tensor) -> tuple[Tensor, ...]:
         """Return the rows to send, and the tensors that the segment after the experts needs."""
         routed = layer.route(x)
-        passage.sent.append(routed.counts.view(self.n_members, -1))
+        state.sent.append(routed.counts.view(self.n_members, -1))
         kept = kept_tensors(routed)
-        passage.routed = with_kept(routed, [k.detach() for k in kept])._replace(
+        state.routed = with_kept(routed, [k.detach() for k in kept])._replace(
             rows=routed.rows[:0].detach()
         )
         return (routed.rows, *kept)
@@ -189,7 +195,7 @@ class ExpertStage(Stage):
         gradients = self._segment_backward(microbatch, number, values)
         if number == self.last:
             self.counter.release()
-            del self._passages[microbatch]
+            del self._states[microbatch]
         return gradients
 
     def input_grad_segment(self, microbatch: int, number: int, values: Values) -> Values:
@@ -201,23 +207,23 @@ class ExpertStage(Stage):
 
     def _segment_backward(self, microbatch: int, number: int, values: Values) -> Values:
         """Run the backward of one segment; return gradients, or rows of them to exchange."""
-        passage = self._passages[microbatch]
-        segment, place = passage.segments.pop(), self.last - number
-        edges, gradients = self._starts(passage, segment, place, values)
+        state = self._states[microbatch]
+        segment, place = state.segments.pop(), self.last - number
+        edges, gradients = self._starts(state, segment, place, values)
         if edges:
-            run = run_backward if passage.deferred is None else passage.deferred.collect
+            run = run_backward if state.deferred is None else state.deferred.collect
             run(edges, gradients)
         if place == 0:
             return tuple(leaf.grad for leaf in segment.inputs)
         first, *kept = segment.inputs
         rows = torch.zeros_like(first) if first.grad is None else first.grad
         if place % 2:
-            return Rows(rows, row_counts(passage.received.pop()), row_counts(passage.sent.pop()))
-        passage.kept_gradients = tuple(x.grad for x in kept)
-        return Rows(rows, row_counts(passage.sent[-1]), row_counts(passage.received[-1]))
+            return Rows(rows, row_counts(state.received.pop()), row_counts(state.sent.pop()))
+        state.kept_gradients = tuple(x.grad for x in kept)
+        return Rows(rows, row_counts(state.sent[-1]), row_counts(state.received[-1]))
 
     def _starts(
-        self, passage: Passage, segment: Segment, place: int, values: Values
+        self, state: MicrobatchState, segment: Segment, place: int, values: Values
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the outputs of a segment from which its backward starts, and their gradients."""
         if place == self.last:
@@ -225,8 +231,8 @@ class ExpertStage(Stage):
         elif place % 2:
             gradients = values[:1]
         else:
-            gradients = (values[0], *passage.kept_gradients)
-            passage.kept_gradients = ()
+            gradients = (values[0], *state.kept_gradients)
+            state.kept_gradients = ()
         pairs = [
             (output, gradient)
             for output, gradient in zip(segment.outputs, gradients, strict=True)
@@ -236,24 +242,24 @@ class ExpertStage(Stage):
 
     def weight_grad(self, microbatch: int) -> None:
         """Run W: accumulate the parameters' gradients that I left."""
-        deferred = self._passages.pop(microbatch).deferred
+        deferred = self._states.pop(microbatch).deferred
         self.counter.release()
         if deferred is not None:
             deferred.run()
 
     def pending_parameters(self, microbatch: int) -> set[int] | None:
         """Return the ids of the parameters whose gradients W will make; None if it makes all."""
-        deferred = self._passages[microbatch].deferred
+        deferred = self._states[microbatch].deferred
         return None if deferred is None else deferred.parameter_ids()
 
     def forget(self, microbatch: int) -> None:
         """Drop a micro-batch, if it is held."""
-        if self._passages.pop(microbatch, None) is not None:
+        if self._states.pop(microbatch, None) is not None:
             self.counter.release()
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
-        for microbatch in list(self._passages):
+        for microbatch in list(self._states):
             self.forget(microbatch)
 
 

@@ -1,4 +1,4 @@
-"""`Passage`: a micro-batch on its way through the segments of a stage with experts."""
+"""`MicrobatchState`: what a stage with experts keeps of a micro-batch between its segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeexec.stages.activation_bytes import CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import Seed
 
-__all__ = ["Passage", "Segment", "kept_tensors", "row_counts", "with_kept"]
+__all__ = ["MicrobatchState", "Segment", "kept_tensors", "row_counts", "with_kept"]
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Segment:
 
 
 @dataclass
-class Passage:
-    """A micro-batch on its way through the segments of a stage.
+class MicrobatchState:
+    """What a stage keeps of a micro-batch between its segments.
 
     Attributes
     ----------
@@ -42,14 +42,14 @@ class Passage:
         Gradients of the tensors kept by the segment before the experts; set by the one after them.
     deferred
         Weight gradients that I leaves for W.
-    state
-        Random numbers of the next segment.
+    random_state
+        State of the random numbers of the next segment.
     drew
         Whether a segment drew any.
     """
 
     deferred: DeferredGradients | None
-    state: Seed
+    random_state: Seed
     segments: list[Segment] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
     received: list[Tensor] = field(default_factory=list)
