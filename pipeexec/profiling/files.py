@@ -11,7 +11,14 @@ import numpy as np
 
 from pipeexec.profiling.link_fit import STATES, by_pair
 from pipesim.errors import RunDirectoryError, number
-from pipesim.plot.paper_figure import SMALL, axes_or_new, figure_with_axes, label, save, set_title
+from pipesim.plot.paper_figure import (
+    add_legend,
+    axes_or_new,
+    figure_with_axes,
+    label,
+    save,
+    set_title,
+)
 from pipesim.plot.style import time_unit
 
 if TYPE_CHECKING:
@@ -126,9 +133,9 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     label(ax, "Message (bytes)", f"From sender to consumer ({unit})")
     ax.xaxis.set_major_formatter(lambda value, _: _size(value))
     n_pairs = len(by_pair(transfers))
-    ax.legend(fontsize=SMALL, frameon=False)
+    height = add_legend(ax, *ax.get_legend_handles_labels())
     pairs = "one pair of devices" if n_pairs == 1 else f"{n_pairs} pairs of devices"
-    set_title(ax, "Messages by size", pairs)
+    set_title(ax, "Messages by size", pairs, height)
     return ax
 
 

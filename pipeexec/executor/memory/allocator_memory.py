@@ -25,7 +25,7 @@ from pipeexec.devices.device import Device
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
-from pipesim.plot.paper_figure import SMALL, axes_or_new, end_of_axis, label
+from pipesim.plot.paper_figure import add_legend, axes_or_new, end_of_axis, label
 from pipesim.plot.style import byte_unit, time_unit
 from pipesim.timeline.timeline import Timeline
 
@@ -101,7 +101,7 @@ class Allocated:
         ax.set_xlim(0, max(last, end_of_axis(self.timeline)) * scale)
         ax.set_ylim(bottom=0)
         label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
-        ax.legend(frameon=False, fontsize=SMALL)
+        add_legend(ax, *ax.get_legend_handles_labels())
         return ax
 
     def _by_gpu(self, predicted: Timeline) -> pd.DataFrame:
