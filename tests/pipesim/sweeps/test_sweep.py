@@ -524,12 +524,14 @@ def test_dask_cluster(log: Path) -> None:
     distributed = pytest.importorskip("distributed")
     grid = {"schedule": ["own", "gpipe"], "n_microbatches": [1, 2]}
     reference = results(sweep(grid))
-    quiet = {
+    patient = {
         "distributed.scheduler.allowed-failures": 1,  # a task may meet a worker that is dying
+        # A worker that has no process so long after any of its deaths is given up for good.
+        "distributed.deploy.lost-worker-timeout": "600s",
         "distributed.logging": {"distributed": "critical"},
     }
     with (
-        dask.config.set(quiet),
+        dask.config.set(patient),
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs="CRITICAL"
         ) as cluster,
@@ -538,7 +540,7 @@ def test_dask_cluster(log: Path) -> None:
         runs(log)
         assert results(sweep(grid, backend="dask")) == reference
         assert runs(log) == [1, 2]
-        with joblib.parallel_config(backend="dask", wait_for_workers_timeout=300):
+        with joblib.parallel_config(backend="dask", wait_for_workers_timeout=60):
             table = sweep({"schedule": ["own"], "n_microbatches": [1, FATAL, 2]})
     assert table["error"].dropna().to_dict() == {
         1: "worker was killed (signal unknown; out of memory?)"
