@@ -113,7 +113,7 @@ class ExpertStage(Stage):
             return tuple(x.detach() for x in outputs)
         rows = outputs[0].detach()
         if number % 2:
-            return Rows(rows, state.received[-1].sum(1, keepdim=True), row_counts(state.sent[-1]))
+            return Rows(rows, row_counts(state.received[-1]), row_counts(state.sent[-1]))
         return Rows(rows, state.sent[-1])
 
     def _received(self, state: MicrobatchState, values: Values) -> tuple[Tensor, ...]:

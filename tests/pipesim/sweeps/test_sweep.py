@@ -524,14 +524,14 @@ def test_dask_cluster(log: Path) -> None:
     distributed = pytest.importorskip("distributed")
     grid = {"schedule": ["own", "gpipe"], "n_microbatches": [1, 2]}
     reference = results(sweep(grid))
-    patient = {
+    dask_settings = {
         "distributed.scheduler.allowed-failures": 1,  # a task may meet a worker that is dying
         # A worker that has no process so long after any of its deaths is given up for good.
         "distributed.deploy.lost-worker-timeout": "600s",
         "distributed.logging": {"distributed": "critical"},
     }
     with (
-        dask.config.set(patient),
+        dask.config.set(dask_settings),
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs="CRITICAL"
         ) as cluster,
