@@ -125,7 +125,8 @@ class CudaDevice(NamedStreams):
     def from_host(self, data: torch.Tensor) -> torch.Tensor:
         """Return a copy on this GPU.
 
-        The current stream makes it; nobody waits.
+        The current stream copies, once the compute stream has run what it was given before: the
+        memory is the compute stream's, so that it may be that of tensors freed there.
 
         Parameters
         ----------
@@ -154,7 +155,12 @@ class CudaDevice(NamedStreams):
         >>> part.from_host(torch.ones(2)).device  # doctest: +SKIP
         device(type='cuda', index=0)
         """
-        return torch.empty_like(data, device=self.torch_device).copy_(data, non_blocking=True)
+        compute, current = self.stream("compute"), torch.cuda.current_stream(self.torch_device)
+        assert isinstance(compute, CudaStream)
+        with torch.cuda.stream(compute.stream):
+            copy = torch.empty_like(data, device=self.torch_device)
+        current.wait_stream(compute.stream)
+        return copy.copy_(data, non_blocking=True)
 
     def wait_for_host(self, event: Event) -> None:
         """Return at once: the host launched the kernels when it submitted the work.

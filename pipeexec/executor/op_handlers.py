@@ -19,6 +19,7 @@ from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.gradients.grad_norm import clip_gradients, compute_grad_norm
 from pipeexec.executor.gradients.gradient_sync import assign_reduced_gradients, reduce_gradients
 from pipeexec.executor.gradients.tied_gradients import reduce_tied_gradients
+from pipeexec.executor.offload_waits import outlasts_issue
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.stage import Stage
@@ -96,6 +97,8 @@ def _unshard(step: Step, task: PlannedTask) -> None:
     with convert_collective_errors(task.group):
         shards.gather(task.group)
     step.events.nbytes[task.id] = shards.nbytes
+    if isinstance(task.stage, Stage):
+        task.stage.forget_storages()
     if task.stage.meter is not None:
         task.stage.meter.ignore_weights(task.slot, shards.whole_tensors)
 
@@ -178,17 +181,19 @@ def keep_for_both_streams(task: PlannedTask, values: Values) -> None:
 
 
 def _offload(step: Step, task: PlannedTask) -> None:
-    """Move activations to the host; record their bytes."""
+    """Copy activations to the host, and record their bytes; a copy that runs on needs them."""
     assert isinstance(task.stage, Stage)
     share = float(step.graph.offload_shares[task.stage.index])
-    moved = task.stage.offload(task.microbatch, share, task.device, task.stream)
-    step.events.nbytes[task.id] = moved
+    moved = task.stage.offload(task.microbatch, share, task.device)
+    step.events.nbytes[task.id] = sum(data.nbytes for data in moved)
+    if outlasts_issue(task):
+        step.results[task.id] = moved
 
 
 def _reload(step: Step, task: PlannedTask) -> None:
     """Move activations back to the device; record their bytes."""
     assert isinstance(task.stage, Stage)
-    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device, task.stream)
+    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device)
 
 
 def _step(step: Step, task: PlannedTask) -> None:

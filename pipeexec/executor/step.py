@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +58,8 @@ class Step:
         Processes of the pipeline; None if there is one.
     hosts
         Threads that issue the tasks; None if the caller's thread does.
+    frees
+        Tasks for which a task waits, and whose results it drops when it is issued.
 
     Attributes
     ----------
@@ -84,11 +87,12 @@ class Step:
         timeout: float | None = None,
         processes: Processes | None = None,
         hosts: HostThreads | None = None,
+        frees: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.graph, self.devices = graph, devices
         self.inputs, self.gradients = inputs, gradients
         self.events = StepEvents(graph, devices)
-        self.processes, self.hosts = processes, hosts
+        self.processes, self.hosts, self.frees = processes, hosts, frees
         self.results: list[Values | None] = [None] * len(graph)
         self.expected_messages: dict[int, ExpectedMessage] = {}
         self.posted_receives: dict[int, PostedReceive] = {}
@@ -143,11 +147,14 @@ class Step:
         """Submit tasks to their streams in order; the tasks that they wait for come before them."""
         events = self.events
         start_events, end_events = events.start_events, events.end_events
-        issued, zero = events.issued, events.zero
+        issued, zero, frees = events.issued, events.zero, self.frees
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # issued before
+            for needed in frees.get(task.id, ()):
+                stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # likewise
+                self.results[needed] = None
             if task.sync is not None:
                 for milestone in task.sync.milestones:
                     stream.wait_event(events.milestones[milestone][0])

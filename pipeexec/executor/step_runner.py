@@ -23,6 +23,7 @@ from pipeexec.executor.gradients.completion import complete_gradients
 from pipeexec.executor.gradients.step_gradients import StepGradients
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
+from pipeexec.executor.offload_waits import OffloadWaits
 from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.plan import plan
@@ -137,6 +138,7 @@ class StepRunner:
             if isinstance(stage, ExpertStage):
                 stage.expert_group = model.expert_groups.get(stage.index)
         self.tasks = plan(graph, self.stages, devices, self.shares, processes)
+        self._offload_waits = OffloadWaits(graph, self.tasks)
         warn_of_compiled(graph, self.stages)
         self._hosts = make_host_threads(graph, self.tasks, processes)
         self.capture = self._make_capture()
@@ -203,6 +205,7 @@ class StepRunner:
             step.forget_errors()
             if self.reports is not None:
                 self.reports.keep_readings(step)
+        self._offload_waits.note_step(step)
         warn_of_randomness(self.stages, random_state)
         warn_of_loss(step.inputs.loss, returns_count=self.loss.returns_count)
         return step
@@ -302,6 +305,7 @@ class StepRunner:
             timeout=self.timeout,
             processes=model.processes,
             hosts=self._hosts,
+            frees=self._offload_waits.by_task,
         )
         if step.inputs.loss.check is not None:
             step.inputs.loss.check.scale = step.gradients.scale

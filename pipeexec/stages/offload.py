@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.device import Device
-from pipeexec.devices.streams import Stream
 from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
 from pipesim.errors import ExecutionError
 
@@ -134,26 +133,26 @@ class SavedActivations:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def offload(self, share: float, device: Device, stream: Stream) -> int:
-        """Copy whole storages to the host, largest first, and free them; return their bytes.
+    def offload(self, share: float, device: Device) -> tuple[Tensor, ...]:
+        """Copy whole storages to the host, largest first; return them, which nothing else holds.
 
-        At most ``share`` of the bytes that can be moved are. Runs on ``stream``.
+        At most ``share`` of the bytes that can be moved are. The caller holds the result until the
+        current stream has copied it.
         """
         holders = self._holders()
         sizes = {key: held[0].untyped_storage().nbytes() for key, (held, *_) in holders.items()}
-        most, total = share * sum(sizes.values()), 0
+        most, total, moved = share * sum(sizes.values()), 0, []
         for key in sorted(sizes, key=lambda key: -sizes[key]):  # of equal ones, the first saved
             if total + sizes[key] <= most:
-                self._move(*holders[key], device, stream)
+                moved.append(self._move(*holders[key], device))
                 total += sizes[key]
-        return total
+        return tuple(moved)
 
-    def reload(self, device: Device, stream: Stream) -> int:
-        """Copy all storages back; return their bytes. Runs on ``stream``."""
-        total, compute = 0, device.stream("compute")
+    def reload(self, device: Device) -> int:
+        """Copy all storages back; return their bytes."""
+        total = 0
         for moved in self._moved:
             data = device.from_host(moved.data)
-            device.adopt(data, compute)
             for reference, view in moved.slots:
                 if (slot := reference()) is not None:
                     slot.tensor = view.tensor(data)
@@ -182,6 +181,7 @@ class SavedActivations:
                 continue
             key = tensor.untyped_storage().data_ptr()
             is_plain = type(tensor) in _PLAIN and not (tensor.is_conj() or tensor.is_neg())
+            is_plain = is_plain and tensor.untyped_storage().nbytes() % tensor.itemsize == 0
             if not is_plain or tensor.is_quantized or (slot and tensor._version != slot.version):
                 kept.add(key)
             held, of_slots, of_leaves = holders.setdefault(key, ([], [], []))
@@ -198,12 +198,10 @@ class SavedActivations:
         slots: list[_Slot],
         leaves: list[int],
         device: Device,
-        stream: Stream,
-    ) -> None:
-        """Copy a storage to the host, and drop all references to it."""
-        storage = tensors[0].untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage)
-        device.adopt(data, stream)
+    ) -> Tensor:
+        """Copy a storage to the host, drop all references to it, and return its bytes."""
+        one = tensors[0].detach()
+        data = one.as_strided((one.untyped_storage().nbytes() // one.itemsize,), (1,), 0)
         copy = device.to_host(data)
         of_slots = [
             (weakref.ref(x), _View.from_tensor(x.tensor)) for x in slots if x.tensor is not None
@@ -217,3 +215,4 @@ class SavedActivations:
             )
             self._counted_leaves[number] = None
         self._moved.append(_Moved(copy, tuple(of_slots), tuple(of_leaves)))
+        return data

@@ -15,7 +15,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter, CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
@@ -119,9 +118,10 @@ class Stage(ModuleCaller):
         self._counted_inputs: dict[int, tuple[CountedTensor, ...]] = {}
         self._saved_inputs: dict[int, SavedActivations] = {}
         self._activations: dict[int, _Activations] = {}
-        #: Micro-batches that have an OFFLOAD, and storages of the batch of a step.
+        #: Micro-batches that have an OFFLOAD; storages of the batch of a step, and of the module.
         self.offloaded: frozenset[int] = frozenset()
         self.batch_storages: set[int] = set()
+        self._module_storages: set[int] | None = None
 
     @property
     def is_ddp(self) -> bool:
@@ -220,6 +220,7 @@ class Stage(ModuleCaller):
     def begin_step(self, autocast: ContextFactory | None = None) -> None:
         """Begin a step: the weights are as they are now; forwards run under ``autocast``."""
         self.autocast = autocast
+        self.forget_storages()
         if self.ddp is not None:
             self.ddp.begin()
         if self.versions is not None:
@@ -257,19 +258,19 @@ class Stage(ModuleCaller):
         if self.ddp is not None:
             self.ddp.finish_microbatch(microbatch)
 
-    def offload(self, microbatch: int, share: float, device: Device, stream: Stream) -> int:
-        """Run OFFLOAD: move a share of what F keeps to the host, and return the bytes.
+    def offload(self, microbatch: int, share: float, device: Device) -> tuple[Tensor, ...]:
+        """Run OFFLOAD: move a share of what F keeps to the host, and return what was copied.
 
         Of a micro-batch that will be recomputed, all of the input goes.
         """
         if microbatch in self._saved_inputs:
-            return self._saved_inputs[microbatch].offload(1.0, device, stream)
-        return self._saved(microbatch).offload(share, device, stream)
+            return self._saved_inputs[microbatch].offload(1.0, device)
+        return self._saved(microbatch).offload(share, device)
 
-    def reload(self, microbatch: int, device: Device, stream: Stream) -> int:
+    def reload(self, microbatch: int, device: Device) -> int:
         """Run RELOAD: move what is on the host back, and return the bytes."""
         saved = self._saved_inputs.get(microbatch) or self._saved(microbatch)
-        return saved.reload(device, stream)
+        return saved.reload(device)
 
     def _saved(self, microbatch: int) -> SavedActivations:
         saved = self._activations[microbatch].saved
@@ -289,7 +290,13 @@ class Stage(ModuleCaller):
     def _kept_storages(self) -> set[int]:
         """Return the addresses of storages that OFFLOAD does not move."""
         weights = set() if self.versions is None else storages(self.versions.parameters())
-        return self.batch_storages | module_storages(self.module) | weights
+        if self._module_storages is None:  # found once, as each parameter takes a microsecond
+            self._module_storages = module_storages(self.module)
+        return self.batch_storages | self._module_storages | weights
+
+    def forget_storages(self) -> None:
+        """Forget where the module's tensors are, as they may have moved."""
+        self._module_storages = None
 
     def forget(self, microbatch: int) -> None:
         """Drop a micro-batch that gets no backward, if it is held."""

@@ -1,0 +1,105 @@
+"""Which compute task waits for an OFFLOAD on a GPU, and takes the memory that it has copied.
+
+The host issues a whole step before a GPU has run much of it. Memory that OFFLOAD freed when the
+host issued it would wait for the copy, which torch's allocator looks at only while the host
+allocates: within the step, no task would get it. So a step holds these tensors until a later
+compute task of the device waits for the copy. Their memory then belongs to the compute stream::
+
+    compute | F0 | F1       | F2 waits for OFFLOAD0 and may take its memory
+    offload      | OFFLOAD0 | OFFLOAD1
+
+In the first steps this is the second compute task after F. Then the measured durations are
+simulated, and it is the first compute task that starts after the end of the OFFLOAD there: its wait
+delays nothing, and memory is as predicted. In several processes the first choice stays, as each
+knows the durations of its own tasks alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeexec.devices.cuda import CudaDevice
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Step
+from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import LISTED, RECVS, Op
+from pipesim.simulation.simulate import predict_timeline
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["OffloadWaits", "outlasts_issue"]
+
+#: Steps after which durations are simulated; the first one loads kernels and takes memory.
+_N_FIRST_STEPS = 2
+
+
+def outlasts_issue(task: PlannedTask) -> bool:
+    """Return whether a copy runs beside compute tasks, after the host has issued it."""
+    return isinstance(task.device, CudaDevice) and task.stream != task.device.stream("compute")
+
+
+class OffloadWaits:
+    """Chooses the compute task that waits for each OFFLOAD of a GPU.
+
+    Parameters
+    ----------
+    graph
+        Task graph.
+    tasks
+        Planned tasks of this process, in order of ids.
+
+    Attributes
+    ----------
+    by_task
+        OFFLOADs for which each compute task waits, and whose tensors it frees.
+    """
+
+    def __init__(self, graph: TaskGraph, tasks: Sequence[PlannedTask]) -> None:
+        self.graph = graph
+        is_compute = graph.is_op(LISTED)
+        #: Compute tasks of the device after the F of each OFFLOAD, in their order.
+        self._later: dict[int, list[int]] = {}
+        for task in tasks:
+            if graph.op[task.id] == Op.OFFLOAD and outlasts_issue(task):
+                others = np.flatnonzero(is_compute & (graph.device == graph.device[task.id]))
+                self._later[task.id] = others[others > task.id].tolist()
+        self.by_task = self._grouped({t: later[1] for t, later in self._later.items()})
+        self._n_steps = 0
+
+    @staticmethod
+    def _grouped(waiters: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return OFFLOADs by the compute task that waits for them."""
+        by_task: dict[int, list[int]] = defaultdict(list)
+        for offload, waiter in waiters.items():
+            by_task[waiter].append(offload)
+        return dict(by_task)
+
+    def note_step(self, step: Step) -> None:
+        """Note that a step has run; choose anew once, after the first steps."""
+        self._n_steps += 1
+        if not self._later or self._n_steps != _N_FIRST_STEPS:
+            return
+        timeline = step.readings().timeline
+        if not timeline.complete:
+            return
+        free = predict_timeline(self.graph, _measured_costs(timeline))
+        self.by_task = self._grouped({
+            offload: next(t for t in later if free.start[t] >= free.end[offload])
+            for offload, later in self._later.items()
+        })  # fmt: skip  # the task that needs the RELOAD is one of them
+
+
+def _measured_costs(timeline: Timeline) -> TaskCosts:
+    """Return the measured durations of tasks and latencies of messages."""
+    graph, zeros = timeline.graph, np.zeros(len(timeline))
+    is_recv, latency = graph.is_op(RECVS), np.zeros(len(timeline))
+    recvs = np.flatnonzero(is_recv)
+    sends = graph.pair[recvs]
+    latency[recvs] = np.maximum(timeline.end[recvs] - timeline.end[sends], 0.0)
+    latency[sends] = latency[recvs]
+    duration = np.where(is_recv, 0.0, np.maximum(timeline.end - timeline.start, 0.0))
+    links = np.arange(len(timeline))[:, None]
+    return TaskCosts.of_tasks(CostTable(duration, latency, zeros, zeros, links))
