@@ -7,7 +7,9 @@ CUDA: the queue of a stream takes about a thousand kernels. The launch of the ne
 host until a kernel ends, so that a step of many kernels is as long for the host as for the GPU.
 This blocked time is not launch time. Each operation of each stage therefore counts with its
 median. Its median in steps of a single micro-batch, which fill no queue, is an upper limit. Such
-steps have no I and no W: the B bounds both, as it contains them.
+steps have no I and no W: the B bounds both, as it contains them. Tasks in which the host waits for
+values of the GPU do not count: GRAD_NORM, which looks whether the norm is finite, and exchanges of
+experts, whose sizes depend on the values.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.ops import Op
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["HostTimed", "host_share", "launch_seconds", "mean_launch"]
@@ -65,12 +68,11 @@ def launch_seconds(steps: Sequence[HostTimed], isolated: Sequence[HostTimed] = (
     medians, limits = _medians(steps), _medians(isolated)
     if not medians:
         return mean
-    graph = steps[0].timeline.graph
     seconds = []
     for (op, stage), (median, n_tasks) in medians.items():
         limit = limits.get((op, stage)) or limits.get((_FULL_BACKWARD.get(Op(op), op), stage))
         seconds.append(n_tasks * (median if limit is None else min(median, limit[0])))
-    return min(mean, sum(seconds) / len(graph))
+    return min(mean, sum(seconds) / sum(n_tasks for _, n_tasks in medians.values()))
 
 
 def host_share(steps: Sequence[HostTimed], n_hosts: int = 1) -> float:
@@ -85,6 +87,7 @@ def _medians(steps: Sequence[HostTimed]) -> dict[tuple[int, int], tuple[float, i
     if not rows or any(row is None for row in rows):
         return {}
     times, graph = np.array(rows, dtype=np.float64), steps[0].timeline.graph
+    times[:, _waits_for_values(graph)] = np.nan
     medians = {}
     for op, stage in sorted(set(zip(graph.op.tolist(), graph.stage.tolist(), strict=True))):
         is_task = (graph.op == op) & (graph.stage == stage)
@@ -92,3 +95,9 @@ def _medians(steps: Sequence[HostTimed]) -> dict[tuple[int, int], tuple[float, i
         if seconds.size:
             medians[op, stage] = float(np.median(seconds)), int(is_task.sum())
     return medians
+
+
+def _waits_for_values(graph: TaskGraph) -> NDArray[np.bool_]:
+    """Mark the tasks in which the host waits until a GPU has computed a value."""
+    waits: NDArray[np.bool_] = (graph.op == Op.GRAD_NORM) | is_expert_exchange(graph.op, graph.part)
+    return waits

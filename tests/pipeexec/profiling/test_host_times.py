@@ -21,7 +21,7 @@ import pipesim as ps
 from pipeexec.cli.report import profile_report
 from pipeexec.devices.cuda_streams import CudaStream
 from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
-from pipesim.ops import Op
+from pipesim.ops import Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
@@ -68,6 +68,25 @@ def test_single_micro_batches_bound_the_rest() -> None:
     predicted = launch_seconds([blocked, blocked], [alone])
     exact = _step(graph, free | {Op.I: 7.0, Op.W: 7.0, Op.SEND_F: 0.5})
     assert predicted == pytest.approx(mean_launch([exact]))
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"grad_norm": True}, lambda g: g.op == Op.GRAD_NORM),
+        ({"n_replicas": 2, "expert_layers": 1}, lambda g: is_expert_exchange(g.op, g.part)),
+    ],
+)
+def test_waits_for_values_are_no_launches(options: dict[str, Any], waits: Any) -> None:
+    """The host is busy, but with nothing: it waits in these tasks until the GPU is done."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 4), **options)
+    launch = 30e-6
+    took = np.where(waits(graph), 0.1, launch)
+    assert waits(graph).any()
+    exchanges = {"exchange_dispatch": 0.1, "exchange_combine": 0.1}
+    costs = ps.Costs(4.0, 8.0, **(exchanges if "expert_layers" in options else {"grad_norm": 0.1}))
+    step = Step(ps.simulate(graph, costs), took)
+    assert launch_seconds([step, step], [step]) == pytest.approx(launch)
 
 
 def test_without_times_of_tasks_the_mean_counts() -> None:
