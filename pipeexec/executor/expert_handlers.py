@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pipeexec.executor.op_handlers import (
-    convert_collective_errors,
-    keep_for_both_streams,
-    task_input,
-)
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.streams import Stream
+from pipeexec.executor.op_handlers import convert_collective_errors, task_input
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.experts.stage import ExpertStage
@@ -61,20 +59,27 @@ def _exchange(step: Step, task: PlannedTask) -> None:
     with convert_collective_errors(task.group):
         received = exchange_rows(sent, task.group)
     own = _stage(task).member
-    for number, (member, before, rows) in enumerate(zip(members, sent, received, strict=True)):
-        keep_for_both_streams(task, rows)
+    for number, (member, rows) in enumerate(zip(members, received, strict=True)):
+        device = step.devices[int(graph.device[member])]
+        _keep_for_stream(rows, device, device.stream("compute"))
         step.results[member] = rows
-        step.events.nbytes[member] = before.others_bytes(own if task.group else number)
+        step.events.nbytes[member] = rows.others_bytes(own if task.group else number)
 
 
 def _pop_rows(step: Step, task: PlannedTask, member: int) -> Rows:
     """Return the rows that a member sends."""
     values = step.pop_result(_source(step, member))
-    keep_for_both_streams(task, values)
-    rows = values if isinstance(values, Rows) else None
-    if rows is None:
+    if not isinstance(values, Rows):
         raise ExecutionError(f"{step.graph.task(member)} has no rows to exchange")
-    return rows
+    _keep_for_stream(values, task.device, task.stream)
+    return values
+
+
+def _keep_for_stream(values: Values, device: Device, stream: Stream) -> None:
+    """Keep the memory of tensors of another stream until a stream of a device has used it."""
+    for value in values:
+        if value is not None:
+            device.adopt(value, stream)
 
 
 def _source(step: Step, member: int) -> int:

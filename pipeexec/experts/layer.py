@@ -5,7 +5,7 @@ The file is longer than 300 lines for its documentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from pipesim.errors import (
     check_type,
 )
 
-__all__ = ["Experts", "Routed"]
+__all__ = ["Experts", "Routed", "run_experts"]
 
 #: Bytes that Python and torch need for one expert, at least.
 _BYTES_PER_EXPERT = 1000
@@ -258,9 +258,11 @@ class Experts(nn.Module):
         weights, chosen = self.router(hidden).softmax(-1).topk(self.experts_per_token)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
+        chosen = chosen.flatten()
+        order = chosen.argsort(stable=True)
         rows = hidden.index_select(0, order // self.experts_per_token)
-        counts = chosen.flatten().bincount(minlength=self.n_experts)
+        # Not bincount, for which a GPU's host waits.
+        counts = chosen.new_zeros(self.n_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         return Routed(rows, counts, order, weights, self._kept(x, hidden), x.shape)
 
     def _kept(self, x: Tensor, hidden: Tensor) -> Tensor | None:
@@ -273,7 +275,8 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor, own: range) -> Tensor:
         """Return the results of some experts of this module, in the order of the rows.
 
-        Every expert runs, also one without rows, so that its parameters have gradients.
+        Every expert runs, also one without rows, so that its parameters have gradients. The host
+        waits for the counts.
 
         Parameters
         ----------
@@ -309,12 +312,8 @@ class Experts(nn.Module):
         >>> layer.compute(routed.rows, routed.counts[None], layer.held).shape
         torch.Size([6, 4])
         """
-        order = _order_by_expert(counts)
-        grouped = rows if order is None else rows.index_select(0, order)
-        parts = grouped.split(counts.sum(0).tolist())
-        results = [self.experts[str(k)](part) for k, part in zip(own, parts, strict=True)]
-        joined = torch.cat(results)
-        return joined if order is None else joined.index_select(0, order.argsort())
+        experts = [self.experts[str(k)] for k in own]
+        return run_experts(experts, rows, counts, counts.sum(0).tolist())
 
     def combine(self, results: Tensor, routed: Routed) -> Tensor:
         """Return the output, from the results of the experts.
@@ -423,6 +422,17 @@ class Experts(nn.Module):
         return words if self.has_all else f"{words}, held={self.held.start}..{self.held.stop - 1}"
 
 
+def run_experts(
+    experts: Sequence[nn.Module], rows: Tensor, counts: Tensor, n_rows: Sequence[int]
+) -> Tensor:
+    """Return the results of `Experts.compute`; ``n_rows`` has the number of rows of each expert."""
+    order = _order_by_expert(counts, len(rows))
+    grouped = rows if order is None else rows.index_select(0, order)
+    parts = grouped.split(list(n_rows))
+    joined = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    return joined if order is None else joined.index_select(0, order.argsort())
+
+
 def _held(share: object, n_experts: int) -> range:
     """Return the numbers of the experts of a share."""
     match share:
@@ -456,11 +466,11 @@ def _check_separate(experts: nn.ModuleDict) -> None:
                 )
 
 
-def _order_by_expert(counts: Tensor) -> Tensor | None:
+def _order_by_expert(counts: Tensor, n_rows: int) -> Tensor | None:
     """Return the order of rows by expert; None if they have one sender, and are in it already."""
     n_senders, n_experts = counts.shape
     if n_senders == 1:
         return None
     numbers = torch.arange(n_experts, device=counts.device).repeat(n_senders)
-    of_row: Tensor = numbers.repeat_interleave(counts.flatten())
+    of_row: Tensor = numbers.repeat_interleave(counts.flatten(), output_size=n_rows)
     return of_row.argsort(stable=True)

@@ -10,11 +10,12 @@ from torch.autograd.graph import GradientEdge
 
 from pipeexec.devices.device import Values
 from pipeexec.experts.layer import Routed
+from pipeexec.experts.token_exchange import RowNumbers
 from pipeexec.stages.activation_bytes import CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import Seed
 
-__all__ = ["MicrobatchState", "Segment", "kept_tensors", "row_counts", "with_kept"]
+__all__ = ["MicrobatchState", "Segment", "kept_tensors", "with_kept"]
 
 
 @dataclass
@@ -34,8 +35,11 @@ class MicrobatchState:
     ----------
     segments
         Segments that have run forward, without those that have run backward.
-    sent, received
-        Rows for, and from, each member and expert, of each layer so far.
+    numbers
+        Numbers of rows of the dispatch of each layer, without those whose experts have run
+        backward.
+    counts
+        Number of rows from each member for each expert, in the latest dispatch.
     routed
         The latest layer's tokens, without rows; its tensors are leaves of the next segment but one.
     kept_gradients
@@ -51,16 +55,11 @@ class MicrobatchState:
     deferred: DeferredGradients | None
     random_state: Seed
     segments: list[Segment] = field(default_factory=list)
-    sent: list[Tensor] = field(default_factory=list)
-    received: list[Tensor] = field(default_factory=list)
+    numbers: list[RowNumbers] = field(default_factory=list)
+    counts: Tensor | None = None
     routed: Routed | None = None
     kept_gradients: Values = ()
     drew: bool = False
-
-
-def row_counts(counts: Tensor) -> Tensor:
-    """Return the number of rows of each member, shape ``(n_members, 1)``."""
-    return counts.sum(1, keepdim=True)
 
 
 def kept_tensors(routed: Routed | None) -> tuple[Tensor, ...]:

@@ -22,12 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeexec.devices.device import Values
 from pipeexec.experts.gradient_groups import ExpertGroup
-from pipeexec.experts.layer import Experts
+from pipeexec.experts.layer import Experts, run_experts
 from pipeexec.experts.microbatch_state import (
     MicrobatchState,
     Segment,
     kept_tensors,
-    row_counts,
     with_kept,
 )
 from pipeexec.experts.stage_parts import stage_parts
@@ -113,15 +112,16 @@ class ExpertStage(Stage):
             return tuple(x.detach() for x in outputs)
         rows = outputs[0].detach()
         if number % 2:
-            return Rows(rows, row_counts(state.received[-1]), row_counts(state.sent[-1]))
-        return Rows(rows, state.sent[-1])
+            return Rows((rows,), state.numbers[-1].reversed())
+        assert state.routed is not None
+        return Rows((rows, state.routed.counts.view(self.n_members, -1)))
 
     def _received(self, state: MicrobatchState, values: Values) -> tuple[Tensor, ...]:
         """Return the rows that the experts of this replica get."""
-        rows, counts, *_ = values
-        assert rows is not None
-        assert counts is not None
-        state.received.append(counts)
+        assert isinstance(values, Rows)
+        assert values.numbers is not None
+        state.numbers.append(values.numbers)
+        rows, state.counts = values
         return (rows,)
 
     def _call_segment(
@@ -152,7 +152,12 @@ class ExpertStage(Stage):
         layer = number // 2
         if number % 2:
             experts = self.parts.layers[layer]
-            return (experts.compute(inputs[0], state.received[-1], self.own_experts(experts)),)
+            numbers = self.own_experts(experts)
+            assert state.counts is not None
+            if type(experts).compute is not Experts.compute:  # of a class of the user's
+                return (experts.compute(inputs[0], state.counts, numbers),)
+            own = [experts.experts[str(k)] for k in numbers]
+            return (run_experts(own, inputs[0], state.counts, state.numbers[-1].per_expert),)
         output = self._between(state, layer, inputs)
         if number < self.last:
             return self._route(state, self.parts.layers[layer], output)
@@ -183,7 +188,6 @@ class ExpertStage(Stage):
     def _route(self, state: MicrobatchState, layer: Experts, x: Tensor) -> tuple[Tensor, ...]:
         """Return the rows to send, and the tensors that the segment after the experts needs."""
         routed = layer.route(x)
-        state.sent.append(routed.counts.view(self.n_members, -1))
         kept = kept_tensors(routed)
         state.routed = with_kept(routed, [k.detach() for k in kept])._replace(
             rows=routed.rows[:0].detach()
@@ -218,9 +222,9 @@ class ExpertStage(Stage):
         first, *kept = segment.inputs
         rows = torch.zeros_like(first) if first.grad is None else first.grad
         if place % 2:
-            return Rows(rows, row_counts(state.received.pop()), row_counts(state.sent.pop()))
+            return Rows((rows,), state.numbers.pop().reversed())
         state.kept_gradients = tuple(x.grad for x in kept)
-        return Rows(rows, row_counts(state.sent[-1]), row_counts(state.received[-1]))
+        return Rows((rows,), state.numbers[-1])
 
     def _starts(
         self, state: MicrobatchState, segment: Segment, place: int, values: Values
@@ -272,7 +276,8 @@ class ForwardExpertStage(ExpertStage):
         self, microbatch: int, number: int, values: Values, seed: Seed, split: bool
     ) -> Values:
         """Run a segment of F; keep what the next segments need."""
-        if not torch.is_inference_mode_enabled():  # of this thread, which may be a worker's
+        # Of this thread, which may be a worker's. Later segments get new tensors, with `Rows`.
+        if number == 0 and not torch.is_inference_mode_enabled():
             values = tuple(x.clone() if x is not None and x.is_inference() else x for x in values)
         return super().forward_segment(microbatch, number, values, seed, split)
 

@@ -52,7 +52,7 @@ def train(
         ("1f1b", 2, 2, 2, {"overlap": False}),
         ("1f1b", 2, 2, 2, {"grad_sync": "every"}),
         ("1f1b", 2, 2, 2, {"grad_sync": "bucketed", "grad_norm": True}),
-        ("1f1b", 2, 2, 2, {"host_threads": True}),
+        ("1f1b", 2, 2, 2, {"hosts": "per_device", "host_threads": True}),
     ],
 )
 def test_losses_gradients_and_weights_are_those_of_the_model(
