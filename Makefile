@@ -21,7 +21,7 @@ DENO := DENO_DIR=.venv/.deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint quick docs fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
+.PHONY: help demo check test lint quick docs fuzz chaos bench gpu gpu-first gpu-second gpu-unpack gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -77,10 +77,17 @@ bench: $(STAMP)  ## run every script in benchmarks/
 # Options come from the command line alone: an environment may have an OUT of its own.
 given = $(if $(findstring command,$(origin $(1))),$(2) "$($(1))")
 IN_VENV := $(and $(DRY_RUN),$(filter file,$(origin PYTHON)))
-gpu: $(if $(IN_VENV),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, or DRY_RUN=1
-	@PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(IN_VENV),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
-	$(call given,ONLY,--only) $(call given,PACK,--pack) $(call given,LIMIT,--limit) \
-	$(call given,WHEELS,--wheels) $(call given,OUT,--out) $(if $(DRY_RUN),--dry-run)
+gpu_script = @PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(IN_VENV),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
+	$(1) $(call given,ONLY,--only) $(call given,PACK,--pack) $(call given,LIMIT,--limit) \
+	$(call given,WHEELS,--wheels) $(call given,OUT,--out) $(if $(FULL),--full) $(if $(DRY_RUN),--dry-run)
+gpu: $(if $(IN_VENV),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, FULL=1, or DRY_RUN=1
+	$(call gpu_script,)
+
+gpu-first: $(if $(IN_VENV),$(STAMP))  ## the first nine minutes on a GPU; PACK=folder WHEELS=folder, or DRY_RUN=1
+	$(call gpu_script,--call first)
+
+gpu-second: $(if $(IN_VENV),$(STAMP))  ## the next three: features, then steps that failed in the first; likewise
+	$(call gpu_script,--call second)
 
 gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results/gpu, with tables and figures
 	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(call given,OUT,--out)

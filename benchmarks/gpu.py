@@ -1,10 +1,11 @@
-"""Everything that needs a GPU, in steps: tests, validation, timelines, host time, peers, memory.
+"""Everything that needs a GPU, in steps: validation, timelines, host time, peers, memory, tests.
 
 Each step is a process of its own with a time limit. It checks what must be right before it times
 anything, and writes each result as soon as it is known, so that a step that fails, hangs or leaves
-the GPU unusable costs nothing but itself. ``make gpu`` calls this.
-docs/how_to/validate_a_gpu_run.md has the steps, a plan of commands of 9 minutes, and the files
-that they write to ``results/gpu/``.
+the GPU unusable costs nothing but itself. ``make gpu`` calls this; ``make gpu-first`` and ``make
+gpu-second`` do with ``--call``, for a GPU that is at hand for a quarter of an hour.
+docs/how_to/validate_a_gpu_run.md has the steps, the plan of the two calls, and the files that they
+write to ``results/gpu/``.
 
 Needs torch with CUDA, and no network. With ``--dry-run`` the same steps run tiny on CPU workers.
 The exit status is 2 if nothing was run, and 1 if a step failed, was cut, did not run, or missed a
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import math
 import os
 import resource
 import signal
@@ -24,24 +26,27 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from time import perf_counter
 
 from _machine import ROOT, header
+from on_gpu.clocks import SUFFIX as CLOCKS
+from on_gpu.clocks import sampled_clocks
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.packing import SUMMARY, UnpackError, pack, remove, unpack
 from on_gpu.process import Ended, print_stacks_when_asked, run_process
-from on_gpu.report import MARKS, Missed, Report, records_of
+from on_gpu.report import MARKS, Missed, Report
 from on_gpu.requirements import (
     Gpu,
     find_gpu,
     gpu_problems,
+    gpu_remarks,
     package_problems,
     path_problems,
     torch_cuda,
 )
-from on_gpu.steps import PREMISES, STEPS, WARM_UP, chosen, step_called
+from on_gpu.steps import CALLS, STEPS, WARM_UP, chosen, next_step, step_called
 
 OUT = ROOT / "results" / "gpu"
 #: Exit status of a step that missed a target.
@@ -49,6 +54,8 @@ _MISSED = 3
 #: Seconds under which a step is not begun, and those kept for the end of the command: on a GPU,
 #: and in a dry run, whose steps are short.
 _LEAST, _RESERVE = (10.0, 1.0), (5.0, 1.0)
+#: Seconds between two lines of output while a step runs.
+_BEAT = 10.0
 
 
 class Runner:
@@ -57,7 +64,7 @@ class Runner:
     Parameters
     ----------
     names
-        The steps, in order.
+        The steps, in order. If the limit is too near for all, those of least worth wait.
     out
         Folder of the results.
     pack_to
@@ -68,13 +75,16 @@ class Runner:
         The GPU, None in a dry run.
     site
         Folder of packages that this Python lacks.
+    brief
+        Whether steps leave out rows and rounds.
     """
 
     def __init__(
         self, names: Sequence[str], out: Path, pack_to: Path | None, limit: float | None,
-        gpu: Gpu | None, site: Path | None,
+        gpu: Gpu | None, site: Path | None, brief: bool = True,
     ) -> None:  # fmt: skip
         self.names, self.out, self.pack_to, self.limit = [WARM_UP, *names], out, pack_to, limit
+        self.brief = brief
         self.gpu, self.environment = gpu, environment_of_steps(site)
         self.begin = perf_counter()
         self._kept: dict[str, None] = {}  # steps whose results are this run's
@@ -82,47 +92,46 @@ class Runner:
     def run(self) -> list[Outcome]:
         """Run the steps and return their outcomes."""
         outcomes: list[Outcome] = []
-        reason = ""  # why no further step is run
+        waiting = list(self.names)
         try:
-            for name in self.names:
-                if reason:
-                    outcome = self._outcome(name, "not run", 0.0, reason)
-                else:
-                    outcome = self._step(name)
-                outcomes.append(outcome)
+            while waiting:
+                name = WARM_UP if WARM_UP in waiting else next_step(waiting, self._left())
+                waiting.remove(name)
+                outcomes.append(outcome := self._step(name))
                 self._keep(outcome)
                 print(outcome.line(), flush=True)
-                reason = reason or self._reason_to_stop(outcome)
         finally:
             self._pack()  # whatever the step under way has written, if this was interrupted
         return outcomes
 
-    def _reason_to_stop(self, outcome: Outcome) -> str:
-        """Return why nothing behind a step would mean anything; empty if it would."""
-        if outcome.step == WARM_UP and outcome.status != "passed":
-            return f"the step {WARM_UP} did not pass"
-        for row in records_of(self.out / f"{outcome.step}.jsonl"):
-            if row.get("probe") in PREMISES and not row["met"]:
-                return f"the GPU lacks: {row['probe']}"
-        return ""
+    def _left(self) -> float:
+        """Return the seconds that are left for steps."""
+        if self.limit is None:
+            return math.inf
+        return self.limit - _RESERVE[self.gpu is None] - (perf_counter() - self.begin)
 
     def _step(self, name: str) -> Outcome:
-        seconds = step_called(name).limit
-        if self.limit is not None:
-            is_dry = self.gpu is None
-            left = self.limit - _RESERVE[is_dry] - (perf_counter() - self.begin)
-            if left < min(_LEAST[is_dry], seconds):
-                return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
-            seconds = min(seconds, left)
+        limit, left = step_called(name).limit, self._left()
+        if left < min(_LEAST[self.gpu is None], limit):
+            return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
+        seconds = min(limit, left)
         remove(name, self.out)
         self._keep(self._outcome(name, "cut", 0.0, "it was under way when this was written"))
-        command, environment = command_of(name, self.out, self.gpu is None), dict(self.environment)
+        command = command_of(name, self.out, self.gpu is None, self.brief)
+        environment = dict(self.environment)
         if self.gpu is not None and (variable := step_called(name).variable):
             environment[variable] = "1"
-        ended = run_process(
-            command, self.out / f"{name}.log", seconds, environment, ROOT, self._pack,
-            answers=bool(step_called(name).module),
-        )  # fmt: skip
+        beat = _Beat(name)
+
+        def meanwhile(passed: float, line: str) -> None:
+            self._pack()
+            beat(passed, line)
+
+        with nullcontext() if self.gpu is None else sampled_clocks(self.out / f"{name}{CLOCKS}"):
+            ended = run_process(
+                command, self.out / f"{name}.log", seconds, environment, ROOT, meanwhile,
+                answers=bool(step_called(name).module),
+            )  # fmt: skip
         status, remark = status_of(ended, self.out / f"{name}.txt")
         return self._outcome(name, status, ended.seconds, remark)
 
@@ -144,14 +153,35 @@ class Runner:
             pack(self._kept, self.out, self.pack_to)
 
 
+class _Beat:
+    """Prints how long a step has run, and in what, every ten seconds: a silent command looks hung.
+
+    Parameters
+    ----------
+    name
+        The step.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.due = name, _BEAT
+
+    def __call__(self, passed: float, line: str) -> None:
+        if passed >= self.due:
+            print(f"{self.name:<14} {'':8} {passed:6.1f} s  {line[:120]}", flush=True)
+            self.due = passed + _BEAT
+
+
 def environment_of_steps(site: Path | None = None) -> dict[str, str]:
-    """Return the environment of the processes: a queue of the GPU for each stream."""
+    """Return the environment of the processes: a queue of the GPU for each stream.
+
+    Python keeps its bytecode: without it, every process takes seconds more to load.
+    """
     paths = [str(ROOT), str(ROOT / "benchmarks"), str(site or ""), os.environ.get("PYTHONPATH", "")]
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # the most there are; read when CUDA starts
         "MPLBACKEND": "Agg",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        **os.environ,
+        **{name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 
@@ -176,7 +206,7 @@ def status_of(ended: Ended, report: Path) -> tuple[str, str]:
     return "passed", f"{len(reached)} targets met" if reached else ended.last_line
 
 
-def run_here(name: str, out: Path, dry: bool) -> int:
+def run_here(name: str, out: Path, dry: bool, brief: bool = True) -> int:
     """Run a step in this process; return its exit status."""
     from on_gpu.bench import Bench
 
@@ -184,7 +214,7 @@ def run_here(name: str, out: Path, dry: bool) -> int:
     report = Report(out / f"{name}.txt", [*header(["torch", "numpy"]), ""], dry=dry)
     try:
         call: Callable[..., None] = getattr(importlib.import_module(step.module), step.function)
-        call(Bench(out / name, dry), report, *step.arguments)
+        call(Bench(out / name, dry, brief=brief), report, *step.arguments)
         report.end()
     except Missed as missed:
         report.add(str(missed))
@@ -195,18 +225,26 @@ def run_here(name: str, out: Path, dry: bool) -> int:
     return 0
 
 
-def command_of(name: str, out: Path, dry: bool) -> list[str]:
+def command_of(name: str, out: Path, dry: bool, brief: bool = True) -> list[str]:
     """Return the command of a step's process."""
     if step_called(name).module:
         script = str(Path(__file__).resolve())
         command = [sys.executable, script, "--step", name, "--out", str(out)]
-        return [*command, "--dry-run"] if dry else command
+        return command + ["--dry-run"] * dry + ["--full"] * (not brief)
     # A node of AccumulateGrad on another stream than its gradient's makes streams wait.
     stale = "error:The AccumulateGrad node's stream does not match:UserWarning"
     return [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider",
             "-o", "addopts=-ra", "-W", stale, "--tb", "short", "--durations", "10",
-            "tests/pipeexec/executor/test_cuda.py",
-            "tests/pipeexec/executor/test_pipeline.py"]  # fmt: skip
+            *cuda_tests()]  # fmt: skip
+
+
+def cuda_tests() -> list[str]:
+    """Return the files with tests that are marked ``cuda``."""
+    return [
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.cuda" in file.read_text()
+    ]
 
 
 def install(wheels: Path, site: Path) -> str | None:
@@ -225,7 +263,9 @@ def install(wheels: Path, site: Path) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run steps, or one in this process, or unpack the results of some."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="STEPS", help=f"of {','.join(STEPS)}")
+    parser.add_argument("--only", metavar="STEPS", help=f"in this order; of {','.join(STEPS)}")
+    parser.add_argument("--call", choices=list(CALLS), help="the first or the second short call")
+    parser.add_argument("--full", action="store_true", help="all rows and rounds")
     parser.add_argument("--pack", type=Path, help="folder of gpu.tar.gz and summary.txt")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="for all steps together")
     parser.add_argument("--wheels", type=Path, help="folder of packages that this Python lacks")
@@ -236,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.step is not None:
         print_stacks_when_asked()
-        return run_here(options.step, options.out, options.dry_run)
+        return run_here(options.step, options.out, options.dry_run, not options.full)
     if options.unpack is not None:
         return _unpack(options.unpack, options.out or OUT)
     with ExitStack() as stack:
@@ -249,16 +289,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, folder: Callable[[str], Path]) -> int:
     """Check what is required, then run the steps; ``folder`` makes temporary ones."""
     problems, names, gpu, site = [], [], None, None
+    out = (options.out or (folder("gpu-dry-run-") if options.dry_run else OUT)).resolve()
     try:
         names = chosen(options.only, options.dry_run)
+        if options.call is not None and options.only is None:
+            names = steps_of_call(options.call, out)
     except ValueError as error:
         problems.append(str(error))
-    out = (options.out or (folder("gpu-dry-run-") if options.dry_run else OUT)).resolve()
-    problems += path_problems([("OUT", out), ("PACK", options.pack)], options.limit, options.wheels)
+    limit = options.limit
+    if limit is None and options.call is not None:
+        limit = CALLS[options.call].limit
+    problems += path_problems([("OUT", out), ("PACK", options.pack)], limit, options.wheels)
     if options.wheels is not None and not problems:
         site = folder("gpu-wheels-")
         problems += filter(None, [install(options.wheels, site)])
-    missing = package_problems()
+    missing = package_problems(names)
     problems += missing
     if not options.dry_run:
         gpu = find_gpu()
@@ -267,7 +312,26 @@ def _run(options: argparse.Namespace, folder: Callable[[str], Path]) -> int:
     if problems:
         print("\n".join(f"make gpu: {problem}" for problem in problems), file=sys.stderr)
         return 2
-    return _run_steps(Runner(names, out, options.pack, options.limit, gpu, site))
+    for remark in () if gpu is None else gpu_remarks(gpu):
+        print(remark, flush=True)
+    return _run_steps(Runner(names, out, options.pack, limit, gpu, site, not options.full))
+
+
+def steps_of_call(call: str, out: Path) -> list[str]:
+    """Return the steps of a call; of the second one, with those that ``out`` says to repeat.
+
+    These are the steps of the first call that failed, were cut or were not reached, in the order of
+    their worth.
+    """
+    names = list(CALLS[call].names)
+    if call == "first":
+        return names
+    repeated = [
+        outcome.step
+        for outcome in outcomes_in(out, CALLS["first"].names)
+        if outcome.status not in ("passed", "missed")
+    ]
+    return names + sorted(repeated, key=lambda name: -step_called(name).worth)
 
 
 def _run_steps(runner: Runner) -> int:

@@ -42,22 +42,32 @@ class Bench:
         Folder of the files that the step writes; made when it writes the first.
     dry
         On CPU workers, tiny, to see that everything runs; targets then do not count.
+    brief
+        Without the rows and rounds that a quarter of an hour has no room for.
+
+    Attributes
+    ----------
+    dtype
+        Type of parameters and activations.
     """
 
-    def __init__(self, out: Path, dry: bool) -> None:
-        self.out, self.dry = out, dry
+    def __init__(self, out: Path, dry: bool, brief: bool = True) -> None:
+        self.out, self.dry, self.brief = out, dry, brief
         self._layers: dict[int, nn.Sequential] = {}
         self.gpu = torch.device("cpu" if dry else "cuda:0")
-        self.slice_counts = (2,) if dry else (2, 4, 8)
-        #: Whether steps are CUDA graphs; a dry run has none, and runs each kind of step once.
-        self.kinds = (True,) if dry else (True, False)
+        self.dtype = torch.float32
+        self.slice_counts = (2,) if dry else (2, 4) if brief else (2, 4, 8)
+        #: Whether steps are CUDA graphs, of which a dry run has none.
+        self.kinds = (False,) if dry else (True, False)
         self.width, self.heads, self.sequence = (32, 2, 16) if dry else (1024, 16, 256)
         if not dry:  # float32 as it is: no TF32
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
-    def pick(self, on_gpu: int, dry: int) -> int:
-        """Return a count, or that of a dry run."""
-        return dry if self.dry else on_gpu
+    def pick(self, on_gpu: int, dry: int, brief: int | None = None) -> int:
+        """Return a count, or that of a dry run, or of a brief run."""
+        if self.dry:
+            return dry
+        return brief if self.brief and brief is not None else on_gpu
 
     def devices(self, n: int, link: ps.Network | None = None) -> Sequence[DeviceLike]:
         """Return slices of the GPU; a pipeline closes them, so they are made for each."""
@@ -84,7 +94,7 @@ class Bench:
 
     def stages(self, n_stages: int, n_blocks: int) -> list[nn.Sequential]:
         """Return a transformer of ``n_blocks`` in equal stages; the same at every call."""
-        layers = copy.deepcopy(self.layers(n_blocks))
+        layers = copy.deepcopy(self.layers(n_blocks)).to(self.dtype)
         return split(layers, n_stages, balance=self.balance(n_stages, n_blocks))
 
     def batch(self, n_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:

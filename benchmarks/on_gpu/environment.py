@@ -16,7 +16,6 @@ from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
 from pipeexec.devices.emulated_links.timers import StreamTimer, make_timer
 from pipeexec.devices.gpu_slices.cuda_driver import find_driver
-from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.devices.streams import Event, Stream
 from pipesim.utils import jit
 
@@ -259,42 +258,11 @@ def _loops(bench: Bench) -> str:
     return f"{'yes' if good else 'no'}: numba {numba.__version__}"
 
 
-def _products(bench: Bench) -> str:
-    """What a slice computes, and whether the others slow it down."""
-    x, w = (torch.randn(rows, 1024, device=bench.gpu) for rows in (2048, 1024))
-    rates = []
-    for n in bench.slice_counts:
-        devices = px.slices("cuda:0", n)
-        alone = _product_seconds(devices[:1], x, w)
-        together = _product_seconds(devices, x, w)
-        rates.append(f"{n} slices {2 * x.numel() * 1024 / alone / 1e12:.1f} TFLOP/s each, "
-                    f"x{together / alone:.3f} with all busy")  # fmt: skip
-    return f"yes: {'; '.join(rates)}"
-
-
-def _product_seconds(devices: list[Slice], x: torch.Tensor, w: torch.Tensor) -> float:
-    """Return the seconds of a product on the first of devices that all multiply."""
-    spans: list[tuple[Event, Event]] = []
-    for _ in range(2):
-        torch.cuda.synchronize()
-        spans.clear()
-        for device in devices:
-            stream = device.stream("compute")
-            began = stream.record()
-            for _ in range(50):
-                stream.submit(lambda: torch.mm(x, w))
-            spans.append((began, stream.record()))
-        torch.cuda.synchronize()
-    began, ended = spans[0]
-    return ended.seconds_since(began) / 50
-
-
 #: In the order of their risk: one that fails may leave the GPU unusable for those behind it.
 PROBES: dict[str, Callable[[Bench], str]] = {
     "loops are compiled": _loops,
     "slices are green contexts": _splits,
     "events order slices and tell the time": _events,
-    "float32 products on slices": _products,
     "streams run side by side": _side_by_side,
     "imposed links take their time": _waits,
     "slices have SMs of their own": _smid,

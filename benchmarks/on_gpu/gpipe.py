@@ -107,4 +107,4 @@ def gradient_error(
         if own.grad is not None and its.grad is not None and its.grad.any()
     ]
     model.zero_grad()
-    return max(errors)
+    return float(np.max(errors))  # NaN if any is

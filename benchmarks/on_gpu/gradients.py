@@ -54,9 +54,13 @@ def gradient_error(bench: Bench, name: str, n: int, cuda_graph: bool, **options:
 
 
 def largest_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> float:
-    """Return how far gradients are from those wanted, relative to the largest of a parameter."""
+    """Return how far gradients are from those wanted, relative to the largest of a parameter.
+
+    NaN if any is NaN.
+    """
     present = [gradient for gradient in actual if gradient is not None]
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+    errors = [
+        (a - b).abs().max() / b.abs().max().clamp_min(1e-12)
         for a, b in zip(present, wanted, strict=True)
-    )
+    ]
+    return float(torch.stack(errors).max())

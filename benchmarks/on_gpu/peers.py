@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -15,6 +14,7 @@ import pipeexec as px
 import pipesim as ps
 from on_gpu import by_hand
 from on_gpu.about import PEERS
+from on_gpu.attempts import attempt
 from on_gpu.bench import Bench
 from on_gpu.gradients import GRADIENTS, largest_error, unsplit_gradients
 from on_gpu.report import Report
@@ -55,7 +55,7 @@ class Contest:
         self.bench, self.report = bench, report
         self.n = bench.pick(4, 2)
         self.m = 2 * self.n
-        self.n_rounds, self.warm_up = bench.pick(20, 3), bench.pick(2, 0)
+        self.n_rounds, self.warm_up = bench.pick(20, 3, brief=8), bench.pick(2, 0)
         self.stages = [stage.to(bench.gpu) for stage in bench.stages(self.n, 2 * self.n)]
         inputs, targets = bench.batch(self.m * bench.samples(self.n))
         self.batch = inputs.to(bench.gpu), targets.to(bench.gpu)
@@ -63,11 +63,7 @@ class Contest:
 
     def attempt(self, name: str, call: Callable[..., None], *arguments: str) -> None:
         """Call; if that raises, report it and let the others run."""
-        try:
-            call(*arguments)
-        except Exception as error:
-            self.report.add(traceback.format_exc())
-            self.report.check(False, f"{name}: {type(error).__name__}: {error}")
+        attempt(self.report, name, call, *arguments)
         self.bench.release()
 
     def pipeline(self, schedule: str) -> None:
@@ -136,6 +132,7 @@ class Contest:
                 f"gradients, {schedule}, {name}: {error:.1e} (limit {GRADIENTS:g})",
             )
         then()
+        self.report.begin()
         times = in_turn(self.bench, steps, self.n_rounds, self.warm_up)
         for name in peers:
             self._report_ratio(schedule, name, times["ours"], times[name])

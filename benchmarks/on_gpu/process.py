@@ -24,7 +24,7 @@ ASKS = signal.SIGUSR1
 #: in which a process that was killed ends.
 _ASKED, _STACKS, _KILLED = 2.0, 4.0, 10.0
 #: Seconds between two calls of ``meanwhile``.
-_INTERVAL = 20.0
+_INTERVAL = 5.0
 
 
 class Ended(NamedTuple):
@@ -37,15 +37,16 @@ class Ended(NamedTuple):
 
 def run_process(
     command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str],
-    folder: Path, meanwhile: Callable[[], None] = lambda: None, answers: bool = False,
+    folder: Path, meanwhile: Callable[[float, str], None] = lambda seconds, line: None,
+    answers: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a command in ``folder`` for so many seconds at most, and write its output to ``log``.
 
     A process beyond its time is asked for its stacks if it ``answers``. Then it gets SIGABRT, at
     which Python's fault handler writes the stack of every thread, and SIGKILL. The fault handler
     needs no lock, so that it shows a process that hangs; it may crash at threads that run. The
-    answer needs Python's lock, so that it shows a process that runs. ``meanwhile`` is called from
-    time to time.
+    answer needs Python's lock, so that it shows a process that runs. ``meanwhile`` is called
+    every 5 s, with the seconds so far and the last line of the log.
     """
     start = perf_counter()
     with log.open("w") as file:
@@ -59,7 +60,7 @@ def run_process(
                 try:
                     code = process.wait(min(_INTERVAL, left))
                 except subprocess.TimeoutExpired:
-                    meanwhile()
+                    meanwhile(perf_counter() - start, _last_line(log))
         finally:
             if process.poll() is None:
                 stopped_in = _last_line(log)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from on_gpu.about import PEERS
+from on_gpu.clocks import SUFFIX as CLOCKS
+from on_gpu.clocks import clocks_between
 from on_gpu.figures import draw_ablation, draw_memory, draw_overlap, draw_overlays
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.packing import SUMMARY
-from on_gpu.report import records_of
+from on_gpu.report import MARKS, records_of
 from on_gpu.sources import commit, digest
-from on_gpu.steps import STEPS, WARM_UP
+from on_gpu.steps import PREMISES, STEPS, WARM_UP
 
-__all__ = ["publish"]
+__all__ = ["publish", "quotable"]
 
 FIGURES, PAGE = "figures", "README.md"
 
@@ -26,6 +28,8 @@ def publish(folder: Path) -> None:
     outcomes = outcomes_in(folder)
     write_summary(outcomes, folder / SUMMARY)
     tables = {kind: pd.DataFrame(rows) for kind, rows in _records(folder).items()}
+    if "errors" in tables:
+        tables["errors"]["remark"] = _remarks(tables)
     for kind, table in tables.items():
         table.to_csv(folder / f"{kind.replace(' ', '-')}.csv", index=False)
     figures = list(_figures(folder, folder / FIGURES))
@@ -34,12 +38,26 @@ def publish(folder: Path) -> None:
 
 
 def _records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each kind of table, step after step."""
+    """Return the rows of each kind of table, step after step, with the GPU's clocks meanwhile."""
     records: dict[str, list[dict[str, Any]]] = {}
     for step in (WARM_UP, *STEPS):
         for row in records_of(folder / f"{step}.jsonl"):
-            records.setdefault(row.pop("kind"), []).append({"step": step, **row})
+            kind, began, ended = row.pop("kind"), row.pop("began"), row.pop("ended")
+            clocks = clocks_between(folder / f"{step}{CLOCKS}", began, ended)
+            records.setdefault(kind, []).append({"step": step, **row, **clocks})
     return records
+
+
+def _remarks(tables: dict[str, pd.DataFrame]) -> list[str]:
+    """Return what is to be said of each row of makespans: of its slices, and of the GPU."""
+    probes = tables.get("environment", pd.DataFrame(columns=["probe", "met"]))
+    lacking = [PREMISES[x] for x in probes["probe"][~probes["met"].astype(bool)] if x in PREMISES]
+    remarks = []
+    for row in tables["errors"].itertuples():
+        texts = [row.note, *(text for text, graphs_alone in lacking
+                             if row.cuda_graph or not graphs_alone)]  # fmt: skip
+        remarks.append("; ".join(dict.fromkeys(filter(None, texts))))
+    return remarks
 
 
 def _figures(folder: Path, to: Path) -> Iterator[tuple[str, str]]:
@@ -64,43 +82,101 @@ def _figures(folder: Path, to: Path) -> Iterator[tuple[str, str]]:
 
 def _page(
     folder: Path, outcomes: list[Outcome], tables: dict[str, pd.DataFrame],
-    figures: Iterable[tuple[str, str]],
+    figures: list[tuple[str, str]],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the lines of the page."""
-    yield "# Results of `make gpu`\n"
+    """Yield the lines of the page: picture, table of errors, what failed, then everything else."""
     page = "docs/how_to/validate_a_gpu_run.md"
-    yield f"Made by `make gpu` and `make gpu-unpack`; [{page}](../../{page}) explains.\n"
-    yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
-    for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
-        origin = f"commit {commit()}" if ran == digest() else "not those of this checkout"
-        yield f"\nSources `{ran}` ({origin})."
+    yield "# Results of `make gpu`\n"
+    yield f"{quotable(outcomes, tables)}\n"
+    overlays = [figure for figure in figures if figure[0].startswith("overlay")]
+    yield from (_image(*figure) for figure in overlays[:1])
     if "errors" in tables:
         yield "\n## Makespan: data sheet, calibrated, measured\n"
         yield ("Milliseconds. `data sheet`: predicted from nominal rates alone; nothing measured "
                "enters. `calibrated`: predicted from calibration steps. `error`: calibrated over "
                "measured, minus 1: median of the steps, then their mean with its 95 % interval, "
-               "which says nothing of another calibration. `host`: seconds in which the host "
-               "issued a step, or launched its graph, over its makespan.\n")  # fmt: skip
+               "which says nothing of another calibration. `bubble`: predicted, then measured. "
+               "`host`: seconds in which the host issued a step, or launched its graph, over its "
+               "makespan.\n")  # fmt: skip
         yield _markdown(_errors(tables["errors"]))
+        yield from (f"\nNoise floor: {text}." for text in _noise(tables))
+    yield "\n## What failed\n"
+    yield from (list(_failures(folder, outcomes)) or ["Nothing."])
+    yield f"\n## Steps\n\n[{page}](../../{page}) explains them.\n"
+    yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
+    for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
+        origin = f"commit {commit()}" if ran == digest() else "not those of this checkout"
+        yield f"\nSources `{ran}` ({origin})."
     for kind, title in _TITLES.items():
         if kind in tables:
             yield f"\n## {title}\n"
             if kind == "peers":
                 yield f"{PEERS}\n"
             yield _markdown(tables[kind].drop(columns="step").map(_text))
-    for number, (name, caption) in enumerate(figures):
+    for number, figure in enumerate(x for x in figures if x not in overlays[:1]):
         yield ("\n## Figures\n" if number == 0 else "")
-        yield f"![{caption}]({FIGURES}/{name}.png)"
+        yield _image(*figure)
+
+
+def quotable(outcomes: Sequence[Outcome], tables: dict[str, pd.DataFrame]) -> str:
+    """Return one sentence on the errors of predictions, with the hardware and the noise floor."""
+    hardware = next((x.hardware for x in outcomes if x.hardware), "")
+    where = f"On {hardware}" if hardware else "In a dry run on CPU workers, which measures nothing"
+    if "errors" not in tables:
+        return f"{where}, no makespan was compared with its prediction."
+    errors = tables["errors"]
+    counts = " and ".join(map(str, sorted(set(errors["slices"]))))
+    largest = errors.loc[errors["error"].abs().idxmax()]
+    text = (
+        f"{where}, in {counts} slices, {len(errors)} rows of {errors['schedule'].nunique()} "
+        f"schedules were predicted from calibration steps with a median error of "
+        f"{errors['error'].abs().median():.1%}, at most {abs(largest['error']):.1%} "
+        f"({largest['schedule']}, {'a CUDA graph' if largest['cuda_graph'] else 'eager'}, "
+        f"{largest['dtype']})"
+    )
+    noise = "; ".join(_noise(tables))
+    return f"{text}. {noise[:1].upper()}{noise[1:]}." if noise else f"{text}."
+
+
+def _noise(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
+    """Yield what the same row gave another time."""
+    for row in tables["noise"].itertuples() if "noise" in tables else ():
+        yield (
+            f"the same row ({row.schedule}, {row.slices} slices) measured and calibrated again "
+            f"differs by {row.measured_ratio:+.1%}, its error by {row.error_difference:+.1%}"
+        )
+
+
+def _failures(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Yield a line for each target that was missed, and each step that did not end by itself."""
+    for outcome in outcomes:
+        report = folder / f"{outcome.step}.txt"
+        lines = report.read_text(errors="replace").splitlines() if report.is_file() else []
+        for line in lines:
+            if line.startswith(MARKS[1]):
+                yield f"- `{outcome.step}`: {' '.join(line.removeprefix(MARKS[1]).split())[:300]}"
+        if outcome.status not in ("passed", "missed"):
+            yield f"- `{outcome.step}` {outcome.status}: {outcome.remark[:300]}"
+
+
+def _image(name: str, caption: str) -> str:
+    return f"![{caption}]({FIGURES}/{name}.png)"
 
 
 #: Kinds of records and headings, in the order of the page.
 _TITLES = {
+    "instrument": "Makespan by the profiler (CUPTI) and by events (s)",
+    "event-cost": "Steps with events that note the time, and without (s)",
+    "graph-facts": "Steps captured as CUDA graphs: seconds, bytes of the pool, nodes",
+    "features": "Features on slices and on CPU workers: largest difference of a value",
     "gradients": "Gradients against the unsplit model's, relative to the largest of a parameter",
     "overlap": "Copies beside compute: share of SENDs' time hidden, and makespan (s)",
     "gpipe": "The GPipe module's mechanisms (s)",
     "host": "Host time a task (us), stages that do nothing",
     "peers": "Steps of other runtimes on the same streams (s)",
     "memory": "Memory of the GPU (bytes)",
+    "contention": "What slices share: seconds of one alone, and with all busy",
+    "sanitizer": "Steps under torch's CUDA sanitizer",
     "soak": "Hundreds of steps",
     "environment": "Abilities of GPU, driver and torch",
 }
@@ -115,13 +191,15 @@ def _errors(table: pd.DataFrame) -> pd.DataFrame:
         f"{row.error_mean:+.1%} ({row.error_low:+.1%} to {row.error_high:+.1%})"
         for row in table.itertuples()
     ]
+    clocks = {x: table[x].fillna("-") for x in ("SM MHz", "W", "throttled") if x in table}
+    bubble = [f"{x.bubble_predicted:.1%}, {x.bubble_measured:.1%}" for x in table.itertuples()]
     return pd.DataFrame({
         "slices": table["slices"], "schedule": table["schedule"],
-        "CUDA graph": table["cuda_graph"], "overlap": table["overlap"],
+        "CUDA graph": table["cuda_graph"], "overlap": table["overlap"], "type": table["dtype"],
         "data sheet": scale("data_sheet"), "calibrated": scale("predicted"),
         "measured": scale("measured"), "error": table["error"].map("{:+.1%}".format),
-        "mean error (95 %)": interval, "steps": table["n_steps"],
-        "host": table["host_share"].map("{:.2f}".format),
+        "mean error (95 %)": interval, "steps": table["n_steps"], "bubble": bubble,
+        "host": table["host_share"].map("{:.2f}".format), **clocks, "remark": table["remark"],
     })  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from time import time
 from typing import Any
 
 #: Beginnings of the lines that say of a target that it was met, and that it was missed.
@@ -43,6 +44,7 @@ class Report:
     def __init__(self, path: Path, head: Sequence[str] = (), *, dry: bool = False) -> None:
         self.path, self.records, self.dry = path, path.with_suffix(".jsonl"), dry
         self.missed: list[str] = []
+        self._began = time()
         path.write_text("".join(f"{line}\n" for line in head))
         self.records.write_text("")
 
@@ -52,10 +54,15 @@ class Report:
         with self.path.open("a") as file:
             file.write(f"{line}\n")
 
+    def begin(self) -> None:
+        """Note that what the next rows tell is measured from now on."""
+        self._began = time()
+
     def record(self, kind: str, **values: Any) -> None:
-        """Add a row of a table; ``kind`` names the table."""
+        """Add a row of the table ``kind``, with the time in which it was measured."""
+        times = {"began": self._began, "ended": time()}  # seconds since 1970, as for clocks
         with self.records.open("a") as file:
-            file.write(json.dumps({"kind": kind, **values}) + "\n")
+            file.write(json.dumps({"kind": kind, **values, **times}) + "\n")
 
     def check(self, is_met: bool, line: str) -> None:
         """Add a line of text that says whether a target was met."""

@@ -16,19 +16,21 @@ from on_gpu.steps import step_called
 
 __all__ = [
     "PACKAGES",
+    "TEST_PACKAGES",
     "Gpu",
     "find_gpu",
     "gpu_problems",
+    "gpu_remarks",
     "package_problems",
     "path_problems",
     "torch_cuda",
 ]
 
-#: Packages that pipesim, pipeexec and the steps import.
+#: Packages that pipesim, pipeexec and the steps import, and those of the step ``tests`` alone.
 PACKAGES = (
     "torch", "numpy", "pandas", "matplotlib", "numba", "joblib", "cloudpickle", "simpy", "tqdm",
-    "pytest", "hypothesis",
 )  # fmt: skip
+TEST_PACKAGES = ("pytest", "hypothesis")
 _PYTHON = (3, 11)
 #: Version of the driver interface that has green contexts, as `cuDriverGetVersion` counts.
 _GREEN_CONTEXTS = 12040
@@ -91,17 +93,11 @@ def gpu_problems(gpu: Gpu, names: Iterable[str], cuda: str | None) -> list[str]:
     ``names`` are the steps to run, ``cuda`` the version of CUDA for which torch was built.
     """
     problems = []
-    needed = {_GREEN_CONTEXTS: "green contexts, which slices are,"}
     if cuda is None:
         problems.append("torch was built without CUDA; give a PYTHON whose torch has it")
-    else:
-        needed[int(cuda.split(".")[0]) * 1000] = f"torch, built for CUDA {cuda},"
-    for version, who in sorted(needed.items()):
-        if gpu.driver < version:
-            problems.append(f"the driver is too old: {who} need one of CUDA {_version(version)}, "
-                            f"it is of {_version(gpu.driver)}")  # fmt: skip
-    if not problems and not gpu.has_green_contexts:
-        problems.append("the driver has no green contexts (cuGreenCtxCreate), which slices are")
+    elif gpu.driver < (needed := int(cuda.split(".")[0]) * 1000):
+        problems.append(f"the driver is too old: torch, built for CUDA {cuda}, needs one of CUDA "
+                        f"{_version(needed)}, it is of {_version(gpu.driver)}")  # fmt: skip
     fewest = _FEWEST.get(gpu.major, 8)
     for name in names:
         n = step_called(name).n_slices
@@ -111,12 +107,22 @@ def gpu_problems(gpu: Gpu, names: Iterable[str], cuda: str | None) -> list[str]:
     return problems
 
 
-def package_problems(packages: Iterable[str] = PACKAGES) -> list[str]:
-    """Return a line for each requirement that this Python does not meet."""
+def gpu_remarks(gpu: Gpu) -> list[str]:
+    """Return a line if slices of a GPU are no slices; steps then run all the same."""
+    if gpu.has_green_contexts and gpu.driver >= _GREEN_CONTEXTS:
+        return []
+    return [f"no green contexts in this driver (of CUDA {_version(gpu.driver)}, needed is "
+            f"{_version(_GREEN_CONTEXTS)}): slices share multiprocessors, and slow each other "
+            "down"]  # fmt: skip
+
+
+def package_problems(names: Iterable[str], packages: Iterable[str] = PACKAGES) -> list[str]:
+    """Return a line for each requirement that this Python does not meet; ``names`` are steps."""
     if sys.version_info[:2] < _PYTHON:
         wanted, version = (".".join(map(str, v)) for v in (_PYTHON, sys.version_info[:2]))
         return [f"Python {wanted} or newer is needed, {sys.executable} is {version}; give PYTHON="]
-    lacking = [name for name in packages if importlib.util.find_spec(name) is None]
+    needed = (*packages, *(TEST_PACKAGES if "tests" in names else ()))
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if not lacking:
         return []
     words = " ".join(lacking)

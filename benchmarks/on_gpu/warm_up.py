@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -21,6 +27,8 @@ def warm_up(bench: Bench, report: Report) -> None:
     """Load torch, CUDA's libraries and compiled loops; save what a data sheet predicts."""
     start = perf_counter()
     report.record("sources", digest=digest())
+    bench.out.mkdir(parents=True, exist_ok=True)
+    (bench.out / "machine.txt").write_text(_machine())
     if not bench.dry:
         properties = torch.cuda.get_device_properties(bench.gpu)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
@@ -47,3 +55,17 @@ def warm_up(bench: Bench, report: Report) -> None:
         graph = ps.lower(ps.schedule("1f1b", 8, jit.PLAIN_ELEMENTS_UNCACHED // _TASKS))
         ps.simulate(graph, ps.Costs(forward=1.0, backward=2.0))
     report.add(f"compiled loops: {jit.available()}; ready after {perf_counter() - start:.1f} s")
+
+
+def _machine() -> str:
+    """Return what is known of the machine: its GPU, memory and packages."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=20,
+                              check=False)  # fmt: skip
+        gpu = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        gpu = f"nvidia-smi: {error}\n"
+    packages = sorted({f"{x.name} {x.version}" for x in distributions()})
+    lines = [gpu, f"{platform.platform()}, {os.cpu_count()} cores, Python {sys.version}",
+             Path("/proc/meminfo").read_text().splitlines()[0], *packages]  # fmt: skip
+    return "\n".join(lines) + "\n"

@@ -10,7 +10,8 @@ one failed.
     kernels     the kernels of pipeexec are assembled for H100 and for B200
     tests       the tests of the CUDA paths that need no GPU
     steps       the steps of ``make gpu`` as they run on a GPU, on the stand-in for CUDA
-    make_gpu    ``make gpu DRY_RUN=1``
+    gpu_first   ``make gpu-first DRY_RUN=1``
+    gpu_second  ``make gpu-second DRY_RUN=1``
 """
 
 from __future__ import annotations
@@ -144,19 +145,22 @@ def commands() -> dict[str, tuple[list[str], float]]:
         "kernels": (step_command("kernels"), 300),
         "tests": (pytest_command(*cuda_tests()), 1800),
         "steps": ([sys.executable, "tests/project/make_gpu/steps_on_stand_in.py"], 900),
-        "make_gpu": (
-            ["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"],
-            600,
-        ),
+        **{f"gpu_{call}": (gpu_call(call), 900) for call in ("first", "second")},
     }
+
+
+def gpu_call(call: str) -> list[str]:
+    """Return a call of ``make gpu-first`` or ``make gpu-second`` on CPU workers."""
+    python = f"PYTHON={sys.executable}"
+    return ["make", f"gpu-{call}", "DRY_RUN=1", "LIMIT=850", python, f"WHEELS={WHEELS}"]
 
 
 def environment(name: str) -> dict[str, str]:
     """Return the environment of a check: no GPU, and the paths of packages, helpers and wheels.
 
-    ``make gpu`` gets no paths: it finds the packages itself, and takes the wheels by an option.
+    ``make gpu-first`` gets no paths: it finds packages itself, and takes wheels by an option.
     """
-    path = [] if name == "make_gpu" else [ROOT, HELPERS, *WHEELS.glob("*.whl")]
+    path = [] if name.startswith("gpu_") else [ROOT, HELPERS, *WHEELS.glob("*.whl")]
     return {
         **{key: text for key, text in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")},
         "CUDA_VISIBLE_DEVICES": "",
@@ -208,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
             good, text = run(name, command, seconds, OUT)
             passed &= good
             took = f"{perf_counter() - start:6.1f} s"
-            line = f"{name:<9} {'ok' if good else 'FAILED':<7} {took}  {text}"
+            line = f"{name:<10} {'ok' if good else 'FAILED':<7} {took}  {text}"
             print(line, flush=True)
             print(line, file=file, flush=True)
     print(f"the logs are in {OUT.relative_to(ROOT)}")

@@ -32,7 +32,8 @@ bench = importlib.import_module("on_gpu.bench")
 report = importlib.import_module("on_gpu.report")
 steps = importlib.import_module("on_gpu.steps")
 
-STEPS = ("validation-2", "validation-4", "sanitizer", "overlap", "gpipe", "host", "peers", "soak")
+STEPS = ("validation-2", "instrument", "host", "peers", "validation-4", "bfloat16", "features",
+         "gpipe", "overlap", "sanitizer", "soak")  # fmt: skip
 #: Largest count of anything: steps, pixels, rounds.
 MOST = 16
 #: Functions of torch.cuda that need a driver, and what they return here.
@@ -52,11 +53,11 @@ class Bench(bench.Bench):  # type: ignore[misc, name-defined]
 
     def __init__(self, out: Path) -> None:
         super().__init__(out, dry=True)
-        self.dry = False
+        self.dry, self.kinds = False, (True, False)
 
-    def pick(self, on_gpu: int, dry: int) -> int:
+    def pick(self, on_gpu: int, dry: int, brief: int | None = None) -> int:
         """Return the count of a GPU, within limits."""
-        return min(on_gpu, MOST)
+        return min(on_gpu if brief is None else brief, MOST)
 
     def samples(self, n: int) -> int:
         """Return one."""

@@ -22,28 +22,35 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> None:
-    """Its archive holds what a reader wants to see."""
+    """Its archive holds what a reader wants to see.
+
+    `validation-4` is as `validation-2`; `features` and `instrument` have tests of their own.
+    """
     steps, outcomes, packing = part("steps"), part("outcomes"), part("packing")
     ran, packed, unpacked = (tmp_path / name for name in ("ran", "packed", "found"))
     ran.mkdir()
     packed.mkdir()
-    for name in (steps.WARM_UP, *steps.DRY):
+    names = [steps.WARM_UP, *steps.DRY]
+    for name in ("validation-4", "features", "instrument"):
+        names.remove(name)
+    for name in names:
         assert gpu_script.run_here(name, ran, dry=True) == 0, (ran / f"{name}.txt").read_text()
         outcomes.Outcome(name, "passed", 1.0, "", is_dry=True).save(ran)
-    packing.pack((steps.WARM_UP, *steps.DRY), ran, packed)
+    packing.pack(names, ran, packed)
     assert {file.name for file in packed.iterdir()} == {"gpu.tar.gz", "summary.txt"}
     assert gpu_script.main(["--unpack", str(packed / "gpu.tar.gz"), "--out", str(unpacked)]) == 0
     page = (unpacked / "README.md").read_text()
     for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"):
-        assert re.search(rf"\| 2 \| {name} \| True \| True \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", page)
-        assert re.search(rf"\| 2 \| {name} \| True \| [\d.e-]+ \|", page)  # gradients
+        assert re.search(rf"\| 2 \| {name} \| False \| True \| float32 \| ([\d.]+ \| ){{3}}", page)
+        assert re.search(rf"\| 2 \| {name} \| False \| [\d.e-]+ \|", page)  # gradients
     for figure in re.findall(r"\((figures/[^)]*)\)", page):
         assert (unpacked / figure).is_file()
         assert (unpacked / figure).with_suffix(".pdf").is_file()
     assert {file.stem for file in (unpacked / "figures").iterdir()} >= {
-        "overlay-2-slices-graph", "overlap-gpipe", "gpipe-ablation",
+        "overlay-2-slices-eager", "overlap-gpipe", "gpipe-ablation",
     }  # fmt: skip
-    kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet"}
+    kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet",
+             "noise"}  # fmt: skip
     assert kinds <= {file.stem for file in unpacked.glob("*.csv")}
 
 
@@ -160,3 +167,14 @@ def test_a_process_that_ignores_signals_is_killed(gpu_script: ModuleType, tmp_pa
     ended = run_process([sys.executable, "-c", code], tmp_path / "log", 0.5, {}, tmp_path)
     assert ended.code is None
     assert time.perf_counter() - start < 30
+
+
+def test_gradients_that_are_nan_are_no_small_error(gpu_script: ModuleType) -> None:
+    """Wherever they are."""
+    import torch
+
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    largest_error = part("gradients").largest_error
+    assert largest_error([good, good * 1.5], [good, good]) == 0.5
+    for actual in ([good, bad], [bad, good]):
+        assert not largest_error(actual, [good, good]) <= 1e-4
