@@ -116,6 +116,6 @@ $(REHEARSAL)/.stamp: constraints-rehearsal.txt
 	echo 'make gpu-rehearsal needs Python 3.12, and $(PYTHON312) is not; give PYTHON312=path' >&2; exit 1; }
 	test -x $(REHEARSAL)/bin/python || $(PYTHON312) -m venv $(REHEARSAL)
 	$(REHEARSAL)/bin/python -m pip install --disable-pip-version-check -c $< torch cuda-bindings \
-	cloudpickle hypothesis joblib matplotlib numba numpy pandas pytest tqdm
+	cloudpickle hypothesis joblib matplotlib numba numpy pandas pytest safetensors tqdm
 	$(REHEARSAL)/bin/python -m pip download --disable-pip-version-check -c $< --no-deps -d $(REHEARSAL)/wheels simpy
 	touch $@

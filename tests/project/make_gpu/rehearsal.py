@@ -63,14 +63,19 @@ def versions() -> str:
         raise Failed(f"torch {torch.__version__} is not built for CUDA")
     for kind in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("error", category=kind, module=r"(pipesim|pipeexec)\b")
-    names = [name for package in PACKAGES for name in _modules(package)]
+    names, lacking = [name for package in PACKAGES for name in _modules(package)], []
     for name in names:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:  # of an extra, which images lack
+            if str(error.name).startswith(PACKAGES):
+                raise
+            lacking.append(f"{name} (needs {error.name})")
     packages = ("torch", "numpy", "pandas", "matplotlib", "numba", "pytest", "cuda-bindings")
     listing = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
-        f"{len(names)} modules; Python {platform.python_version()}, CUDA {torch.version.cuda}, "
-        f"{listing}"
+        f"{len(names) - len(lacking)} modules, without {', '.join(lacking) or 'exception'}; Python "
+        f"{platform.python_version()}, CUDA {torch.version.cuda}, {listing}"
     )
 
 
