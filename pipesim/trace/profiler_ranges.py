@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import TimelineError
 from pipesim.ops import Action, Overlapped
-from pipesim.trace.chrome_json import read_header, seconds
+from pipesim.trace.chrome_json import complete_events, read_header, seconds
 from pipesim.trace.spans import Span, span_rows, starting_within
 
 __all__ = ["Kernels", "Range", "Trace", "ranges_by_thread", "read_trace"]
@@ -125,13 +125,12 @@ def read_trace(
     Raises
     ------
     TimelineError
-        For events whose time or duration is no number, or negative, or whose category is none.
+        For events whose time or duration is no number, or negative, or whose category is none, and
+        for begin and end events that make no pairs.
     """
     trace = Trace(path, *read_header(path, content))
     names: dict[str, None] = {}
-    for index, event in enumerate(content["traceEvents"]):
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
+    for index, event in complete_events(path, content):
         if process in (None, str(event.get("pid"))) or event.get("cat") in _ON_DEVICE:
             _add_event(trace, event, index, names, parse_name)
     trace.ranges = _without_doubles(sorted(trace.ranges, key=lambda r: (r.start, -r.end)))
