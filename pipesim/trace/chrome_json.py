@@ -197,7 +197,7 @@ class _Mark(NamedTuple):
     """An event that begins or ends a range; its time in microseconds."""
 
     time: float
-    index: int
+    number: int
     event: Mapping[str, Any]
 
 
@@ -256,7 +256,7 @@ def _paired(path: Path, marks: list[_Mark]) -> Iterator[tuple[int, Mapping[str, 
         if k < 0 or name not in (None, "", stack[k].event.get("name")):
             problem = f"{_shown(stack[-1])} is open" if stack else "no range is open"
             raise TimelineError(
-                f"{path}: event {mark.index} ends {_shown(mark)}, where {problem} on its thread; "
+                f"{path}: event {mark.number} ends {_shown(mark)}, where {problem} on its thread; "
                 "give each range a begin (B) and an end (E) on one thread, within the ranges "
                 "around it, or complete events (X)"
             )
@@ -264,10 +264,10 @@ def _paired(path: Path, marks: list[_Mark]) -> Iterator[tuple[int, Mapping[str, 
         args = [x.get("args") for x in (begin.event, event)]
         merged = {key: value for x in args if isinstance(x, dict) for key, value in x.items()}
         complete = {"ph": "X", "dur": mark.time - begin.time, "ts": begin.time, "args": merged}
-        yield begin.index, {**begin.event, **complete}
+        yield begin.number, {**begin.event, **complete}
     if stack:
         raise TimelineError(
-            f"{path}: event {stack[-1].index} begins {_shown(stack[-1])}, and no event ends it; "
+            f"{path}: event {stack[-1].number} begins {_shown(stack[-1])}, and no event ends it; "
             "profile until the range has ended, or leave its begin out"
         )
 

@@ -30,11 +30,19 @@ class AllReduceCall(NamedTuple):
         Its start and end, seconds.
     exposed
         Parts of the span in which nothing was computed.
+    parts
+        Parts of the span in which it worked, such as kernels; the whole span if empty.
     """
 
     nbytes: float
     span: TimeSpan
     exposed: tuple[TimeSpan, ...]
+    parts: tuple[TimeSpan, ...] = ()
+
+
+def _seconds(calls: Iterable[AllReduceCall]) -> float:
+    """Return the seconds in which at least one call worked."""
+    return covered_seconds(part for call in calls for part in call.parts or (call.span,))
 
 
 @dataclass
@@ -95,7 +103,7 @@ def apply_rules(
         n_steps=events.count(STEP),
         n_calls=len(calls),
         nbytes=math.fsum(call.nbytes for call in calls),
-        seconds=covered_seconds(call.span for call in calls),
+        seconds=_seconds(calls),
         exposed=covered_seconds(span for call in calls for span in call.exposed),
         findings=tuple(findings),
         notes=tuple(notes),
@@ -114,7 +122,7 @@ def _findings(model: str, history: History) -> Iterator[Finding]:
             tuple(step.number for step in steps),
             len(calls),
             math.fsum(call.nbytes for call in calls),
-            covered_seconds(call.span for call in calls),
+            _seconds(calls),
             covered_seconds(span for call in calls for span in call.exposed)
             if kind != "not_cleared"
             else 0.0,

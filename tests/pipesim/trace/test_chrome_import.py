@@ -133,6 +133,23 @@ def test_kernels_of_the_autograd_thread(tmp_path: Path) -> None:
     assert times["0RECV_B0"] == (76, 85)
 
 
+@pytest.mark.parametrize("kernel", ["ncclDevKernel_Generic", "mscclKernel_Sum", "vendor_copy"])
+@pytest.mark.parametrize("runtime", ["cuda_runtime", "hip_runtime", "xpu_runtime"])
+def test_kernels_that_communication_launches(tmp_path: Path, kernel: str, runtime: str) -> None:
+    """They are no work of the range, whatever their name, and carry out its transfers."""
+    first = [
+        event("PP:0F0", 0, 40),
+        event("launch", 5, 6, runtime, correlation=1),
+        event("gemm", 30, 50, "kernel", tid=99, correlation=1),
+        event("c10d::send", 20, 30, "cpu_op"),
+        event("launch", 25, 26, runtime, correlation=2),
+        event(kernel, 52, 90, "kernel", tid=98, correlation=2),
+        event("PP:0B0", 200, 210),
+    ]
+    second = [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)]
+    assert microseconds(read(tmp_path, first, second))["0F0"] == (0, 20)
+
+
 def test_waiting_is_no_work(tmp_path: Path) -> None:
     """A call that waits for its message, works, and sends: only the work counts, as in GPipe."""
     second = [
