@@ -90,10 +90,12 @@ def trace_report(path: Path) -> SyncReport:
     notes = ["a trace does not tell where no_sync() was", *events.notes]
     if outside:
         total = math.fsum(end - start for x in outside for start, end in x.parts or (x.span,))
+        count = (
+            "1 further all-reduce" if len(outside) == 1 else f"{len(outside)} further all-reduces"
+        )
         notes.append(
-            f"{len(outside)} further all-reduce{'s' if len(outside) > 1 else ''} of {total * 1e3:.3g}"
-            " ms in all, such as of metrics, did not run while a gradient was accumulated; they "
-            "are not judged"
+            f"{count} of {total * 1e3:.3g} ms in all, such as of metrics, did not run while a "
+            "gradient was accumulated, and are not judged"
         )
     return apply_rules({"DistributedDataParallel": history}, notes)
 
