@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,14 @@ def trace_report(path: Path) -> SyncReport:
             f"{count} of {total * 1e3:.3g} ms in all, such as of metrics, did not run while a "
             "gradient was accumulated, and are not judged"
         )
-    return apply_rules({"DistributedDataParallel": history}, notes)
+    report = apply_rules({"DistributedDataParallel": history}, notes)
+    if any(finding.kind == "unsynchronized_step" for finding in report.findings):
+        note = (
+            "a trace does not tell unused parameters either: where the last micro-step is outside "
+            "no_sync(), make DistributedDataParallel with find_unused_parameters=True"
+        )
+        report = replace(report, notes=(*report.notes, note))
+    return report
 
 
 class _TraceEvents:

@@ -167,6 +167,59 @@ def _by_hand(processes: px.Processes) -> Findings:
     return _findings(sync.report())
 
 
+class _Either(nn.Module):
+    """Two layers, of which each forward uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor, layers: str) -> Tensor:
+        return torch.stack([getattr(self, name)(inputs) for name in layers]).sum()
+
+
+def _unused(layers: list[str], **options: Any) -> tuple[list[tuple[str, list[int], Any]], str]:
+    """Return kind, micro-steps and parameters of each finding, with a micro-step a forward."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(_Either(), **options)
+    optimizer = _sgd(ddp)
+    accumulation = px.GradientAccumulation(ddp, optimizer, n_steps=len(layers))
+    with px.watch_sync() as sync:
+        for names in layers:
+            with accumulation.microbatch():
+                accumulation.backward(ddp(torch.ones(4, 2), names))
+    report = sync.report()
+    return [(x.kind, list(x.micro_steps), x.parameters) for x in report.findings], str(report)
+
+
+def _unused_cases(_: px.Processes) -> list[Any]:
+    small = {"bucket_cap_mb": 1e-6}  # a bucket a parameter, but for the first iteration's
+    return [
+        _unused(["a", "b"]),
+        _unused(["a"]),
+        _unused(["a", "ab"]),
+        _unused(["a", "b"], find_unused_parameters=True),
+        _unused(["a"], **small),
+    ]
+
+
+def test_unused_parameters_are_the_cause(two_ranks: Ranks) -> None:
+    """DDP waits for their gradients: the report names them and the option, if that is so."""
+    a, b = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
+    for results in two_ranks.run(_unused_cases):
+        findings, texts = zip(*results, strict=True)
+        assert findings[0] == [("unused_parameters", [0, 1], a)]
+        assert findings[1] == [("unused_parameters", [0], b)]
+        assert findings[2] == findings[3] == []
+        assert findings[4] == [("unused_parameters", [0], b)]
+        for k in (0, 1, 4):
+            assert "find_unused_parameters=True" in texts[k]
+            assert "outside no_sync()" not in texts[k]
+        assert "1 micro-step 0: b.weight, b.bias" in texts[1]
+        assert "0 all-reduces" in texts[1]
+        assert "2 all-reduces" in texts[4]  # those of the other buckets
+
+
 def _all_cases(processes: px.Processes) -> dict[str, Any]:
     before = _patched()
     results: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
