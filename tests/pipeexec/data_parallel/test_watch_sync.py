@@ -178,12 +178,14 @@ class _Either(nn.Module):
         return torch.stack([getattr(self, name)(inputs) for name in layers]).sum()
 
 
-def _unused(layers: list[str], **options: Any) -> tuple[list[tuple[str, list[int], Any]], str]:
+def _unused(
+    layers: list[str], n_steps: int = 0, **options: Any
+) -> tuple[list[tuple[str, list[int], Any]], str]:
     """Return kind, micro-steps and parameters of each finding, with a micro-step a forward."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(_Either(), **options)
     optimizer = _sgd(ddp)
-    accumulation = px.GradientAccumulation(ddp, optimizer, n_steps=len(layers))
+    accumulation = px.GradientAccumulation(ddp, optimizer, n_steps=n_steps or len(layers))
     with px.watch_sync() as sync:
         for names in layers:
             with accumulation.microbatch():
@@ -193,13 +195,12 @@ def _unused(layers: list[str], **options: Any) -> tuple[list[tuple[str, list[int
 
 
 def _unused_cases(_: px.Processes) -> list[Any]:
-    small = {"bucket_cap_mb": 1e-6}  # a bucket a parameter, but for the first iteration's
     return [
         _unused(["a", "b"]),
         _unused(["a"]),
         _unused(["a", "ab"]),
         _unused(["a", "b"], find_unused_parameters=True),
-        _unused(["a"], **small),
+        _unused(["ab", "a"], n_steps=1, bucket_cap_mb=1e-6),  # a bucket a parameter from 1 on
     ]
 
 
@@ -211,13 +212,13 @@ def test_unused_parameters_are_the_cause(two_ranks: Ranks) -> None:
         assert findings[0] == [("unused_parameters", [0, 1], a)]
         assert findings[1] == [("unused_parameters", [0], b)]
         assert findings[2] == findings[3] == []
-        assert findings[4] == [("unused_parameters", [0], b)]
+        assert findings[4] == [("unused_parameters", [1], b)]
         for k in (0, 1, 4):
             assert "find_unused_parameters=True" in texts[k]
             assert "outside no_sync()" not in texts[k]
         assert "1 micro-step 0: b.weight, b.bias" in texts[1]
         assert "0 all-reduces" in texts[1]
-        assert "2 all-reduces" in texts[4]  # those of the other buckets
+        assert "3 all-reduces" in texts[4]  # that of all, and those of two of four buckets
 
 
 def _all_cases(processes: px.Processes) -> dict[str, Any]:
