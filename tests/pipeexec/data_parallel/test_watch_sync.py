@@ -200,7 +200,7 @@ def _unused_cases(_: px.Processes) -> list[Any]:
         _unused(["a"]),
         _unused(["a", "ab"]),
         _unused(["a", "b"], find_unused_parameters=True),
-        _unused(["ab", "a"], n_steps=1, bucket_cap_mb=1e-6),  # a bucket a parameter from 1 on
+        _unused(["ab", "b"], n_steps=1, bucket_cap_mb=1e-6),  # a bucket a parameter from 1 on
     ]
 
 
@@ -212,13 +212,13 @@ def test_unused_parameters_are_the_cause(two_ranks: Ranks) -> None:
         assert findings[0] == [("unused_parameters", [0, 1], a)]
         assert findings[1] == [("unused_parameters", [0], b)]
         assert findings[2] == findings[3] == []
-        assert findings[4] == [("unused_parameters", [1], b)]
+        assert findings[4] == [("unused_parameters", [1], a)]
         for k in (0, 1, 4):
             assert "find_unused_parameters=True" in texts[k]
             assert "outside no_sync()" not in texts[k]
         assert "1 micro-step 0: b.weight, b.bias" in texts[1]
         assert "0 all-reduces" in texts[1]
-        assert "3 all-reduces" in texts[4]  # that of all, and those of two of four buckets
+        assert "3 all-reduces" in texts[4]  # of all, and of the buckets of b, the first ones
 
 
 def _all_cases(processes: px.Processes) -> dict[str, Any]:
