@@ -8,11 +8,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.errors import ArgumentError, CostsWarning, TimelineError
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.analysis.matched_tasks import matching_rows, with_rows_of
+from pipesim.errors import ArgumentError, CostsWarning
 from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
 
@@ -247,12 +252,15 @@ class Comparison:
     predicted
         Prediction, such as from `pipesim.simulate`.
     measured
-        Measurement of the same tasks, such as from a `pipeexec.Pipeline`.
+        Measurement of the same tasks, such as from a `pipeexec.Pipeline`. Their rows may be in
+        another order, as in a timeline from traces: tasks match by operation, stage, micro-batch,
+        part, replica and device. See `matched`. Streams may have run them in another order, which
+        `error_parts` cannot explain.
 
     Raises
     ------
     TimelineError
-        If the two timelines have different tasks.
+        If the two timelines have different tasks; the message names some.
     ArgumentError
         If one of them is no `Timeline`.
 
@@ -276,23 +284,23 @@ class Comparison:
 
     predicted: Timeline
     measured: Timeline
+    _rows: NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         for name, timeline in (("predicted", self.predicted), ("measured", self.measured)):
             if not isinstance(timeline, Timeline):
                 raise ArgumentError(f"{name} is no Timeline but {type(timeline).__name__}")
-        graph, other = self.predicted.graph, self.measured.graph
-        if graph is other:
-            return
-        same = (len(graph), graph.streams) == (len(other), other.streams) and all(
-            (getattr(graph, column) == getattr(other, column)).all()
-            for column in ("op", "device", "stage", "microbatch", "stream")
-        )
-        if not same:
-            raise TimelineError(
-                f"predicted ({graph!r}) and measured ({other!r}) are not of the same tasks; "
-                "simulate the graph that was run"
-            )
+        rows = matching_rows(self.predicted.graph, self.measured.graph)
+        object.__setattr__(self, "_rows", rows)
+
+    @cached_property
+    def matched(self) -> Timeline:
+        """The measurement in the rows of the prediction: row k is one task in both timelines.
+
+        It is ``measured`` itself if its rows and streams are those, and else on the predicted
+        graph.
+        """
+        return with_rows_of(self.measured, self.predicted.graph, self._rows)
 
     @property
     def makespan_error(self) -> float:
@@ -312,7 +320,7 @@ class Comparison:
             {
                 "op": self.predicted.all_rows()["op"],
                 "predicted": self.predicted.duration,
-                "measured": self.measured.duration,
+                "measured": self.matched.duration,
             }
         )
         means = frame.groupby("op", sort=False).mean()
@@ -360,7 +368,7 @@ class Comparison:
         """
         from pipesim.analysis.error_attribution import error_parts
 
-        return error_parts(self.predicted, self.measured, launch=launch)
+        return error_parts(self.predicted, self.matched, launch=launch)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw the predicted timeline over the measured one: two lanes a device, one time axis.

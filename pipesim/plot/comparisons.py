@@ -164,7 +164,7 @@ def _draw_comparison(
     drawn: dict[Op, str | None] = {}
     for name, timeline, half, tint, style in (
         ("predicted", comparison.predicted, -1, TINT, task_boxes.DASHES),
-        ("measured", comparison.measured, 1, 0.0, "-"),
+        ("measured", comparison.matched, 1, 0.0, "-"),
     ):
         task_lanes = lanes(graph, transfers=transfers, half=half)
         task_boxes.draw_bubbles(ax, task_lanes, timeline.makespan * scale)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipesim.errors import TimelineError, number
 from pipesim.utils.files import gunzip, read_bytes
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch, parse_json, unique_keys
 
-__all__ = ["SAVED", "SIGNATURE", "load", "read_header", "seconds", "signed"]
+__all__ = [
+    "SAVED",
+    "SIGNATURE",
+    "complete_events",
+    "load",
+    "read_header",
+    "seconds",
+    "signed",
+]
 
 #: Key of pipesim's checksum in a trace's ``otherData``, which viewers ignore.
 SIGNATURE = "pipesim_checksum"
@@ -167,15 +176,104 @@ def seconds(path: Path, event: Mapping[str, Any], index: int) -> tuple[float, fl
     TimelineError
         For times that are no finite numbers, and negative durations; the message names the event.
     """
-    times = []
-    for key, what in (("ts", "time"), ("dur", "duration")):
-        value = number(event.get(key))
-        if value is None or math.isinf(value) or (key == "dur" and value < 0):
-            allowed = "finite microseconds" + (" >= 0" if key == "dur" else "")
-            raise TimelineError(
-                f"{path}: the {what} of event {index}, {event.get('name')!r}, must be {allowed}, "
-                f"got {event.get(key)!r}; export the trace again"
-            )
-        times.append(value)
-    start, duration = times
+    start, duration = (_microseconds(path, event, index, key) for key in ("ts", "dur"))
     return start * 1e-6, (start + duration) * 1e-6
+
+
+def _microseconds(path: Path, event: Mapping[str, Any], index: int, key: str) -> float:
+    """Return the time or the duration of an event, which must be finite."""
+    value = number(event.get(key))
+    if value is None or math.isinf(value) or (key == "dur" and value < 0):
+        what = "duration" if key == "dur" else "time"
+        allowed = "finite microseconds" + (" >= 0" if key == "dur" else "")
+        raise TimelineError(
+            f"{path}: the {what} of event {index}, {event.get('name')!r}, must be {allowed}, "
+            f"got {event.get(key)!r}; export the trace again"
+        )
+    return value
+
+
+class _Mark(NamedTuple):
+    """An event that begins or ends a range; its time in microseconds."""
+
+    time: float
+    number: int
+    event: Mapping[str, Any]
+
+
+def complete_events(
+    path: Path, content: Mapping[str, Any]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the complete events of a trace, each with its index.
+
+    A begin and an end event become one complete event, with the index of the begin:
+
+    - ``"B"`` and ``"E"``: an end ends the innermost range of its thread. Ends need no name.
+    - ``"b"`` and ``"e"``: an end ends the innermost range of its process, category, id and name.
+
+    Begin and end events of a thread may stand in any order, and are sorted by their time.
+
+    Raises
+    ------
+    TimelineError
+        For ranges that are not ended, ends of no range, ends of another name than the innermost
+        range, and times of any of these that are no finite numbers.
+    """
+    marks: dict[tuple[object, ...], list[_Mark]] = defaultdict(list)
+    for index, event in enumerate(content["traceEvents"]):
+        if not isinstance(event, dict):
+            continue
+        match event.get("ph"):
+            case "X":
+                yield index, event
+            case "B" | "E" | "b" | "e":
+                time = _microseconds(path, event, index, "ts")
+                marks[_row(event)].append(_Mark(time, index, event))
+    for row in marks.values():
+        yield from _paired(path, sorted(row, key=lambda mark: mark.time))
+
+
+def _row(event: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what the begin and the end of a range have in common."""
+    keys = ("pid", "tid") if event["ph"] in "BE" else ("pid", "cat", "id", "id2", "scope", "name")
+    return event["ph"] in "BE", *(str(event.get(key)) for key in keys)
+
+
+def _paired(path: Path, marks: list[_Mark]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the ranges of a row, whose begins and ends are in order of time."""
+    stack: list[_Mark] = []
+    for mark in marks:
+        event, name = mark.event, mark.event.get("name")
+        if event["ph"] in "Bb":
+            stack.append(mark)
+            continue
+        # The range that begins when another ends may stand before that end.
+        k = len(stack) - 1
+        while k > 0 and name not in (None, "", stack[k].event.get("name")):
+            if stack[k].time < mark.time:
+                break
+            k -= 1
+        if k < 0 or name not in (None, "", stack[k].event.get("name")):
+            problem = f"{_shown(stack[-1])} is open" if stack else "no range is open"
+            raise TimelineError(
+                f"{path}: event {mark.number} ends {_shown(mark)}, where {problem} on its thread; "
+                "give each range a begin (B) and an end (E) on one thread, within the ranges "
+                "around it, or complete events (X)"
+            )
+        begin = stack.pop(k)
+        args = [x.get("args") for x in (begin.event, event)]
+        merged = {key: value for x in args if isinstance(x, dict) for key, value in x.items()}
+        complete = {"ph": "X", "dur": mark.time - begin.time, "ts": begin.time, "args": merged}
+        yield begin.number, {**begin.event, **complete}
+    if stack:
+        raise TimelineError(
+            f"{path}: event {stack[-1].number} begins {_shown(stack[-1])}, and no event ends it; "
+            "profile until the range has ended, or leave its begin out"
+        )
+
+
+def _shown(mark: _Mark) -> str:
+    """Return the name of a range, if its event has one, and the time of the event."""
+    name = mark.event.get("name")
+    what = "a range" if name in (None, "") else f"range {name!r:.80}"
+    return f"{what} at {mark.time:.15g} us"

@@ -18,18 +18,17 @@ from numpy.typing import NDArray
 
 from pipesim.errors import TimelineError
 from pipesim.ops import Action, Overlapped
-from pipesim.trace.chrome_json import read_header, seconds
+from pipesim.trace.chrome_json import complete_events, read_header, seconds
+from pipesim.trace.communication import is_communication, is_launch
 from pipesim.trace.spans import Span, span_rows, starting_within
 
 __all__ = ["Kernels", "Range", "Trace", "ranges_by_thread", "read_trace"]
 
-#: Categories of events that run on a GPU, and of the calls that launch them.
+#: Categories of events that run on a GPU.
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-_LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime"})
 #: Copies of the CPU's ranges. They cover only kernels that the range's own thread launched.
 _COPIES = "gpu_user_annotation"
 _AUTOGRAD = "autograd::engine::evaluate_function"
-_COMMUNICATION = ("c10d::", "gloo:", "nccl", "mpi:", "ucc:", "record_param_comms")
 #: Names of other ranges that are kept for messages.
 _N_NAMES = 100
 
@@ -66,9 +65,9 @@ class Trace:
         In order of start.
     names
         Some names of other ranges, for messages.
-    operations, autograd_operations, communication
+    operations, autograd_operations, communication, communication_by_thread
         Operations on the CPU; those of them that autograd's engine runs; and calls that
-        communicate.
+        communicate, all and by thread.
     kernels
         Kernels of each launch, by correlation.
     launches
@@ -84,6 +83,9 @@ class Trace:
     operations: list[Span] = field(default_factory=list)
     autograd_operations: list[Span] = field(default_factory=list)
     communication: list[Span] = field(default_factory=list)
+    communication_by_thread: dict[object, list[Span]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     kernels: dict[object, Kernels] = field(default_factory=lambda: defaultdict(list))
     launches: list[tuple[float, object, object]] = field(default_factory=list)
 
@@ -125,18 +127,30 @@ def read_trace(
     Raises
     ------
     TimelineError
-        For events whose time or duration is no number, or negative, or whose category is none.
+        For events whose time or duration is no number, or negative, or whose category is none, and
+        for begin and end events that make no pairs.
     """
     trace = Trace(path, *read_header(path, content))
     names: dict[str, None] = {}
-    for index, event in enumerate(content["traceEvents"]):
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
+    for index, event in complete_events(path, content):
         if process in (None, str(event.get("pid"))) or event.get("cat") in _ON_DEVICE:
             _add_event(trace, event, index, names, parse_name)
     trace.ranges = _without_doubles(sorted(trace.ranges, key=lambda r: (r.start, -r.end)))
     trace.names = list(names)
+    _mark_launched_communication(trace)
     return trace
+
+
+def _mark_launched_communication(trace: Trace) -> None:
+    """Let kernels communicate that a call of communication launched, whatever their names."""
+    rows = {thread: span_rows(spans) for thread, spans in trace.communication_by_thread.items()}
+    reached = {thread: np.maximum.accumulate(row[:, 1]) for thread, row in rows.items()}
+    for time, thread, correlation in trace.launches:
+        if thread in rows and correlation in trace.kernels:
+            k = int(np.searchsorted(rows[thread][:, 0], time, side="right")) - 1
+            if k >= 0 and time <= reached[thread][k]:
+                own = trace.kernels[correlation]
+                trace.kernels[correlation] = [(span, True) for span, _ in own]
 
 
 def _add_event(
@@ -154,16 +168,18 @@ def _add_event(
     _check_plain(trace, index, name, {"category": category, "correlation": correlation})
     if category == _COPIES:
         return
-    communicates = name.startswith(_COMMUNICATION)
+    communicates = is_communication(name, args, on_device=category in _ON_DEVICE)
     if category in _ON_DEVICE:
         span = Span(*seconds(trace.path, event, index), True)
         trace.kernels[correlation].append((span, communicates))
-    elif category in _LAUNCHES:
+    elif is_launch(category):
         if correlation is not None:
             start, _ = seconds(trace.path, event, index)
             trace.launches.append((start, thread, correlation))
     elif communicates:
-        trace.communication.append(Span(*seconds(trace.path, event, index)))
+        span = Span(*seconds(trace.path, event, index))
+        trace.communication.append(span)
+        trace.communication_by_thread[thread].append(span)
     elif (action := parse_name(name)) is not None:
         start, end = seconds(trace.path, event, index)
         if isinstance(action, Overlapped):

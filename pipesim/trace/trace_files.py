@@ -13,11 +13,14 @@ from pipesim.errors import ArgumentError, TimelineError
 from pipesim.trace.chrome_json import load
 from pipesim.trace.overlapped_ranges import replace_by_halves
 from pipesim.trace.profiler_ranges import Trace
-from pipesim.trace.range_names import action_parser
+from pipesim.trace.range_names import PATTERNS, action_parser
 from pipesim.trace.ranks import read_traces
 from pipesim.utils.files import check_path, is_folder
 
 __all__ = ["list_files", "read_ranks"]
+
+#: Names of ranges that a message shows.
+_N_SHOWN = 5
 
 
 def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
@@ -100,11 +103,29 @@ def _read_file(
             trace.ranges = ranges
         if traces[0].ranges:
             return traces
-    shown = ", ".join(map(repr, traces[0].names[:5])) or "none at all"
-    raise TimelineError(
-        f"{path} has no range whose whole name matches {' or '.join(map(repr, patterns))}; its "
-        f"ranges are {shown}; annotate stages with torch.profiler.record_function('PP:0F0'), or "
-        "give the pattern of your names"
+    raise TimelineError(_no_range(path, traces[0], patterns))
+
+
+def _no_range(path: Path, trace: Trace, patterns: Sequence[str]) -> str:
+    """Say which ranges a trace has, of which none matches, and which are needed."""
+    names = [f"{name!r:.60}" for name in trace.names]
+    more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
+    found = f"its ranges are {', '.join(names[:_N_SHOWN])}{more}"
+    if not names:
+        n_operations = len(trace.operations) + len(trace.communication)
+        n_kernels = sum(map(len, trace.kernels.values()))
+        found = f"it has no ranges, but {n_operations} operations and {n_kernels} kernels"
+        if not n_operations + n_kernels:
+            found = "it has no ranges, operations or kernels"
+    wanted = "Each forward and backward of a stage needs a range such as 'PP:0F0' and 'PP:0B0'"
+    problem = "names the action of a stage"
+    if list(patterns) != list(PATTERNS):
+        problem = f"matches the pattern {patterns[0]!r} with its whole name"
+        wanted = "Each forward and backward of a stage needs a range that matches"
+    return (
+        f"{path} has no range that {problem}: {found}. {wanted}: annotate them with "
+        "torch.profiler.record_function('PP:0F0') (stage 0, forward, micro-batch 0), or give "
+        "pattern=, a regular expression for the names that your ranges have"
     )
 
 

@@ -96,3 +96,34 @@ def test_paths_of_make() -> None:
     paths = re.findall(rf"(?:{FOLDERS})/[\w/]+\.py", (ROOT / "Makefile").read_text())
     assert len(paths) >= 5
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+#: Texts that give or use steps from data sheets, each from where its first claim must stand.
+CLAIMS = {
+    "README.md": "## How sure are the numbers?",
+    "docs/explanation/prediction_errors.md": "# How predictions err",
+    "docs/how_to/price_a_model.md": "# How to price a model",
+    "docs/how_to/plan_a_run.md": "# How to plan a training run",
+}
+
+
+@pytest.mark.parametrize("path", CLAIMS)
+def test_errors_of_data_sheets_come_first(path: str) -> None:
+    """The first error a text gives is that of runs that were not at hand, the same everywhere."""
+    text = " ".join((ROOT / path).read_text().split(CLAIMS[path], 1)[1].split())
+    numbers = re.findall(r"\d[\d.]*(?: to \d[\d.]*)? %", text)
+    assert numbers[:4] == ["20 %", "19.6 %", "14 to 28 %", "23 %"]
+    assert "560 published runs that were not at hand" in text
+    assert "23 % too long" in text
+
+
+def test_mean_error_is_that_of_the_sets() -> None:
+    """The mean of 560 rows follows from the table of sets, within the rounding of its percents."""
+    text = (ROOT / "docs/explanation/prediction_errors.md").read_text()
+    table = text.split("### Runs that were not at hand", 1)[1].split("\n\n")[2]
+    cells = [row.split("|")[2:4] for row in table.splitlines()[2:]]
+    rows = [int(row) for row, _ in cells]
+    errors = [float(error.rstrip(" %")) for _, error in cells]
+    assert sum(rows) == 560 - 1
+    assert (min(errors), max(errors)) == (14, 28)
+    assert abs(sum(map(float.__mul__, map(float, rows), errors)) / 559 - 19.6) < 0.5

@@ -23,10 +23,15 @@ _MEANINGS = {
     "unsynchronized_step": "the optimizer steps with gradients of these micro-steps that no "
     "all-reduce has added up: weights of the replicas diverge; run the last micro-step of each "
     "batch, forward and backward, outside no_sync()",
+    "unused_parameters": "the backward gave these parameters no gradient; DistributedDataParallel "
+    "waits for it and leaves all-reduces out: weights of the replicas diverge; make it with "
+    "find_unused_parameters=True, or let all parameters take part in each loss",
     "not_cleared": "gradients with which the optimizer has stepped are added to: zero_grad() is "
     "missing after the step before",
 }
 
+#: Names of parameters that a report shows.
+_N_NAMES = 4
 #: Kinds of findings, in the order in which a report lists them.
 KINDS = tuple(_MEANINGS)
 
@@ -48,8 +53,8 @@ class Finding:
     ----------
     kind
         ``"added_to"``, ``"forward_outside_no_sync"``, ``"overwritten"`` or ``"never_stepped"`` for
-        all-reduces that are of no use; ``"unsynchronized_step"`` or ``"forward_inside_no_sync"``
-        for missing ones; or ``"not_cleared"``.
+        all-reduces that are of no use; ``"unsynchronized_step"``, ``"forward_inside_no_sync"`` or
+        ``"unused_parameters"`` for missing ones; or ``"not_cleared"``.
     model
         Name of the model; in a timeline, the stage and its replicas.
     micro_steps
@@ -63,6 +68,8 @@ class Finding:
     is_of_graph
         Whether the model is a stage of a task graph. The remedy is then ``grad_sync`` of
         `pipesim.lower`, for a DistributedDataParallel ``no_sync()``.
+    parameters
+        Names of unused parameters, of ``"unused_parameters"``.
     """
 
     kind: str
@@ -73,6 +80,7 @@ class Finding:
     seconds: float = 0.0
     saved: float = 0.0
     is_of_graph: bool = False
+    parameters: tuple[str, ...] = ()
 
     @property
     def meaning(self) -> str:
@@ -88,6 +96,9 @@ class Finding:
                 f": {_count(self.n_calls, 'all-reduce')} of {_bytes(self.nbytes)} in all took "
                 f"{_ms(self.seconds)}; {remedy} would save {_ms(self.saved)}"
             )
+        if self.parameters:
+            more = ", ..." if len(self.parameters) > _N_NAMES else ""
+            cost = f": {', '.join(self.parameters[:_N_NAMES])}{more}"
         return (
             f"{self.kind} ({self.model}), {_count(len(self.micro_steps), unit)} "
             f"{_ranges(self.micro_steps)}{cost}\n    {self.meaning}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -30,11 +30,19 @@ class AllReduceCall(NamedTuple):
         Its start and end, seconds.
     exposed
         Parts of the span in which nothing was computed.
+    parts
+        Parts of the span in which it worked, such as kernels; the whole span if empty.
     """
 
     nbytes: float
     span: TimeSpan
     exposed: tuple[TimeSpan, ...]
+    parts: tuple[TimeSpan, ...] = ()
+
+
+def _seconds(calls: Iterable[AllReduceCall]) -> float:
+    """Return the seconds in which at least one call worked."""
+    return covered_seconds(part for call in calls for part in call.parts or (call.span,))
 
 
 @dataclass
@@ -50,12 +58,21 @@ class MicroStep:
         unknown.
     calls
         All-reduces of its gradients, which include those that have accumulated before.
+    unused
+        Names of parameters without a gradient, if DDP waits for the gradients of all.
     """
 
     number: int
     forward_in_no_sync: bool | None = None
     backward_in_no_sync: bool | None = None
     calls: list[AllReduceCall] = field(default_factory=list)
+    unused: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether DDP was to reduce the gradients, and waits for some that do not come."""
+        inside = self.forward_in_no_sync, self.backward_in_no_sync
+        return bool(self.unused) and inside == (False, False)
 
 
 STEP: Literal["step"] = "step"
@@ -88,14 +105,15 @@ def apply_rules(
         finding
         for name, history in histories.items()
         for finding in _findings(name, history)
-        if name not in without_replicas or finding.kind != "unsynchronized_step"
+        if name not in without_replicas
+        or finding.kind not in ("unsynchronized_step", "unused_parameters")
     ]
     return SyncReport(
         n_micro_steps=len(steps),
         n_steps=events.count(STEP),
         n_calls=len(calls),
         nbytes=math.fsum(call.nbytes for call in calls),
-        seconds=covered_seconds(call.span for call in calls),
+        seconds=_seconds(calls),
         exposed=covered_seconds(span for call in calls for span in call.exposed),
         findings=tuple(findings),
         notes=tuple(notes),
@@ -114,10 +132,13 @@ def _findings(model: str, history: History) -> Iterator[Finding]:
             tuple(step.number for step in steps),
             len(calls),
             math.fsum(call.nbytes for call in calls),
-            covered_seconds(call.span for call in calls),
+            _seconds(calls),
             covered_seconds(span for call in calls for span in call.exposed)
             if kind != "not_cleared"
             else 0.0,
+            parameters=tuple(dict.fromkeys(x for step in steps for x in step.unused))
+            if kind == "unused_parameters"
+            else (),
         )
 
 
@@ -146,7 +167,11 @@ def _violations_at_step(pending: Sequence[MicroStep]) -> Iterator[tuple[str, Mic
     for k, step in enumerate(pending):
         if step.calls and k < last:
             yield "forward_outside_no_sync" if step.backward_in_no_sync else "added_to", step
-        if k > last:
+        if step.waits and step.calls:  # only the buckets of other parameters were reduced
+            yield "unused_parameters", replace(step, calls=[])
+        if k > last and pending[-1].waits:
+            yield "unused_parameters", replace(step, unused=step.unused if step.waits else {})
+        elif k > last:
             yield "unsynchronized_step", step
             if step.forward_in_no_sync and step.backward_in_no_sync is False:
                 yield "forward_inside_no_sync", step

@@ -51,8 +51,9 @@ def watch_sync(
     - a result that ``zero_grad()`` clears before a step, or that no optimizer has used at the end;
     - ``no_sync()`` around the backward and not the forward, where it has no effect, and the
       reverse, where nothing is reduced;
-    - an optimizer step with gradients that were not reduced: replicas diverge. If the process group
-      has one process, a note says so instead;
+    - an optimizer step with gradients that were not reduced: replicas diverge. Parameters that a
+      backward leaves unused are named, if DDP waits for them. If the process group has one process,
+      a note says so instead;
     - gradients that an optimizer has stepped with, and that were not cleared.
 
     Each finding has the numbers of its micro-steps, calls, bytes, measured seconds, and the seconds
@@ -192,16 +193,19 @@ class SyncWatch:
 
     def _add(self, model: nn.Module) -> WatchedModel:
         assert self._stack is not None
-        parameters = [x for x in model.parameters() if x.requires_grad]
         ddp = model if isinstance(model, DistributedDataParallel) else None
-        kind = type(model if ddp is None else ddp.module).__name__
+        module = model if ddp is None else ddp.module
+        named = {name: x for name, x in module.named_parameters() if x.requires_grad}
+        parameters = list(named.values())
+        kind = type(module).__name__
         self._names[kind] += 1
         name = kind if self._names[kind] == 1 else f"{kind} {self._names[kind]}"
-        watched = WatchedModel(name, ddp, parameters, *device_timer(parameters[0].device))
+        timer = device_timer(parameters[0].device)
+        watched = WatchedModel(name, ddp, list(named), parameters, *timer)
         self._watched[id(model)] = watched
-        for parameter in parameters:
+        for key, parameter in named.items():
             handle = parameter.register_post_accumulate_grad_hook(
-                lambda _, watched=watched: self._on_gradient(watched)
+                lambda _, watched=watched, key=key: self._on_gradient(watched, key)
             )
             self._stack.callback(handle.remove)
         return watched
@@ -242,14 +246,14 @@ class SyncWatch:
                 backward.ended = self._last.now()
             self._backward = None
 
-    def _on_gradient(self, watched: WatchedModel) -> None:
+    def _on_gradient(self, watched: WatchedModel, name: str) -> None:
         """Note that a parameter has its gradient."""
         self._last = watched
         backward = self._backward
         # A backward that bypasses `torch.autograd.backward` is identified by its number.
         key = torch._C._current_graph_task_id() if backward is None else backward
         if backward is None or backward.makes_gradients:
-            watched.add_gradient(key)
+            watched.add_gradient(key, name)
         if backward is not None:
             backward.computed = watched.now()
 

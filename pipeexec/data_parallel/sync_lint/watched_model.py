@@ -65,8 +65,8 @@ class WatchedModel:
         Name in the report.
     ddp
         The DistributedDataParallel around the model, or None.
-    parameters
-        Parameters that require gradients.
+    names, parameters
+        Names of the parameters that require gradients, and these.
     now, seconds
         Functions of `device_timer`.
     history
@@ -87,6 +87,7 @@ class WatchedModel:
 
     name: str
     ddp: DistributedDataParallel | None
+    names: list[str]
     parameters: list[nn.Parameter]
     now: Callable[[], Moment]
     seconds: Callable[[Moment], float]
@@ -112,13 +113,21 @@ class WatchedModel:
         """Whether there was no backward since gradients were cleared."""
         return not self.history or self.history[-1] == CLEAR
 
-    def add_gradient(self, key: object) -> None:
-        """Note a gradient of the backward ``key``; the first of a backward starts a micro-step."""
-        if self.latest is not None and self.backward == key:
-            return
+    def add_gradient(self, key: object, name: str) -> None:
+        """Note the gradient of a parameter; the first of a backward ``key`` starts a micro-step."""
+        if self.latest is None or self.backward != key:
+            self._start_micro_step(key)
+        if self.latest is not None:
+            self.latest.unused.pop(name, None)
+
+    def _start_micro_step(self, key: object) -> None:
         backward_in = None if self.ddp is None else not self.ddp.require_backward_grad_sync
         forward_in = all(self.forwards) if self.forwards else None
-        self.latest = MicroStep(self.n_micro_steps, forward_in, backward_in)
+        ddp = self.ddp
+        waits_for_all = ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph)
+        ignored = getattr(ddp, "parameters_to_ignore", ())
+        unused = dict.fromkeys(x for x in self.names if waits_for_all and x not in ignored)
+        self.latest = MicroStep(self.n_micro_steps, forward_in, backward_in, unused=unused)
         self.history.append(self.latest)
         self.backward = key
         self.n_micro_steps += 1

@@ -170,7 +170,7 @@ def _name(item: object) -> str:
 def _contents(item: Showable) -> list[Track]:
     """Return the timelines of an item, with their roles."""
     if isinstance(item, Comparison):
-        return [Track("predicted", item.predicted), Track("measured", item.measured)]
+        return [Track("predicted", item.predicted), Track("measured", item.matched)]
     return [Track("", item)]
 
 

@@ -61,7 +61,7 @@ def find_selection(shown: Sequence[Showable], values: Mapping[str, Any]) -> Sele
         item = shown[values["panel"]]
         content = item
         if isinstance(item, Comparison):
-            content = {"predicted": item.predicted, "measured": item.measured}[values["role"]]
+            content = {"predicted": item.predicted, "measured": item.matched}[values["role"]]
         if not isinstance(content, Timeline):
             raise TimelineError(
                 f"the selection is in the {type(content).__name__} {content.name!r}, whose tasks "

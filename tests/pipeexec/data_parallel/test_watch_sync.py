@@ -167,6 +167,60 @@ def _by_hand(processes: px.Processes) -> Findings:
     return _findings(sync.report())
 
 
+class _Either(nn.Module):
+    """Two layers, of which each forward uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor, layers: str) -> Tensor:
+        return torch.stack([getattr(self, name)(inputs) for name in layers]).sum()
+
+
+def _unused(
+    layers: list[str], n_steps: int = 0, **options: Any
+) -> tuple[list[tuple[str, list[int], Any]], str]:
+    """Return kind, micro-steps and parameters of each finding, with a micro-step a forward."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(_Either(), **options)
+    optimizer = _sgd(ddp)
+    accumulation = px.GradientAccumulation(ddp, optimizer, n_steps=n_steps or len(layers))
+    with px.watch_sync() as sync:
+        for names in layers:
+            with accumulation.microbatch():
+                accumulation.backward(ddp(torch.ones(4, 2), names))
+    report = sync.report()
+    return [(x.kind, list(x.micro_steps), x.parameters) for x in report.findings], str(report)
+
+
+def _unused_cases(_: px.Processes) -> list[Any]:
+    return [
+        _unused(["a", "b"]),
+        _unused(["a"]),
+        _unused(["a", "ab"]),
+        _unused(["a", "b"], find_unused_parameters=True),
+        _unused(["ab", "b"], n_steps=1, bucket_cap_mb=1e-6),  # a bucket a parameter from 1 on
+    ]
+
+
+def test_unused_parameters_are_the_cause(two_ranks: Ranks) -> None:
+    """DDP waits for their gradients: the report names them and the option, if that is so."""
+    a, b = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
+    for results in two_ranks.run(_unused_cases):
+        findings, texts = zip(*results, strict=True)
+        assert findings[0] == [("unused_parameters", [0, 1], a)]
+        assert findings[1] == [("unused_parameters", [0], b)]
+        assert findings[2] == findings[3] == []
+        assert findings[4] == [("unused_parameters", [1], a)]
+        for k in (0, 1, 4):
+            assert "find_unused_parameters=True" in texts[k]
+            assert "outside no_sync()" not in texts[k]
+        assert "1 micro-step 0: b.weight, b.bias" in texts[1]
+        assert "0 all-reduces" in texts[1]
+        assert "3 all-reduces" in texts[4]  # of all, and of the buckets of b, the first ones
+
+
 def _all_cases(processes: px.Processes) -> dict[str, Any]:
     before = _patched()
     results: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
@@ -310,6 +364,7 @@ def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
     assert finding.seconds == pytest.approx(40e-6)
     assert finding.saved == pytest.approx(20e-6)
     assert (report.n_calls, report.nbytes) == (2, 400.0)
+    assert "1 further all-reduce of 0.001 ms in all" in str(report)  # that of the metric
     events = [x for x in events if x["name"] != "DistributedDataParallel.forward"]
     path.write_text(json.dumps({"traceEvents": events}))
     with pytest.raises(TimelineError, match=r"has no range 'DistributedDataParallel.forward'"):
@@ -402,3 +457,129 @@ def test_a_trace_that_is_missing(tmp_path: Path) -> None:
         px.sync_report(tmp_path / "nope.json")
     with pytest.raises(TimelineError, match=r"did you mean 'container_info.json'"):
         px.sync_report(tmp_path / "container-info.json")
+
+
+#: Names of kernels of all-reduces in published traces; the last is of no known library.
+KERNELS = [
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclKernel_Generic_4(ncclDevComm*, unsigned long, ncclWork*)",
+    "void mscclKernel_Sum_float_Simple<false>()",
+    "void vendor::sum<4, float>(int)",
+]
+
+
+def _all_reduces_on_gpu(
+    tmp_path: Path, tells: str, kernel: str, *, grouped: bool = False
+) -> SyncReport:
+    """Report on two micro-steps, whose all-reduces take 5 ms on the GPU and 30 us on the host.
+
+    ``tells`` says how the trace tells which kernel is of which call. A broadcast, and kernels of
+    3 ms behind the first all-reduce, of which nothing is communication, are there, too.
+    """
+    events: list[dict[str, Any]] = []
+
+    def add(name: str, cat: str, start: float, length: float, **args: Any) -> None:
+        events.append({"ph": "X", "name": name, "cat": cat, "ts": start, "dur": length,
+                       "pid": 0 if cat in ("kernel", "gpu_user_annotation") else 1,
+                       "tid": args.pop("tid", 2), "args": args})  # fmt: skip
+
+    def told(number: int, external: int) -> dict[str, Any]:
+        found = {"correlation": number} if "launch" in tells else {}
+        return {**found, **({"External id": external} if "operation" in tells else {})}
+
+    node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    for k in range(2):
+        t = 20000.0 * k
+        add("DistributedDataParallel.forward", "user_annotation", t, 100, tid=1)
+        add("c10d::broadcast_", "cpu_op", t + 110, 20, tid=1, **{"External id": 40 + k})
+        add("hipExtLaunchKernel", "hip_runtime", t + 115, 5, tid=1, correlation=30 + k)
+        if kernel.startswith("nccl"):
+            add(KERNELS[1], "kernel", t + 120, 40, **told(30 + k, 40 + k),
+                **({"Collective name": "broadcast"} if tells == "order" else {}))  # fmt: skip
+        add(node, "cpu_op", t + 200, 200)
+        add("torch::autograd::AccumulateGrad", "cpu_op", t + 210, 20)
+        for part in range(1 + grouped):
+            at = t + 250 + 60 * part
+            add("c10d::allreduce_", "cpu_op", at, 50)
+            add("record_param_comms", "cpu_op", at + 10, 35, **{
+                "External id": 10 * part + k + 1, "Collective name": "allreduce", "dtype": "Float",
+                "In msg nelems": 1_000_000 // (1 + grouped)})  # fmt: skip
+            add("nccl:all_reduce", "user_annotation", at + 15, 30, **{"External id": 20 + k})
+        add("hipExtLaunchKernel", "hip_runtime", t + 270 + 100 * grouped, 5, correlation=k + 1)
+        if kernel:
+            add(kernel, "kernel", t + 1000, 5000, **told(k + 1, k + 1))
+        if "copy" in tells:
+            add("nccl:all_reduce", "gpu_user_annotation", t + 1000, 5000, **{
+                "External id": 20 + k} if "operation" in tells else {})  # fmt: skip
+        add("gemm", "kernel", t + 1000, 3000, correlation=77)
+    add("Optimizer.step#SGD.step", "user_annotation", 30000, 50, tid=1)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return px.sync_report(path)
+
+
+@pytest.mark.parametrize(
+    ("tells", "kernel"),
+    [
+        *(("launch", kernel) for kernel in KERNELS),
+        *(("operation", kernel) for kernel in KERNELS),
+        *(("order", kernel) for kernel in KERNELS[:5]),
+        ("copy", ""),
+        ("copy, operation", ""),
+        ("copy, launch", KERNELS[-1]),
+    ],
+)
+def test_all_reduces_take_as_long_as_their_kernels(tmp_path: Path, tells: str, kernel: str) -> None:
+    """Whatever the kernel is called: the launch, the operation, the copy or the order tells it."""
+    report = _all_reduces_on_gpu(tmp_path, tells, kernel)
+    assert report.seconds == pytest.approx(10e-3)
+    assert report.exposed == pytest.approx(4e-3)
+    assert report.nbytes == 8e6
+    (finding,) = report.findings
+    assert (finding.kind, finding.n_calls, finding.nbytes) == ("added_to", 1, 4e6)
+    assert finding.seconds == pytest.approx(5e-3)
+    assert finding.saved == pytest.approx(2e-3)
+    assert report.notes == ("a trace does not tell where no_sync() was",)
+
+
+@pytest.mark.parametrize("tells", ["launch", "order"])
+def test_grouped_all_reduces_share_their_kernel(tmp_path: Path, tells: str) -> None:
+    """One kernel, launched after two calls, counts once."""
+    report = _all_reduces_on_gpu(tmp_path, tells, KERNELS[1], grouped=True)
+    assert (report.n_calls, report.nbytes) == (4, 8e6)
+    assert report.seconds == pytest.approx(10e-3)
+    (finding,) = report.findings
+    assert (finding.n_calls, finding.nbytes) == (2, 4e6)
+    assert finding.seconds == pytest.approx(5e-3)
+    assert ("shared out in order" in str(report)) == (tells == "order")
+
+
+def test_kernels_of_no_call_are_named(tmp_path: Path) -> None:
+    """Where no kernel is of a call, the seconds are those of calls, and a note says both."""
+    events = json.loads(_trace_with_an_early_kernel(tmp_path).read_text())["traceEvents"]
+    assert len(events) > 20
+    report = px.sync_report(tmp_path / "trace.json")
+    assert report.seconds == pytest.approx(10e-3)
+    note = "1 kernel of communication, 7 ms in all, belong to no call that the trace shows"
+    assert note in str(report)
+    assert "not counted: ncclDevKernel_Generic" in str(report)
+    events = [x for x in events if x["name"] not in (*KERNELS, "gemm")]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    report = px.sync_report(tmp_path / "trace.json")
+    assert report.seconds == pytest.approx(100e-6)
+    assert "does not tell when all-reduces ended; their seconds are those of the calls" in str(
+        report
+    )
+
+
+def _trace_with_an_early_kernel(tmp_path: Path) -> Path:
+    """Write a trace whose first kernel was launched before the trace begins."""
+    _all_reduces_on_gpu(tmp_path, "launch", KERNELS[1])
+    path = tmp_path / "trace.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    early = {"ph": "X", "name": KERNELS[1], "cat": "kernel", "ts": -9000, "dur": 7000, "pid": 0,
+             "tid": 2, "args": {"correlation": 99}}  # fmt: skip
+    path.write_text(json.dumps({"traceEvents": [early, *events]}))
+    return path

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from strategies import cases
+from tracing import traced, write
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
@@ -112,23 +113,89 @@ def test_of_a_saved_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            ps.lower(ps.schedule("gpipe", 2, 5)),
+            "tasks: 0F4 on device 0, .* and 5 more are only in the measured one; simulate",
+        ),
+        (
+            ps.lower(ps.schedule("gpipe", 2, 3)),
+            "tasks: 0F3 on device 0, .* and 5 more are only in the predicted one; simulate the g",
+        ),
+        (
+            ps.lower(ps.schedule("gpipe", 2, 4), recompute="always"),
+            "tasks: .*0R.* on device 0, .* are only in the measured one; simulate the graph",
+        ),
+        (
+            ps.lower(ps.schedule("gpipe", 2, 4), n_replicas=2),
+            r"tasks: .* on device \d \(replica 1\).* are only in the measured one; simulate",
+        ),
+    ],
+    ids=["more micro-batches", "fewer micro-batches", "recompute", "replicas"],
+)
+def test_of_different_tasks(other: ps.TaskGraph, message: str) -> None:
+    """Both graphs are shown, some of the tasks, and what to do."""
+    predicted = run("gpipe")
+    other_run = ps.simulate(other, ps.Costs(1, 2))
+    with pytest.raises(TimelineError, match=rf"predicted \(<.*measured \(<.*same {message}"):
+        ps.Comparison(predicted, other_run)
+    assert (
+        ps.Comparison(ps.simulate(other_run.graph, ps.Costs(1, 2)), other_run).makespan_error == 0
+    )
+
+
+def test_of_tasks_on_other_devices() -> None:
+    """A task on another device is another one."""
+    columns = {"op": [ps.Op.F, ps.Op.B], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
+    one, other = (
+        ps.simulate(ps.TaskGraph.build(ps.Tasks(device=[k, k], **columns)), ps.Costs(1, 2))
+        for k in range(2)
+    )
+    with pytest.raises(TimelineError, match="0F0 on device 0, 0B0 on device 0 are only in the pre"):
+        ps.Comparison(one, other)
+
+
+@pytest.mark.parametrize(
     "other",
     [
         ps.lower(ps.schedule("1f1b", 2, 4)),
-        ps.lower(ps.schedule("gpipe", 2, 5)),
-        ps.lower(ps.schedule("gpipe", 2, 4), recompute="always"),
         ps.lower(ps.schedule("gpipe", 2, 4), overlap=False),
         ps.lower(ps.schedule("gpipe", 2, 4, backward_order="forward")),
     ],
-    ids=["schedule", "micro-batches", "recompute", "overlap", "order"],
+    ids=["schedule", "overlap", "order"],
 )
-def test_of_different_graphs(other: ps.TaskGraph) -> None:
-    """Both graphs are shown, and what to do."""
-    with pytest.raises(
-        TimelineError,
-        match=r"predicted \(<TaskGraph gpipe.*measured \(<.*not of the same tasks; simulate the g",
-    ):
-        ps.Comparison(predicted=run("gpipe"), measured=ps.simulate(other, ps.Costs(1, 2)))
+def test_of_tasks_in_another_order(other: ps.TaskGraph, tmp_path: Path) -> None:
+    """Each task is beside itself, so that no duration differs."""
+    costs = ps.Costs(np.arange(1.0, 9).reshape(2, 4), np.arange(11.0, 19).reshape(2, 4))
+    predicted = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 4)), costs)
+    measured = ps.simulate(other, costs)
+    comparison = ps.Comparison(predicted, measured)
+    assert comparison.measured is measured
+    assert comparison.matched.graph is predicted.graph
+    assert comparison.matched.duration.tolist() == predicted.duration.tolist()
+    assert comparison.matched.makespan == measured.makespan
+    assert comparison.by_op["error"].abs().max() == 0
+    parts = comparison.error_parts()
+    assert parts.sum() == pytest.approx(predicted.makespan - measured.makespan)
+    assert parts["durations"] == parts["spread"] == 0
+    comparison.plot()
+    comparison.to_html(tmp_path / "both.html")
+    assert comparison._repr_html_()
+
+
+def test_of_a_trace_of_the_same_schedule(tmp_path: Path) -> None:
+    """A simulated 1F1B lies over a trace of it, whose rows are in order of time."""
+    predicted = ps.simulate(ps.lower(ps.schedule("1f1b", 3, 5)), ps.Costs(forward=1, backward=2))
+    measured = ps.simulate(predicted.graph, ps.Costs(forward=[1, 1.5, 1], backward=2))
+    ranks = write(tmp_path, traced(measured))
+    read = ps.Timeline.from_chrome(ranks)
+    assert [str(x) for x in read.frame["op"]] != [str(x) for x in predicted.frame["op"]]
+    comparison = ps.Comparison(predicted, read)
+    assert comparison.makespan_error == pytest.approx(predicted.makespan / measured.makespan - 1)
+    by_row = comparison.matched.duration[predicted.graph.is_op(frozenset({ps.Op.F, ps.Op.B}))]
+    expected = measured.duration[predicted.graph.is_op(frozenset({ps.Op.F, ps.Op.B}))]
+    assert by_row == pytest.approx(expected)
 
 
 def test_of_a_run_in_which_nothing_ran() -> None:

@@ -133,6 +133,23 @@ def test_kernels_of_the_autograd_thread(tmp_path: Path) -> None:
     assert times["0RECV_B0"] == (76, 85)
 
 
+@pytest.mark.parametrize("kernel", ["ncclDevKernel_Generic", "mscclKernel_Sum", "vendor_copy"])
+@pytest.mark.parametrize("runtime", ["cuda_runtime", "hip_runtime", "xpu_runtime"])
+def test_kernels_that_communication_launches(tmp_path: Path, kernel: str, runtime: str) -> None:
+    """They are no work of the range, whatever their name, and carry out its transfers."""
+    first = [
+        event("PP:0F0", 0, 40),
+        event("launch", 5, 6, runtime, correlation=1),
+        event("gemm", 30, 50, "kernel", tid=99, correlation=1),
+        event("c10d::send", 20, 30, "cpu_op"),
+        event("launch", 25, 26, runtime, correlation=2),
+        event(kernel, 52, 90, "kernel", tid=98, correlation=2),
+        event("PP:0B0", 200, 210),
+    ]
+    second = [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)]
+    assert microseconds(read(tmp_path, first, second))["0F0"] == (0, 20)
+
+
 def test_waiting_is_no_work(tmp_path: Path) -> None:
     """A call that waits for its message, works, and sends: only the work counts, as in GPipe."""
     second = [
@@ -381,9 +398,9 @@ Change = Callable[[list[list[Event]]], object]
         (lambda r: r[0][1].update(ts="soon"), "time of event 1, .* got 'soon'"),
         (
             lambda r: r[1].__setitem__(slice(None), [event("step", 0, 1), event("data", 1, 2)]),
-            "has no range whose whole name matches .*; its ranges are 'step', 'data'; annotate",
+            "has no range that names the action of a stage: its ranges are 'step', 'data'. Each",
         ),
-        (lambda r: r[1].clear(), "its ranges are none at all"),
+        (lambda r: r[1].clear(), "it has no ranges, operations or kernels. Each forward"),
         (lambda r: r.pop(), r"got the traces of 1 ranks \(.*rank0.json, ...\) of a run of 2; give"),
     ],
 )
@@ -400,6 +417,78 @@ def test_bad_traces(tmp_path: Path, change: Change, message: str) -> None:
         ps.Timeline.from_chrome(paths)
 
 
+@pytest.mark.parametrize("names", [["step"], [f"layer {k}" * 30 for k in range(99)], []])
+def test_a_trace_without_ranges_says_so_in_words(tmp_path: Path, names: list[str]) -> None:
+    """The message begins with what was found, goes on with what is needed, and has no pattern."""
+    events = [event(name, k, k + 1) for k, name in enumerate(names)]
+    operation = [event("aten::mm", 0, 1, "cpu_op")]
+    with pytest.raises(TimelineError) as caught:
+        read(tmp_path, [*events, *operation])
+    text = str(caught.value).removeprefix(str(tmp_path / "rank0.json"))
+    found = f"its ranges are '{names[0]:.50}"[:40] if names else "no ranges, but 1 operations"
+    assert found in text[:120]
+    assert "'PP:0F0'" in text
+    assert "(?P" not in text
+    assert len(text) < 800
+
+
+def begin_and_end(events: list[Event]) -> list[Event]:
+    """Return complete events as begin and end events, in order of their times."""
+    marks = []
+    for k, item in enumerate(events):
+        base = {key: value for key, value in item.items() if key not in ("ph", "dur", "ts")}
+        start, end = item["ts"], item["ts"] + item["dur"]
+        marks.append(((start, 1, k, 0), {**base, "ph": "B", "ts": start}))
+        after = (1, k, 1) if end == start else (0, -k, 0)  # inner ranges end first
+        marks.append(((end, *after), {**base, "ph": "E", "ts": end}))
+    return [mark for _, mark in sorted(marks, key=lambda x: x[0])]
+
+
+@pytest.mark.parametrize("form", ["sorted", "begins first", "unnamed ends", "asynchronous"])
+def test_begin_and_end_events_are_ranges(tmp_path: Path, form: str) -> None:
+    """They give the timeline of complete events, in any order of rows, and nest by thread."""
+    step = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(forward=1e-3, backward=2e-3))
+    outer = [event("step", -1e3, 99e3)]
+    complete = [[*outer, *rows] for rows in traced(step)]
+    events = [begin_and_end(rows) for rows in complete]
+    if form == "begins first":
+        events = [sorted(rows, key=lambda x: x["ph"]) for rows in events]
+    if form == "unnamed ends":
+        events = [[{k: v for k, v in x.items() if x["ph"] == "B" or k in ("ph", "pid", "tid", "ts")}
+                   for x in rows] for rows in events]  # fmt: skip
+    if form == "asynchronous":
+        events = [[{**x, "ph": x["ph"].lower(), "id": x["name"]} for x in rows] for rows in events]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "be").mkdir()
+    expected = read(tmp_path / "x", *complete)
+    actual = read(tmp_path / "be", *events)
+    assert microseconds(actual) == microseconds(expected)
+    assert actual.makespan == pytest.approx(step.makespan)
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([("B", "PP:0F0", 3.5)], r"event 0 begins range 'PP:0F0' at 3\.5 us, and no event ends"),
+        ([("E", "PP:0F0", 4)], "event 0 ends range 'PP:0F0' at 4 us, where no range is open"),
+        ([("E", None, 4)], "event 0 ends a range at 4 us, where no range is open"),
+        (
+            [("B", "PP:0F0", 1), ("B", "x", 2), ("E", "PP:0F0", 3), ("E", "x", 4)],
+            "event 2 ends range 'PP:0F0' at 3 us, where range 'x' at 2 us is open",
+        ),
+        ([("B", "PP:0F0", "now"), ("E", "PP:0F0", 3)], "the time of event 0, .* got 'now'"),
+        ([("B", "PP:0F0", 1), ("E", "PP:0F0", None)], "the time of event 1, .* got None"),
+    ],
+)
+def test_begin_and_end_events_that_make_no_pair(
+    tmp_path: Path, events: list[tuple[str, str | None, Any]], message: str
+) -> None:
+    """Each is named, with its time."""
+    rows = [{"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": 1} for ph, name, ts in events]
+    with pytest.raises(TimelineError, match=message):
+        read(tmp_path, rows)
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
@@ -411,7 +500,7 @@ def test_bad_traces(tmp_path: Path, change: Change, message: str) -> None:
         (r"(?P<op>P)P:(?P<microbatch>\d+).*", "'PP:0F0' names no operation: 'P'"),
         (r"PP:(?P<stage>..)(?P<microbatch>\d)(?P<op>)", "names no operation: ''"),
         (r"PP:(?P<microbatch>\d(?P<op>[FB]))\d", "which are no whole numbers"),
-        (r"nothing (?P<op>F)(?P<microbatch>\d)", "has no range whose whole name matches"),
+        (r"nothing (?P<op>F)(?P<microbatch>\d)", "has no range that matches the pattern 'nothing"),
     ],
 )
 def test_bad_patterns(tmp_path: Path, pattern: Any, message: str) -> None:
