@@ -30,6 +30,7 @@ __all__ = [
     "check_writable",
     "checked_record",
     "environment",
+    "listed_file",
     "read_record",
     "write_directory",
 ]
@@ -201,6 +202,21 @@ def read_record(path: Path) -> dict[str, Any]:
                 "copy the directory again"
             )
     return dict(record)
+
+
+def listed_file(path: Path, record: Mapping[str, Any], name: str) -> Path:
+    """Return the path of a file of a run directory, whose record `read_record` has returned.
+
+    Raises
+    ------
+    RunDirectoryError
+        If the record does not list the file: no run has written it, and nothing has checked it.
+    """
+    if name not in record["files"]:
+        raise RunDirectoryError(
+            f"the {RECORD} of {path} lists no {name}; give the directory of a run that writes it"
+        )
+    return path / name
 
 
 def _checksum(file: Path) -> str:

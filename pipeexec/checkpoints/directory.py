@@ -32,6 +32,7 @@ __all__ = [
     "check_free",
     "latest_checkpoint",
     "new_folder",
+    "newest",
     "present",
     "publish",
     "remove_leftovers",
@@ -171,7 +172,11 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     ...     print(px.latest_checkpoint(folder))
     None
     """
-    folder = check_path("directory", directory)
+    return newest(check_path("directory", directory), re.compile(".*", re.DOTALL))
+
+
+def newest(folder: Path, name: re.Pattern[str]) -> Path | None:
+    """Return the newest whole checkpoint whose name matches; as `latest_checkpoint`."""
     try:
         rows = _saved(folder) if folder.exists() else []
     except OSError as error:
@@ -179,7 +184,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
             f"cannot read {folder}: {error.strerror}; give a folder of checkpoints"
         ) from error
     for _, target, file in rows:
-        with suppress(CheckpointError):
-            check_files(file, read_manifest(file))
-            return target
+        if name.fullmatch(target.name):
+            with suppress(CheckpointError):
+                check_files(file, read_manifest(file))
+                return target
     return None

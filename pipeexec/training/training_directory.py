@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeexec.checkpoints.directory import latest_checkpoint
+from pipeexec.checkpoints.directory import newest
 from pipeexec.run_directory import command, environment
 from pipeexec.run_lock import run_lock
 from pipesim.errors import RunDirectoryError
@@ -28,6 +29,8 @@ __all__ = [
 RECORD = "training.json"
 _IDENTITY = "training"
 _CHECKPOINTS, _STEPS = "checkpoints", "steps"
+#: Names of the checkpoints that a training saves; it continues from no other one.
+_CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 
 
 @contextmanager
@@ -118,7 +121,7 @@ def checkpoint_path(directory: Path, n_steps: int) -> Path:
 
 def latest(directory: Path) -> Path | None:
     """Return the newest whole checkpoint of a training; None if there is none."""
-    return latest_checkpoint(directory / _CHECKPOINTS)
+    return newest(directory / _CHECKPOINTS, _CHECKPOINT)
 
 
 def step_folder(directory: Path, step: int) -> Path:

@@ -118,6 +118,24 @@ def test_manifests_that_were_edited(edit: str, tmp_path: Path) -> None:
                 px.read_checkpoint(path)
 
 
+def test_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
+    """A copy of an older shard has the same keys; it is not read, nor is a file of no tensors."""
+    with small() as p:
+        old = px.save_checkpoint(p, tmp_path / "old", more=torch.zeros(2))
+        p.step(*data(4))
+        path = px.save_checkpoint(p, tmp_path / "new", more=torch.ones(2))
+        expected, before = content(p), str(px.read_checkpoint(path))
+    for part in ("model", "optimizer", "objects"):
+        shutil.copy(next((old / part).glob("*1-of*.safetensors")), path / part / "zz.safetensors")
+    assert str(px.read_checkpoint(path)) == before
+    (path / "model" / "no-tensors.safetensors").write_bytes(b"no tensors")
+    assert str(px.read_checkpoint(path)) == before
+    assert px.latest_checkpoint(tmp_path) == path
+    with small(1) as p:
+        assert px.load_checkpoint(p, path)["more"].tolist() == [1, 1]
+        assert content(p) == expected
+
+
 def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,6 +250,16 @@ class TestResume:
     def test_fewer_steps_than_before(self, tmp_path: Path) -> None:
         run(tmp_path, 3)
         assert run(tmp_path, 2).n_steps == 3
+
+    def test_checkpoint_of_another_name(self, tmp_path: Path) -> None:
+        """A newer checkpoint that this training did not save is not continued."""
+        run(tmp_path / "other", 5)
+        run(tmp_path / "run", 2)
+        folder = tmp_path / "run" / "checkpoints"
+        run(tmp_path / "other", 6)
+        latest = tmp_path / "other" / "checkpoints" / "step-00000006"
+        shutil.copytree(latest, folder / "step-00000006 (copy)")
+        assert run(tmp_path / "run", 3).first_step == 2
 
     def test_anew(self, tmp_path: Path) -> None:
         run(tmp_path, 3)
