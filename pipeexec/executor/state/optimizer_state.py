@@ -205,12 +205,33 @@ def _merged_options(
         present = own.get(key)
         if key in _HOW and key in own:
             continue
+        if not _is_alike(value, present):
+            raise error(
+                f"the state has {key}={value!r:.60} for a group of an optimizer whose {key} is "
+                f"{present!r:.60}; give the state of this model's optimizer"
+            )
         if isinstance(present, Tensor):
             value = torch.as_tensor(value, dtype=present.dtype, device=present.device).clone()
         elif isinstance(value, Tensor):
             value = value.tolist()
         options[key] = tuple(value) if isinstance(present, tuple) else value
     return options
+
+
+def _is_alike(value: Any, present: Any) -> bool:
+    """Return whether a loaded option can take the place of an optimizer's own one."""
+    value, present = _plain(value), _plain(present)
+    if isinstance(present, bool):
+        return isinstance(value, bool)
+    if isinstance(present, int | float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(present, list | tuple):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(present)
+            and all(map(_is_alike, value, present))
+        )
+    return True
 
 
 def _checked_values(

@@ -334,7 +334,15 @@ class TestDirectory:
         for resume in (True, False):
             with pytest.raises(RunDirectoryError, match="no directory of a training"):
                 run(tmp_path, 1, resume=resume)
+        (tmp_path / "training.json").write_text("{}")
+        with pytest.raises(RunDirectoryError, match="is no record of a training"):
+            run(tmp_path, 1, resume=False)
+        run(tmp_path / "run", 1)
+        (tmp_path / "run" / "thesis.txt").touch()
+        with pytest.raises(RunDirectoryError, match=r"run has 'thesis\.txt', which no training"):
+            run(tmp_path / "run", 1, resume=False)
         assert (tmp_path / "thesis.txt").exists()
+        assert (tmp_path / "run" / "thesis.txt").exists()
 
     def test_last_checkpoints_are_kept(self, tmp_path: Path) -> None:
         paths: list[str] = []
