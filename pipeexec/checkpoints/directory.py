@@ -157,7 +157,7 @@ def _saved(folder: Path) -> list[tuple[tuple[float, int], Path, Path]]:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove checkpoints beside ``path`` but the newest, if names differ in their last number alone.
+    """Remove older checkpoints beside ``path`` whose names differ in the last number alone.
 
     An earlier number may be of another model or run. A checkpoint with files of others stays.
     """

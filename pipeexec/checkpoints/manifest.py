@@ -48,28 +48,26 @@ def _is_dict_of(kind: type, value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(x, kind) for x in value.values())
 
 
-def _has_specs(value: object) -> bool:
+def _has_specs(value: Any) -> bool:
     """Return whether each folder has the shape and the type of each tensor by its key."""
-    return isinstance(value, dict) and all(
-        _is_dict_of(list, specs := value.get(folder))
-        and all(
-            len(spec) == 2
-            and isinstance(spec[0], list)
-            and all(map(_is_count, spec[0]))
-            and isinstance(spec[1], str)
-            for spec in specs.values()
-        )
+    return _is_dict_of(dict, value) and all(
+        isinstance(spec, list)
+        and len(spec) == 2
+        and isinstance(spec[0], list)
+        and all(map(_is_count, spec[0]))
+        and isinstance(spec[1], str)
         for folder in FOLDERS
+        for spec in value.get(folder, {"": None}).values()
     )
 
 
-def _has_rows(value: object) -> bool:
+def _has_rows(value: Any) -> bool:
     """Return whether there are the facts of `pipeexec.checkpoints.rows` by prefixes."""
     return _is_dict_of(dict, value) and all(
         isinstance(x.get("n_rows"), list)
         and all(map(_is_count, [*x["n_rows"], x.get("dim"), x.get("n_ranks")]))
         and isinstance(x.get("columns"), list)
-        for x in value.values()  # type: ignore[attr-defined]
+        for x in value.values()
     )
 
 
@@ -82,7 +80,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tensors": (_has_specs, "shape and type of each tensor"),
     "others": (lambda x: isinstance(x, dict), "an object"),
     "optimizer": (
-        lambda x: x is None or isinstance(x, dict) and {"state", "param_groups"} <= x.keys(),
+        lambda x: x is None or (isinstance(x, dict) and {"state", "param_groups"} <= x.keys()),
         "null, or an object with 'state' and 'param_groups'",
     ),
     "rows": (_has_rows, "an object with n_rows, dim, n_ranks and columns of each embedding"),

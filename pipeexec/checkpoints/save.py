@@ -55,7 +55,8 @@ def save_checkpoint(
         The pipeline, between two steps.
     path
         Folder of the checkpoint; its parents are made. An older checkpoint at this path is
-        replaced, unless others have put files into its folder. Several processes need a file system that they share.
+        replaced, unless others have put files into its folder. Several processes need a file
+        system that they share.
     keep
         Number of checkpoints to keep: of those in the same folder whose names differ from this one
         in the last number alone (``step-100``, ``step-200``), the newest. By default all. A

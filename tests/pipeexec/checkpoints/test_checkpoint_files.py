@@ -103,7 +103,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "none": (lambda x: x.update(random=[]), "it has no valid 'random'"),
     "device": (lambda x: x["random"][0].update(gpu="AA=="), "has no valid random state"),
     "rate": (lambda x: x["optimizer"]["param_groups"][0].update(lr="0.1"), "the state has lr='0.1"),
-    "flag": (lambda x: x["optimizer"]["param_groups"][0].update(maximize=2), "maximize=2 for a gro"),
+    "flag": (lambda x: x["optimizer"]["param_groups"][0].update(maximize=2), "maximize=2 for a gr"),
     "betas": (lambda x: x["optimizer"]["param_groups"][0].update(betas=[1]), r"betas=\[1\] for a"),
     "kind": (lambda x: x["objects"].update(more={"$": "eval", "items": []}), "no value of a check"),
     "random": (lambda x: x.update(random=[{"cpu": "AA=="}]), "has no valid random state"),
