@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +30,7 @@ __all__ = [
     "check_writable",
     "checked_record",
     "environment",
+    "listed_file",
     "read_record",
     "write_directory",
 ]
@@ -75,17 +76,34 @@ def check_writable(path: Path) -> None:
         If the folder cannot be made or written, or ``path`` exists and is no run directory.
     """
     try:
-        if path.exists() and not (path / RECORD).is_file():
-            raise RunDirectoryError(
-                f"{path} exists and is no run directory (it has no {RECORD}); choose another name, "
-                "or remove it"
-            )
+        if path.exists():
+            _check_only_a_run(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     except OSError as error:
         raise RunDirectoryError(
             f"cannot write results in {path.parent}: {error.strerror}; choose another folder"
         ) from error
+
+
+def _check_only_a_run(path: Path) -> None:
+    """Raise `RunDirectoryError` unless all files of a folder are those that a run has written."""
+    problem = f"it has no {RECORD}"
+    if (path / RECORD).is_file():
+        problem = f"its {RECORD} is that of something else, or damaged"
+        with suppress(RunDirectoryError, ValueError):
+            record = parse_json(read_text(path / RECORD, "the record", RunDirectoryError))
+            if isinstance(record, dict) and CHECKSUM in record and isinstance(
+                files := record.get("files"), dict
+            ):  # fmt: skip
+                names = {x.relative_to(path).as_posix() for x in path.rglob("*") if not x.is_dir()}
+                foreign = sorted(names - files.keys() - {RECORD})
+                if not foreign:
+                    return
+                problem = f"no run has written its file {foreign[0]!r}"
+    raise RunDirectoryError(
+        f"{path} exists and is no run directory ({problem}); choose another name, or remove it"
+    )
 
 
 def checked_record(record: object) -> dict[str, Any]:
@@ -201,6 +219,21 @@ def read_record(path: Path) -> dict[str, Any]:
                 "copy the directory again"
             )
     return dict(record)
+
+
+def listed_file(path: Path, record: Mapping[str, Any], name: str) -> Path:
+    """Return the path of a file of a run directory, whose record `read_record` has returned.
+
+    Raises
+    ------
+    RunDirectoryError
+        If the record does not list the file: no run has written it, and nothing has checked it.
+    """
+    if name not in record["files"]:
+        raise RunDirectoryError(
+            f"the {RECORD} of {path} lists no {name}; give the directory of a run that writes it"
+        )
+    return path / name
 
 
 def _checksum(file: Path) -> str:

@@ -22,7 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeexec.checkpoints.manifest import MANIFEST, check_files, read_manifest
+from pipeexec.checkpoints.manifest import (
+    MANIFEST,
+    check_files,
+    foreign_files,
+    read_manifest,
+)
 from pipeexec.checkpoints.tensor_files import sync_folder
 from pipeexec.run_lock import run_lock
 from pipesim.errors import CheckpointError, PipeError, RunDirectoryError
@@ -32,6 +37,7 @@ __all__ = [
     "check_free",
     "latest_checkpoint",
     "new_folder",
+    "newest",
     "present",
     "publish",
     "remove_leftovers",
@@ -39,7 +45,9 @@ __all__ = [
     "restore",
 ]
 
-_LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(part|old)")
+_LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(part|old)", re.DOTALL)
+#: Files of `pipeexec.run_lock`.
+_LOCK = re.compile(r"\..+\.lock", re.DOTALL)
 
 
 def new_folder(path: Path) -> Path:
@@ -54,13 +62,34 @@ def _sibling(path: Path, kind: str) -> Path:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError` if ``path`` is there and is no checkpoint."""
+    """Raise `CheckpointError` unless a checkpoint can take ``path`` without a loss.
+
+    Nothing is there, or a checkpoint without files of others. Names of temporary folders and of
+    locks are refused: the next save removes such folders.
+    """
+    if _LEFTOVER.fullmatch(path.name) or _LOCK.fullmatch(path.name):
+        raise CheckpointError(
+            f"path {path} has the name of a temporary file, which a later save_checkpoint removes; "
+            "choose another name, such as step-100"
+        )
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise CheckpointError(f"path {path} is no folder; choose another name")
     if path.is_dir() and not (path / MANIFEST).exists():
         raise CheckpointError(
             f"path {path} exists and is no checkpoint (it has no {MANIFEST}); choose another name"
         )
+    if path.is_dir():
+        try:
+            foreign = foreign_files(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"path {path} exists and is no checkpoint ({error}); choose another name"
+            ) from error
+        if foreign:
+            raise CheckpointError(
+                f"the checkpoint {path} has the file {foreign[0]!r}, which save_checkpoint did not "
+                "write and would remove; move it elsewhere, or choose another name"
+            )
 
 
 def publish(folder: Path, path: Path) -> None:
@@ -128,10 +157,18 @@ def _saved(folder: Path) -> list[tuple[tuple[float, int], Path, Path]]:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove checkpoints beside ``path`` but the newest, if names differ in digits alone."""
-    pattern = re.compile(re.sub(r"\\?\d+", r"\\d+", re.escape(path.name)))
+    """Remove older checkpoints beside ``path`` whose names differ in the last number alone.
+
+    An earlier number may be of another model or run. A checkpoint with files of others stays.
+    """
+    name = re.fullmatch(r"(.*?)[0-9]+([^0-9]*)", path.name, re.DOTALL)
+    if name is None:
+        return
+    pattern = re.compile(rf"{re.escape(name[1])}[0-9]+{re.escape(name[2])}")
     rows = [row for row in _saved(path.parent) if pattern.fullmatch(row[1].name)]
     for _, target, folder in [row for row in rows if row[1] != path][max(0, keep - 1) :]:
+        if foreign_files(folder):
+            continue
         with suppress(RunDirectoryError), run_lock(target):
             old = _sibling(target, "part")  # a name of no checkpoint, if it is removed in part
             os.rename(folder, old)
@@ -171,7 +208,11 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     ...     print(px.latest_checkpoint(folder))
     None
     """
-    folder = check_path("directory", directory)
+    return newest(check_path("directory", directory), re.compile(".*", re.DOTALL))
+
+
+def newest(folder: Path, name: re.Pattern[str]) -> Path | None:
+    """Return the newest whole checkpoint whose name matches; as `latest_checkpoint`."""
     try:
         rows = _saved(folder) if folder.exists() else []
     except OSError as error:
@@ -179,7 +220,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
             f"cannot read {folder}: {error.strerror}; give a folder of checkpoints"
         ) from error
     for _, target, file in rows:
-        with suppress(CheckpointError):
-            check_files(file, read_manifest(file))
-            return target
+        if name.fullmatch(target.name):
+            with suppress(CheckpointError):
+                check_files(file, read_manifest(file))
+                return target
     return None

@@ -183,9 +183,8 @@ def _model_state(
     specs = manifest["tensors"]["model"]
     own = names.local_state()
     keys = {names.find(specs, key) for key in own} - {None}
-    state: dict[str, Any] = dict(
-        read_tensors(folder / "model", {key: specs[key] for key in specs if key in keys})
-    )
+    chosen = [key for key in specs if key in keys]
+    state: dict[str, Any] = dict(read_tensors(folder, "model", manifest, chosen))
     others = {key: x for key, x in manifest["others"].items() if key in own}
     state |= _decoded(folder, "objects", manifest, others)
     return state | {f"{prefix}weight": columns["weight"] for prefix, columns in rows.items()}
@@ -222,8 +221,7 @@ def _decoded(
     folder: Path, part: str, manifest: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return decoded values, with their tensors from a folder of the checkpoint."""
-    specs = manifest["tensors"][part]
-    tensors = read_tensors(folder / part, {key: specs[key] for key in tensor_keys(dict(values))})
+    tensors = read_tensors(folder, part, manifest, tensor_keys(dict(values)))
     return {name: decode(value, tensors) for name, value in values.items()}
 
 
@@ -278,7 +276,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         rows = {prefix: all_rows(folder, prefix, manifest) for prefix in manifest["rows"]}
-        model: dict[str, Any] = dict(read_tensors(folder / "model", manifest["tensors"]["model"]))
+        keys = manifest["tensors"]["model"]
+        model: dict[str, Any] = dict(read_tensors(folder, "model", manifest, keys))
         model |= _decoded(folder, "objects", manifest, manifest["others"])
         model |= {f"{prefix}weight": columns["weight"] for prefix, columns in rows.items()}
         has_optimizer = manifest["optimizer"] is not None

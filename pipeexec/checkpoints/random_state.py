@@ -40,7 +40,13 @@ def random_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
             for name, text in states.items()
         }
-        torch.Generator().set_state(tensors["cpu"])
+        for name, tensor in tensors.items():
+            device = torch.device(name)
+            if device.type == "cpu":
+                torch.Generator().set_state(tensor)
+            elif device.index < torch.cuda.device_count():
+                torch.Generator(device).set_state(tensor)
+        tensors["cpu"]  # it must be there
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint has no valid random state: {error!s:.100}; give another"
@@ -53,7 +59,6 @@ def load_random_state(seed: int, states: Mapping[str, torch.Tensor]) -> None:
     torch.manual_seed(seed)
     torch.set_rng_state(states["cpu"])
     for name, state in states.items():
-        if name != "cpu" and torch.cuda.is_available():
-            index = int(name.removeprefix("cuda:"))
-            if index < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, index)
+        device = torch.device(name)
+        if device.type != "cpu" and device.index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, device)

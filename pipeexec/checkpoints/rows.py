@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeexec.checkpoints.tensor_files import TensorSpec, read_tensors
+from pipeexec.checkpoints.tensor_files import read_tensors
 from pipeexec.embedding.row_state import row_numbers
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipesim.errors import CheckpointError
@@ -93,7 +93,11 @@ def _selected(
     n_rows = 0
     for rank in range(facts["n_ranks"]):
         names = {name: f"{prefix}{name}@{rank}" for name in ("numbers", *facts["columns"])}
-        part = read_tensors(folder / "rows", _chosen(specs, names.values(), prefix))
+        if missing := [name for name in names.values() if name not in specs]:
+            raise CheckpointError(
+                f"the checkpoint {folder} lacks {missing[0]!r}; give another checkpoint"
+            )
+        part = read_tensors(folder, "rows", manifest, names.values())
         saved = part[names["numbers"]]
         position = torch.searchsorted(ordered, saved).clamp(max=len(ordered) - 1)
         is_own = ordered[position] == saved
@@ -109,10 +113,3 @@ def _selected(
             f"the checkpoint {folder} lacks rows of {prefix}weight; give another checkpoint"
         )
     return columns
-
-
-def _chosen(specs: Mapping[str, TensorSpec], names: Any, prefix: str) -> dict[str, TensorSpec]:
-    missing = [name for name in names if name not in specs]
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {missing[0]!r} of {prefix}weight")
-    return {name: specs[name] for name in names}

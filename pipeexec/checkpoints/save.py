@@ -55,10 +55,12 @@ def save_checkpoint(
         The pipeline, between two steps.
     path
         Folder of the checkpoint; its parents are made. An older checkpoint at this path is
-        replaced. Several processes need a file system that they share.
+        replaced, unless others have put files into its folder. Several processes need a file
+        system that they share.
     keep
         Number of checkpoints to keep: of those in the same folder whose names differ from this one
-        in digits alone (``step-100``, ``step-200``), the newest. By default all.
+        in the last number alone (``step-100``, ``step-200``), the newest. By default all. A
+        checkpoint in whose folder others have put files stays.
     **objects
         Further objects to save, by name: those with ``state_dict`` and ``load_state_dict``, such as
         schedulers of learning rates, gradient scalers and data loaders; or tensors, numbers, texts,
@@ -76,8 +78,8 @@ def save_checkpoint(
     ExecutionError
         After a step with ``accumulate=True``: a checkpoint has no gradients.
     CheckpointError
-        If a file cannot be written, ``path`` exists and is no checkpoint, or another process is
-        writing it. An older checkpoint stays.
+        If a file cannot be written, ``path`` exists and is no checkpoint, has files of others or
+        the name of a temporary folder, or another process is writing it. An older checkpoint stays.
     PeerError
         If another process fails.
 

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, which have no code, by `torch.distributed.checkpoint`.
+"""Files of tensors: safetensors, which have no code, written by `torch.distributed.checkpoint`.
 
 A folder has one file a stage, and an index of its keys, as Hugging Face's models have::
 
@@ -8,18 +8,21 @@ A folder has one file a stage, and an index of its keys, as Hugging Face's model
 
 `torch.distributed.checkpoint`'s `HuggingFaceStorageReader` reads the folder, and so does
 ``from_pretrained`` of a model with these keys. Each process writes its own files, and reads the
-keys that it needs.
+keys that it needs. Only files that the manifest lists are read here: a copy of a shard beside them
+has the same keys.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipesim.errors import CheckpointError
@@ -95,23 +98,54 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read_tensors(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return tensors of a folder, on the CPU.
+def read_tensors(
+    folder: Path, part: str, manifest: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return tensors of a folder of a checkpoint, on the CPU, from the files of its manifest.
 
     Raises
     ------
     CheckpointError
-        If a file cannot be read, or a tensor is not there in its shape.
+        If a file cannot be read, or a tensor is not there in its shape and type.
     """
-    if not specs:
-        return {}
-    tensors: dict[str, Any] = {
-        key: torch.empty(tuple(shape), dtype=_dtype(dtype)) for key, (shape, dtype) in specs.items()
-    }
-    from pipeexec.checkpoints.torch_files import read_files  # it loads slowly
+    specs = {key: manifest["tensors"][part][key] for key in keys}
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(manifest["files"]):
+        file = folder / name
+        if not name.startswith(f"{part}/") or file.suffix != ".safetensors":
+            continue
+        if len(tensors) == len(specs):
+            break
+        with _read_errors(file), safe_open(str(file), framework="pt") as content:
+            for key in specs.keys() & content.keys() - tensors.keys():
+                # A tensor of safetensors is a view of the file, which may change later.
+                tensors[key] = _checked(file, key, content.get_tensor(key), specs[key]).clone()
+    if missing := [key for key in specs if key not in tensors]:
+        raise CheckpointError(
+            f"no file of {folder / part} that the manifest lists has the tensor {missing[0]!r}; "
+            "give another checkpoint"
+        )
+    return {key: tensors[key] for key in specs}
 
-    read_files(folder, tensors)
-    return tensors
+
+@contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = f"{error!s:.300}; give another checkpoint"
+        raise CheckpointError(f"cannot read {file}: {reason}") from error
+
+
+def _checked(file: Path, key: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Return a tensor of a file, if it has the shape and the type of the manifest."""
+    shape, dtype = tuple(spec[0]), _dtype(spec[1])
+    if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        raise CheckpointError(
+            f"{key!r} has shape {tuple(tensor.shape)} and type {tensor.dtype} in {file}, and shape "
+            f"{shape} and type {dtype} in the manifest; give another checkpoint"
+        )
+    return tensor
 
 
 def _dtype(name: str) -> torch.dtype:

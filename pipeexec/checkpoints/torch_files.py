@@ -1,7 +1,7 @@
-"""Write and read tensors of one process by `torch.distributed.checkpoint`, as safetensors.
+"""Write tensors of one process by `torch.distributed.checkpoint`, as safetensors.
 
-This file is imported when the first checkpoint is saved or loaded: torch takes most of a second to
-load `torch.distributed.checkpoint`.
+This file is imported when the first checkpoint is saved: torch takes most of a second to load
+`torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipesim.errors import CheckpointError
 
-__all__ = ["read_files", "write_files"]
+__all__ = ["write_files"]
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -50,20 +46,6 @@ def write_files(
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _plain_errors(f"cannot write {folder}"):
         save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
-
-
-def read_files(folder: Path, tensors: dict[str, Any]) -> None:
-    """Read tensors of a folder into the given ones, by their keys.
-
-    Raises
-    ------
-    CheckpointError
-        If a file cannot be read, or a tensor is not there in its shape.
-    """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = HuggingFaceStorageReader(str(folder))
-    with _plain_errors(f"cannot read {folder}"):
-        load(tensors, storage_reader=reader, planner=planner, no_dist=True)
 
 
 @contextmanager

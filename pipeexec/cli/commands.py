@@ -227,7 +227,8 @@ def show(arguments: argparse.Namespace) -> int:
     if has_log(folder):
         print(TrainingRun.load(folder).summary())
         return 0
-    if "rows" not in read_record(folder) and (folder / TABLE).is_file():
+    record = read_record(folder)
+    if "rows" not in record and TABLE in record["files"]:
         print(profile_report(Profile.load(folder)))
     else:
         print(report(load_run(folder)))

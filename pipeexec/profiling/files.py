@@ -66,19 +66,22 @@ def save_profile(
         save(figure, folder / "transfers.png")
 
 
-def load_profile(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def load_profile(
+    folder: Path, record: Mapping[str, Any]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables that `save_profile` wrote: table, transfers, fits.
 
     Raises
     ------
     RunDirectoryError
-        If a table is missing, as in a run without a profile, or in one of an older version.
+        If the record of the run lists no such table, as in a run without a profile, or in one of an
+        older version.
     """
     import pandas as pd
 
     tables = []
     for name, n_index in _INDEX.items():
-        if not (folder / name).is_file():
+        if name not in record["files"]:
             raise RunDirectoryError(
                 f"{folder} holds no complete profile: {name} is missing; measure one with "
                 "`pipeexec profile`"

@@ -15,7 +15,13 @@ from pipeexec.profiling.files import (
     read_shares,
     save_profile,
 )
-from pipeexec.run_directory import checked_record, command, read_record, write_directory
+from pipeexec.run_directory import (
+    checked_record,
+    command,
+    listed_file,
+    read_record,
+    write_directory,
+)
 from pipesim.costs.costs import Costs
 from pipesim.utils.files import check_path
 
@@ -206,4 +212,5 @@ class Profile:
         """
         path = check_path("path", path)
         record = read_record(path)
-        return cls(Costs.load(path / "costs.json"), *load_profile(path), **read_shares(record))
+        costs = Costs.load(listed_file(path, record, "costs.json"))
+        return cls(costs, *load_profile(path, record), **read_shares(record))

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeexec.run_directory import checked_record, command, read_record, write_directory
+from pipeexec.run_directory import (
+    checked_record,
+    command,
+    listed_file,
+    read_record,
+    write_directory,
+)
 from pipesim.errors import PipeError, RunDirectoryError
 from pipesim.models.layers import Layers
 from pipesim.planning.cluster import Cluster
@@ -53,15 +59,16 @@ def load_parts(path: Path | str) -> dict[str, Any]:
     import pandas as pd
 
     path = check_path("path", path)
-    values = read_record(path).get(_KEY)
+    record = read_record(path)
+    values = record.get(_KEY)
     if not isinstance(values, Mapping):
         raise RunDirectoryError(
             f"{path} holds no projection; write one with Projection.save, and read other runs with "
             "pipeexec.load_run or pipeexec.Profile.load"
         )
     try:
-        joint = pd.read_csv(path / _JOINT, header=None).to_numpy(float).tolist()
-        columns = Layers.read(path / _LAYERS).columns
+        joint = pd.read_csv(listed_file(path, record, _JOINT), header=None).to_numpy(float).tolist()
+        columns = Layers.read(listed_file(path, record, _LAYERS)).columns
         return {
             "layers": Layers(columns, "projection", joint),
             "modules": tuple(tuple(map(str, names)) for names in values["modules"]),

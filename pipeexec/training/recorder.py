@@ -20,6 +20,7 @@ from pipeexec.training.random_states import preserved_random_states
 from pipeexec.training.run_log import read_log
 from pipeexec.training.step_files import save_prediction, save_step
 from pipeexec.training.training_directory import (
+    COSTS,
     checkpoint_path,
     latest,
     open_directory,
@@ -31,8 +32,6 @@ from pipesim.simulation.simulate import simulate
 
 __all__ = ["Recorder"]
 
-#: File with the costs of the prediction.
-_COSTS = "costs.json"
 #: In several processes, steps after which their clocks are aligned again.
 _ALIGN_EVERY = 100
 
@@ -135,7 +134,7 @@ class Recorder:
         run.costs, run.predicted = costs, simulate(self._pipeline.graph, costs)
         self._predicted = predicted_columns(run.predicted)
         if self._directory is not None and self._is_writer:
-            costs.save(self._directory / _COSTS)
+            costs.save(self._directory / COSTS)
             save_prediction(run.predicted, self._directory)
 
     def before_batch(self) -> None:

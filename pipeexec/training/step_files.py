@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeexec.training.training_directory import step_folder
+from pipeexec.training.training_directory import PREDICTED, step_folder
 from pipesim.analysis.compare import Comparison
 from pipesim.timeline.timeline import Timeline
 
@@ -13,7 +13,7 @@ __all__ = ["save_prediction", "save_step"]
 
 def save_prediction(predicted: Timeline, directory: Path) -> None:
     """Write ``predicted.csv``."""
-    predicted.save(directory / "predicted.csv")
+    predicted.save(directory / PREDICTED)
 
 
 def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeexec.checkpoints.directory import latest_checkpoint
+from pipeexec.checkpoints.directory import newest
 from pipeexec.run_directory import command, environment
 from pipeexec.run_lock import run_lock
+from pipeexec.training.training_run import EVALUATIONS, LOG
 from pipesim.errors import RunDirectoryError
-from pipesim.utils.files import read_json, write_errors, write_text
+from pipesim.utils.files import TEMPORARY, read_json, write_errors, write_text
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
 
 __all__ = [
+    "COSTS",
+    "PREDICTED",
     "RECORD",
     "checkpoint_path",
     "latest",
@@ -28,6 +32,12 @@ __all__ = [
 RECORD = "training.json"
 _IDENTITY = "training"
 _CHECKPOINTS, _STEPS = "checkpoints", "steps"
+#: Files with the costs and the timeline of the prediction.
+COSTS, PREDICTED = "costs.json", "predicted.csv"
+#: All names in the directory of a training.
+_FILES = {RECORD, LOG, EVALUATIONS, COSTS, PREDICTED, _CHECKPOINTS, _STEPS}
+#: Names of the checkpoints that a training saves; it continues from no other one.
+_CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 
 
 @contextmanager
@@ -71,6 +81,13 @@ def _prepare(path: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
             "one, or remove it"
         )
     if not is_new and not resume:
+        _record(path)
+        names = {x.name for x in path.iterdir() if not TEMPORARY.fullmatch(x.name)}
+        if foreign := sorted(names - _FILES):
+            raise RunDirectoryError(
+                f"{path} has {foreign[0]!r}, which no training has written and which would be "
+                "removed; move it elsewhere, or train in another directory"
+            )
         with write_errors(path):
             shutil.rmtree(path)
         is_new = True
@@ -85,9 +102,7 @@ def _prepare(path: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
 
 def _check_identity(path: Path, identity: Mapping[str, Any]) -> None:
     """Raise unless the record of a directory has an identity, naming the first difference."""
-    record = read_json(path / RECORD, "the record", RunDirectoryError)
-    if not isinstance(record, dict) or not isinstance(record.get(_IDENTITY), dict):
-        raise RunDirectoryError(f"{path / RECORD} is no record of a training; restore it")
+    record = _record(path)
     if record.get(CHECKSUM) != checksum(record):
         raise RunDirectoryError(checksum_mismatch(path / RECORD, "restore it"))
     before, now = _flat(record[_IDENTITY]), _flat(identity)
@@ -98,6 +113,13 @@ def _check_identity(path: Path, identity: Mapping[str, Any]) -> None:
                 f"{path} is of another training: {name} is {old!r:.80} there, and {new!r:.80} now; "
                 "give the same, or train in another directory"
             )
+
+
+def _record(path: Path) -> dict[str, Any]:
+    record = read_json(path / RECORD, "the record", RunDirectoryError)
+    if not isinstance(record, dict) or not isinstance(record.get(_IDENTITY), dict):
+        raise RunDirectoryError(f"{path / RECORD} is no record of a training; restore it")
+    return record
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,7 +140,7 @@ def checkpoint_path(directory: Path, n_steps: int) -> Path:
 
 def latest(directory: Path) -> Path | None:
     """Return the newest whole checkpoint of a training; None if there is none."""
-    return latest_checkpoint(directory / _CHECKPOINTS)
+    return newest(directory / _CHECKPOINTS, _CHECKPOINT)
 
 
 def step_folder(directory: Path, step: int) -> Path:

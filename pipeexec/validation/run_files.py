@@ -16,7 +16,14 @@ from pipeexec.profiling.files import (
     save_profile,
 )
 from pipeexec.profiling.profile import Profile
-from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
+from pipeexec.run_directory import (
+    RECORD,
+    checked_record,
+    command,
+    listed_file,
+    read_record,
+    write_directory,
+)
 from pipeexec.run_lock import check_file_names
 from pipeexec.validation.result_row import Row
 from pipesim.costs.costs import Costs
@@ -122,14 +129,14 @@ def read_run(path: Path | str) -> dict[str, Any]:
     record = read_record(path)
     if "rows" not in record:
         raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
-    costs = Costs.load(path / "costs.json")
+    costs = Costs.load(listed_file(path, record, "costs.json"))
     rows = {
-        name: _read_row(path / _folder(name), name, entries, costs)
+        name: _read_row(path, record, name, entries, costs)
         for name, entries in record["rows"].items()
     }
     profile = None
-    if (path / FITS).is_file():
-        profile = Profile(costs, *load_profile(path), **read_shares(record))
+    if FITS in record["files"]:
+        profile = Profile(costs, *load_profile(path, record), **read_shares(record))
     return {
         "rows": rows,
         "costs": costs,
@@ -140,16 +147,21 @@ def read_run(path: Path | str) -> dict[str, Any]:
     }
 
 
-def _read_row(folder: Path, name: str, entries: Mapping[str, Any], costs: Costs) -> Row:
+def _read_row(
+    path: Path, record: Mapping[str, Any], name: str, entries: Mapping[str, Any], costs: Costs
+) -> Row:
     """Return a row from its folder and its entries in the record."""
     import pandas as pd
 
+    folder = _folder(name)
     predicted, measured = (
-        Timeline.load(folder / file, costs=costs, name=name)
+        Timeline.load(listed_file(path, record, f"{folder}/{file}"), costs=costs, name=name)
         for file in ("predicted.csv", "timeline.csv")
     )
     parts, ops = (
-        pd.read_csv(folder / file, index_col=index) if (folder / file).is_file() else None
+        pd.read_csv(path / folder / file, index_col=index)
+        if f"{folder}/{file}" in record["files"]
+        else None
         for file, index in ((_PARTS, None), (_OPS, [0, 1]))
     )
     values = {key: tuple(value) for key, value in entries.items()}

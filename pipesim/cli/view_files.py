@@ -143,7 +143,7 @@ def _folder_reader(path: Path) -> _Reader:
     """Return the function that reads a folder."""
     if is_run(path):
         return _read_run
-    names = sorted(file.name for file in path.iterdir())
+    names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
     if any(name.endswith(_TRACE_ENDINGS) for name in names):
         return _read_trace
     runs = [name for name in names if is_run(path / name)]

@@ -38,7 +38,7 @@ def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
         if not is_folder(path):
             return [path]
         try:
-            files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]
+            files = [p for p in path.iterdir() if _is_trace(p.name)]
         except OSError as error:
             raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
         if not files:
@@ -54,6 +54,11 @@ def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     if not files:
         raise TimelineError("got no traces; give one file a rank, or their directory")
     return files
+
+
+def _is_trace(name: str) -> bool:
+    """Return whether a file of a folder is a trace; hidden ones are of editors and systems."""
+    return name.endswith((".json", ".json.gz")) and not name.startswith(".")
 
 
 def read_ranks(

@@ -11,6 +11,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import secrets
 import stat
 import zlib
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "TEMPORARY",
     "check_path",
     "check_target",
     "gunzip",
@@ -48,6 +50,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+#: Names of the temporary files of `write_whole`, which a killed process leaves.
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 #: Most names of a folder that the name of a missing file is compared with.
 _NAMES = 1000
 

@@ -67,6 +67,20 @@ def test_an_older_run_is_replaced(run: Path) -> None:
     read_record(run)
 
 
+def test_files_of_others_stay(run: Path) -> None:
+    """A folder with any run.json is no run directory; nor is a run to which files were added."""
+    (run / "row" / "notes").write_text("precious")
+    with pytest.raises(RunDirectoryError, match=r"no run has written its file 'row/notes'\); ch"):
+        write(run)
+    (run / "row" / "notes").unlink()
+    write(run, "second")
+    for text in ("mine", '{"files": {}}', "[]"):
+        (run / RECORD).write_text(text)
+        with pytest.raises(RunDirectoryError, match=r"its run\.json is that of something else"):
+            write(run)
+    assert (run / "costs.json").read_text() == "second"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError, PipeError])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_an_interrupted_write_leaves_nothing(

@@ -105,7 +105,8 @@ def prepared_states(
     ------
     error
         If a parameter is missing, one is unexpected, a shape differs, options of one group differ
-        between its parameters, or the state is that of another kind of optimizer.
+        between its parameters, two groups of other options have one group in the state, or the
+        state is that of another kind of optimizer.
     """
     groups, values = _checked_form(state, error)
     group_by_name = {name: group for group in groups for name in group["params"]}
@@ -156,6 +157,7 @@ def _part(
     """Return the state dictionary for one optimizer."""
     state: dict[int, dict[str, Any]] = {}
     new_groups, n = [], 0
+    taken: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []  # loaded and own groups
     for own in optimizer.param_groups:
         loaded = None
         for parameter in own["params"]:
@@ -176,16 +178,31 @@ def _part(
                 present = optimizer.state.get(parameter, {})
                 state[n] = _checked_values(name, parameter, values[name], present, error)
             n += 1
+        for _, other in (pair for pair in taken if pair[0] is loaded):
+            if not _same_options(_what(own), _what(other)):
+                raise error(
+                    f"{keys[own['params'][0]]!r} is in a group of an optimizer with "
+                    f"{_first_difference(_what(other), _what(own))}, and both are in one group of "
+                    "the state, whose options would replace those of both; make the optimizer of "
+                    "the pipeline with the groups of the state, and change options afterwards"
+                )
+        if loaded is not None:
+            taken.append((loaded, own))
         indices = list(range(n - len(own["params"]), n))
         new_groups.append({**_merged_options(own, loaded or {}, error), "params": indices})
     return {"state": state, "param_groups": new_groups}
+
+
+def _what(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that say what a step computes."""
+    return {key: x for key, x in _options(group).items() if key not in _HOW}
 
 
 def _first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Return the first option that differs between two groups, as text."""
     key = next(k for k in {**a, **b} if k != "params" and _plain(a.get(k)) != _plain(b.get(k)))
     value, other = _plain(b.get(key)), _plain(a.get(key))
-    return f"{key}={value!r}, another parameter of its group with {other!r}"
+    return f"{key}={value!r}, another parameter with {other!r}"
 
 
 def _merged_options(
@@ -205,12 +222,33 @@ def _merged_options(
         present = own.get(key)
         if key in _HOW and key in own:
             continue
+        if not _is_alike(value, present):
+            raise error(
+                f"the state has {key}={value!r:.60} for a group of an optimizer whose {key} is "
+                f"{present!r:.60}; give the state of this model's optimizer"
+            )
         if isinstance(present, Tensor):
             value = torch.as_tensor(value, dtype=present.dtype, device=present.device).clone()
         elif isinstance(value, Tensor):
             value = value.tolist()
         options[key] = tuple(value) if isinstance(present, tuple) else value
     return options
+
+
+def _is_alike(value: Any, present: Any) -> bool:
+    """Return whether a loaded option can take the place of an optimizer's own one."""
+    value, present = _plain(value), _plain(present)
+    if isinstance(present, bool):
+        return isinstance(value, bool)
+    if isinstance(present, int | float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(present, list | tuple):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(present)
+            and all(map(_is_alike, value, present))
+        )
+    return True
 
 
 def _checked_values(

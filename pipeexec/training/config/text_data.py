@@ -93,7 +93,13 @@ def text_files(patterns: Sequence[str], folder: Path) -> list[Path]:
         path = Path(pattern).expanduser()
         root = Path(path.anchor) if path.is_absolute() else folder
         parts = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
-        matches = sorted(file for file in root.glob(parts) if file.is_file())
+        # As in a shell, "*" is no hidden file, such as those of editors and systems.
+        hides = not path.name.startswith(".")
+        matches = sorted(
+            file
+            for file in root.glob(parts)
+            if file.is_file() and not (hides and file.name.startswith("."))
+        )
         if not matches:
             raise ArgumentError(
                 f"text: no file matches {pattern!r} in {folder}; paths are relative to the folder "

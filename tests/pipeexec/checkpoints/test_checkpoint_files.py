@@ -92,7 +92,19 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "type": (lambda x: x["tensors"]["model"]["0.bias"].__setitem__(1, "torch.load"),
              r"'0\.bias' is torch\.load in the checkpoint"),
     "shape": (lambda x: x["tensors"]["model"]["0.bias"].__setitem__(0, [2]), r"shape \(2,\)"),
-    "shapes": (lambda x: x["tensors"].update(model=3), "is not valid"),
+    "shapes": (lambda x: x["tensors"].update(model=3), "it has no valid 'tensors'"),
+    "sizes": (lambda x: x["tensors"]["model"]["0.bias"].__setitem__(0, [-1]), "no valid 'tensors'"),
+    "steps": (lambda x: x.update(n_steps=-5), r"no valid 'n_steps': got -5, allowed: a whole"),
+    "steps too": (lambda x: x.update(n_steps=True), "it has no valid 'n_steps': got True"),
+    "seed": (lambda x: x.update(seed=2**70), "it has no valid 'seed': got 1180591620717411303424"),
+    "seeds": (lambda x: x.update(seed=-1), "it has no valid 'seed': got -1"),
+    "time": (lambda x: x.update(saved=float("nan")), "it has no valid 'saved': got nan"),
+    "rows": (lambda x: x.update(rows={"0.": {"n_rows": 3}}), "it has no valid 'rows'"),
+    "none": (lambda x: x.update(random=[]), "it has no valid 'random'"),
+    "device": (lambda x: x["random"][0].update(gpu="AA=="), "has no valid random state"),
+    "rate": (lambda x: x["optimizer"]["param_groups"][0].update(lr="0.1"), "the state has lr='0.1"),
+    "flag": (lambda x: x["optimizer"]["param_groups"][0].update(maximize=2), "maximize=2 for a gr"),
+    "betas": (lambda x: x["optimizer"]["param_groups"][0].update(betas=[1]), r"betas=\[1\] for a"),
     "kind": (lambda x: x["objects"].update(more={"$": "eval", "items": []}), "no value of a check"),
     "random": (lambda x: x.update(random=[{"cpu": "AA=="}]), "has no valid random state"),
 }  # fmt: skip
@@ -116,6 +128,24 @@ def test_manifests_that_were_edited(edit: str, tmp_path: Path) -> None:
         if edit == "type":
             with pytest.raises(CheckpointError, match=r"'torch\.load' is no type of tensors"):
                 px.read_checkpoint(path)
+
+
+def test_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
+    """A copy of an older shard has the same keys; it is not read, nor is a file of no tensors."""
+    with small() as p:
+        old = px.save_checkpoint(p, tmp_path / "old", more=torch.zeros(2))
+        p.step(*data(4))
+        path = px.save_checkpoint(p, tmp_path / "new", more=torch.ones(2))
+        expected, before = content(p), str(px.read_checkpoint(path))
+    for part in ("model", "optimizer", "objects"):
+        shutil.copy(next((old / part).glob("*1-of*.safetensors")), path / part / "zz.safetensors")
+    assert str(px.read_checkpoint(path)) == before
+    (path / "model" / "no-tensors.safetensors").write_bytes(b"no tensors")
+    assert str(px.read_checkpoint(path)) == before
+    assert px.latest_checkpoint(tmp_path) == path
+    with small(1) as p:
+        assert px.load_checkpoint(p, path)["more"].tolist() == [1, 1]
+        assert content(p) == expected
 
 
 def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
@@ -220,6 +250,58 @@ def test_leftovers_of_others_stay_while_they_write(tmp_path: Path) -> None:
         thread.join()
     assert [part.exists() for part in parts] == [True, False]
     assert (tmp_path / ".c.0123456789ab.other").exists()
+
+
+def test_folders_with_files_of_others(tmp_path: Path) -> None:
+    """A save names such a file and changes nothing; a damaged checkpoint is replaced."""
+    for folder in ("text", "manifest", "empty"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "notes").write_text("precious")
+    (tmp_path / "text" / "checkpoint.json").write_text("mine")
+    (tmp_path / "manifest" / "checkpoint.json").write_text('{"format": "another"}')
+    (tmp_path / "empty" / "checkpoint.json").touch()
+    with small() as p:
+        for folder in ("text", "manifest"):
+            with pytest.raises(CheckpointError, match=rf"{folder} exists and is no checkpoint"):
+                px.save_checkpoint(p, tmp_path / folder)
+        path = px.save_checkpoint(p, tmp_path / "x-1")
+        (path / "model" / "notes").write_text("precious")
+        for folder, name in {"empty": "notes", "x-1": "model/notes"}.items():
+            with pytest.raises(CheckpointError, match=rf"{folder} has the file '{name}', which sa"):
+                px.save_checkpoint(p, tmp_path / folder)
+        px.save_checkpoint(p, tmp_path / "x-2")
+        px.save_checkpoint(p, tmp_path / "x-3", keep=1)  # x-1 stays: others have put a file there
+        manifest = tmp_path / "x-3" / "checkpoint.json"
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+        p.step(*data(4))
+        assert px.read_checkpoint(px.save_checkpoint(p, tmp_path / "x-3"))["n_steps"] == 2
+    assert all(
+        (tmp_path / x / "notes").exists() for x in ("text", "manifest", "empty", "x-1/model")
+    )
+    assert sorted(x.name for x in tmp_path.iterdir() if x.name[0] == "x") == ["x-1", "x-3"]
+
+
+@pytest.mark.parametrize("name", [".x.0123456789ab.part", ".x.0123456789ab.old", ".x.lock"])
+def test_names_of_temporary_folders(name: str, tmp_path: Path) -> None:
+    """Such a folder would be removed by the next save, or keep others from locking theirs."""
+    with small() as p:
+        with pytest.raises(CheckpointError, match=r"has the name of a temporary file, .*step-100"):
+            px.save_checkpoint(p, tmp_path / name)
+        px.save_checkpoint(p, tmp_path / ".x.0123456789a.part")
+        px.save_checkpoint(p, tmp_path / "other")
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".x.0123456789a.part", "other"]
+
+
+def test_keep_looks_at_the_last_number(tmp_path: Path) -> None:
+    """Another number in the name is that of another model or run."""
+    with small() as p:
+        for name in ("gpt3-step-1", "v1.5", "gpt2-step-1", "gpt2-step-3", "v2.6"):
+            px.save_checkpoint(p, tmp_path / name)
+        px.save_checkpoint(p, tmp_path / "gpt2-step-2", keep=1)
+        px.save_checkpoint(p, tmp_path / "v1.6", keep=1)
+        px.save_checkpoint(p, tmp_path / "last", keep=1)
+    names = ["gpt2-step-2", "gpt3-step-1", "last", "v1.6", "v2.6"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == names
 
 
 def test_keep(tmp_path: Path) -> None:

@@ -260,6 +260,38 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         assert str([p.state_dict(), p.optimizer_state_dict()]) == str(before)
 
 
+def two_rates(parameters: Any, rate: float = 1e-3) -> torch.optim.Optimizer:
+    weights, biases = [[p for p in parameters if (p.dim() > 1) == big] for big in (True, False)]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": rate}], lr=1e-2)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_groups_that_the_checkpoint_does_not_have(n_stages: int, tmp_path: Path) -> None:
+    """Two groups of other settings are refused; equal ones, or other groups, are loaded."""
+    graph = ps.lower(ps.schedule("1f1b", n_stages, 2))
+
+    def of(optimizer: Any) -> px.Pipeline:
+        stages = [nn.Linear(4, 4) for _ in range(n_stages)]
+        return px.Pipeline(stages, graph, ["cpu"] * n_stages, mse, optimizer, pin_threads=False)
+
+    with of(lambda p: torch.optim.AdamW(p, lr=1e-2)) as p:
+        path = px.save_checkpoint(p, tmp_path / "one")
+    with of(lambda p: two_rates(list(p))) as p:
+        before = str([p.state_dict(), p.optimizer_state_dict()])
+        with pytest.raises(
+            CheckpointError,
+            match=r"'0\.bias' is in a group of an optimizer with lr=0\.001, another",
+        ):
+            px.load_checkpoint(p, path)
+        assert str([p.state_dict(), p.optimizer_state_dict()]) == before
+        px.load_checkpoint(p, px.save_checkpoint(p, tmp_path / "two"))
+    with of(lambda p: two_rates(list(p), 1e-2)) as p:
+        px.load_checkpoint(p, path)
+    with of(lambda p: two_rates(list(p), 1e-1)) as p:
+        px.load_checkpoint(p, tmp_path / "two")  # the settings of a group are those of its own
+        assert [group["lr"] for group in p.optimizers[0].param_groups] == [1e-2, 1e-3]
+
+
 def test_a_checkpoint_of_other_types(tmp_path: Path) -> None:
     """Refused, since a resumed run would have other losses; `load_state_dict` converts."""
     with on_workers(network(), [2, 2]) as p:

@@ -285,6 +285,17 @@ def test_the_first_mismatch_of_optimizers() -> None:
             ArgumentError, match=r"'1\.0\.bias' is in a group of an optimizer with lr=0\.01"
         ):  # fmt: skip
             q.load_optimizer_state_dict(other)
+        other = copy.deepcopy(state)
+        one = [{**other["param_groups"][0], "params": list(p.state_dict())}]
+        other["param_groups"] = one
+        before = copy.deepcopy(state)
+        with pytest.raises(
+            ArgumentError,
+            match=r"is in a group of an optimizer with weight_decay=0.*, another parameter with "
+            r"0\.1, and both are in one group of the state",
+        ):
+            p.load_optimizer_state_dict(other)
+        assert equal(p.optimizer_state_dict(), before)
         with on_workers(cut(dense(2), [1, 1]), sgd) as q, pytest.raises(
             ArgumentError, match="state is that of another optimizer: its groups have 'amsgrad'"
         ):  # fmt: skip

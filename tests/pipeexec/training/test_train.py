@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,6 +251,16 @@ class TestResume:
         run(tmp_path, 3)
         assert run(tmp_path, 2).n_steps == 3
 
+    def test_checkpoint_of_another_name(self, tmp_path: Path) -> None:
+        """A newer checkpoint that this training did not save is not continued."""
+        run(tmp_path / "other", 5)
+        run(tmp_path / "run", 2)
+        folder = tmp_path / "run" / "checkpoints"
+        run(tmp_path / "other", 6)
+        latest = tmp_path / "other" / "checkpoints" / "step-00000006"
+        shutil.copytree(latest, folder / "step-00000006 (copy)")
+        assert run(tmp_path / "run", 3).first_step == 2
+
     def test_anew(self, tmp_path: Path) -> None:
         run(tmp_path, 3)
         assert run(tmp_path, 2, resume=False).first_step == 0
@@ -323,7 +334,15 @@ class TestDirectory:
         for resume in (True, False):
             with pytest.raises(RunDirectoryError, match="no directory of a training"):
                 run(tmp_path, 1, resume=resume)
+        (tmp_path / "training.json").write_text("{}")
+        with pytest.raises(RunDirectoryError, match="is no record of a training"):
+            run(tmp_path, 1, resume=False)
+        run(tmp_path / "run", 1)
+        (tmp_path / "run" / "thesis.txt").touch()
+        with pytest.raises(RunDirectoryError, match=r"run has 'thesis\.txt', which no training"):
+            run(tmp_path / "run", 1, resume=False)
         assert (tmp_path / "thesis.txt").exists()
+        assert (tmp_path / "run" / "thesis.txt").exists()
 
     def test_last_checkpoints_are_kept(self, tmp_path: Path) -> None:
         paths: list[str] = []

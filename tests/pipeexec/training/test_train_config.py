@@ -18,7 +18,7 @@ from ranks import environment, free_port, run_to_end
 
 import pipeexec as px
 from pipeexec.cli import main
-from pipeexec.training.config.text_data import TextBatches
+from pipeexec.training.config.text_data import TextBatches, text_files
 
 CONFIG = """
 [model]
@@ -311,6 +311,13 @@ class TestText:
         for inputs, targets in batches(0):
             assert torch.equal(inputs + 1, targets)
         assert [int(x) for inputs, _ in batches(1) for x in inputs[:, 0]] != firsts
+
+    def test_hidden_files_are_left_out(self, tmp_path: Path) -> None:
+        """As in a shell: "*" is no copy that an editor has left; a name with a dot is itself."""
+        for name in ("a.txt", ".b.txt", "._a.txt"):
+            (tmp_path / name).write_text(name)
+        assert [file.name for file in text_files(["*.txt"], tmp_path)] == ["a.txt"]
+        assert [file.name for file in text_files([".b*"], tmp_path)] == [".b.txt"]
 
     def test_shares_make_the_batch(self) -> None:
         whole = TextBatches(self.TEXT, 5, 4, seed=1)

@@ -33,6 +33,7 @@ from pipesim.errors import (
     RunDirectoryError,
     StageError,
 )
+from pipesim.utils.texts import CHECKSUM, checksum
 
 # The fixture `validation` times all messages, other tests few.
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -407,6 +408,31 @@ def test_a_run_of_an_older_version(saved: Path, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(loaded.table, px.load_run(saved).table)
     loaded.save(tmp_path / "saved", figures=False)
     assert px.load_run(tmp_path / "saved").parts.empty
+
+
+def test_files_that_the_record_does_not_list(saved: Path, tmp_path: Path) -> None:
+    """Tables of another run beside those of this one are not read."""
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    record = json.loads((run / RECORD).read_text())
+
+    def forget(*endings: str) -> None:
+        for name in [name for name in record["files"] if name.endswith(endings)]:
+            del record["files"][name]
+        record[CHECKSUM] = checksum(record)
+        (run / RECORD).write_text(json.dumps(record))
+
+    forget("parts.csv", "ops.csv", "links.csv")
+    loaded = px.load_run(run)
+    assert loaded.parts.empty
+    assert loaded.ops.empty
+    assert loaded.profile is None
+    with pytest.raises(RunDirectoryError, match=r"no complete profile: links\.csv is missing"):
+        px.Profile.load(run)
+    for name in ("timeline.csv", "costs.json"):
+        forget(name)
+        with pytest.raises(RunDirectoryError, match=rf"run\.json of .* lists no .*{name}; give"):
+            px.load_run(run)
 
 
 def test_a_run_directory_of_something_else(tmp_path: Path) -> None:

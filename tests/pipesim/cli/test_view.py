@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import shlex
+import shutil
 import webbrowser
 import zlib
 from collections.abc import Callable
@@ -270,6 +271,26 @@ def test_a_run_of_one_timeline(current: Path, capsys: pytest.CaptureFixture[str]
     assert "memory" in document("part-and-1-more.html")["timelines"][0]
 
 
+def test_files_that_a_run_does_not_list(current: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of a row, another prediction and other costs change nothing."""
+    run = write_run(current / "run", costs=False)
+    record = json.loads((run / "run.json").read_text())
+    (run / "a-always" / "predicted.csv").unlink()
+    names = [x.relative_to(run).as_posix() for x in run.rglob("*.csv")]
+    (run / "run.json").write_text(json.dumps({**record, "files": dict.fromkeys(names, "")}))
+    shown = succeed(capsys, "view", "run")
+    row = succeed(capsys, "view", "run/a-always", "--out", "row.html")
+    shutil.copytree(run / "b-never", run / "copy")
+    for place in (run, run / "a-always"):
+        ps.simulate(ps.lower(SCHEDULE), ps.Costs(1, 2)).save(place / "predicted.csv")
+        COSTS.save(place / "costs.json")
+    assert succeed(capsys, "view", "run") == shown
+    assert succeed(capsys, "view", "run/a-always", "--out", "row.html") == row
+    assert "memory" not in document("run.html")["timelines"][0]
+    (run / "run.json").write_text(json.dumps({**record, "files": {}}))
+    assert "is a run directory without timelines" in fail(capsys, "view", "run")
+
+
 def test_a_training(current: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps share the prediction."""
     timeline = simulated()
@@ -278,6 +299,7 @@ def test_a_training(current: Path, capsys: pytest.CaptureFixture[str]) -> None:
         timeline.save(current / "training" / "steps" / step / "timeline.csv")
     timeline.save("training/predicted.csv")
     Path("training/training.json").write_text("{}")
+    shutil.copytree("training/steps", "training/steps (copy)")
     succeed(capsys, "view", "training", "--layout", "steps")
     roles = ["predicted", "measured"]
     steps = {f"steps/step-{step:08}": roles for step in (2, 10)}

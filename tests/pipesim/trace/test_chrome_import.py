@@ -228,6 +228,7 @@ def test_names_of_ones_own(tmp_path: Path, packed: bool) -> None:
     ]
     write(tmp_path, ranks, packed=packed)
     pattern = r"mine/(?P<op>\w+)/(?P<microbatch>\d*)"
+    (tmp_path / "._rank0.json").write_text("of a system, not of the run")
     times = microseconds(ps.Timeline.from_chrome(tmp_path, pattern=pattern))
     assert times["1F0"] == (10, 20)
     assert times["0STEP"] == (40, 41)
