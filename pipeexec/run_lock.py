@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipesim.errors import ArgumentError, RunDirectoryError
 
@@ -21,8 +22,30 @@ PARTIAL = "-partial"
 _LONGEST, _TEMPORARY = 255, 32
 #: Control characters, slashes, and surrogates, which Python decodes from bytes that are not UTF-8.
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f/\ud800-\udfff]")
-#: Threads that have locked directories, by device and inode of the parent, and the name.
-_OWNERS: dict[tuple[int, int, str], int] = {}
+
+
+class _Owner(NamedTuple):
+    """Thread that has locked a directory, and the handle of the lock's file."""
+
+    thread: int
+    handle: int
+
+
+#: Owners of locked directories, by device and inode of the parent, and the name.
+_OWNERS: dict[tuple[int, int, str], _Owner] = {}
+
+
+def _leave_locks_to_parent() -> None:
+    """Close the locks in a forked child, such as a worker of a DataLoader.
+
+    A lock ends when all processes have closed its file. Other programs do not inherit it.
+    """
+    for owner in _OWNERS.values():
+        os.close(owner.handle)
+    _OWNERS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def check_run_name(name: object) -> str:
@@ -79,8 +102,9 @@ def run_lock(path: Path) -> Iterator[None]:
     """Lock a run directory: no other process or thread can write it while the block runs.
 
     The lock (``flock``) is a hidden file in the parent folder, which must exist. The system
-    releases it when the process and its forked children have ended, also after a crash. The same
-    thread may enter a block of the same path again.
+    releases it when the process has ended, also after a crash. Processes that it has started, such
+    as workers of a DataLoader, do not have the lock. The same thread may enter a block of the same
+    path again.
 
     Raises
     ------
@@ -90,7 +114,7 @@ def run_lock(path: Path) -> Iterator[None]:
     parent = path.parent.stat()
     key = parent.st_dev, parent.st_ino, path.name
     if key in _OWNERS:
-        if _OWNERS[key] != threading.get_ident():
+        if _OWNERS[key].thread != threading.get_ident():
             raise RunDirectoryError(
                 f"another thread is writing {path}; wait for its end, or choose another name"
             )
@@ -98,14 +122,14 @@ def run_lock(path: Path) -> Iterator[None]:
         return
     file = path.parent / f".{path.name}.lock"
     handle = _lock_file(file, path)
-    _OWNERS[key] = threading.get_ident()
+    _OWNERS[key] = _Owner(threading.get_ident(), handle)
     try:
         yield
     finally:
-        del _OWNERS[key]
-        with suppress(OSError):
-            file.unlink()
-        os.close(handle)
+        if _OWNERS.pop(key, None) is not None:  # a child that was forked in the block has no lock
+            with suppress(OSError):
+                file.unlink()
+            os.close(handle)
 
 
 def _lock_file(file: Path, path: Path) -> int:

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from time import perf_counter
 
 from pipeexec.devices.streams import Event, Work, wait_for
+from pipeexec.process_end import end_thread_with_process
 
 __all__ = ["CallerStream", "CpuEvent", "CpuStream", "InlineStream"]
 
@@ -97,6 +98,7 @@ class CpuStream:
         self.thread = threading.Thread(
             target=_run_queue, args=(self._queue, self._errors), name=name, daemon=True
         )
+        end_thread_with_process(self.thread, partial(self._queue.put, None))
         self.thread.start()
         weakref.finalize(self, self._queue.put, None)
 

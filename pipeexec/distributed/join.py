@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from pipeexec.distributed.group_ends import end_groups
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.roll_call import AbsentError, Member, roll_call
 from pipeexec.distributed.store import UnreachableError, gloo_on_loopback, open_store
+from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
 
 __all__ = ["join"]
@@ -143,6 +145,7 @@ class _Connection:
         self.error: Exception | None = None
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="pipeexec join", daemon=True)
+        end_thread_with_process(self.thread, lambda: None)
         self.thread.start()
 
     def _run(self) -> None:
@@ -201,17 +204,7 @@ def _make_default_group(
             timeout=timedelta(seconds=2 * timeout + 30),
         )
     _DefaultGroup.pid = os.getpid()
-    atexit.register(partial(_end_groups, os.getpid()))
-
-
-def _end_groups(pid: int) -> None:
-    """End the threads of process groups while Python still runs.
-
-    A thread of gloo that frees a tensor later aborts the process (pytorch/pytorch, issue 190489). A
-    forked child does not have the threads.
-    """
-    if dist.is_initialized() and os.getpid() == pid:
-        dist.destroy_process_group()
+    atexit.register(partial(end_groups, os.getpid()))
 
 
 def _unreachable_error(launch: LaunchEnvironment, timeout: float, reason: str) -> ExecutionError:

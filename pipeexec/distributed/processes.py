@@ -22,11 +22,13 @@ from pipeexec.distributed.control_messages import ControlMessages
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import FlightRecorder
+from pipeexec.distributed.group_ends import break_group
 from pipeexec.distributed.nccl_channel import NcclChannel
 from pipeexec.distributed.process_clock import ProcessClock
 from pipeexec.distributed.status import StepReporter
 from pipeexec.distributed.store import gloo_on_loopback
 from pipeexec.distributed.watchdog import Watchdog
+from pipeexec.process_end import end_connections_with_process
 from pipesim.errors import (
     ArgumentError,
     PeerError,
@@ -130,6 +132,7 @@ class Processes(ControlMessages):
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._channels: dict[ChannelRoute, Channel] = {}
         self._gpus: dict[int, torch.device] = {}  # by number of the device in the graph
+        end_connections_with_process(self)
         with self.guard():
             # An error names the ranks that are late; a process group would only wait for them.
             self.recorder.connect(self.share)
@@ -488,6 +491,32 @@ class Processes(ControlMessages):
             self.watch.close()
         if is_well:
             self._leave()
+        else:
+            self.break_connections()
+
+    def break_connections(self) -> None:
+        """Let the threads of streams end that wait for messages of other processes.
+
+        After a failure such messages may never come. The channels cannot be used again.
+
+        See Also
+        --------
+        close : Leave together with all other processes; after a failure it calls this.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> import pipeexec as px
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+        ...     processes.break_connections()
+        >>> dist.destroy_process_group()
+        """
+        if os.getpid() != self._pid:
+            return  # in a forked child, which shares the sockets but has no threads
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup):
+                break_group(group, set(range(group.size())) - {group.rank()})
 
     def _leave(self) -> None:
         """Release the groups and the store; its holder stays until the others have left."""

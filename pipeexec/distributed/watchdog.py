@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure, stall_failure
 from pipeexec.distributed.status import StatusBoard, StepReporter
 from pipeexec.distributed.store import StoreConnection
+from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import PeerError
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._period = max(_PERIOD, 0.01 * n_ranks)
         self._thread = threading.Thread(target=self._run, name="pipeexec watchdog", daemon=True)
+        end_thread_with_process(self._thread, self._closed.set)
         self.board.publish()
         self._thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 import pytest
 
-__all__ = ["Forked", "fork_scripts"]
+__all__ = ["Forked", "finalize", "fork_scripts"]
 
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
@@ -105,6 +106,21 @@ def _become(
             runpy.run_path(first, run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def finalize(main: Callable[[], int], print_error: Callable[[], object]) -> None:
+    """Run the main function of a forked script, and end as an interpreter does.
+
+    Other forked processes exit without it: threads that outlive Python do not disturb them.
+    """
+    try:
+        status = main()
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException as error:
+        print_error()
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+    ctypes.pythonapi.Py_Exit(ctypes.c_int(status))  # of ``sys.exit`` where nobody catches it
 
 
 class _ForkedScript(Forked):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +197,63 @@ def test_a_run_is_written_by_one(tmp_path: Path) -> None:
     write(path, "second")
     assert [file.name for file in path.parent.iterdir()] == ["run"]
     read_record(path)
+
+
+OWNER = """
+import os, pathlib, subprocess, sys, time
+from pipeexec.run_lock import run_lock
+with run_lock(pathlib.Path(sys.argv[1])):
+    if sys.argv[2] == "forked":
+        child = os.fork() or time.sleep(1000)
+    else:
+        child = subprocess.Popen(["sleep", "1000"], close_fds=False).pid
+    print(child, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["forked", "another program"])
+def test_a_lock_ends_with_its_process(kind: str, tmp_path: Path) -> None:
+    """Also after SIGKILL, while a process that it has started still runs."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "run"), kind],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    try:
+        with (
+            pytest.raises(RunDirectoryError, match=f"process {owner.pid} on"),
+            run_lock(tmp_path / "run"),
+        ):
+            pass
+        owner.kill()
+        owner.wait()
+        os.kill(child, 0)  # still there
+        with run_lock(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    """It can neither enter the block as the owner, nor remove the lock at its end."""
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(tmp_path / "run"))
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with pytest.raises(RunDirectoryError), run_lock(tmp_path / "run"):
+                    pass
+                stack.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (tmp_path / ".run.lock").exists()
 
 
 def test_a_lock_that_its_owner_removes_meanwhile(
