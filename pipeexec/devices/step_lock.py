@@ -7,12 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Protocol
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipesim.errors import ExecutionError
 
 __all__ = ["StepLock"]
+
+
+#: Seconds between two looks of a wait at its limit.
+_PAUSE = 0.05
 
 
 class Stoppable(Protocol):
@@ -97,19 +101,20 @@ class StepLock:
         finally:
             self.step = None
 
-    def stop(self, deadline: float) -> bool:
+    def stop(self, timer: RunningTimer) -> bool:
         """Stop the step that runs, if any, and wait for its end; return whether it has ended.
 
-        ``deadline`` is the end of the wait, on `time.perf_counter`'s clock. In the thread of the
-        step itself, such as in a signal handler, the step ends later.
+        ``timer`` limits the wait. In the thread of the step itself, such as in a signal handler,
+        the step ends later.
         """
         self._closing = True
         if (step := self.step) is not None:
             step.stop(_closed_error())
         if self._owner is threading.current_thread():
             return self.step is None
-        if not self._lock.acquire(timeout=max(0.0, deadline - perf_counter())):
-            return False
+        while not self._lock.acquire(timeout=_PAUSE):
+            if timer.is_over:
+                return False
         self._lock.release()
         return True
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.watchdog import Watchdog
 from pipesim.errors import (
@@ -183,12 +184,11 @@ class ControlMessages:
         PeerError
             If a name is not there after ``timeout`` seconds, or something fails anywhere.
         """
-        end = time.monotonic() + timeout
-        pause = 1e-4
+        timer, pause = RunningTimer(timeout), 1e-4
         while not self.store.check(list(names)):
             if self.watch.board.others_in_step():
-                end = time.monotonic() + timeout
-            if time.monotonic() > end:
+                timer.restart()
+            if timer.is_over:
                 late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
                 text = (
                     f"rank {self.rank} waited {timeout:g} s for rank {', '.join(late)}, which did "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.status import Status
 from pipeexec.distributed.store import StoreConnection
 from pipesim.ops import COLLECTIVES, TRANSFERS, Action
@@ -81,8 +82,8 @@ class SharedFailure:
 
     def wait(self, seconds: float) -> None:
         """Block until something has failed anywhere, for ``seconds`` at most."""
-        end = time.monotonic() + seconds
-        while self.first is None and time.monotonic() < end:
+        timer = RunningTimer(seconds)
+        while self.first is None and not timer.is_over:
             time.sleep(0.01)
 
 
@@ -155,9 +156,9 @@ class ReporterElection:
             Longest time to wait (s).
         """
         connection = self._connection
-        end = time.monotonic() + (seconds if self.holder == self.rank else 0.0)
+        timer = RunningTimer(seconds)
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end:
+            while self.holder == self.rank and not timer.is_over:
                 others = set(range(self.n_ranks)) - {self.rank, *self._exited_ranks()}
                 names = [f"confirmed/{rank}" for rank in others]
                 with connection.lock:
@@ -173,9 +174,9 @@ class ReporterElection:
     def wait_for_release(self, seconds: float) -> None:
         """Block until the elected process has printed the error, for ``seconds`` at most."""
         connection = self._connection
-        end = time.monotonic() + seconds
+        timer = RunningTimer(seconds)
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end:
+            while not timer.is_over:
                 with connection.lock:
                     if connection.store.check(["error_printed"]):
                         return

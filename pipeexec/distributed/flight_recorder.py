@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipesim.errors import ExecutionError
 
 __all__ = ["FIRST_TASK", "GRAPH", "MOST_STREAMS", "N_BEGUN", "N_ENDED", "FlightRecorder", "Record"]
@@ -129,8 +130,8 @@ class FlightRecorder:
 
         The connections of a process break before it ends.
         """
-        end = time.monotonic() + _EXIT_SECONDS
-        while not (ranks := self.exited_ranks()) and time.monotonic() < end:
+        timer = RunningTimer(_EXIT_SECONDS)
+        while not (ranks := self.exited_ranks()) and not timer.is_over:
             time.sleep(0.01)
         return ranks
 

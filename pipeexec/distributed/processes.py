@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeexec.devices.device import Device
 from pipeexec.devices.remote import RemoteDevice
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.channels import Channel, ChannelRoute, LostConnection
 from pipeexec.distributed.control_messages import ControlMessages
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
@@ -114,6 +115,7 @@ class Processes(ControlMessages):
     ) -> None:
         self.reporter = StepReporter(rank)
         self.recorder = FlightRecorder(rank)
+        store.set_timeout(_torch_timeout(timeout))
         connection = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         watch = Watchdog(
             connection,
@@ -193,10 +195,10 @@ class Processes(ControlMessages):
             if self.watch.others_may_end:
                 raise ArgumentError("these processes were left by close(); join again")
             self._check_process()
-            # Longer than the watchdog's timeout, whose error names the rank that is late.
-            timeout = timedelta(seconds=2 * self.timeout + 30)
             with gloo_on_loopback(self.is_on_one_machine):
-                group = dist.new_group(members, backend=backend, timeout=timeout)
+                group = dist.new_group(
+                    members, backend=backend, timeout=_torch_timeout(self.timeout)
+                )
             self._groups[name] = group
         return self._groups[name]
 
@@ -526,10 +528,10 @@ class Processes(ControlMessages):
         self._groups.clear()  # their threads end with the last reference
         self._channels.clear()
         others = [f"left/{r}" for r in range(self.n_ranks) if r != self.rank]
-        end = time.monotonic() + _CLOSE_SECONDS
+        timer = RunningTimer(_CLOSE_SECONDS)
         with suppress(dist.DistError):
             self.store.set(f"left/{self.rank}", "")
-            while self.watch.holder == self.rank and time.monotonic() < end:
+            while self.watch.holder == self.rank and not timer.is_over:
                 if self.store.check(others):
                     return
                 time.sleep(1e-3)
@@ -546,6 +548,14 @@ class Processes(ControlMessages):
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.n_ranks} processes>"
+
+
+def _torch_timeout(timeout: float) -> timedelta:
+    """Return the timeout of waits in torch, which count the time of a freeze.
+
+    It is longer than the watchdog's, whose error names the rank that is late.
+    """
+    return timedelta(seconds=2 * timeout + 30)
 
 
 def guard_processes(processes: Processes | None) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.store import machine
 from pipesim.errors import ArgumentError, ExecutionError
@@ -96,7 +97,7 @@ def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: floa
 
 def _wait(store: Store, own: Member, end: float) -> str:
     """Block until there is a verdict; return it."""
-    pause, longest = _PAUSES
+    timer, (pause, longest) = RunningTimer(end - time.monotonic()), _PAUSES
     while True:
         everyone = _read_members(store, own.n_ranks)
         verdict = ""
@@ -104,7 +105,7 @@ def _wait(store: Store, own: Member, end: float) -> str:
             return _ALL  # the check of settings raises
         if len(everyone) == own.n_ranks:
             verdict = _ALL
-        elif time.monotonic() > end:
+        elif timer.is_over:
             missing = sorted(set(range(own.n_ranks)) - {member.rank for member in everyone})
             verdict = json.dumps([own.rank, own.timeout, missing])
         if verdict:
@@ -158,9 +159,9 @@ def _confirm_verdict(
     store: Store, rank: int, everyone: Sequence[Member], holder: int | None
 ) -> None:
     """Confirm the verdict; the holder of the store waits two seconds until all others have."""
-    end = time.monotonic() + _VERDICT_SECONDS
+    timer = RunningTimer(_VERDICT_SECONDS)
     names = [f"verdict_read/{member.rank}" for member in everyone if member.rank != rank]
     with suppress(RuntimeError):
         store.set(f"verdict_read/{rank}", "")
-        while holder == rank and time.monotonic() < end and not store.check(names):
+        while holder == rank and not timer.is_over and not store.check(names):
             time.sleep(_PAUSES[1])

@@ -11,9 +11,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from pipeexec.devices.running_clock import RunningClock, RunningTimer
 from pipeexec.distributed.store import StoreConnection
 
-__all__ = ["Head", "Status", "StatusBoard", "StepReporter"]
+__all__ = ["Head", "Status", "StatusBoard", "StepReporter", "look_period"]
+
+
+def look_period(n_ranks: int) -> float:
+    """Return the least seconds between two looks at the store: all processes read each other."""
+    return max(0.2, 0.01 * n_ranks)
 
 
 class Head(NamedTuple):
@@ -132,6 +138,7 @@ class StatusBoard:
         self.statuses: dict[int, Status] = {}
         self._n_beats = 0
         self._last_changes: dict[int, tuple[bytes, float]] = {}  # text of each rank, and its time
+        self._clock = RunningClock(max(0.5, 2 * look_period(n_ranks)))
 
     def publish(self) -> None:
         """Publish the status of this process; the caller holds the lock, if others use the store.
@@ -164,7 +171,7 @@ class StatusBoard:
         names = [f"beat/{rank}" for rank in range(self.n_ranks)]
         if not store.check(names):
             return False
-        now = time.monotonic()
+        now = self._clock.read()
         for rank, text in enumerate(store.multi_get(names)):
             if self._last_changes.get(rank, (b"", now))[0] != text:
                 self._last_changes[rank] = text, now
@@ -172,8 +179,11 @@ class StatusBoard:
         return True
 
     def silent_rank(self, timeout: float) -> int:
-        """Return a rank that has published nothing for longer than ``timeout``; -1 if none."""
-        now = time.monotonic()
+        """Return a rank that has published nothing for longer than ``timeout``; -1 if none.
+
+        Only time in which this process read statuses counts.
+        """
+        now = self._clock.read()
         silent = [r for r, (_, time_) in self._last_changes.items() if now - time_ > timeout]
         return silent[0] if silent else -1
 
@@ -211,11 +221,10 @@ class StatusBoard:
         Wait ``seconds`` at most; ranks that do not answer until then are left out.
         """
         timelines: dict[int, bytes] = {}
-        end = time.monotonic() + seconds
-        missing = set(ranks)
+        timer, missing = RunningTimer(seconds), set(ranks)
         with self._connection.lock:
             try:
-                while missing and time.monotonic() < end:
+                while missing and not timer.is_over:
                     for rank in sorted(missing):
                         store, name = self._connection.store, f"final_status/{rank}"
                         if store.check([name]):

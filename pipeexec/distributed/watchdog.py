@@ -7,6 +7,8 @@ what the others publish. The first failure, whichever process posts it, stops al
 exception in a stage, a lost connection, no progress anywhere for as long as the timeout, a process
 that no longer updates its status.
 
+Time in which this process was frozen counts for nothing: see `RunningTimer`.
+
 `StatusBoard` exchanges the statuses, `SharedFailure` keeps the first failure, and
 `ReporterElection` elects the process that reports it to the user.
 """
@@ -14,12 +16,12 @@ that no longer updates its status.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure, stall_failure
-from pipeexec.distributed.status import StatusBoard, StepReporter
+from pipeexec.distributed.status import StatusBoard, StepReporter, look_period
 from pipeexec.distributed.store import StoreConnection
 from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import PeerError
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Watchdog"]
 
-#: Least seconds between two looks at the store; more for many processes, as all read each other.
-_PERIOD = 0.2
+#: Seconds beyond the timeout that the store has to answer.
+_STORE_GRACE = 2.0
 #: Longest time that a process waits for a failure that another process posts (s).
 _FAILURE_SECONDS = 2.0
 #: Longest time that a process waits for the final statuses of the others (s).
@@ -87,10 +89,12 @@ class Watchdog:
         self.board = StatusBoard(self._connection, rank, n_ranks, reporter)
         self.election = ReporterElection(self._connection, rank, n_ranks, holder, exited_ranks)
         self._failure = SharedFailure(self._connection)
-        self._last_answer = time.monotonic()  # when the store answered last
-        self._progress: tuple[Any, float] = None, time.monotonic()
+        self._period = look_period(n_ranks)
+        self._n_answers = 0  # of the store
+        self._n_answers_seen, self._answer_timer = 0, RunningTimer(timeout + _STORE_GRACE)
+        self._progress: Any = None
+        self._progress_timer = RunningTimer(timeout, self._period)
         self._closed = threading.Event()
-        self._period = max(_PERIOD, 0.01 * n_ranks)
         self._thread = threading.Thread(target=self._run, name="pipeexec watchdog", daemon=True)
         end_thread_with_process(self._thread, self._closed.set)
         self.board.publish()
@@ -120,7 +124,7 @@ class Watchdog:
         with self._connection.lock:
             self.board.publish()
             has_failed = self._failure.read()
-            self._last_answer = time.monotonic()
+            self._n_answers += 1
             if has_failed or not self.board.read_all():
                 return
         if exited_rank >= 0:
@@ -140,12 +144,12 @@ class Watchdog:
             text = f"{text}; {self.board.describe_last_task(silent_rank)}"
             self.post(Failure("silent", silent_rank, text))
             return
-        now = time.monotonic()
         statuses = [self.board.statuses[rank] for rank in range(self.n_ranks)]
         progress = [(s.step, s.in_step, s.n_ended) for s in statuses]
-        if progress != self._progress[0] or not any(s.in_step for s in statuses):
-            self._progress = progress, now
-        elif now - self._progress[1] > self.timeout:
+        if progress != self._progress or not any(s.in_step for s in statuses):
+            self._progress = progress
+            self._progress_timer.restart()
+        elif self._progress_timer.is_over:
             self.post(stall_failure(statuses, self.timeout))
 
     # Failures
@@ -198,7 +202,10 @@ class Watchdog:
 
     def check_store(self) -> None:
         """Abandon a store that has not answered for too long: its process may be stopped."""
-        if self.failure is None and time.monotonic() - self._last_answer > self.timeout + 2.0:
+        if self._n_answers != self._n_answers_seen:
+            self._n_answers_seen = self._n_answers
+            self._answer_timer.restart()
+        elif self.failure is None and self._answer_timer.is_over:
             self._connection.abandon()
             error = RuntimeError(f"it has not answered for {self.timeout:g} s")
             self.report_lost_store(error)

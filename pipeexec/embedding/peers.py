@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.channels import LostConnection
 from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipeexec.distributed.processes import Processes
@@ -187,7 +188,7 @@ def _share_by_store(value: Any, ranks: list[int]) -> list[Any]:
         store.set(f"pipeexec/shared/{own}/{peer}/{number}", json.dumps([ranks, value]))
         value_keys[peer] = f"pipeexec/shared/{peer}/{own}/{number}"
     values: dict[int, Any] = {}
-    end = time.monotonic() + _AGREE_SECONDS
+    timer = RunningTimer(_AGREE_SECONDS)
     while True:
         missing = [peer for peer in ranks if peer not in values]
         for peer in missing:
@@ -198,7 +199,7 @@ def _share_by_store(value: Any, ranks: list[int]) -> list[Any]:
             raise ArgumentError(store.get(f"{_GROUP_ERROR}/{own}").decode())
         if not missing:
             return [values[peer] for peer in ranks]
-        if time.monotonic() > end:
+        if timer.is_over:
             raise PeerError(
                 f"rank {own} waited {_AGREE_SECONDS:g} s for rank {missing[0]}, which did not "
                 f"answer; every process of the group {ranks} must make the embedding"

@@ -34,10 +34,12 @@ class MicrobatchLoss:
         Raises
         ------
         ExecutionError
-            If the loss depends on no parameter, and a stage has a parameter to train.
+            If the loss depends on no parameter, and a stage has a parameter to train. Also in a
+            task that goes on after its step was abandoned.
         """
         step = self.step
-        assert step is not None
+        if step is None:
+            raise ExecutionError("the step of this task was abandoned, as an error says")
         loss = step.inputs.loss.microbatch_loss(
             step.inputs.shares.number(replica, microbatch), output
         )

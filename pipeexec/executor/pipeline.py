@@ -88,7 +88,8 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         Whether each CPU worker stays on a separate core, if there are enough cores.
     timeout
         Seconds after which a step in which no task ends is given up; None for no limit, as a
-        debugger needs. With ``processes``, their timeout holds.
+        debugger needs. With ``processes``, their timeout holds. Time in which the process is
+        frozen does not count.
     processes
         From `pipeexec.join`, for a pipeline of several processes. Every process makes the pipeline
         with the same graph, and calls its methods in the same order.

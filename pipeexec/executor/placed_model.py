@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
 from weakref import WeakSet
 
 import torch
@@ -20,6 +19,7 @@ from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
 from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.remote import RemoteDevice, device_ranks
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
@@ -212,14 +212,14 @@ class PlacedModel:
         """End the devices' threads, and free captured steps; see `Pipeline.close`."""
         for device in self.devices:
             device.step_lock.check_outside("close", may_interrupt=True)
-        deadline, may_run = perf_counter() + _SECONDS_TO_END, False
+        timer, may_run = RunningTimer(_SECONDS_TO_END), False
         for device in self.devices:
             if isinstance(device, RemoteDevice):
                 device.close()
             elif device.step_lock.is_forked:  # the threads are those of another process
                 device.abandon()
                 may_run = True  # and so are CUDA's objects
-            elif device.step_lock.stop(deadline):
+            elif device.step_lock.stop(timer):
                 device.close()
             else:
                 device.abandon()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.devices.streams import Event
 from pipeexec.distributed.failure import Failure, stall_failure
 from pipeexec.distributed.status import Head, Status
@@ -95,18 +95,25 @@ class StepHeads:
 
 
 class StallDetector:
-    """Detect a stall: no task has ended for longer than a timeout (s; None for no limit)."""
+    """Detect a stall: no task has ended for longer than a timeout (s; None for no limit).
+
+    Time in which this process was frozen does not count; see `RunningTimer`.
+    """
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.failure: Failure | None = None
-        self._last_progress = -1, time.monotonic()
+        self._n_ended = -1
+        self._timer = None if timeout is None else RunningTimer(timeout)
 
     def is_stalled(self, status: Status) -> bool:
         """Record a status; return whether no task has ended for longer than the timeout."""
-        now = time.monotonic()
-        if status.n_ended != self._last_progress[0]:
-            self._last_progress = status.n_ended, now
-        if self.timeout is not None and now - self._last_progress[1] > self.timeout:
-            self.failure = stall_failure([status], self.timeout)
+        timer = self._timer
+        if timer is None or self.failure is not None:
+            return self.failure is not None
+        if status.n_ended != self._n_ended:
+            self._n_ended = status.n_ended
+            timer.restart()
+        elif timer.is_over:
+            self.failure = stall_failure([status], timer.limit)
         return self.failure is not None

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.device import Device, Values
+from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
@@ -105,7 +106,7 @@ class Step:
         self._heads = StepHeads(graph, self.events.start_events, self.events.end_events)
         self._last_status: Status | None = None  # from before the first failure
         self._stall_detector = StallDetector(timeout)
-        self._deadline = float("inf")  # for tasks of an interrupted step to end
+        self._drain: RunningTimer | None = None  # for tasks of an interrupted step to end
 
     @property
     def number(self) -> int:
@@ -125,7 +126,7 @@ class Step:
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
-                self._deadline = perf_counter() + _DRAIN_SECONDS  # a stage may hang
+                self._drain = RunningTimer(_DRAIN_SECONDS)  # a stage may hang
                 self._wait(tasks)
             raise
 
@@ -230,7 +231,9 @@ class Step:
         if self.processes is not None:
             self.processes.watch.check_store()
             self.abandoned = self.failure is not None or self.processes.watch.failure is not None
-        elif self._stall_detector.is_stalled(self.status()) or perf_counter() > self._deadline:
+        elif self._stall_detector.is_stalled(self.status()) or (
+            self._drain is not None and self._drain.is_over
+        ):
             self.abandoned = True
 
     @property
@@ -245,8 +248,11 @@ class Step:
         return self._heads.status(0 if self.processes is None else self.processes.rank, self.number)
 
     def fail(self, task: PlannedTask, error: BaseException) -> None:
-        """Record the first failure, and the status at that time."""
-        if self.failure is None:
+        """Record the first failure, and the status at that time.
+
+        A task of an abandoned step may fail later, since its step is over.
+        """
+        if not self.has_stopped:
             self._last_status = self.status()  # later tasks are skipped, but their events are set
             self.failure = task.id, error
 
@@ -255,7 +261,7 @@ class Step:
         if self.failure is None:
             self._last_status = self.status()
             self.failure = -1, error
-        self._deadline = perf_counter() + _CLOSE_SECONDS
+        self._drain = RunningTimer(_CLOSE_SECONDS)
 
     def forget_errors(self) -> None:
         """Drop the error that stopped the step, as its traceback holds the step and its tensors."""

@@ -276,8 +276,8 @@ class StepRunner:
         graph, model = self.graph, self.model
         self._check(inputs, targets)
         if not (model.has_checked_squares or inputs is None or are_microbatches(inputs)):
-            model.has_checked_squares = True
             warn_of_squares(inputs, model.batch_dims)
+            model.has_checked_squares = True
         step = Step(
             graph,
             model.devices,

@@ -130,7 +130,8 @@ class PartitionTasks:
         """Run SEND ``task``: put results of the source into the memory of the target."""
         source, target, skips = streams.route
         results = self._results[streams.op, i, source]
-        slots = [slot for slot in results if streams.route.carries(slot)]
+        # SENDs of other streams pop from the same dictionary: a list is made in one call.
+        slots = [slot for slot in list(results) if streams.route.carries(slot)]
         sent = {slot: results.pop(slot) for slot in slots}
         values = tuple(sent.values())
         self.nbytes[task] = transfer.nbytes(values)

@@ -125,8 +125,9 @@ def warn_of_squares(inputs: Any, batch_dims: BatchDims) -> None:
     They are matrices with as many rows and columns as there are samples, behind another tensor.
     """
     dims = sample_dims(inputs, None, batch_dims)
-    tensors = [leaf for leaf in leaves(inputs, "inputs") if isinstance(leaf.value, Tensor)]
-    options = dims_by_path(tensors, "inputs", batch_dims)
+    values = leaves(inputs, "inputs")
+    tensors = [leaf for leaf in values if isinstance(leaf.value, Tensor)]
+    options = dims_by_path(values, "inputs", batch_dims)
     for path, tensor in (
         leaf for leaf, dim in zip(tensors[1:], dims.inputs[1:], strict=True) if dim is not None
     ):

@@ -62,13 +62,14 @@ def test_statuses_reach_the_other_process() -> None:
 def test_a_process_that_publishes_again_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     (first, _), (second, _) = boards(HashStore())
     clock = [100.0]
-    monkeypatch.setattr("pipeexec.distributed.status.time.monotonic", lambda: clock[0])
-    for seconds in (0, 4, 4):
-        clock[0] += seconds
+    monkeypatch.setattr("pipeexec.devices.running_clock.time.monotonic", lambda: clock[0])
+    for _ in range(16):
+        clock[0] += 0.5
         first.publish()
-        if not seconds:
+        if clock[0] == 100.5:
             second.publish()
         assert first.read_all()
+    clock[0] += 60.0  # a freeze, which counts as half a second
     assert first.silent_rank(8.0) == -1
     assert first.silent_rank(7.9) == 1, "rank 0 has published the same status again and again"
 
@@ -187,18 +188,36 @@ def test_sigterm_alone() -> None:
     assert subject.failure == Failure("ended", 0, message)
 
 
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a freeze of this process the watchdog may not have asked it yet."""
+    monkeypatch.setattr(Watchdog, "_run", lambda watchdog: None)
+    clock = [100.0]
+    monkeypatch.setattr("pipeexec.devices.running_clock.time.monotonic", lambda: clock[0])
+    watchdog = Watchdog(HashStore(), 0, 2, 5.0, StepReporter(0), list, holder=1)
+    watchdog.check_store()
+    clock[0] += 60.0
+    watchdog.check_store()
+    assert watchdog.failure is None
+    for _ in range(70):
+        clock[0] += 0.1
+        watchdog.check_store()
+    assert watchdog.failure is not None
+    assert watchdog.failure.message.startswith("rank 1, which held the store, was lost; ")
+
+
 def test_a_process_that_never_enters_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named after the timeout, and not rank 0, which waits for it in a reduction."""
     monkeypatch.setattr(Watchdog, "_run", lambda watchdog: None)  # this test sets the time
     clock = [100.0]
-    monkeypatch.setattr("pipeexec.distributed.watchdog.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("pipeexec.devices.running_clock.time.monotonic", lambda: clock[0])
     watchdog = Watchdog(HashStore(), 0, 2, 5.0, StepReporter(0), list)
     waits = Head(0, "0REDUCE_GRAD", "stage 0", True, "")
     watchdog.board.statuses |= {0: Status(0, 1, True, 3, [waits]), 1: Status(1, 1, False, 3, [])}
-    for clock[0] in (100.0, 104.0):
+    for look in range(25):  # 4.8 s
+        clock[0] = 100.0 + 0.2 * look
         watchdog._check_progress()
         assert watchdog.failure is None
-    clock[0] = 106.0
+    clock[0] += 60.0  # a freeze, which counts as half a second
     watchdog._check_progress()
     assert watchdog.failure is not None
     assert watchdog.failure.kind == "stalled"

@@ -29,6 +29,7 @@ from pipesim.timeline.task_bytes import static
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning"),
     pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 WIDTH, SAMPLES, M = 16, 16, 4

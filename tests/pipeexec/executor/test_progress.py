@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,7 +26,9 @@ import pipesim as ps
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.failure import Failure, stall_failure
 from pipeexec.distributed.status import Head, Status
+from pipeexec.executor import step_runner
 from pipeexec.executor.progress import StallDetector, StepHeads
+from pipeexec.executor.step import Step
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
 
@@ -190,6 +192,26 @@ def test_a_stage_that_hangs_is_named() -> None:
     assert all(torch.equal(p, q) for p, q in zip(after, weights, strict=True))
     assert all(p.grad is None for p in after)
     subject.close()
+
+
+def test_a_task_that_goes_on_after_a_stall_is_not_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its step is over, so that the loss of its micro-batch fails."""
+    hang = Hangs(call=0)
+    subject = pipeline(
+        [nn.Linear(4, 4), hang], ps.lower(ps.schedule("gpipe", 2, 1)), mse, timeout=0.3
+    )
+    original = step_runner.raise_failure
+
+    def late(step: Step, *rest: Any) -> NoReturn:
+        hang.gate.set()
+        time.sleep(0.3)
+        original(step, *rest)
+
+    monkeypatch.setattr(step_runner, "raise_failure", late)
+    with pytest.raises(StallError, match="1F0 hangs"):
+        call_within(30, lambda: subject.step(*data(4, width=4)))
 
 
 def test_who_waits_for_whom_is_named() -> None:
