@@ -269,6 +269,9 @@ def test_links_of_an_all_to_all() -> None:
     network = ps.Network(nodes=nodes, links=(ps.Link(0, 1, ((0, 3), (1, 3))),))
     held = network.collective_links("all_to_all", [0, 3, 1], 4)
     assert held.tolist() == [[0, 1, 5, 11], [4, 10, -1, -1], [0, 2, 6, 11]]
+    single = ps.Network(nodes=nodes, links=(ps.Link(0, 1, ((0, 1),)),))  # is left out
+    held = single.collective_links("all_to_all", [0, 1], 2)
+    assert held.tolist() == [[3], [2]], "1 to 0 holds ports alone"
     endless = ps.Network(nodes=replace(nodes, port_bandwidth=math.inf))
     assert endless.collective_links("all_to_all", [0, 3], 4).tolist() == [[8, 10], [9, 11]]
     inside = ps.Network(nodes=nodes).collective_links("all_to_all", [2, 3], 4)

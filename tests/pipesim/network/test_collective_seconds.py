@@ -15,6 +15,7 @@ from strategies import clusters, networks
 
 import pipesim as ps
 from pipesim.errors import NetworkError, UnknownNameError
+from pipesim.network.node_collectives import gpus_all_to_all
 
 #: Two nodes of four devices and two NICs each; ports are eight times as fast as NICs.
 NODES = ps.Nodes(4, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1, n_nics=2)
@@ -64,6 +65,24 @@ def test_tree_over_nodes() -> None:
     assert network.all_reduce(1e6, range(64), "fastest") < network.all_reduce(
         1e6, range(64), "tree"
     )
+
+
+@pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (8, 3), (9, 4)])
+def test_depth_of_a_tree_over_nodes(n: int, depth: int) -> None:
+    """It is the logarithm of the number of nodes, rounded up; each node has two members."""
+    nodes = ps.Nodes(2, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1)
+    seconds = ps.Network(nodes=nodes).all_reduce(64, range(2 * n), "tree")
+    assert seconds == 2 * 64 / 2 + 2 * 1 * 1 + 2 * depth * 3
+
+
+def test_all_to_all_of_gpus_on_unequal_nodes() -> None:
+    """The GPU that is alone on its node sends all its messages through its NIC."""
+    nodes = ps.Nodes(2, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1)
+    assert gpus_all_to_all(nodes, 8, 1) == 0
+    assert gpus_all_to_all(nodes, 8, 2) == 1 / 2 * 8 / 8 + 1
+    assert gpus_all_to_all(nodes, 6, 3) == 2 / 3 * 6 / 1 + 3
+    assert gpus_all_to_all(nodes, 8, 4) == 2 / 4 * 8 / 1 + 3
+    assert gpus_all_to_all(nodes, 8, 2, stride=2) == 1 / 2 * 8 / 1 + 3
 
 
 def test_collectives_between_gpus_of_a_device() -> None:
@@ -125,6 +144,15 @@ def test_networks_that_cannot_be_grouped() -> None:
         ps.Network(1, 8).grouped(2)
     with pytest.raises(NetworkError, match="devices of 2 GPUs cannot be grouped again"):
         network.grouped(2).grouped(4)
+
+
+@pytest.mark.parametrize(
+    ("size", "bandwidth", "devices_per_link"), [(1, 32, 4), (2, 16, 2), (4, 8, 1), (8, 8, 1)]
+)
+def test_host_links_of_groups(size: int, bandwidth: float, devices_per_link: int) -> None:
+    """GPUs of a device share a link of four, or have several of them."""
+    grouped = ps.HostLink(bandwidth=32, devices_per_link=4).grouped(size)
+    assert grouped == ps.HostLink(bandwidth=bandwidth, devices_per_link=devices_per_link)
 
 
 def test_nodes_of_a_device() -> None:
