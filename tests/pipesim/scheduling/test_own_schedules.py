@@ -444,12 +444,15 @@ def test_a_placement_of_a_registered_function(placement: Any) -> None:
     ("placement", "function", "words"),
     [
         ("v", one_by_one, "placement must be a pipesim.Placement, or a function of n_devices"),
-        (ps.v_shaped(3), one_by_one, "placement has 3 devices, but the schedule 2; give a function"),
+        (ps.v_shaped(3), one_by_one, "placement has 3 devices, but the schedule 2; give a"),
         (lambda n: 5, one_by_one, "the result of placement must be a pipesim.Placement"),
         (ps.v_shaped, gpipe, "a function that returns a Schedule gives it its placement"),
     ],
 )
 def test_wrong_placements(placement: Any, function: Any, words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
+    def build() -> ps.Schedule:
         ps.register("own", placement=placement)(function)
-        ps.schedule("own", 2, 4)
+        return ps.schedule("own", 2, 4)
+
+    with pytest.raises(ArgumentError, match=words):
+        build()
