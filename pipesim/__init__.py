@@ -9,6 +9,7 @@ A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` give
 33.0
 """
 
+from pipesim import calibration as calibration
 from pipesim import trace
 from pipesim._version import __version__ as __version__
 from pipesim.analysis.audit.audit import audit
@@ -62,7 +63,7 @@ from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace import chakra, hta
 
-import pipesim.named_schedules  # noqa: F401  # isort: skip  # registers them
+from pipesim import named_schedules as named_schedules  # isort: skip  # registers them
 
 __all__ = [
     "GPU",

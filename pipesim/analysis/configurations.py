@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.costs import STAGE_FIELDS, Costs, stage_fields
-from pipesim.costs.microbatch_costs import each_microbatch, n_priced
+from pipesim.costs.costs import STAGE_FIELDS, UNSHARED, Costs, stage_fields
+from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS, each_microbatch, n_priced
 from pipesim.errors import CostsError, CostsWarning, ScheduleError, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -29,17 +28,9 @@ from pipesim.utils.csr import bincount
 
 __all__ = ["Configuration", "configuration"]
 
-#: Fields that do not depend on the size of a micro-batch.
-_OF_BATCHES = frozenset({
-    "optimizer_step", "launch", "parameter_bytes", "optimizer_bytes", "gradient_bytes", "grad_norm",
-    *MEASURED_COLLECTIVES.values(), "expert_layers", "expert_parameter_bytes",
-    "expert_gradient_bytes", "expert_optimizer_bytes", "reduced_share", "reduce_copies",
-})  # fmt: skip
-#: Fields of which a device with several stages has not the sum, but the largest value.
-_LARGEST = frozenset({
-    "launch", "output_bytes", "output_seconds", "reduce_tied", "dispatch_bytes", "combine_bytes",
-    "exchange_dispatch", "exchange_combine", "reduced_share",
-})  # fmt: skip
+#: Fields that do not depend on the size of a micro-batch: those of whole stages, the time of the
+#: host, and the exchange of counts, which are one number a rank.
+_OF_BATCHES = frozenset(STAGE_FIELDS) - {*MICROBATCH_FIELDS} | {"launch", "exchange_counts"}
 #: Settings that may have one value a stage.
 _STAGE_SETTINGS = ("optimizer_step", "launch")
 
@@ -219,18 +210,17 @@ def _carry_over(costs: Costs, before: Costs, after: Costs) -> Costs:
     if costs.n_microbatches is not None:
         return each_microbatch(_carry_over, costs, before, after)
     changed: dict[str, Any] = {}
-    for name in STAGE_FIELDS:  # of any of the three
+    for name in (field.name for field in fields(Costs)):
         own, old, new = (getattr(x, name) for x in (costs, before, after))
-        if own == old:
+        if own == old or name in ("network", "workload"):
             continue
-        if own is None or old is None or new is None:
+        is_number = name in (*STAGE_FIELDS, "tied_bytes")
+        if not is_number or own is None or old is None or new is None:
             changed[name] = own
             continue
         own, old, new = np.broadcast_arrays(*(np.array(x, dtype=float) for x in (own, old, new)))
         ratio = np.divide(own, old, out=np.ones(own.shape), where=old > 0)
         changed[name] = np.where(old > 0, new * ratio, own)
-    others = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "memory_reserve")
-    changed |= {name: getattr(costs, name) for name in others}
     work, own_work = after.work, costs.work
     if work is not None and own_work is not None:
         changed["workload"] = replace(work, memory=own_work.memory, peak_flops=own_work.peak_flops)
@@ -259,7 +249,7 @@ def _of_devices(costs: Costs, placement: Placement) -> Costs:
         if getattr(costs, name) is None:
             continue
         values = costs.per_stage(name, placement.n_stages)
-        if name in _LARGEST:
+        if name in UNSHARED:  # each stage has that of the device: the largest counts
             total = np.zeros(placement.n_devices)
             np.maximum.at(total, device, values)
         else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.calibration.calibration_warnings import steps_text
 from pipesim.calibration.constants import Constants
 from pipesim.calibration.measured_steps import measured_steps
 from pipesim.calibration.step_predictions import predicted_seconds, step_predictions
@@ -46,9 +47,10 @@ class Calibration:
         value is at, such as ``flops`` at ``peak_flops``, or say that the rows determine it weakly:
         its standard error is above 0.35, a factor of 2 in either direction at 95 %.
     rows
-        The measured steps, one row each: their settings, ``measured`` and ``predicted`` (s),
-        ``error`` (predicted over measured, minus 1), ``predicted_left_out`` and ``error_left_out``:
-        the same by constants that are fitted without the row.
+        The measured steps, one row each: their settings, the number of their ``configuration``,
+        ``measured`` and ``predicted`` (s), ``error`` (predicted over measured, minus 1),
+        ``predicted_left_out`` and ``error_left_out``: the same by constants that are fitted
+        without the rows of this configuration.
     """
 
     gpu: GPU
@@ -60,11 +62,15 @@ class Calibration:
 
     @property
     def errors(self) -> pd.DataFrame:
-        """Sizes of the errors: ``mean``, ``median`` and ``worst``, of rows fitted and left out."""
+        """Sizes of the errors: ``mean``, ``median`` and ``worst``, of rows fitted and left out.
+
+        Rows of one configuration count as one in the mean and in the median.
+        """
         import pandas as pd
 
-        sizes = self.rows[["error", "error_left_out"]].abs()
-        table = pd.DataFrame({"mean": sizes.mean(), "median": sizes.median(), "worst": sizes.max()})
+        rows = self.rows[["error", "error_left_out"]].abs()
+        sizes = rows.groupby(self.rows["configuration"]).mean()
+        table = pd.DataFrame({"mean": sizes.mean(), "median": sizes.median(), "worst": rows.max()})
         return table.set_axis(["fitted", "left out"])
 
     def network(self, gpus_per_device: int = 1) -> Network | None:
@@ -146,7 +152,9 @@ class Calibration:
 
     def __repr__(self) -> str:
         mean = float(self.errors["mean"].iloc[1])
+        count = self.rows["configuration"].nunique()
+        rows = steps_text("rows", len(self.rows), count)
         return (
             f"<Calibration of {self.gpu.name or 'a GPU'}: {len(self.constants)} constants, "
-            f"{len(self.rows)} rows, mean error of left-out rows {mean:.1%}>"
+            f"{rows}, mean error of left-out rows {mean:.1%}>"
         )

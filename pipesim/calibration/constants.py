@@ -54,6 +54,10 @@ class Constants:
     network: Network | str | None
     factors: tuple[float, float] = (1.0, 1.0)
 
+    def start_network(self, gpus_per_device: int) -> Network | None:
+        """Return `fitted_network` with the start of both factors."""
+        return self.fitted_network(*self.factors, gpus_per_device)
+
     @property
     def starts(self) -> Floats:
         """Start value of each constant; a typical one where the GPU has 0."""

@@ -23,7 +23,7 @@ LEAST_DETERMINED = 0.5
 #: Standard error of a logarithm above which they determine it weakly: the 95 % interval reaches
 #: beyond a factor of 2 = exp(1.96 x 0.35) in either direction.
 WEAKLY_DETERMINED = 0.35
-#: Most rows for which each row is left out by a fit of its own; see `fit`.
+#: Most configurations for which each is left out by a fit of its own; see `fit`.
 EXACT_ROWS = 12
 #: Error of predictions that is assumed at first, and the number of rows that the assumption counts.
 _SCALE, _SCALE_ROWS = 0.05, 2.0
@@ -47,7 +47,8 @@ class Fit:
         For each constant that is not determined, others with which the rows tell it together only.
         Empty for other constants, and where it has no effect on any row.
     predicted, left_out
-        Logarithm of the predicted seconds of each row: by x, and by a fit without the row.
+        Logarithm of the predicted seconds of each row: by x, and by a fit without all rows of its
+        configuration.
     """
 
     x: Floats
@@ -63,6 +64,7 @@ def fit(
     lower: Floats,
     upper: Floats,
     undetermined: Floats | None = None,
+    configuration: Ints | None = None,
 ) -> Fit:
     """Return the constants that suit measured rows.
 
@@ -71,9 +73,10 @@ def fit(
     others are fitted again. Of constants that the rows tell together only, the later in order is
     given up.
 
-    Left-out predictions have a fit of their own for up to `EXACT_ROWS` rows. For more rows, the fit
-    without a row is one step of Gauss and Newton from the fit to all rows. Either keeps the
-    constants that are not determined by all rows.
+    Rows of one configuration count as one, and are left out together. Left-out predictions have a
+    fit of their own for up to `EXACT_ROWS` configurations. For more, the fit without one is one
+    step of Gauss and Newton from the fit to all rows. Either keeps the constants that are not
+    determined by all rows.
 
     Parameters
     ----------
@@ -81,8 +84,12 @@ def fit(
         As in `pipesim.calibration.least_squares.Problem`.
     undetermined
         x of each constant if it is given up: 0 (the default), its start, or -inf, a constant of 0.
+    configuration
+        Number of each row's configuration, from 0 on; by default, each row has its own.
     """
-    problem = Problem(predict, measured, lower, upper, _SCALE)
+    if configuration is None:
+        configuration = np.arange(len(measured))
+    problem = Problem(predict, measured, lower, upper, _SCALE, configuration)
     free = np.arange(len(lower))
     x = np.zeros(len(lower))
     for _ in range(_SCALES):
@@ -109,8 +116,8 @@ def fit(
 def _scale(problem: Problem, x: Floats, free: Ints) -> float:
     """Return the error of predictions, estimated from the rows and from the assumption."""
     errors = problem.errors(x, problem.rows)
-    squares = float(((problem.weights(errors) * errors) ** 2).sum())
-    n_degrees = len(errors) - len(free) + _SCALE_ROWS
+    squares = float((problem.share * (problem.weights(errors) * errors) ** 2).sum())
+    n_degrees = problem.share.sum() - len(free) + _SCALE_ROWS
     return float(np.sqrt((squares + _SCALE_ROWS * _SCALE**2) / n_degrees))
 
 
@@ -122,20 +129,21 @@ def _covariance(problem: Problem, x: Floats, free: Ints) -> Floats:
 
 
 def _left_out(problem: Problem, x: Floats, free: Ints) -> Floats:
-    """Return the logarithm of each row's seconds, predicted by a fit without it."""
+    """Return the logarithm of each row's seconds, by a fit without its configuration."""
     rows = problem.rows
     errors = problem.errors(x, rows)
     jacobian = problem.jacobian(x, errors, rows, free)
-    weights = problem.weights(errors) / problem.scale**2
+    weights = problem.share * problem.weights(errors) / problem.scale**2
     bent = curvature(problem, jacobian, errors)
     predicted = np.empty(len(rows))
-    for row in rows:
-        if len(rows) <= EXACT_ROWS:
-            moved = minimize(problem, x, free, np.delete(rows, row))
+    n_configurations = 1 + int(problem.configuration.max())
+    for number in range(n_configurations):
+        is_out = problem.configuration == number
+        if n_configurations <= EXACT_ROWS:
+            moved = minimize(problem, x, free, rows[~is_out])
         else:
-            line, weight = jacobian[row], weights[row]
-            part = bent - weight * np.outer(line, line)
-            change = np.linalg.solve(part, weight * errors[row] * line)
+            lines, weighted = jacobian[is_out], (weights[:, None] * jacobian)[is_out]
+            change = np.linalg.solve(bent - lines.T @ weighted, weighted.T @ errors[is_out])
             moved = problem.moved(x, free, change)
-        predicted[row] = problem.predict(moved, row[None])[0]
+        predicted[is_out] = problem.predict(moved, rows[is_out])
     return predicted

@@ -26,6 +26,9 @@ A row is a measured step. Its columns, of which empty cells have the default:
 Constants are fitted by robust least squares of log(predicted / measured), with a weak prior around
 their start (`pipesim.calibration.least_squares`). Those that the rows do not determine keep the
 value of the GPU (`pipesim.calibration.determined_fit`, which also leaves rows out).
+
+Rows of one configuration, measured several times, count as one: together they have the weight of
+one row, are left out together, and the fit needs as many configurations as constants.
 """
 
 from __future__ import annotations
@@ -40,13 +43,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipesim.calibration.calibration import Calibration
-from pipesim.calibration.calibration_warnings import LARGEST, LEAST, calibration_warnings
+from pipesim.calibration.calibration_warnings import (
+    LARGEST,
+    LEAST,
+    calibration_warnings,
+    steps_text,
+)
 from pipesim.calibration.constants import Constants, chosen_constants
 from pipesim.calibration.determined_fit import WEAKLY_DETERMINED, Fit, fit
 from pipesim.calibration.least_squares import Floats, Ints
 from pipesim.calibration.measured_steps import MeasuredStep, measured_steps
 from pipesim.calibration.step_predictions import (
     StepPrediction,
+    configurations,
     predicted_seconds,
     step_predictions,
 )
@@ -76,9 +85,9 @@ def fit_gpu(
     Raises
     ------
     ArgumentError
-        For rows that are no table of measured steps, or fewer than constants; for seconds that are
-        not finite and above 0; and for constants that cannot be fitted. `UnknownNameError` for
-        unknown columns, constants, GPUs and machines.
+        For rows that are no table of measured steps, or of fewer configurations than constants;
+        for seconds that are not finite and above 0; and for constants that cannot be fitted.
+        `UnknownNameError` for unknown columns, constants, GPUs and machines.
     PipeError
         For settings of a row that are wrong, or do not suit each other, naming the row.
 
@@ -88,25 +97,28 @@ def fit_gpu(
         For each constant that the rows do not determine: the standard error of its logarithm is
         above 0.5, since it has hardly an effect on them, or one that other constants can have too.
         For each constant at a bound; if the median error of fitted rows is above 50 %; and if there
-        are no more rows than constants, so that none is left to check them.
+        are no more configurations than constants, so that none is left to check them.
     """
     check_flag("progress", progress)
     steps = measured_steps(rows)
     predictions = step_predictions(steps)
     blocking = any(step.blocks for step in predictions)
     chosen = chosen_constants(constants, gpu, network, blocking=blocking)
-    if len(steps) < len(chosen.names):
+    number = configurations(predictions, chosen.gpu, chosen.start_network)
+    count = 1 + int(number.max())
+    if count < len(chosen.names):
         raise ArgumentError(
-            f"rows has {len(steps)} measured steps for {len(chosen.names)} constants "
+            f"rows has {steps_text('measured steps', len(steps), count)} for {len(chosen.names)} "
+            "constants "
             f"({', '.join(chosen.names)}); measure more steps, or give fewer constants, such as "
-            f"constants={chosen.names[: len(steps)]!r}"
+            f"constants={chosen.names[:count]!r}"
         )
-    result = _result(steps, predictions, chosen, progress)
-    table, errors = _constants_table(chosen, result), _rows_table(steps, result)
+    result = _result(steps, predictions, number, chosen, progress)
+    table, errors = _constants_table(chosen, result), _rows_table(steps, number, result)
     for text in calibration_warnings(table, errors):
         warnings.warn(text, CalibrationWarning, stacklevel=3)
     name = chosen.gpu.name.partition(_FITTED)[0]
-    name = f"{name}{_FITTED}{len(steps)} steps".strip()
+    name = f"{name}{_FITTED}{steps_text('steps', len(steps), count)}".strip()
     return Calibration(
         chosen.fitted_gpu(result.x, name),
         *chosen.network_factors(result.x),
@@ -119,32 +131,42 @@ def fit_gpu(
 def _result(
     steps: Sequence[MeasuredStep],
     predictions: Sequence[StepPrediction],
+    number: Ints,
     constants: Constants,
     progress: bool,
 ) -> Fit:
-    """Return the fit; with ``progress``, a terminal shows the number of predicted steps."""
+    """Return the fit; with ``progress``, a terminal shows the number of predicted steps.
+
+    ``number`` is the configuration of each row.
+    """
     from tqdm.auto import tqdm
 
     shown = None if progress else True  # None is for a terminal alone
     with tqdm(desc="fit", unit=" predictions", leave=False, disable=shown) as bar:
-        predictor = _Predictor(predictions, constants, bar.update)
+        _, first = np.unique(number, return_index=True)
+        predictor = _Predictor([predictions[k] for k in first], number, constants, bar.update)
         predictor(np.zeros(len(constants.names)), np.arange(len(steps)))  # mistakes, warnings: once
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CostsWarning)
             measured = np.log([step.seconds for step in steps])
-            return fit(predictor, measured, *constants.bounds(), constants.undetermined)
+            return fit(predictor, measured, *constants.bounds(), constants.undetermined, number)
 
 
 class _Predictor:
-    """Logarithms of predicted seconds, as `fit` calls for them; each is computed once."""
+    """Logarithms of predicted seconds, as `fit` calls for them; each is computed once.
+
+    Predictions are those of configurations; ``number`` is the configuration of each row.
+    """
 
     def __init__(
         self,
         predictions: Sequence[StepPrediction],
+        number: Ints,
         constants: Constants,
         report: Callable[[], object],
     ) -> None:
         self.predictions = predictions
+        self.number = number
         self.constants = constants
         self.report = report
         self._seconds: dict[tuple[bytes, int], float] = {}
@@ -152,21 +174,22 @@ class _Predictor:
     def __call__(self, x: Floats, rows: Ints) -> Floats:
         """Return log(seconds) of some rows for log(constant / start) = x."""
         key = x.tobytes()
-        missing = [int(row) for row in rows if (key, int(row)) not in self._seconds]
+        wanted = self.number[rows].tolist()
+        missing = [k for k in dict.fromkeys(wanted) if (key, k) not in self._seconds]
         constants = self.constants
         seconds = predicted_seconds(
             self._reported(missing),
             constants.fitted_gpu(x),
             partial(constants.fitted_network, *constants.network_factors(x)),
         )
-        for row, value in zip(missing, seconds, strict=True):
-            self._seconds[key, row] = value
-        return np.log([self._seconds[key, int(row)] for row in rows])
+        for k, value in zip(missing, seconds, strict=True):
+            self._seconds[key, k] = value
+        return np.log([self._seconds[key, k] for k in wanted])
 
-    def _reported(self, rows: Sequence[int]) -> Iterator[StepPrediction]:
-        """Yield the prediction of each row, and report it when the next is asked for."""
-        for row in rows:
-            yield self.predictions[row]
+    def _reported(self, numbers: Sequence[int]) -> Iterator[StepPrediction]:
+        """Yield each prediction, and report it when the next is asked for."""
+        for k in numbers:
+            yield self.predictions[k]
             self.report()
 
 
@@ -204,7 +227,7 @@ def _note(constant: int, constants: Constants, result: Fit) -> str:
     return f"weakly, 95 % within a factor of {math.exp(1.96 * error):.1f}"
 
 
-def _rows_table(steps: Sequence[MeasuredStep], result: Fit) -> pd.DataFrame:
+def _rows_table(steps: Sequence[MeasuredStep], number: Ints, result: Fit) -> pd.DataFrame:
     """Return the table of rows of a `Calibration`."""
     import pandas as pd
 
@@ -212,6 +235,7 @@ def _rows_table(steps: Sequence[MeasuredStep], result: Fit) -> pd.DataFrame:
     if "label" not in table:
         table.insert(0, "label", [step.label for step in steps])
     measured = np.array([step.seconds for step in steps])
+    table["configuration"] = number
     table["measured"] = measured
     table["predicted"] = np.exp(result.predicted)
     table["error"] = table["predicted"] / measured - 1

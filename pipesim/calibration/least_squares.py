@@ -2,12 +2,13 @@
 
 The objective, for measured seconds t and predicted seconds p(x)::
 
-    sum of rho(log(p / t) / scale) + sum of (x / PRIOR)^2
+    sum of share rho(log(p / t) / scale) + sum of (x / PRIOR)^2
 
 x is log(constant / start), one number a constant. The prior says that a constant is rarely more
 than a factor e, about 2.7, from its start. It decides only where the rows say little. rho(z) is
 ``2 c^2 (sqrt(1 + z^2 / c^2) - 1)`` with c = 1.5: a square for small errors, and the distance for
-large ones, so that an outlier has little weight.
+large ones, so that an outlier has little weight. The shares of rows of one configuration, which was
+measured several times, sum to 1.
 
 `scipy.optimize.least_squares` finds the minimum, by its method "dogbox", which may end at a bound.
 """
@@ -56,6 +57,8 @@ class Problem:
         Bounds of x.
     scale
         Error of a prediction, as a share, that is not unusual.
+    configuration
+        Number of each row's configuration, from 0 on. Rows of one are predicted alike.
     """
 
     predict: Callable[[Floats, Ints], Floats]
@@ -63,6 +66,13 @@ class Problem:
     lower: Floats
     upper: Floats
     scale: float
+    configuration: Ints
+
+    @property
+    def share(self) -> Floats:
+        """1 over the number of rows of each row's configuration."""
+        shares: Floats = 1.0 / np.bincount(self.configuration)[self.configuration]
+        return shares
 
     @property
     def rows(self) -> Ints:
@@ -93,13 +103,13 @@ class Problem:
         return moved
 
     def objective(self, x: Floats, errors: Floats) -> float:
-        """Return the objective at x, where the rows have these errors.
+        """Return the objective at x, where all rows have these errors.
 
         A constant of 0 has x = -inf. It does not vary, and has no prior.
         """
         z = errors / self.scale
         robust = 2 * _TURN**2 * (np.sqrt(1 + (z / _TURN) ** 2) - 1)
-        return float(robust.sum() + ((x[np.isfinite(x)] / PRIOR) ** 2).sum())
+        return float((self.share * robust).sum() + ((x[np.isfinite(x)] / PRIOR) ** 2).sum())
 
     def weights(self, errors: Floats) -> Floats:
         """Return the weight of each error's square, at most 1; small for outliers."""
@@ -109,7 +119,7 @@ class Problem:
 
 def curvature(problem: Problem, jacobian: Floats, errors: Floats) -> Floats:
     """Return half the curvature of the objective by the columns of a Jacobian, prior included."""
-    weights = problem.weights(errors)[:, None] / problem.scale**2
+    weights = (problem.share * problem.weights(errors))[:, None] / problem.scale**2
     both: Floats = jacobian.T @ (weights * jacobian) + np.eye(jacobian.shape[1]) / PRIOR**2
     return both
 
@@ -129,6 +139,7 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
         Indices of the rows that count.
     """
     least_squares, n_rows = _scipy_least_squares(), len(rows)
+    share = problem.share[rows]
 
     def whole(values: Floats) -> Floats:
         """Return x with the free constants at ``values``."""
@@ -151,6 +162,7 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
         root = np.sqrt(1 + squares[:n_rows] / _TURN**2)
         terms = np.vstack([squares, np.ones_like(squares), np.zeros_like(squares)])
         terms[:, :n_rows] = 2 * _TURN**2 * (root - 1), 1 / root, -1 / (2 * _TURN**2 * root**3)
+        terms[:, :n_rows] *= share
         return terms
 
     if not len(free):

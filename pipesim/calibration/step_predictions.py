@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
+import numpy as np
+
+from pipesim.calibration.least_squares import Ints
 from pipesim.calibration.measured_steps import MeasuredStep
+from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import Split
-from pipesim.errors import ArgumentError, NetworkError, PipeError, check_count, check_name
+from pipesim.errors import (
+    ArgumentError,
+    CostsWarning,
+    NetworkError,
+    PipeError,
+    check_count,
+    check_name,
+)
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputed_microbatches import RECOMPUTE as TASK_RECOMPUTE
@@ -17,13 +31,14 @@ from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import RECOMPUTE, Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.registry import schedule
+from pipesim.scheduling.registry import options_of_schedules, schedule, schedule_info
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
-from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL, make_model
+from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL, device_size, make_model
 
-__all__ = ["StepPrediction", "predicted_seconds", "step_predictions"]
+__all__ = ["StepPrediction", "configurations", "predicted_seconds", "step_predictions"]
 
+T = TypeVar("T")
 #: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
 _AS_TASKS = ("listed", *TASK_RECOMPUTE)
 #: Schedule and number of devices of a row that does not have them.
@@ -44,6 +59,8 @@ class StepPrediction:
         The transformer.
     layers_per_stage, options
         Arguments of `Transformer.costs`.
+    run
+        Settings of the graph that are not the default, as text: equal for equal graphs.
     """
 
     where: str
@@ -51,11 +68,12 @@ class StepPrediction:
     model: Transformer
     layers_per_stage: Split
     options: dict[str, Any]
+    run: str
 
     @property
     def gpus_per_device(self) -> int:
         """GPUs that act as one device of the pipeline."""
-        return check_count("tensor_parallel", self.options.get("tensor_parallel", 1))
+        return device_size(self.options)
 
     @property
     def blocks(self) -> bool:
@@ -70,8 +88,17 @@ class StepPrediction:
         PipeError
             For settings that do not suit each other.
         """
-        costs = self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
-        return predict_timeline(self.graph, costs).makespan
+        return predict_timeline(self.graph, self._costs(gpu, network)).makespan
+
+    def configuration(self, gpu: GPU, network: Network | None) -> str:
+        """Return model, costs and run as text: equal for steps that differ in their label alone."""
+        work = self._costs(gpu, network).work
+        settings = None if work is None else work.settings
+        return json.dumps([self.run, settings], sort_keys=True)
+
+    def _costs(self, gpu: GPU, network: Network | None) -> Costs:
+        """Return the costs of the stages."""
+        return self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
 
 
 def predicted_seconds(
@@ -93,25 +120,51 @@ def predicted_seconds(
     PipeError
         For settings that do not suit each other, naming the row.
     """
+    return _of_each(steps, network, lambda step, links: step.seconds(gpu, links))
+
+
+def configurations(
+    steps: Iterable[StepPrediction], gpu: GPU, network: Callable[[int], Network | None]
+) -> Ints:
+    """Return the number of the configuration of each step, from 0 on, in order of their first row.
+
+    Arguments and errors are those of `predicted_seconds`. Steps have one configuration if they
+    differ in their label and seconds alone, however their settings are written.
+    """
+    numbers: dict[str, int] = {}
+    with warnings.catch_warnings():  # predictions give the same warnings
+        warnings.simplefilter("ignore", CostsWarning)
+        texts = _of_each(steps, network, lambda step, links: step.configuration(gpu, links))
+    return np.array([numbers.setdefault(text, len(numbers)) for text in texts])
+
+
+def _of_each(
+    steps: Iterable[StepPrediction],
+    network: Callable[[int], Network | None],
+    function: Callable[[StepPrediction, Network | None], T],
+) -> list[T]:
+    """Return a function of each step and its network; errors name the row."""
     networks: dict[int, Network | None] = {}
-    seconds = []
+    results = []
     for step in steps:
         try:
             size = step.gpus_per_device
             if size not in networks:
                 networks[size] = _network_of(size, network)
-            seconds.append(step.seconds(gpu, networks[size]))
+            results.append(function(step, networks[size]))
         except PipeError as error:
             raise type(error)(f"{step.where}: {error}") from error
-    return seconds
+    return results
 
 
 def _network_of(size: int, network: Callable[[int], Network | None]) -> Network | None:
-    """Return the network of devices of ``size`` GPUs; an error names ``tensor_parallel``."""
+    """Return the network of devices of ``size`` GPUs; an error names what makes up the size."""
     try:
         return network(size)
     except NetworkError as error:
-        raise NetworkError(f"tensor_parallel={size} does not suit the network: {error}") from error
+        raise NetworkError(
+            f"tensor_parallel x context_parallel = {size} does not suit the network: {error}"
+        ) from error
 
 
 def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:
@@ -147,7 +200,7 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
     }
     layers = settings.pop("layers_per_stage", None)
     settings["n_microbatches"] = _n_microbatches(settings, options)
-    key = repr(sorted(settings.items()))
+    key = _run_text(settings)
     if key not in graphs:
         graphs[key] = _graph(settings)
     if layers is None:
@@ -155,7 +208,19 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
         options = {"partition": "even", **options}
     elif is_word(layers):
         options = {**options, "placement": _placement(graphs[key])}
-    return StepPrediction(step.where, graphs[key], model, layers, options)
+    return StepPrediction(step.where, graphs[key], model, layers, options, key)
+
+
+def _run_text(settings: Mapping[str, Any]) -> str:
+    """Return the settings of a graph that are not the default of `lower` and of the schedule."""
+    name = settings["schedule"]
+    build = schedule_info(check_name("schedule", name, options_of_schedules())).build
+    parameters = {**signature(lower).parameters, **signature(build).parameters}
+    return repr(sorted(
+        (key, value)
+        for key, value in settings.items()
+        if key not in parameters or value != parameters[key].default
+    ))  # fmt: skip
 
 
 def _placement(graph: TaskGraph) -> Placement:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pipesim.calibration.calibration import Calibration
+from pipesim.calibration.calibration_warnings import steps_text
 from pipesim.cli.figures import write_accuracy
 from pipesim.cli.tables import align_columns, format_numbers
 from pipesim.models.gpu import GPU
@@ -34,8 +35,9 @@ def calibrate(args: argparse.Namespace) -> None:
     if args.json:
         fitted.save(args.json)
     place = f" in {args.network}" if args.network else ""
+    steps = steps_text("steps", len(fitted.rows), fitted.rows["configuration"].nunique())
     print(
-        f"{len(fitted.constants)} constants fitted to {len(fitted.rows)} steps, from "
+        f"{len(fitted.constants)} constants fitted to {steps}, from "
         f"{args.gpu}{place}\n\n{_constants(fitted.constants)}\n\n{_errors(fitted.errors)}\n\n"
         f"{_worst(fitted.rows)}"
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, Buckets, checked_buckets
+from pipesim.costs.collective_costs import Buckets, checked_buckets
 from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
 from pipesim.costs.expert_values import (
     EXPERT_DEFAULTS,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pipesim.ops import Op
     from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Costs", "replace_stages", "stage_fields"]
+__all__ = ["STAGE_FIELDS", "UNSHARED", "Costs", "replace_stages", "stage_fields"]
 
 #: One value for all stages, one a stage, or one a stage and micro-batch.
 PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
@@ -67,20 +67,13 @@ _SUBSTITUTES = {
     "vector_bytes": "output_bytes",
 }
 #: Fields of which each stage of a device has the whole value, and not a share.
-_UNSHARED = (
+UNSHARED = (
     *("launch", "output_bytes", "output_seconds"),
     *("forward_workspace_bytes", "backward_workspace_bytes", "reduce_tied"),
     *("dispatch_bytes", "combine_bytes", "exchange_dispatch", "exchange_combine", "reduced_share"),
 )
 #: Units of fields that are neither bytes nor seconds.
 _UNITS = {"expert_layers": "numbers of layers", "reduced_share": "shares"}
-#: Fields that may be None.
-_OPTIONAL = (
-    *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
-    *("gradient_bytes", "vector_bytes", "reorder_gradients", *MEASURED_COLLECTIVES.values()),
-    *("exchange_dispatch", "exchange_combine"),
-    *("offload", "reload", "offload_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -613,7 +606,7 @@ class Costs:
         changed: dict[str, Any] = {}
         for name in stage_fields(self):
             value = getattr(self, name)
-            if value is None or (name in _UNSHARED and isinstance(value, float)):
+            if value is None or (name in UNSHARED and isinstance(value, float)):
                 continue
             if isinstance(value, tuple) and len(value) != placement.n_devices:
                 raise CostsError(
@@ -622,7 +615,7 @@ class Costs:
                 )
             per_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = per_device[device]
-            changed[name] = whole if name in _UNSHARED else whole / n_sharing
+            changed[name] = whole if name in UNSHARED else whole / n_sharing
         check_whole_layers(changed.get("expert_layers"))
         if self.segments is not None:
             changed["segments"] = None  # shares of a device's stages are unknown
@@ -1126,6 +1119,8 @@ OTHER_FIELDS = (
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 #: Every field of `Costs` that is a number or one number a stage.
 STAGE_FIELDS = (*VALUE_FIELDS, *EXPERT_FIELDS)
+#: Those of them that may be None.
+_OPTIONAL = frozenset(f.name for f in fields(Costs) if f.default is None and f.name in STAGE_FIELDS)
 
 
 def stage_fields(costs: Costs) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import STAGE_FIELDS, Costs
+from pipesim.costs.costs import STAGE_FIELDS, Costs, stage_fields
 from pipesim.costs.microbatch_costs import each_microbatch, n_stages_of
 from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import CostsError, check_count, check_name, number
@@ -20,7 +20,7 @@ __all__ = ["scaled"]
 
 Floats = NDArray[np.float64]
 #: Fields with the seconds of all operations that compute.
-_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm")
+_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm", "reduce_copies")
 #: Fields with the seconds of the parts of B.
 _HALVES = ("input_grad", "weight_grad")
 #: Fields that follow from others unless they are given.
@@ -49,7 +49,8 @@ def scaled(
     factors[slice(None) if stage is None else stage] = value
     with np.errstate(over="ignore"):  # `_check_finite` refuses infinite seconds
         if op is None:
-            present = [name for name in _SECONDS if getattr(costs, name) is not None]
+            names = {*_SECONDS} & {*stage_fields(costs)}
+            present = [name for name in names if getattr(costs, name) is not None]
             seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
         else:
             seconds = _scaled_operation(costs, _operation(op), factors)
@@ -85,6 +86,8 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
         changed |= {half: costs.per_stage(half, n) * factors for half in halves}
     if op in (Op.I, Op.W) and costs.backward is None:
         changed["backward"] = costs.per_stage("backward", n)
+    if op is Op.STEP and costs.reduce_copies:
+        changed["reduce_copies"] = costs.per_stage("reduce_copies", n) * factors
     if op is Op.REORDER:
         changed["reorder_gradients"] = costs.per_stage("reorder_gradients", n) * factors
     if op in (Op.F, Op.B) and costs.overlapped is not None:

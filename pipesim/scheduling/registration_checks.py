@@ -8,12 +8,14 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipesim.errors import ArgumentError, CapacityError, PipeError, ScheduleError
+from pipesim.errors import ArgumentError, CapacityError, PipeError, ScheduleError, check_type
 from pipesim.ops import Action, Overlapped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = [
     "Build",
+    "PlacementLike",
     "builder",
     "check_built",
     "check_required",
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 Build = Callable[..., Schedule]
+#: A placement, a function of the number of devices that returns it, or None to infer it.
+PlacementLike = Placement | Callable[[int], Placement] | None
 #: Most actions of a device: this many, or 3 for each of this many stages and each micro-batch.
 _ACTIONS, _STAGES = 10**5, 1000
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -50,13 +54,20 @@ def checked_name(name: object) -> str:
     )
 
 
-def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, ...]]:
+def builder(
+    name: str, function: Callable[..., Any], placement: PlacementLike = None
+) -> tuple[Build, tuple[str, ...]]:
     """Return a function that builds the schedule, and the options that it takes.
+
+    Parameters
+    ----------
+    name, function, placement
+        As in `pipesim.register`.
 
     Raises
     ------
     ArgumentError
-        If the function does not take the counts.
+        If the function does not take the counts, or returns a schedule, which has a placement.
     """
     parameters = _parameters(function)
     by_device = parameters[:1] == ("device",)
@@ -68,6 +79,11 @@ def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, 
             f"got {function!r} of ({', '.join(parameters)})"
         )
     if not by_device:
+        if placement is not None:
+            raise ArgumentError(
+                f"schedule {name!r}: placement is for functions of (device, n_devices, "
+                "n_microbatches); a function that returns a Schedule gives it its placement"
+            )
         return function, parameters[2:]
 
     @functools.wraps(function)
@@ -80,11 +96,36 @@ def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, 
                 _device_order(name, device, n_microbatches, functools.partial(order, device))
                 for device in range(n_devices)
             ]
-            return Schedule.from_orders(orders, n_microbatches=n_microbatches, name=name)
+            return Schedule.from_orders(
+                orders,
+                n_microbatches=n_microbatches,
+                placement=_placement(placement, n_devices),
+                name=name,
+            )
         except (ArgumentError, ScheduleError) as error:
             raise _with_name(name, error) from error.__cause__ or error
 
     return build, parameters[3:]
+
+
+def _placement(placement: PlacementLike, n_devices: int) -> Placement | None:
+    """Return the placement of a schedule on so many devices; None to infer it.
+
+    Raises
+    ------
+    ArgumentError
+        For anything but a placement of as many devices.
+    """
+    if callable(placement):
+        with name_user_errors("placement"):
+            placement = placement(n_devices)
+        check_type("the result of placement", placement, Placement)
+    if placement is not None and placement.n_devices != n_devices:
+        raise ArgumentError(
+            f"placement has {placement.n_devices} devices, but the schedule {n_devices}; give a "
+            "function of n_devices, such as placement=pipesim.v_shaped"
+        )
+    return placement
 
 
 @contextmanager

@@ -29,8 +29,10 @@ from pipesim.scheduling.closed_forms import (
     check_form,
 )
 from pipesim.scheduling.memory_checks import check_schedule
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registration_checks import (
     Build,
+    PlacementLike,
     builder,
     check_built,
     check_required,
@@ -155,6 +157,7 @@ def register(
     activations: ClosedForm = _UNKNOWN,
     parameters: ClosedForm = _ONE,
     counts: Counts = _ANY,
+    placement: PlacementLike = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under ``name``; see `ScheduleInfo` for the arguments.
 
@@ -180,6 +183,10 @@ def register(
         and a device holds one set of weights.
     counts
         Numbers of devices and micro-batches that the schedule takes; by default any.
+    placement
+        Device of each stage, of a function in the second form: a `Placement`, or a function of
+        ``n_devices`` that returns one, such as ``pipesim.v_shaped``. By default it is inferred
+        from the actions that each device lists.
 
     Returns
     -------
@@ -217,9 +224,14 @@ def register(
     check_counts(f"schedule {name!r}: counts", counts)
     check_text("summary", summary)
     check_text("source", source)
+    if not (placement is None or isinstance(placement, Placement) or callable(placement)):
+        raise ArgumentError(
+            f"schedule {name!r}: placement must be a pipesim.Placement, or a function of n_devices "
+            f"that returns one, got {placement!r:.60}"
+        )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        build, options = builder(name, function)
+        build, options = builder(name, function, placement)
         if name in _REGISTRY and _origin(_REGISTRY[name].build) != _origin(function):
             raise ArgumentError(
                 f"a schedule named {name!r} is registered already; choose another name"

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
+from math import prod
 from typing import Any
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, check_count
 from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
 from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["COST_OPTIONS", "MODEL", "TRANSFORMER", "make_model", "transformer_costs"]
+__all__ = ["COST_OPTIONS", "MODEL", "TRANSFORMER", "device_size", "make_model", "transformer_costs"]
 
 #: Sizes of a transformer.
 _SIZES = tuple(field.name for field in fields(Transformer))
@@ -57,13 +58,25 @@ def make_model(settings: Mapping[str, Any]) -> Transformer:
     return Transformer(**sizes)
 
 
+def device_size(settings: Mapping[str, Any]) -> int:
+    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings.
+
+    Raises
+    ------
+    ArgumentError
+        For one of both that is no whole number of at least 1.
+    """
+    names = ("tensor_parallel", "context_parallel")
+    return prod(check_count(name, settings.get(name, 1)) for name in names)
+
+
 def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     """Return the costs in settings that have a table ``transformer``; other fields override them.
 
     Without ``layers_per_stage``, and with ``"balanced"``, layers are divided such that devices are
     balanced; with ``"even"`` (or ``partition = "even"``) evenly. A network that is a machine has
-    devices of ``tensor_parallel`` GPUs, unless it has ``gpus_per_device``. Factors of the network
-    in the file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
+    devices of `device_size` GPUs, unless it has ``gpus_per_device``. Factors of the network in the
+    file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
     the file's.
 
     Raises
@@ -76,7 +89,7 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     if "microbatch_size" not in settings:
         raise ArgumentError("microbatch_size is missing; give the sequences of a micro-batch")
     if "preset" in network:
-        network.setdefault("gpus_per_device", settings.get("tensor_parallel", 1))
+        network.setdefault("gpus_per_device", device_size(settings))
     options = {name: settings[name] for name in COST_OPTIONS if name in settings}
     rates = {name: settings[name] for name in ("gpu", "flops_per_second") if name in settings}
     layers = settings.get("layers_per_stage")

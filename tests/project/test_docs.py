@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import ROOT
@@ -127,3 +129,31 @@ def test_mean_error_is_that_of_the_sets() -> None:
     assert sum(rows) == 560 - 1
     assert (min(errors), max(errors)) == (14, 28)
     assert abs(sum(map(float.__mul__, map(float, rows), errors)) / 559 - 19.6) < 0.5
+
+
+@pages
+def test_arguments(page: Path) -> None:
+    """A call in the prose of a page names arguments that the public function or method has."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    unknown = []
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for name, arguments in re.findall(r"((?:\w+\.)*\w+)\(([^()]*)\)", code):
+            known = parameters(name)
+            names = re.findall(r"(?:^|[ ,])([a-z_]\w*)=", arguments)
+            unknown += [f"{name}({x}=)" for x in names if known is not None and x not in known]
+    assert not unknown
+
+
+def parameters(name: str) -> set[str] | None:
+    """Return the parameters of a public function or method; None for others and ``**options``."""
+    for package in ("pipesim", "pipeexec"):
+        value: Any = importlib.import_module(package)
+        first, *rest = re.sub(r"^(ps|px|pipesim|pipeexec)\.", "", name).split(".")
+        if first not in value.__all__:
+            continue
+        for part in (first, *rest):
+            value = getattr(value, part, None)
+        kinds = inspect.signature(value).parameters if callable(value) else {}
+        if not any(x.kind is x.VAR_KEYWORD for x in kinds.values()):
+            return set(kinds)
+    return None

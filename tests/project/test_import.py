@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from places import ROOT
@@ -107,6 +108,23 @@ def test_all_of_each_module(module: str) -> None:
 
 
 @pytest.mark.slow
+def test_names_that_are_listed_can_be_had() -> None:
+    """In a fresh Python, of both packages and the namespaces in them; `calibration` too."""
+    code = """
+        from types import ModuleType
+        import pipeexec, pipesim
+        assert not hasattr(pipesim, "pipesim")
+        assert "Calibration" in dir(pipesim.calibration)
+        for package in (pipesim, pipeexec):
+            for name in dir(package):
+                value = getattr(package, name)
+                if isinstance(value, ModuleType) and value.__name__.startswith(package.__name__):
+                    for inner in dir(value):
+                        getattr(value, inner)
+    """
+    fresh(textwrap.dedent(code))
+
+
 def test_functions_win_over_modules() -> None:
     """``ps.schedule`` is the function, whatever is imported later."""
     code = f"""

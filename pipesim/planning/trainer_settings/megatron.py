@@ -38,6 +38,25 @@ _REFUSED: Mapping[str, str] = {
     "--hybrid-context-parallel": "context parallelism of several sizes",
     "--tensor-parallel-num-weight-shards": "weights in more parts than tensor parallelism",
     "--model-parallel-size": "a size of no kind",
+    "--yaml-cfg": "settings of a file, which take the place of all flags",
+    "--use-mp-args-from-checkpoint-args": "parallel sizes of a checkpoint",
+    "--rampup-batch-size": "steps with other batches",
+    "--step-batch-size-schedule": "steps with other batches",
+    "--decrease-batch-size-if-needed": "another batch",
+    "--heterogeneous-layers-config-path": "layers of several kinds",
+    "--heterogeneous-layers-config-encoded-json": "layers of several kinds",
+    "--mtp-hybrid-override-pattern": "layers of several kinds",
+    "--mtp-standalone": "layers of multi-token prediction, on a stage of their own",
+    "--overlap-dispatch-backward-with-experts-wgrad": "gradients of weights that wait",
+    "--num-microbatches-with-partial-activation-checkpoints": "recompute of some micro-batches",
+    "--moe-layer-recompute": "recompute of experts alone",
+    "--outer-dp-sharding-strategy": "parameters that some replicas share otherwise than others",
+    "--enable-full-sharding-in-hsdp": "parameters that some replicas share otherwise than others",
+    "--expert-tensor-parallel-num-weight-shards": "weights in more parts than tensor parallelism",
+    "--gtp-weight-remat-size": "weights in more parts than tensor parallelism",
+    "--expert-gtp-weight-remat-size": "weights in more parts than tensor parallelism",
+    "--perform-rl-step": "steps of reinforcement learning",
+    "--skip-train": "forwards alone",
 }
 #: Flags with "pipeline" in their name that do not change it.
 _HARMLESS = ("--pipeline-model-parallel-comm-backend", "--deallocate-pipeline-outputs",
@@ -53,8 +72,8 @@ def read_megatron(
 
     Flags of parallel sizes, batch sizes, stages and their layers, recompute, distributed optimizer,
     Megatron-FSDP, offload and order of ranks are understood. Others that would change the pipeline
-    are refused, and the rest is listed in `TrainerSettings.ignored`. With ``--rampup-batch-size``
-    the batch is that after the ramp-up.
+    are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and the rest is listed in
+    `TrainerSettings.ignored`.
 
     Parameters
     ----------
@@ -245,7 +264,7 @@ def _offload(read: Flags) -> str:
 def _checked_rest(read: Flags) -> tuple[str, ...]:
     """Return the flags that were not read; raise `ArgumentError` for those that matter."""
     for name in read.unread:
-        is_off = read.values[name] in (["0"], ["False"], ["false"])
+        is_off = read.values[name] in (["0"], ["False"], ["false"], ["no_shard"])
         reason = _REFUSED.get(name)
         if reason is None and "pipeline" in name and name not in _HARMLESS:
             reason = "another pipeline"

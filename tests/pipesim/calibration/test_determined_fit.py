@@ -80,7 +80,9 @@ def test_small_errors_have_the_minimum_of_plain_least_squares(scale: float, seed
     parts = rng.uniform(1, 10, (N_ROWS, 1)) * rng.uniform(0.8, 1.2, (N_ROWS, 3))
     rows = np.log(parts @ np.exp(TRUTH)) + rng.normal(0, 0.02, N_ROWS)
     bounds, start = (np.full(3, -4.6), np.full(3, 0.5)), np.array([-1.0, 0.0, -2.0])
-    problem = Problem(lambda x, k: np.log(parts[k] @ np.exp(x)), rows, *bounds, scale)
+    problem = Problem(
+        lambda x, k: np.log(parts[k] @ np.exp(x)), rows, *bounds, scale, np.arange(N_ROWS)
+    )
     every = problem.rows
     plain = least_squares(
         lambda x: np.append(problem.errors(x, every) / scale, x), start, bounds=bounds

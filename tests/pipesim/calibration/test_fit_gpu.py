@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_a_warning_of_a_row_comes_once() -> None:
     row = {**ROW, "model": "llama3_8b", "n_devices": 2, "layers_per_stage": 2}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ps.GPU.fit([row, row], gpu=START, constants=["flops"])
+        ps.GPU.fit([row, {**row, "n_microbatches": 8}], gpu=START, constants=["flops"])
         ps.GPU.fit([{**row, "layers_per_stage": None}] * 2, gpu=START, constants=["flops"])
     assert [w.category for w in caught if w.category is not CalibrationWarning] == [
         CostsWarning
@@ -271,9 +272,10 @@ def test_factors_of_a_file_are_the_start() -> None:
     """Fitted ones begin there, below the rates of the data sheet; others stay."""
     saved = {"gpu": asdict(TRUTH), "network_efficiency": 0.5, "network_latency": 2.0}
     row = {**FEW[0], "microbatch_size": 1, "tensor_parallel": 8}
-    (step,) = step_predictions(measured_steps([{**row, "seconds": 1}]))
+    rows = [{**row, "n_microbatches": n, "seconds": 1} for n in (1, 2, 4)]
     network = ps.Network.preset(MACHINE, 0.8).scaled(latency=2.0).grouped(8)
-    rows = [{**row, "seconds": step.seconds(TRUTH, network)}] * 3
+    for own, step in zip(rows, step_predictions(measured_steps(rows)), strict=True):
+        own["seconds"] = step.seconds(TRUTH, network)
     fitted = ps.GPU.fit(rows, gpu=saved, network=MACHINE, constants=[EFFICIENCY])
     assert fitted.constants.loc[EFFICIENCY, "start"] == 0.5
     assert fitted.network_efficiency == pytest.approx(0.8, rel=0.05)
@@ -322,7 +324,7 @@ def test_progress_is_for_a_terminal(
 def test_groups_of_gpus_that_do_not_suit_the_machine() -> None:
     """The message names the column."""
     row = {**ROW, "n_heads": 24, "hidden_size": 1536, "tensor_parallel": 3}
-    with pytest.raises(PipeError, match="row 0: tensor_parallel=3 does not suit the network"):
+    with pytest.raises(PipeError, match="row 0: tensor_parallel x context_parallel = 3 doe"):
         ps.GPU.fit([row], gpu=START, network=MACHINE, constants=["flops"])
 
 
@@ -372,3 +374,41 @@ def test_rows_that_cannot_be_predicted(changes: dict[str, Any], message: str) ->
 def test_arguments_that_cannot_be_fitted(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         ps.GPU.fit([ROW], **{"gpu": START, **arguments})
+
+
+def test_rows_with_context_parallelism() -> None:
+    """A device has the GPUs of both kinds of parallelism, as in `Transformer.costs`."""
+    row = {
+        **ROW, "n_heads": 24, "hidden_size": 1536, "tensor_parallel": 2, "context_parallel": 2,
+        "sequence_parallel": True, "flash_attention": True,
+    }  # fmt: skip
+    network = ps.Network.preset(MACHINE)
+    fitted = ps.GPU.fit(
+        [row, {**row, "n_microbatches": 8, "seconds": 0.2}], gpu=START, network=network,
+        constants=["flops"],
+    )  # fmt: skip
+    (step,) = step_predictions(measured_steps([row]))
+    assert step.gpus_per_device == 4
+    expected = step.seconds(fitted.gpu, fitted.network(4))
+    assert fitted.rows["predicted"].iloc[0] == pytest.approx(expected)
+
+
+def test_repeated_rows_say_nothing_new() -> None:
+    """Each configuration is fitted once, and left out with all of its rows."""
+    once = few()
+    again = [{**row, "label": "again", "schedule": "1f1b", "hosts": "one"} for row in once]
+    fit = partial(ps.GPU.fit, gpu=START, constants=["flops", "bandwidth"])
+    expected, twice = fit(once), fit([*once, *again, *again[:1] * 5])
+    for name in ("value", "standard_error"):
+        assert np.allclose(twice.constants[name], expected.constants[name], rtol=1e-3)
+    assert np.allclose(twice.errors, expected.errors, rtol=1e-2)
+    assert twice.rows["configuration"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0, 0]
+    assert "13 rows of 4 configurations" in repr(twice)
+    assert twice.gpu.name == f"{START} fitted to 13 steps of 4 configurations"
+
+
+def test_repeated_rows_do_not_count_as_further_steps() -> None:
+    with pytest.raises(ArgumentError, match=r"6 measured steps of 3 configurations for 4 consta"):
+        ps.GPU.fit(few()[:3] * 2, gpu=START, constants=CONSTANTS[:4])
+    with pytest.warns(CalibrationWarning, match="2 measured steps of 1 configuration for 1 const"):
+        ps.GPU.fit(few()[:1] * 2, gpu=START, constants=["flops"])

@@ -129,3 +129,12 @@ def test_operations_that_cannot_be_scaled() -> None:
         ps.Costs(1).scaled(2, op="B")
     with pytest.raises(CostsError, match="forward must be finite seconds, and factor=10"):
         ps.Costs(1e308, 1).scaled(10, op="F")
+
+
+def test_all_seconds_of_steps_are_scaled() -> None:
+    """Sums of copies of gradients, which replicas do not share, are a part of STEP."""
+    costs = ps.Costs(1, 2, optimizer_step=3, reduce_copies=5)
+    for options in ({}, {"op": "STEP"}):
+        scaled = costs.scaled(2, **options)  # type: ignore[arg-type]
+        assert (scaled.optimizer_step, scaled.reduce_copies) == (6, 10), options
+    assert ps.Costs(1, 2).scaled(2, stage=0, n_stages=2).reduce_copies == 0

@@ -153,22 +153,28 @@ def test_a_command_line() -> None:
             --num-layers-per-virtual-pipeline-stage 4 --sequence-parallel --bf16 --lr -1e-4 \\
             --micro-batch-size 2 --global-batch-size 128 --recompute-activations \\
             --use-distributed-optimizer --no-overlap-p2p-communication \\
-            --split 949,50,1 --rampup-batch-size 16 16 5859375"""
+            --split 949,50,1"""
     )
     assert settings.choice == PlanChoice(
         tensor_parallel=2, pipeline_parallel=4, data_parallel=4, microbatch_size=2,
         n_microbatches=16, schedule="interleaved_1f1b", n_chunks=2, recompute="selective",
         shard_optimizer=True, sequence_parallel=True, layers_per_stage=(4,) * 8,
     )  # fmt: skip
-    assert settings.ignored == ("--bf16", "--lr", "--split", "--rampup-batch-size")
+    assert settings.ignored == ("--bf16", "--lr", "--split")
     assert settings.lower_options == {
         "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
         "shard_parameters": "none", "offload": "none",
     }  # fmt: skip
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
-        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 4 ignored>"
+        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 3 ignored>"
     )
+
+
+def test_flags_that_are_off_are_ignored() -> None:
+    off = ("--outer-dp-sharding-strategy no_shard", "--mtp-num-layers 0")
+    for flag in off:
+        assert ps.read_megatron(f"{LEAST} {flag}").ignored == (flag.split()[0],)
 
 
 def test_words_and_texts_are_equal() -> None:
@@ -269,6 +275,12 @@ def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
          "--recompute-num-layers 4", "recomputes some layers"),
         (f"{LEAST} --mtp-num-layers 1", "--mtp-num-layers is not understood: it makes layers of"),
         (f"{LEAST} --overlap-moe-expert-parallel-comm", "not understood: it makes F and B of two"),
+        (f"{LEAST} --yaml-cfg run.yaml", "it makes settings of a file, which take the place of"),
+        (f"{LEAST} --rampup-batch-size 16 16 5859375", "it makes steps with other batches"),
+        (f"{LEAST} --step-batch-size-schedule 0:768", "it makes steps with other batches"),
+        (f"{LEAST} --use-mp-args-from-checkpoint-args", "it makes parallel sizes of a checkpoint"),
+        (f"{LEAST} --heterogeneous-layers-config-path x.json", "it makes layers of several kinds"),
+        (f"{LEAST} --outer-dp-sharding-strategy optim", "that some replicas share otherwise"),
         (f"{LEAST} --new-pipeline-order zigzag", "--new-pipeline-order is not understood"),
         (f"{LEAST} --num-distributed-optimizer-instances 2", "must be 1: all replicas share"),
         (f"{LEAST} --use-megatron-fsdp --data-parallel-sharding-strategy x", "unknown flags: --d"),

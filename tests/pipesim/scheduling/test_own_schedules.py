@@ -422,3 +422,37 @@ def test_a_placement_is_a_sequence(devices: Any) -> None:
     """Anything else is refused."""
     with pytest.raises(ArgumentError, match="a placement must be a sequence of device numbers"):
         ps.Placement(devices)
+
+
+def one_by_one(device: int, n_devices: int, n_microbatches: int) -> Iterator[str]:
+    """List each micro-batch alone, on two stages a device that form a V."""
+    stages = (device, 2 * n_devices - 1 - device)
+    for m in range(n_microbatches):
+        yield from (f"{stage}F{m}" for stage in stages)
+        yield from (f"{stage}B{m}" for stage in reversed(stages))
+
+
+@pytest.mark.parametrize("placement", [ps.v_shaped, ps.v_shaped(2)])
+def test_a_placement_of_a_registered_function(placement: Any) -> None:
+    ps.register("one_by_one", placement=placement)(one_by_one)
+    schedule = ps.schedule("one_by_one", 2, 4)
+    assert schedule.placement == ps.v_shaped(2)
+    ps.verify(schedule)
+
+
+@pytest.mark.parametrize(
+    ("placement", "function", "words"),
+    [
+        ("v", one_by_one, "placement must be a pipesim.Placement, or a function of n_devices"),
+        (ps.v_shaped(3), one_by_one, "placement has 3 devices, but the schedule 2; give a"),
+        (lambda n: 5, one_by_one, "the result of placement must be a pipesim.Placement"),
+        (ps.v_shaped, gpipe, "a function that returns a Schedule gives it its placement"),
+    ],
+)
+def test_wrong_placements(placement: Any, function: Any, words: str) -> None:
+    def build() -> ps.Schedule:
+        ps.register("own", placement=placement)(function)
+        return ps.schedule("own", 2, 4)
+
+    with pytest.raises(ArgumentError, match=words):
+        build()

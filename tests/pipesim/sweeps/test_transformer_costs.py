@@ -198,3 +198,11 @@ def test_a_fitted_gpu_brings_the_factors_of_its_network(
     )
     network = plain.scaled(latency=3, bandwidth=0.5).grouped(2)
     assert row["makespan"] == pytest.approx(makespan(network=network, tensor_parallel=2))
+
+
+def test_a_machine_has_devices_of_context_parallel_gpus() -> None:
+    """A sweep groups the GPUs of a machine as `Transformer.costs` needs them."""
+    options = {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}
+    (row,) = swept({"schedule": ["1f1b"]}, network={"preset": "dgx_h100"}, **options)
+    network = ps.Network.preset("dgx_h100", gpus_per_device=4)
+    assert row["makespan"] == pytest.approx(makespan(network=network, **options))
