@@ -62,7 +62,7 @@ STEPS: dict[str, GpuStep] = {
     "gpipe": GpuStep("on_gpu.gpipe", "gpipe", 40, 80, 5),
     "overlap": GpuStep("on_gpu.overlap", "overlap", 40, 80, 4),
     "environment": GpuStep("on_gpu.environment", "environment", 30, 75, 7),
-    "sanitizer": GpuStep("on_gpu.sanitizer", "sanitizer", 45, 90, 3,
+    "sanitizer": GpuStep("on_gpu.sanitizer", "sanitizer", 60, 110, 3,
                          variable="TORCH_CUDA_SANITIZER"),
     "tests": GpuStep("", "", 110, 200, 2, n_slices=8),
     "soak": GpuStep("on_gpu.soak", "soak", 50, 90, 2),

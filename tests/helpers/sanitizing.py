@@ -6,7 +6,7 @@ kernels, events and waits by torch; here by a dispatch mode, and by the stand-in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,13 +17,12 @@ import torch
 from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
 from small_pipelines import cut, dense, mse, sgd
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeexec as px
 import pipesim as ps
 
-__all__ = ["Sanitizer", "pipeline_on_slices", "sanitized"]
+__all__ = ["Sanitizer", "check", "pipeline_on_slices", "sanitized"]
 
 
 def _imported() -> Any:
@@ -52,6 +51,8 @@ class _Memory:
         None if it was there before: it then stays.
     made_by
         The operator that allocated it.
+    last_of_owner
+        Number of the last operator of the owner before; it may still use the same memory.
     uses
         The last operator of each stream that used it: its number and its name.
     kept_for
@@ -62,6 +63,7 @@ class _Memory:
     storage: StorageWeakRef
     owner: FakeStream | None
     made_by: str
+    last_of_owner: int = -1
     uses: dict[int, tuple[int, str]] = field(default_factory=dict)
     kept_for: set[int] = field(default_factory=set)
 
@@ -99,6 +101,12 @@ class Sanitizer(TorchDispatchMode):
     Memory that is freed goes back to the stream that was current when it was allocated: the next
     operator there that allocates memory may write it. So for each other stream that used it, the
     allocator must keep it (`torch.Tensor.record_stream`), or its owner must have waited by then.
+    The allocator keeps memory until all has run that a stream was given before the memory was
+    freed, which covers work of other streams for which that stream had waited.
+
+    New memory may be some that its owner still uses: other streams must wait before they write it.
+    Copies in pinned host memory have no owner: torch's allocator of pinned memory notes by itself
+    which streams use them.
 
     Parameters
     ----------
@@ -141,6 +149,9 @@ class Sanitizer(TorchDispatchMode):
             self._n_memories += 1
             owner = self.cuda.current_stream(device) if made_by else None
             memory = _Memory(self._n_memories, StorageWeakRef(storage), owner, made_by)
+            if owner is not None:
+                state = self.handler.syncs.current_sync_states.get(owner.number, {})
+                memory.last_of_owner = state.get(owner.number, -1)
             self._memory[storage._cdata] = memory
         return memory
 
@@ -148,15 +159,16 @@ class Sanitizer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
+        inputs = _tensors((*args, *kwargs.values()))
         stream, target = self._streams(inputs, kwargs.get("device"))
-        is_factory = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
+        has_no_kernel = func._schema.name == "aten::set_"
+        is_factory = has_no_kernel or bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
         arguments = _Arguments(self)
         arguments.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
         if target is not stream:
             self._order(target, stream)
         output = func(*args, **kwargs)
-        outputs, name = _tensors(output), str(func._schema.name)
+        outputs, name = _tensors((output,)), str(func._schema.name)
         before = self._n_memories
         for x in outputs:
             self.memory(x, name, target.device)
@@ -177,9 +189,18 @@ class Sanitizer(TorchDispatchMode):
             memory.uses[stream.number] = self.handler.seq_num, name
             if memory.owner is not None and memory.owner is not stream:
                 self._shared[memory.number] = memory
+                if memory.number in arguments.dataptrs_written:
+                    self._written(memory, name, stream)
         if target is not stream:
             self._order(stream, target)
         return output
+
+    def _written(self, memory: _Memory, name: str, stream: FakeStream) -> None:
+        """Note that another stream than the owner writes memory: it must follow the allocation."""
+        assert memory.owner is not None
+        owner = memory.owner.number
+        if not self.handler.syncs.is_ordered_after(stream.number, memory.last_of_owner, owner):
+            self.races.append(f"{memory.made_by} on {owner}, {name} on {stream.number}")
 
     def _streams(
         self, inputs: Sequence[torch.Tensor], device: Any
@@ -211,6 +232,7 @@ class Sanitizer(TorchDispatchMode):
 
     def waited(self, stream: FakeStream, event: FakeEvent) -> None:
         """Note that a stream waits for an event."""
+        self._sweep()  # what was freed before is not covered by this wait
         self.handler._handle_event_wait(id(event), stream.number)
 
     def synchronized(self, stream: FakeStream) -> None:
@@ -221,10 +243,23 @@ class Sanitizer(TorchDispatchMode):
         """Note that memory of a tensor is kept for a stream."""
         self.memory(tensor).kept_for.add(stream.number)
 
+    def pinned(self, copy: torch.Tensor) -> None:
+        """Note that a tensor is a copy in pinned host memory."""
+        memory = self.memory(copy)
+        memory.owner = None
+        self._shared.pop(memory.number, None)
+
     def _sweep(self) -> None:
-        """Note which memory has been freed."""
+        """Note which memory has been freed; forget uses that end before it is given back."""
+        is_ordered_after = self.handler.syncs.is_ordered_after
         for number in [n for n, memory in self._shared.items() if memory.storage.expired()]:
-            self._free.append(self._shared.pop(number))
+            memory = self._shared.pop(number)
+            memory.uses = {
+                stream: (seq_num, name)
+                for stream, (seq_num, name) in memory.uses.items()
+                if not any(is_ordered_after(kept, seq_num, stream) for kept in memory.kept_for)
+            }
+            self._free.append(memory)
 
     def _allocated(self, owner: FakeStream) -> None:
         """Note that a stream writes new memory: it may be any that was given back to the stream."""
@@ -236,17 +271,23 @@ class Sanitizer(TorchDispatchMode):
                 continue
             self.n_freed += 1
             self.n_kept += bool(memory.kept_for)
-            for stream in set(memory.uses) - memory.kept_for - {owner.number}:
-                seq_num, name = memory.uses[stream]
+            for stream, (seq_num, name) in memory.uses.items():
                 if not self.handler.syncs.is_ordered_after(owner.number, seq_num, stream):
                     self.freed.append(
                         f"{memory.made_by} on {owner.number}, used by {name} on {stream}"
                     )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or of an output that have elements."""
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor) and x.numel()]
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors that have elements, of arguments and of lists among them."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.numel():
+                tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors
 
 
 def _text(error: Any) -> str:
@@ -269,8 +310,23 @@ def sanitized(patch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
     patch.setattr(
         csan, "traceback", SimpleNamespace(StackSummary=no_stack, walk_stack=lambda frame: ())
     )
+    to_host = FakeGpu.to_host
+
+    def to_pinned(gpu: FakeGpu, data: torch.Tensor) -> torch.Tensor:
+        copy = to_host(gpu, data)
+        watch.pinned(copy)
+        return copy
+
+    patch.setattr(FakeGpu, "to_host", to_pinned)
     with watch:
         yield watch
+
+
+def check(watch: Sanitizer) -> None:
+    """Check that nothing was found, and that there was something to look at."""
+    assert not watch.races, watch.races
+    assert not watch.freed, watch.freed
+    assert watch.n_kept
 
 
 def pipeline_on_slices(

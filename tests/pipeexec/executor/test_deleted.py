@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.demo_models.gpt import gpt
+from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.link_speed import measure_transfers
 from pipesim.errors import ExecutionError, PipeError
@@ -84,7 +87,27 @@ def _closed(subject: px.Pipeline) -> object:
     return None
 
 
-USES = [_nothing, _step, _other_graph, _counted, _calibrated, _closed]
+def _evaluated(subject: px.Pipeline) -> object:
+    kept: list[Any] = []
+    for seed in range(2):
+        inputs, targets = data(8, seed=seed)
+        kept += [subject.step(inputs, targets), subject.evaluate(inputs, targets)]
+        kept.append(subject.predict(inputs))
+    return kept
+
+
+def _accumulated(subject: px.Pipeline) -> object:
+    return [subject.step(*data(8), accumulate=k < 2) for k in range(3)]
+
+
+def _trained(subject: px.Pipeline) -> object:
+    return px.train(subject, [data(8), data(8)], evaluation=[data(8)], progress=False)
+
+
+USES = [
+    _nothing, _step, _other_graph, _counted, _calibrated, _closed, _evaluated, _accumulated,
+    _trained,
+]  # fmt: skip
 
 
 def _held(subject: px.Pipeline) -> dict[str, weakref.ref[Any]]:
@@ -121,6 +144,118 @@ def test_a_pipeline_is_freed(
     del subject
     assert _alive(held) == []
     del kept
+
+
+def _used(
+    devices: list[Any],
+    graph: ps.TaskGraph,
+    stages: Any = None,
+    loss_fn: Any = mse,
+    batch: Any = None,
+    **options: Any,
+) -> tuple[px.Pipeline, object]:
+    """Return a pipeline after steps, an evaluation and a prediction; and the results."""
+    inputs, targets = batch or data(8)
+    stages = stages or cut(dense(2), [1, 1])
+    subject = px.Pipeline(stages, graph, devices, loss_fn, sgd, pin_threads=False, **options)
+    results = [subject.step(inputs, targets) for _ in range(2)]
+    evaluated, outputs = subject.evaluate(inputs, targets), subject.predict(inputs)
+    return subject, (results, evaluated, outputs, subject.step(inputs, targets))
+
+
+def _loss_of_sum(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of squared errors, and how many they are."""
+    return (output - target).square().sum(), torch.tensor(float(output.numel()))
+
+
+def _experts() -> list[nn.Module]:
+    """Return the stage of a device, which has a layer with experts."""
+    layer = px.Experts(lambda: nn.Linear(16, 16), 16, 4, 2, residual=True)
+    return [nn.Sequential(nn.Linear(16, 16), layer)]
+
+
+def _of_slices(devices: list[Any], **options: Any) -> tuple[px.Pipeline, object]:
+    """Return a pipeline of a transformer, whose sequences are cut in two slices."""
+    layers = gpt(n_layers=2, d_model=16, n_heads=2, sequence=8)
+    graph = ps.lower(ps.schedule("seq1f1b", 2, 4, n_slices=2), **options)
+    tokens = torch.ones(8, 8, dtype=torch.long)
+    return _used(devices, graph, [layers[:2], layers[2:]], cross_entropy, (tokens, tokens))
+
+
+def _tied(devices: list[Any]) -> tuple[px.Pipeline, object]:
+    """Return a pipeline whose stages have one matrix in common."""
+    stages = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    stages[1].weight.data.copy_(stages[0].weight)
+    names = [(0, "weight"), (1, "weight")]
+    return _used(devices, _graph(tied=[(0, 1)]), stages, tied=[names])
+
+
+FEATURES: dict[str, Callable[[list[Any]], tuple[px.Pipeline, object]]] = {
+    "clipped": lambda devices: _used(devices, _graph(grad_norm=True), max_grad_norm=0.1),
+    "scaled": lambda devices: _used(
+        devices, _graph(grad_norm=True), grad_scaler=torch.amp.GradScaler("cpu")
+    ),
+    "counted": lambda devices: _used(devices, _graph(), loss_fn=_loss_of_sum),
+    "tied": _tied,
+    "replicas, clipped": lambda devices: _used(
+        devices,
+        ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", grad_norm=True),
+        [dense(2)],
+        max_grad_norm=0.1,
+    ),
+    "experts": lambda devices: _used(
+        devices, ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, expert_layers=1), _experts()
+    ),
+    "experts, zb_h1, clipped": lambda devices: _used(
+        devices,
+        ps.lower(ps.schedule("zb_h1", 1, 4), n_replicas=2, expert_layers=1, grad_norm=True),
+        _experts(),
+        max_grad_norm=0.1,
+    ),
+    "offload": lambda devices: _used(devices, _graph("gpipe", offload="all")),
+    "offload, zb_h1": lambda devices: _used(devices, _graph("zb_h1", offload=0.5)),
+    "offload, recompute": lambda devices: _used(
+        devices, _graph("gpipe", offload="all", recompute="always")
+    ),
+    "slices": _of_slices,
+    "slices, recompute": partial(_of_slices, recompute="always"),
+    "slices, offload": partial(_of_slices, offload="all"),
+}
+
+
+def _live_tensors() -> dict[int, Tensor]:
+    """Return all tensors that Python has, by id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn of being looked at
+        return {id(x): x for x in gc.get_objects() if issubclass(type(x), Tensor)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
+@pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
+def test_a_pipeline_of_a_feature_is_freed(devices: list[Any], feature: str) -> None:
+    """With its stages, weights, devices and streams; and without its results, all tensors are."""
+    before = _live_tensors()
+    subject, kept = FEATURES[feature](devices)
+    held = _held(subject)
+    devices.clear()
+    del subject
+    assert _alive(held) == []
+    del kept
+    left = [tuple(x.shape) for key, x in _live_tensors().items() if key not in before]
+    assert left == []
+
+
+@pytest.mark.xfail(strict=True, reason="hooks in the model of a split stage refer to the stage")
+def test_a_pipeline_of_split_stages_is_freed(devices: list[Any]) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    stages = px.split(model, 2, sample=torch.zeros(4, 16))
+    subject, _ = _used(devices, _graph(), stages)
+    held = _held(subject)
+    devices.clear()
+    del subject, stages, model
+    assert _alive(held) == []
 
 
 class Raises(nn.Linear):

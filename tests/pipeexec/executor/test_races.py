@@ -3,6 +3,7 @@
 On the stand-in for CUDA: torch's sanitizer, fed with its events and waits, says what is ordered.
 Where each replica of a stage is on a separate GPU, parameters do not show it on the stand-in, for
 which all memory is the host's; so graphs with replicas run on slices of one GPU alone.
+`test_feature_races.py` has experts, offloaded activations, evaluations and others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 import torch
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from gpipe_models import Pop, Stash
-from sanitizing import Sanitizer, pipeline_on_slices, sanitized
+from sanitizing import check, pipeline_on_slices, sanitized
 from small_pipelines import Faulty, cut, data, dense, mse, sgd
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from pipeexec.gpipe.skip import Namespace
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 #: Schedules that need more than 2 devices or 4 micro-batches: devices, micro-batches.
 SIZES = {"dualpipe": (4, 8), "chimera": (4, 4)}
@@ -49,13 +50,6 @@ def run_steps(subject: px.Pipeline, n: int = 2) -> None:
     """Run one step after another: the second writes memory that the first released."""
     for seed in range(n):
         assert subject.step(*data(16, seed=seed)).timeline.complete
-
-
-def check(watch: Sanitizer) -> None:
-    """Check that nothing was found, and that there was something to look at."""
-    assert not watch.races, watch.races
-    assert not watch.freed, watch.freed
-    assert watch.n_kept
 
 
 # Pipelines
