@@ -48,6 +48,11 @@ def check_partition(partition: object, split: object, name: str) -> bool:
     """
     is_number = isinstance(split, Integral)
     if partition is not None:
+        if isinstance(partition, list | tuple | np.ndarray):
+            raise ArgumentError(
+                f'partition must be "even" or "balanced", got {partition!r:.60}; give the layers '
+                f"of each stage as {name}, in place of the number of stages"
+            )
         check_name("partition", partition, get_args(LayerPartition))
         if not is_number:
             raise ArgumentError(
