@@ -79,7 +79,11 @@ def load_rows(
 
 def all_rows(folder: Path, prefix: str, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return all rows, table after table; as `load_rows`."""
-    numbers = torch.arange(sum(manifest["rows"][prefix]["n_rows"]))
+    total, specs = sum(manifest["rows"][prefix]["n_rows"]), manifest["tensors"]["rows"]
+    saved = [spec[0][0] for key, spec in specs.items() if key.startswith(f"{prefix}numbers@")]
+    if sum(saved) != total:  # before there is memory for as many rows as the manifest tells
+        raise _lacks_rows(folder, prefix)
+    numbers = torch.arange(total)
     return _selected(folder, prefix, numbers, manifest)
 
 
@@ -109,7 +113,11 @@ def _selected(
                 columns[name] = rows.new_zeros(len(numbers), *rows.shape[1:])
             columns[name][target] = rows[is_own]
     if n_rows != int((numbers >= 0).sum()):
-        raise CheckpointError(
-            f"the checkpoint {folder} lacks rows of {prefix}weight; give another checkpoint"
-        )
+        raise _lacks_rows(folder, prefix)
     return columns
+
+
+def _lacks_rows(folder: Path, prefix: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} lacks rows of {prefix}weight; give another checkpoint"
+    )

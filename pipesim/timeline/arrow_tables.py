@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import PipeError, TimelineError
+from pipesim.errors import CapacityError, PipeError, TimelineError
 from pipesim.timeline.task_rows import INTEGERS, SECONDS_AND_BYTES, SETTINGS, from_rows, to_rows
-from pipesim.timeline.timeline import Timeline
+from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.extras import import_extra
-from pipesim.utils.files import check_path, read_bytes, write_whole
+from pipesim.utils.files import check_content, check_path, read_bytes, write_whole
 from pipesim.utils.texts import checksum_mismatch, parse_json
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["arrow_table", "load", "save"]
 
+_WHAT = "a timeline from"
+#: Columns that are read.
+_ALL = {*COLUMNS, *INTEGERS, *SECONDS_AND_BYTES}
 #: First and last bytes of a Parquet file.
 _MAGIC = b"PAR1"
 #: Key of our JSON in the metadata of a schema.
@@ -82,12 +85,14 @@ def save(timeline: Timeline, path: Path | str) -> None:
 def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
     """Read a timeline from a Parquet file; see `Timeline.load`."""
     path = check_path("path", path)
-    data = read_bytes(path, "a timeline from", TimelineError)
+    data = read_bytes(path, _WHAT, TimelineError)
     import_extra("pyarrow", "parquet", "a Parquet file")
     try:
         _check_bytes(data)
-        rows, settings = _decoded(data)
+        rows, settings = _decoded(data, path)
         return from_rows(rows, settings, costs=costs, name=name or path.stem)
+    except CapacityError:
+        raise
     except (PipeError, ValueError) as error:
         raise TimelineError(f"{path} is no whole timeline: {error}") from error
 
@@ -109,28 +114,77 @@ def _check_bytes(data: bytes) -> None:
         raise TimelineError(checksum_mismatch("it", "write the changed table as CSV"))
 
 
-def _decoded(data: bytes) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the table and the settings in the bytes of a file."""
+def _decoded(data: bytes, path: Path) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return the table and the settings in the bytes of a file.
+
+    Few bytes may be many rows, and a row may have a long text. So the sizes are checked before
+    anything is decoded, and those of texts before they are repeated.
+    """
     import pandas as pd
 
     pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
     pa = import_extra("pyarrow", "parquet", "a Parquet file")
     try:
-        table = pq.read_table(pa.BufferReader(data))
-        columns = {name: _values(pa, name, table.column(name)) for name in table.column_names}
+        metadata = pq.read_metadata(pa.BufferReader(data))
+        names = _checked_columns(pa, metadata.schema.to_arrow_schema())
+        check_content(_decoded_bytes(metadata, names), path, _WHAT)
+        texts = [name for name in names if name not in (*INTEGERS, *SECONDS_AND_BYTES)]
+        with pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts) as file:
+            table = file.read(columns=names)
+        columns = {name: _values(pa, name, table.column(name), path) for name in names}
+    except CapacityError:
+        raise
+    except MemoryError as error:  # also that of pyarrow
+        raise CapacityError(
+            f"cannot read {_WHAT} {path}: it does not fit in memory; give a smaller file, or run "
+            "where there is more memory"
+        ) from error
     except (pa.ArrowException, OSError) as error:
         raise TimelineError(" ".join(str(error).split())) from error
     rows = pd.DataFrame(columns, index=pd.RangeIndex(table.num_rows, name="task"))
     return rows, _settings(table.schema.metadata or {})
 
 
-def _values(pa: Any, name: str, column: Any) -> Any:
+def _checked_columns(pa: Any, schema: Any) -> list[str]:
+    """Return the names of the columns to read; raise unless each has its type, once."""
+    names = [name for name in schema.names if name in _ALL]
+    for name in names:
+        kind = schema.field(schema.names.index(name)).type
+        wanted, is_valid = (
+            ("int32", pa.types.is_integer(kind))
+            if name in INTEGERS
+            else ("double", pa.types.is_floating(kind))
+            if name in SECONDS_AND_BYTES
+            else ("string", pa.types.is_string(kind))
+        )
+        if not is_valid or names.count(name) > 1:
+            raise TimelineError(f"column {name!r} has type {kind}, allowed is {wanted}, once")
+    return names
+
+
+def _decoded_bytes(metadata: Any, names: Sequence[str]) -> int:
+    """Return the bytes of some columns: 8 a value, or those of their pages if these are more."""
+    n_rows, n_bytes = metadata.num_rows, 0
+    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
+    for group in groups:
+        for place in range(group.num_columns):
+            column = group.column(place)
+            if column.path_in_schema in names:
+                n_bytes += max(8 * group.num_rows, column.total_uncompressed_size)
+    return max(n_bytes, 8 * n_rows * len(names))
+
+
+def _values(pa: Any, name: str, column: Any, path: Path) -> Any:
     """Return the values of a column as an array; raise `TimelineError` if one is missing."""
-    kinds = dict.fromkeys(INTEGERS, pa.int64()) | dict.fromkeys(SECONDS_AND_BYTES, pa.float64())
     if column.null_count:
         raise TimelineError(f"column {name!r} has no value in some rows")
-    values = column.cast(kinds.get(name, pa.string())).to_numpy()
-    return np.ascontiguousarray(values)
+    if name in INTEGERS or name in SECONDS_AND_BYTES:
+        kind = pa.int64() if name in INTEGERS else pa.float64()
+        return np.ascontiguousarray(column.cast(kind).to_numpy())
+    array = column.unify_dictionaries().combine_chunks()
+    texts, numbers = array.dictionary.to_pylist(), array.indices.to_numpy()
+    check_content(int(np.array([*map(len, texts), 0])[numbers].sum()), path, _WHAT)
+    return np.array([*texts, None], object)[numbers]
 
 
 def _settings(metadata: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TEMPORARY",
+    "check_content",
     "check_path",
     "check_target",
     "gunzip",
@@ -154,12 +155,27 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, kind: str) -> bytes:
         parts.append(part)
         room -= len(part)
     if not room:
+        check_content(limit + 1, path, kind)
+    return b"".join(parts)
+
+
+def check_content(nbytes: int, path: Path, kind: str) -> None:
+    """Raise `CapacityError` if content does not fit in memory; readers that decompress call it.
+
+    Parameters
+    ----------
+    nbytes
+        Bytes of the content, decompressed.
+    path, kind
+        As in `read_bytes`.
+    """
+    limit = available_memory() // _PER_BYTE
+    if nbytes > limit:
         raise CapacityError(
             f"cannot read {kind} {path}: it has more than {limit / 1e6:.4g} MB, and reading takes "
             f"up to {_PER_BYTE} times its size in memory; give a smaller file, or run where there "
             "is more memory"
         )
-    return b"".join(parts)
 
 
 def _check_regular(state: os.stat_result) -> None:

@@ -193,6 +193,30 @@ def test_an_error_leaves_the_older_checkpoint(
         assert px.read_checkpoint(tmp_path / "x")["n_steps"] == 1
 
 
+def test_a_failed_publication_restores_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two renames fails: the older checkpoint has its name, and nothing is left."""
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if source.name.endswith(".part"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "x")
+        p.step(*data(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(directory.os, "rename", refused)
+            with pytest.raises(CheckpointError, match=r"cannot write .*x: No space left on device"):
+                px.save_checkpoint(p, path)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                px.save_checkpoint(p, tmp_path / "new")
+        assert [file.name for file in tmp_path.iterdir()] == ["x"]
+        assert px.read_checkpoint(path)["n_steps"] == 1
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_between_two_renames(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

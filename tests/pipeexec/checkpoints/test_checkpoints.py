@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import pipeexec as px
 import pipesim as ps
 from pipesim.errors import ArgumentError, CheckpointError, ExecutionError
+from pipesim.utils.texts import CHECKSUM, checksum
 
 X, Y = data(16)
 
@@ -406,6 +409,13 @@ def test_rows_of_a_sharded_embedding(placement: str, tmp_path: Path) -> None:
         with pipeline(stages(other, 1), graph, mse, adam) as p:
             px.load_checkpoint(p, tmp_path / "x")
             assert float(p.step(keys, y).loss) == expected
+    manifest = json.loads((tmp_path / "x" / "checkpoint.json").read_text())
+    manifest["rows"]["0.embedding."]["n_rows"] = [10**15]
+    manifest[CHECKSUM] = checksum(manifest)
+    shutil.copytree(tmp_path / "x", tmp_path / "many")
+    (tmp_path / "many" / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"many lacks rows of 0\.embedding\.weight"):
+        px.read_checkpoint(tmp_path / "many")
     few = [px.EmbeddingStage(px.ShardedEmbedding([7, 4], 4)), stages("hash", 0)[1]]
     with pipeline(few, graph, mse, adam) as p, pytest.raises(
         CheckpointError, match=r"has tables of \[7, 3\] rows of 4 in the .* \[7, 4\] rows of 4 in"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from same_timelines import KINDS, same, timeline_of_kind
 from strategies import cases
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, TimelineError
+from pipesim.errors import ArgumentError, CapacityError, TimelineError
+from pipesim.timeline import arrow_tables
 from pipesim.timeline.task_rows import to_rows
+from pipesim.utils import files
 
 
 @pytest.fixture
@@ -106,7 +111,6 @@ def test_files_of_other_programs(path: Path) -> None:
 
 def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Write a file of ours whose columns or settings were changed before its checksum."""
-    from pipesim.timeline import arrow_tables
 
     def changed(timeline: ps.Timeline) -> tuple[pd.DataFrame, dict[str, str]]:
         rows, settings = to_rows(timeline)
@@ -130,7 +134,8 @@ def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> No
         ({"op": "X"}, r"task 0 \(.*\) names an unknown op"),
         ({"stream": "side"}, r"task 0 \(.*\) names an unknown stream"),
         ({"end": -1.0}, r"task 0 \(.*\) ends before it starts"),
-        ({"start": "soon"}, "soon"),
+        ({"start": "soon"}, "column 'start' has type string, allowed is double, once"),
+        ({"op": 1.0}, "column 'op' has type double, allowed is string"),
         ({"device": 99999}, "has no valid device"),
         ({"settings": {"hosts": "9"}}, "host"),
         ({"settings": {"rendezvous": "maybe"}}, "unknown rendezvous 'maybe'"),
@@ -143,14 +148,71 @@ def test_impossible_content(
     changes: dict[str, Any], message: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a file of ours cannot have is refused even with a checksum that matches."""
-    if changes == {"start": "soon"}:
-        others = ("end", "nbytes", "issued")
+    if changes in ({"start": "soon"}, {"op": 1.0}):
+        others = ("end", "nbytes", "issued", *({"op": 1, "start": 1} if "op" in changes else ()))
         monkeypatch.setattr("pipesim.timeline.arrow_tables.SECONDS_AND_BYTES", others)
         rewritten(path, monkeypatch, **changes)
         monkeypatch.undo()
     else:
         rewritten(path, monkeypatch, **changes)
     with pytest.raises(TimelineError, match=message):
+        ps.Timeline.load(path)
+
+
+def repeated(path: Path, n: int, **values: Any) -> None:
+    """Write a Parquet file of a few hundred kilobytes at most with ``n`` rows, in two groups."""
+    table = arrow_tables.arrow_table(timeline_of_kind("plain"))
+    fields = {field.name: field.type for field in table.schema}
+    columns = {}
+    for name, kind in fields.items():
+        value = pa.array([values.get(name, table.column(name)[0].as_py())])
+        if pa.types.is_dictionary(kind):
+            columns[name] = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), value)
+        else:
+            columns[name] = pa.array(np.full(n, value[0].as_py())).cast(kind)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False, compression="zstd") as writer:
+        for _ in range(2):
+            writer.write_table(pa.table(columns), row_group_size=n)
+        metadata = {"sha256": arrow_tables._NO_DIGEST, "settings": {}}
+        writer.add_key_value_metadata({"pipesim": json.dumps(metadata)})
+    data = bytes(sink.getvalue())
+    digest = hashlib.sha256(data).hexdigest()
+    path.write_bytes(data.replace(arrow_tables._NO_DIGEST.encode(), digest.encode()))
+
+
+@pytest.mark.parametrize(("n", "values"), [(500_000, {}), (5000, {"op": "F" * 100_000})])
+def test_few_bytes_that_are_many(
+    n: int, values: dict[str, Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the rows, or the texts of a row, are in memory; with a right checksum."""
+    repeated(path, n, **values)
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr(files, "available_memory", lambda: 10**9)
+    tracemalloc.start()
+    before = pa.total_allocated_bytes()
+    with pytest.raises(
+        CapacityError, match=r"a timeline from .*mine\.parquet: it has more than 62"
+    ):
+        ps.Timeline.load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * 10**7
+    assert pa.total_allocated_bytes() - before < 5 * 10**7
+    monkeypatch.setattr(files, "available_memory", lambda: 10**12)
+    if not values:
+        with pytest.raises(TimelineError, match="no whole timeline"):
+            ps.Timeline.load(path)
+
+
+def test_memory_that_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline_of_kind("plain").save(path)
+
+    def full(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr(pq, "ParquetFile", full)
+    with pytest.raises(CapacityError, match=r"mine\.parquet: it does not fit in memory; give a s"):
         ps.Timeline.load(path)
 
 
