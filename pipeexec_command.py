@@ -8,7 +8,11 @@ import sys
 def main() -> int:
     """Run the command, or say in one line how to install torch; return the exit status."""
     try:
-        from pipeexec.cli import main as run
+        try:
+            from pipeexec.cli import main as run
+        except KeyboardInterrupt:
+            print("pipeexec: interrupted", file=sys.stderr)
+            return 130
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

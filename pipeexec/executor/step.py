@@ -271,9 +271,9 @@ class Step:
     def readings(self, *, is_over: bool = True) -> Readings:
         """Return the events of the tasks; if the step ``is_over``, all events of its tasks are set.
 
-        The tasks of an abandoned step may still be running.
+        The tasks of a step that was abandoned or interrupted may still be running.
         """
-        may_be_running = self.abandoned or not is_over
+        may_be_running = self.has_stopped or not is_over
         return self.events.readings(self._issued_tasks, may_be_running=may_be_running)
 
     @property

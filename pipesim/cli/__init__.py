@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0; 2 after a mistake, with one line on stderr; 130 if interrupted; 141 if
-        the reader of the output has closed it.
+        Exit status: 0; 2 after a mistake, with one line on stderr; 130 after Ctrl-C, with one
+        line on stderr; 141 if the reader of the output has closed it.
     """
     verbose = False
     try:
@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
+        print("pipesim: interrupted", file=sys.stderr)
         return 130
     except (PipeError, OSError, MemoryError, OverflowError) as error:
         first, *more = str(error).splitlines() or [type(error).__name__]

@@ -35,10 +35,14 @@ def plan(args: argparse.Namespace) -> None:
         settings["noise"] = Noise(seed=0, task=LogNormal(settings["noise"]))
     model, cluster = _model(settings.pop("model")), _cluster(settings.pop("cluster"))
     plans = find_plans(model, cluster, n_best=n_best, **settings, progress=sys.stderr.isatty())
+    if not plans.complete and not len(plans):
+        raise KeyboardInterrupt  # before the first configuration was simulated
     write_plans(args.plot, plans)
     if args.csv:
         plans.to_csv(args.csv)
     print("\n\n".join([plans.summary(n_best), *_further(args, plans)]))
+    if not plans.complete:
+        raise KeyboardInterrupt
 
 
 def _further(args: argparse.Namespace, plans: Plans) -> list[str]:

@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from pipesim.errors import ArgumentError
+from pipesim.utils.interrupts import uninterrupted
 
 __all__ = ["EXTRAS", "import_extra", "install_command"]
 
@@ -48,7 +49,8 @@ def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> 
         If the package lacks a package of its own.
     """
     try:
-        return importlib.import_module(module)
+        with uninterrupted():
+            return importlib.import_module(module)
     except ImportError as error:
         problem = f"cannot be imported here: {error}"
         if isinstance(error, ModuleNotFoundError):

@@ -17,11 +17,12 @@ import zlib
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 import numpy as np
 
 from pipesim.errors import EngineWarning
+from pipesim.utils.interrupts import uninterrupted
 
 __all__ = ["Kernel", "available", "kernel"]
 
@@ -49,8 +50,9 @@ def _numba() -> Any:
     It fails, for example, if the release of numba does not support that of numpy.
     """
     try:
-        import numba
-        import numba.extending
+        with uninterrupted():
+            import numba
+            import numba.extending
     except Exception as error:  # raised by numba or by any of its imports
         warnings.warn(
             f"numba cannot be imported ({type(error).__name__}: {error}): loops run as plain "
@@ -64,13 +66,17 @@ def _numba() -> Any:
 
 
 def _jitted(function: Callable[P, T], numba: Any, options: dict[str, bool]) -> Callable[P, T]:
-    """Return a function that numba compiles at its first call."""
-    compiled: Callable[P, T]
+    """Return a function that numba compiles at its first call.
+
+    Ctrl-C waits for the compilation: numba would lose the types and functions that it registers.
+    """
+    compiled: Any
     try:
         compiled = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no writable cache folder: each process compiles anew
         compiled = numba.njit(nogil=True, **options)(function)
-    return compiled
+    compiled.compile = uninterrupted()(compiled.compile)
+    return cast("Callable[P, T]", compiled)
 
 
 class Kernel(Generic[P, T]):

@@ -46,6 +46,13 @@ def _signal(pid: int, number: signal.Signals) -> Callable[[], None]:
     return act
 
 
+def _interrupt_everyone() -> None:
+    """Send SIGINT to all ranks, as a terminal does, and take a while."""
+    for file in Path(sys.argv[1]).glob("*.pid"):
+        os.kill(int(file.read_text()), signal.SIGINT)
+    time.sleep(0.5)
+
+
 def _compute() -> None:
     """Take two seconds in torch's code, which has released the interpreter's lock."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -87,7 +94,7 @@ def _act(failure: str, rank: int, n_ranks: int) -> Callable[[], None] | None:
         "stall": lambda: time.sleep(1000),
     }
     if failure == "interrupt everyone":
-        return _signal(pid, signal.SIGINT)
+        return _interrupt_everyone if is_last else None
     if failure == "kill the store":
         return _signal(pid, signal.SIGKILL) if rank == 0 else None
     if failure == "stage, while another computes" and not is_last:
@@ -151,6 +158,7 @@ def main(case: dict[str, Any]) -> int:
     rank = int(os.environ["RANK"])
     if "comput" in case["failure"]:
         sys.slow_end = _SlowEnd()  # type: ignore[attr-defined]  # freed last
+    (Path(sys.argv[1]) / f"{rank}.pid").write_text(str(os.getpid()))
     meet(Path(sys.argv[1]))
     try:
         _run(case, rank)

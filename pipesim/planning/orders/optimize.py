@@ -67,7 +67,8 @@ def optimize(
     (``pip install pipesim[optimal]``) and there are at most 6,000 tasks. With many micro-batches,
     fewer are ordered first, and a period of that order is repeated. The search ends as soon as an
     order meets the lower bound, if the search counts all costs. Ctrl-C ends it too, and the best
-    order so far is returned: at least one micro-batch after the other.
+    order so far is returned: at least one micro-batch after the other. ``lower_bound`` is 0 if
+    Ctrl-C came before the bound was computed.
 
     If micro-batches differ, their order is searched too. First orders take micro-batches in their
     own order and by length: the longest first, the shortest first, and the short ones at both ends.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -426,15 +427,21 @@ def test_a_stage_that_fails_is_told_in_a_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["validate", "run", "profile"])
 def test_an_interrupt_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(px.Pipeline, "step", interrupted)
-    assert main(["validate", *SMALL, "--results", str(tmp_path)]) == 130
-    assert capsys.readouterr().err.endswith("pipeexec: interrupted\n")
+    assert main([command, *SMALL, "--results", str(tmp_path)]) == 130
+    err = capsys.readouterr().err
+    assert err.endswith("pipeexec: interrupted\n")
+    assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 

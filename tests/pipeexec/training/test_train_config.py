@@ -18,6 +18,7 @@ from ranks import environment, free_port, run_to_end
 
 import pipeexec as px
 from pipeexec.cli import main
+from pipeexec.training import interrupts
 from pipeexec.training.config.text_data import TextBatches, text_files
 
 CONFIG = """
@@ -165,6 +166,29 @@ class TestRuns:
         resumed = losses(folder)
         assert main(["train", path, "--fresh"]) == 0
         assert losses(folder) == resumed
+
+    @pytest.mark.parametrize("is_second", [False, True])
+    def test_ctrl_c_ends_it_with_130(
+        self,
+        is_second: bool,
+        folder: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """At once, or after the step that runs; without a traceback."""
+        step = px.Pipeline.step
+
+        def interrupted(*arguments: Any) -> Any:
+            for _ in range(1 + is_second):
+                signal.raise_signal(signal.SIGINT)
+            return step(*arguments)
+
+        monkeypatch.setattr(interrupts, "_COPIES", 0.0)
+        monkeypatch.setattr(px.Pipeline, "step", interrupted)
+        assert main(["train", write(folder)]) == 130
+        last = capsys.readouterr().err.splitlines()[-1]
+        expected = "  interrupted after step 1: the same command continues"
+        assert last == ("pipeexec: interrupted" if is_second else expected)
 
     def test_other_settings_are_refused(
         self, folder: Path, capsys: pytest.CaptureFixture[str]

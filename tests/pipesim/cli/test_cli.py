@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -442,12 +443,37 @@ def test_long_errors_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--verbose" not in err
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-batch", "8"]
 
-    monkeypatch.setattr(pipesim.sweeps.settings, "predict_timeline", interrupt)
-    assert main(["simulate", "1f1b", *BASE]) == 130
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["simulate", "1f1b", *BASE], "sweeps.settings.predict_timeline"),
+        (["compare", "1f1b", "gpipe", *BASE], "sweeps.settings.predict_timeline"),
+        (["sweep", "1f1b", "gpipe", *BASE], "cli.commands.run_rows"),
+        (["calibrate", "steps.csv", "--gpu", "h100"], "models.gpu.GPU.fit"),
+        (PLAN, "planning.configurations.evaluator.Evaluator.evaluate"),
+        (PLAN, "planning.configurations.search_stages.refined"),
+        (["demo-page"], "cli.gallery.run"),
+    ],
+)
+def test_ctrl_c_ends_every_command_with_130(
+    arguments: list[str],
+    place: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line says so, after the results that there are."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"pipesim.{place}", interrupt)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err == "pipesim: interrupted\n"
 
 
 # As a process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import warnings
@@ -45,6 +46,77 @@ def doubled() -> Kernel[..., Any]:
 def is_compiled(kernel: Kernel[..., Any]) -> bool:
     """Whether numba has it."""
     return hasattr(kernel._compiled, "py_func")
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys, warnings
+import numpy as np, pipesim as ps
+from pipesim.utils import jit
+
+warnings.simplefilter("error")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+schedule = ps.schedule("1f1b", 4, 8)
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "numba.core.typing":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+kernel = ps.simulation.engines.one_pass.one_pass
+for _ in range(2):
+    try:
+        kernel.compile()
+    except KeyboardInterrupt:
+        print("interrupted")
+assert jit.available()
+timeline = ps.simulate(ps.lower(schedule), ps.Costs(1, 2))
+print(timeline.makespan, hasattr(kernel._compiled, "py_func"))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_numba_is_imported() -> None:
+    """It waits for the import; kernels can be compiled later in the same process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "interrupted\n33.0 True\n"), ended.stderr
+
+
+def test_ctrl_c_while_a_kernel_is_compiled() -> None:
+    """It waits for the compilation, so that numba keeps all that it has registered."""
+    event = pytest.importorskip("numba.core.event")
+
+    class Interrupt(event.Listener):
+        n_starts = 0
+
+        def on_start(self, _: object) -> None:
+            self.n_starts += 1
+            signal.raise_signal(signal.SIGINT)
+
+        def on_end(self, _: object) -> None:
+            pass
+
+    total = doubled()
+    total.compile()
+    compiled, listener = total._compiled, Interrupt()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    event.register("numba:compile", listener)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            total(np.ones(3))
+    finally:
+        event.unregister("numba:compile", listener)
+        signal.signal(signal.SIGINT, before)
+    assert listener.n_starts
+    assert len(compiled.signatures) == 1
+    assert total(np.ones(3)) == 6
 
 
 def test_plain_at_first() -> None:
