@@ -346,3 +346,10 @@ def test_uniform_split_is_optimal(
     assert sizes is not None
     allowed = [x for x in splits(n_layers, p) if all(n > 0 for n in x[1:-1])]
     assert math.isclose(busiest(sizes), min(map(busiest, allowed)))
+
+
+def test_chunks_of_a_device_share_its_layers() -> None:
+    """Stages 0 and 3 of a V are on one device: the one with the head or the embedding has fewer."""
+    head, embedding = DeviceSeconds(1.0, 0.0, 2.0), DeviceSeconds(1.0, 2.0, 0.0)
+    assert uniform_split([0, 1, 1, 0], [head] * 2, 10) == (3, 3, 3, 1)
+    assert uniform_split([0, 1, 1, 0], [embedding] * 2, 10) == (1, 3, 3, 3)
