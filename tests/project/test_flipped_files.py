@@ -27,6 +27,7 @@ from small_pipelines import mse
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.training.config.read_config import read_config
 from pipesim.errors import PipeError
 from pipesim.sweeps.settings import cases, read_grid, run
 
@@ -80,6 +81,23 @@ recompute = "never"
 [grid]
 microbatches = [4, 8]
 """
+TORCHTITAN = """\
+[training]
+local_batch_size = 8
+[parallelism]
+data_parallel_shard_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "full"
+"""
+LOG = """\
+step,epoch,loss,seconds
+1,0,2.125,0.5
+2,0,1.75,0.25
+3,1,1.5,0.3125
+"""
+TRAINING = ROOT / "docs" / "examples" / "train_gpt" / "config.toml"
 
 
 @dataclass(frozen=True)
@@ -223,6 +241,21 @@ KINDS = {
     "settings TOML": Kind(
         written("x.toml", lambda path: path.write_text(SETTINGS)),
         lambda f: settings(f / "x.toml"),
+        by_users=True,
+    ),
+    "settings of torchtitan": Kind(
+        written("x.toml", lambda path: path.write_text(TORCHTITAN)),
+        lambda f: str(ps.read_torchtitan(f / "x.toml", n_layers=8, n_gpus=8)),
+        by_users=True,
+    ),
+    "configuration of a training": Kind(
+        written("x.toml", lambda path: shutil.copy(TRAINING, path)),
+        lambda f: read_config(f / "x.toml").sections,
+        by_users=True,
+    ),
+    "log of a training": Kind(
+        written("log.csv", lambda path: path.write_text(LOG)),
+        lambda f: px.TrainingRun.load(f).table.to_csv(),
         by_users=True,
     ),
     "trace of torch.profiler": Kind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.configurations.refinement import _moves
 from pipesim.planning.configurations.search import evaluate
 from pipesim.planning.configurations.search_space import SearchSpace
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
@@ -346,3 +348,27 @@ def test_uniform_split_is_optimal(
     assert sizes is not None
     allowed = [x for x in splits(n_layers, p) if all(n > 0 for n in x[1:-1])]
     assert math.isclose(busiest(sizes), min(map(busiest, allowed)))
+
+
+def test_chunks_of_a_device_share_its_layers() -> None:
+    """Stages 0 and 3 of a V are on one device: the one with the head or the embedding has fewer."""
+    head, embedding = DeviceSeconds(1.0, 0.0, 2.0), DeviceSeconds(1.0, 2.0, 0.0)
+    assert uniform_split([0, 1, 1, 0], [head] * 2, 10) == (3, 3, 3, 1)
+    assert uniform_split([0, 1, 1, 0], [embedding] * 2, 10) == (1, 3, 3, 3)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (0, 3, 1), (1, 1), (4, 2, 2, 1)])
+@pytest.mark.parametrize("least_at_ends", [0, 1])
+def test_moves_of_single_layers(sizes: tuple[int, ...], least_at_ends: int) -> None:
+    """All moves to a stage that is no larger; a stage in the middle keeps a layer."""
+    expected, last = set(), len(sizes) - 1
+    for source, target in itertools.permutations(range(len(sizes)), 2):
+        keeps = least_at_ends if source in (0, last) else 1
+        if sizes[source] > keeps and sizes[target] <= sizes[source]:
+            moved = list(sizes)
+            moved[source] -= 1
+            moved[target] += 1
+            expected.add(tuple(moved))
+    moves = list(_moves(sizes, least_at_ends))
+    assert len(moves) == len(set(moves))
+    assert set(moves) == expected

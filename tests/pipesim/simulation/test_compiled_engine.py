@@ -338,6 +338,23 @@ def test_reduction_without_overlap(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("shortest", "starts"), [(0.0, 4), (4.0, 7)])
+def test_collective_with_a_member_of_no_time_holds_nothing(
+    name: str, shortest: float, starts: int
+) -> None:
+    """Stage 1's reduction is there at 3, stage 0's at 4: both hold the NICs of their nodes."""
+    nodes = ps.Nodes(2, nic_bandwidth=1, n_nics=1)
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2, step="none")
+    tasks = ps.Costs(1, 1, parameter_bytes=2, network=ps.Network(nodes=nodes)).of(graph)
+    is_reduction = graph.op == Op.REDUCE_GRAD
+    duration = np.where(is_reduction, 4.0, tasks.duration)
+    duration[is_reduction & (graph.stage == 1) & (graph.replica == 0)] = shortest
+    timeline = ps.simulate(graph, replace(tasks, drawn=duration), engine=name)
+    assert timeline.start[is_reduction & (graph.stage == 1)].tolist() == [3, 3]
+    assert timeline.start[is_reduction & (graph.stage == 0)].tolist() == [starts, starts]
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_step_waits_for_the_reduction_of_its_stage(name: str) -> None:
     """Device 3, which holds stage 1 of the second replica, takes twice as long."""
     graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2)

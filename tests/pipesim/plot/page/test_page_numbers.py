@@ -185,3 +185,28 @@ def test_changes_are_those_of_costs(
             np.testing.assert_allclose(end, expected, rtol=1e-12)
         else:
             np.testing.assert_array_equal(end, expected, err_msg=str(change))
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_rendezvous_waits_for_the_host_of_the_receiver(
+    ask: Callable[[bytes], Any], slow: int
+) -> None:
+    """A RECV that no host has issued yet is not reached, although its stream is free."""
+    graph = ps.lower(ps.schedule("1f1b", 3, 4), rendezvous=True, hosts="per_device")
+    launch = tuple(2.0 if stage == slow else 0.125 for stage in range(3))
+    costs = ps.Costs(1.0, 2.0, output_bytes=3.0, launch=launch, network=NETWORK)
+    timeline = ps.simulate(graph, costs)
+    answer = read(ask, timeline)
+    check(timeline, answer)
+    assert answer["simulated"]["start"] == timeline.start.tolist()
+    assert answer["simulated"]["reason"] == last_waits(timeline).reason.tolist()
+
+
+def test_gaps_of_tasks_that_overlap(ask: Callable[[bytes], Any]) -> None:
+    """A task that ends before the one before it begins no gap, as in measured times."""
+    timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 1, 2), step="none"), ps.Costs(1.0, 1.0))
+    start, end = np.array([0.0, 1.0, 3.0, 7.0]), np.array([5.0, 2.0, 4.0, 8.0])
+    overlapping = replace(timeline, start=start, end=end)
+    answer = read(ask, overlapping)
+    check_gaps(overlapping, answer["gaps"])
+    assert [(gap["since"], gap["until"]) for gap in answer["gaps"]] == [(5.0, 7.0)]
