@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
 from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +43,7 @@ MOST_TASKS = 200_000
 def compare(
     timelines: Mapping[str, Timeline],
     *,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
     to_html: Path | str | None = None,
 ) -> pd.DataFrame:
     """Return one row a timeline, in the given order.
