@@ -351,11 +351,11 @@ class Cluster:
             return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs"
         size, count = self.gpus_per_node, self.n_gpus // self.gpus_per_node
         share = self._network.nominal_share
-        share = "" if share is None else f", {share:.3g} of nominal"
+        of_nominal = "" if share is None else f", {share:.3g} of nominal"
         text = f"{gpus}: {count} node{'s' * (count > 1)} of {size} GPUs"
         return (
             f"{text}, {nodes.port_bandwidth / 1e9:g} GB/s inside a node, "
-            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC{share}"
+            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC{of_nominal}"
         )
 
     def _check_nodes(self) -> None:

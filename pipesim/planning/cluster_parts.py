@@ -200,7 +200,7 @@ def checked_share(name: str, value: object) -> float:
 
 
 def groups_of_nodes(
-    machine: Any, n_gpus: int | None, gpu: GpuLike | None, memory: float | None
+    machine: Any, n_gpus: int | None, gpu: GpuLike | None, memory: Bytes | None
 ) -> tuple[NodeGroup, ...]:
     """Return the nodes of a cluster, whose GPUs have memory."""
     return _with_memory(_groups(machine, n_gpus, gpu), memory)
