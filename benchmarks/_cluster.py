@@ -7,7 +7,7 @@ Units. A device of the simulation is a tensor-parallel group of 8 GPUs, which is
 Bytes of ``ps.Transformer.costs`` are those of one GPU of the group, so bandwidth must be that of
 one GPU's NIC, 50 GB/s: all 8 GPUs send and reduce their shares at the same time, each through its
 own NIC. Bytes and bandwidth of the whole node, 8 times each, give the same seconds; mixing the two
-would be wrong by a factor of 8. ``Network.preset("dgx_h100", gpus_per_device=8)`` is like that.
+would be wrong by a factor of 8. ``Network.preset("dgx_h100", 1.0, 8)`` is like that.
 
 All-reduce of a stage of 8 layers, by hand: a layer has ``h(2h + 2k) + 3hf + 2h`` = 3.188e9
 parameters (h = 16384, k = 1024, f = 53248), so a GPU brings 8 layers / 8 GPUs * 2 bytes =
@@ -67,7 +67,7 @@ def network(ps: Any, kind: str) -> Any:
     ``"nics"``: one NIC each way a device, which its messages in both directions of the pipeline
     share. ``"links"``: the same speed, one link for each pair, so that none is ever shared.
     """
-    preset = ps.Network.preset("dgx_h100", gpus_per_device=TENSOR_PARALLEL)
+    preset = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=TENSOR_PARALLEL)
     if kind == "links":
         return ps.Network(latency=preset.nodes.nic_latency, bandwidth=preset.nodes.nic_bandwidth)
     return preset
@@ -129,7 +129,7 @@ def size_lines(ps: Any, result: dict[str, float]) -> list[str]:
     gpus = int(result["devices"]) * TENSOR_PARALLEL
     nbytes, n = price.per_stage("parameter_bytes", N_STAGES)[1], N_REPLICAS
     members = range(1, N_STAGES * n, N_STAGES)
-    nic = ps.Network.preset("dgx_h100").nodes
+    nic = ps.Network.preset("dgx_h100", 1.0).nodes
     by_hand = 2 * (n - 1) / n * nbytes / nic.nic_bandwidth + 2 * (n - 1) * nic.nic_latency
     n_parameters = llama(ps).n_parameters
     return [

@@ -20,6 +20,7 @@ from pipesim.analysis.matched_tasks import matching_rows, with_rows_of
 from pipesim.errors import ArgumentError, CostsWarning
 from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +48,7 @@ MOST_TASKS = 200_000
 def compare(
     timelines: Mapping[str, Timeline],
     *,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
     to_html: Path | str | None = None,
 ) -> pd.DataFrame:
     """Return one row a timeline, in the given order.

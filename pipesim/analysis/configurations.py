@@ -166,7 +166,7 @@ class Configuration:
         n_stages, placement = len(self.settings["layers_per_stage"]), self.schedule.placement
         if n_stages == placement.n_stages:
             return costs
-        return costs.in_chunks(placement)  # raises unless they are those of devices
+        return costs.in_chunks(placement, "device")  # raises unless they are those of devices
 
 
 def configuration(timeline: Timeline) -> Configuration:
@@ -236,7 +236,7 @@ def _suited(costs: Costs, old: Schedule, new: Schedule) -> Costs:
         return costs
     if old.n_stages != old.n_devices:
         costs = _of_devices(costs, old.placement)
-    return costs if new.n_stages == new.n_devices else costs.in_chunks(new.placement)
+    return costs if new.n_stages == new.n_devices else costs.in_chunks(new.placement, "device")
 
 
 def _of_devices(costs: Costs, placement: Placement) -> Costs:

@@ -36,8 +36,9 @@ class Calibration:
     gpu
         GPU with the fitted constants. The others are those that it started from.
     network_efficiency
-        Share of the network's bandwidths that messages reach; if it was not fitted, that of the
-        file of the GPU to start from, or 1.
+        Share of the network's bandwidths that messages reach, for the name of a machine of its
+        nominal ones; if it was not fitted, that of the file of the GPU to start from, or that of
+        `Network.preset`, and 1 for a network.
     network_latency
         Factor of the network's latencies; likewise.
     constants

@@ -13,7 +13,7 @@ import numpy as np
 from pipesim.calibration.least_squares import Floats
 from pipesim.errors import ArgumentError, check_list, check_name, check_type
 from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu_files import gpu_table, has_gpu_table
+from pipesim.models.gpu_files import fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.presets import MACHINES
 
@@ -45,8 +45,8 @@ class Constants:
         Name of a machine, a network, or None for messages that take no time. A network of single
         GPUs is grouped for rows with tensor parallelism.
     factors
-        Start of the factors of the network's bandwidths and of its latencies, from the file of the
-        GPU where the network is the name of a machine.
+        Start of the factors of the network's bandwidths and of its latencies. For the name of a
+        machine, the first is its share of nominal bandwidths, and both may be from a GPU's file.
     """
 
     names: tuple[str, ...]
@@ -121,7 +121,7 @@ class Constants:
             return None
         network = self.network
         if isinstance(network, str):
-            network = Network.preset(network)
+            network = Network.preset(network, 1.0)
         if efficiency != 1 or latency != 1:
             network = network.scaled(latency=latency, bandwidth=efficiency)
         if network.nodes is None or network.nodes.gpus_per_device > 1:
@@ -170,6 +170,7 @@ def chosen_constants(
         if name in _NETWORK and network is None:
             raise ArgumentError(f"constants has {name}, but there is no network; give one")
     factors = (1.0, 1.0)
-    if isinstance(network, str) and has_gpu_table(gpu):
-        factors = gpu_table(gpu)[1:]
+    if isinstance(network, str):
+        latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
+        factors = (fitted_preset(network, gpu).nominal_share or 1.0, latency)
     return Constants(tuple(free), start, network, factors)

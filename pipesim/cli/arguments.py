@@ -84,7 +84,12 @@ _FLAGS = (
         "bytes that a device may hold, such as 80e9 or 80GiB, or one number a device; by default "
         "the memory of the costs' GPU",
     ),
-    ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
+    (
+        "--per",
+        "stage|device|layers",
+        "what costs are of: a stage, all stages of a device together, or as many parts of the "
+        "model as devices, in order of its layers",
+    ),
 )
 #: Flag and help of settings that are true or false.
 _SWITCHES = (

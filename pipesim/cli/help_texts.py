@@ -21,7 +21,8 @@ A TOML file (--config) holds the same settings; arguments override it:
                             # exchange_work, prefetch_keys, sparse_grad_sync, offload, prefetch,
                             # shard_parameters, expert_layers, expert_replicas
   memory_limit = "80GiB"    # bytes that a device may hold, as a text or a number
-  per = "device"            # costs are of all that a device holds, however many stages
+  per = "device"            # costs are of all that a device holds, however many stages;
+                            # "layers": of as many parts of the model, in order of its layers
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage
   file = "costs.json"       # optional, beside this file; the keys below override it

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ from pipesim.costs.microbatch_costs import (
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.costs.workload import Workload, checked_workload
-from pipesim.errors import CostsError, check_count, check_name, check_type, number
+from pipesim.errors import CostsError, CostsWarning, check_count, check_name, check_type, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.network.network import ALL_REDUCE, Network
@@ -47,6 +48,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
+from pipesim.utils.units import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,6 +61,9 @@ __all__ = ["STAGE_FIELDS", "UNSHARED", "Costs", "replace_stages", "stage_fields"
 
 #: One value for all stages, one a stage, or one a stage and micro-batch.
 PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
+#: Parts that costs may be of, where schedules have several stages a device.
+Per = Literal["device", "layers"]
+PER = ("device", "layers")
 #: Field that a missing field takes its values from.
 _SUBSTITUTES = {
     "recompute": "forward",
@@ -563,19 +568,24 @@ class Costs:
             return None  # of no transformer, or no longer of these stages, as after `in_chunks`
         return write_layout(sizes)
 
-    def in_chunks(self, placement: Placement) -> Costs:
+    def in_chunks(self, placement: Placement, per: Per | None = None) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.
 
         With them, schedules with one and with several stages a device are compared for one model.
         The stages of a device share its seconds and bytes evenly, on the first path of a
-        bidirectional placement. ``launch``, ``output_bytes``, ``output_seconds``, the bytes of
-        workspaces, and bytes and seconds of one exchange of experts are not shared. ``segments``
-        become even.
+        bidirectional placement. A slow device is then slow in all its stages. Costs of slow
+        *layers*, such as those of a large vocabulary, need ``per="layers"``, which cuts the model.
+        ``launch``, ``output_bytes``, ``output_seconds``, the bytes of workspaces, and bytes and
+        seconds of one exchange of experts are not shared. ``segments`` become even.
 
         Parameters
         ----------
         placement
             Device of each stage, with as many devices as these costs have stages.
+        per
+            - ``"device"`` (the default): values are those of devices, as a device may be slow.
+            - ``"layers"``: values are those of as many equal parts of the model, in order of its
+              layers. Each part is cut evenly into consecutive stages, whatever device has them.
 
         Returns
         -------
@@ -586,12 +596,20 @@ class Costs:
         ------
         CostsError
             For a field with neither one value nor one a device, and for layers with experts that do
-            not divide among the stages of a device.
+            not divide among the stages of a device. For ``"layers"``, also if the devices do not
+            divide the stages.
         ArgumentError
             If ``placement`` is no `Placement`.
 
+        Warns
+        -----
+        CostsWarning
+            If devices have several stages and differ in their seconds, and ``per`` is not given:
+            slow devices and slow layers have different best schedules.
+
         See Also
         --------
+        pipesim.Layers.costs : Costs of stages cut from a table of layers.
         pipesim.Placement : Which device holds which stage.
         rebuilt : Costs of the same transformer, with other layers of stages.
 
@@ -603,11 +621,28 @@ class Costs:
         >>> costs = ps.Costs(forward=(2, 4), backward=(4, 8))
         >>> costs.in_chunks(ps.v_shaped(2)).forward
         (1.0, 2.0, 2.0, 1.0)
+
+        The second half of the model is slower, and has stages 2 and 3:
+
+        >>> costs.in_chunks(ps.v_shaped(2), per="layers").forward
+        (1.0, 1.0, 2.0, 2.0)
         """
         check_type("placement", placement, Placement)
+        n_stages, n_devices = placement.n_stages, placement.n_devices
+        if per is None and n_stages > n_devices:
+            self._warn_of_slow_devices()
+        by_layers = check_name("parts of costs", per or "device", PER) == "layers"
+        if by_layers and n_stages % n_devices:
+            raise CostsError(
+                f"per='layers' cuts {n_devices} parts of the model into {n_stages} stages, which "
+                "do not divide evenly; give costs of layers, as Layers.costs takes them"
+            )
         if self.n_microbatches is not None:
-            return each_microbatch(lambda costs: costs.in_chunks(placement), self)
+            known: Per = "layers" if by_layers else "device"
+            return each_microbatch(lambda costs: costs.in_chunks(placement, known), self)
         device = np.array(placement.device_of)
+        if by_layers:
+            device = np.arange(n_stages) * n_devices // n_stages
         n_sharing = np.bincount(device)[device]
         changed: dict[str, Any] = {}
         for name in stage_fields(self):
@@ -626,8 +661,21 @@ class Costs:
         if self.segments is not None:
             changed["segments"] = None  # shares of a device's stages are unknown
         if self.buckets is not None and len(self.buckets) == placement.n_devices:
-            changed["buckets"] = tuple(self.buckets[device] for device in placement.device_of)
+            changed["buckets"] = tuple(self.buckets[k] for k in device.tolist())
         return replace(self, **changed)
+
+    def _warn_of_slow_devices(self) -> None:
+        """Warn the caller of `in_chunks` if devices with several stages differ in seconds."""
+        names = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
+        values = [getattr(self, name) for name in names]
+        if any(isinstance(x, tuple) and len(set(x)) > 1 for x in values):
+            warnings.warn(
+                "the seconds of devices differ, and all stages of a slow device are slow; if "
+                "layers of the model are slow, give per='layers' (costs.in_chunks, sweeps and "
+                "--per), which cuts the model in order of its layers",
+                CostsWarning,
+                stacklevel=3,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out.
@@ -914,7 +962,7 @@ class Costs:
         *,
         partition: LayerPartition | None = None,
         placement: Placement | Schedule | TaskGraph | None = None,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: Bytes | Sequence[Bytes] | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:

@@ -11,10 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, CostsError, CostsWarning, check_count, number
+from pipesim.errors import ArgumentError, CostsError, CostsWarning, check_count
+from pipesim.list_scheduling.one_microbatch import activation_limits, one_microbatch_graph
+from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
+from pipesim.timeline.memory_limit import checked_memory_limit
 
 __all__ = ["check_weight_bytes", "checked_costs", "checked_in_flight", "checked_limits"]
+
+Floats = NDArray[np.float64]
 
 
 def checked_costs(costs: object) -> Costs:
@@ -55,19 +60,23 @@ def _is_positive(costs: Costs, name: str, n_stages: int) -> bool:
 
 
 def checked_limits(
+    activation_limit: object,
     memory_limit: object,
     placement: Placement,
-    f_bytes: NDArray[np.float64],
+    costs: Sequence[Costs],
+    f_bytes: Floats,
     class_of: NDArray[np.int64],
-) -> list[float]:
-    """Return the bytes that each device may hold.
+) -> Floats:
+    """Return the bytes of activations that each device may hold.
 
     Parameters
     ----------
-    memory_limit
-        The user's argument: one number, one a device, or None for no limit.
+    activation_limit, memory_limit
+        The user's arguments: bytes of activations, and all bytes; None for no limit.
     placement
         Which device holds which stage.
+    costs
+        Costs of each class of equal micro-batches.
     f_bytes
         Bytes that the F of a micro-batch takes; shape ``(n_classes, n_stages)``.
     class_of
@@ -78,50 +87,54 @@ def checked_limits(
     ArgumentError
         For a limit that is no number of bytes, and for one that is too small for a micro-batch.
     """
-    n_devices = placement.n_devices
-    values = [math.inf if memory_limit is None else memory_limit] * n_devices
-    if _is_several(memory_limit):
-        if len(memory_limit) != n_devices:
-            raise ArgumentError(
-                f"memory_limit has {len(memory_limit)} values for {n_devices} devices; "
-                "give one, or one a device"
-            )
-        values = list(memory_limit)
-    limits = []
-    for device, value in enumerate(values):
-        limit = number(value)
-        if limit is None or limit < 0:
-            raise ArgumentError(
-                f"memory_limit of device {device} must be bytes >= 0, got {value!r}; "
-                "give one number, or one a device"
-            )
-        limits.append(limit)
-        _check_fits(limit, device, placement, f_bytes, class_of)
+    n = placement.n_devices
+    limits = np.full(n, math.inf)
+    if activation_limit is not None:
+        limits = checked_memory_limit(activation_limit, n, "activation_limit")
+        _check_fits("activation_limit", limits, placement, f_bytes, class_of)
+    if memory_limit is not None:
+        total = checked_memory_limit(memory_limit, n)
+        graph = one_microbatch_graph(placement, (Op.F, Op.B))
+        room = activation_limits(graph, costs, memory_limit)
+        others = np.where(np.isfinite(total), total / (1 + costs[0].memory_reserve) - room, 0.0)
+        needed = _check_fits(
+            "memory_limit", total, placement, f_bytes, class_of, others, costs[0].memory_reserve
+        )
+        limits = np.minimum(limits, np.maximum(room, needed))  # rounding must leave one its room
     return limits
 
 
 def _check_fits(
-    limit: float,
-    device: int,
+    name: str,
+    limits: Floats,
     placement: Placement,
-    f_bytes: NDArray[np.float64],
+    f_bytes: Floats,
     class_of: NDArray[np.int64],
-) -> None:
+    others: Floats | float = 0.0,
+    reserve: float = 0.0,
+) -> Floats:
+    """Return the bytes of the largest micro-batch on each device, which must fit beside others."""
     path_of = placement.path_of(len(class_of))
-    for path, homes in enumerate(placement.paths):
-        stages = [stage for stage, home in enumerate(homes) if home == device]
-        nbytes = f_bytes[:, stages].sum(axis=1)[class_of]
-        nbytes[path_of != path] = -1.0
-        largest = int(nbytes.argmax())
-        needed = float(nbytes[largest])
-        if needed > limit * (1 + 1e-9):  # as `Admission` compares sums
-            names = ", ".join(map(str, stages))
-            which = "one micro-batch" if len(f_bytes) == 1 else f"micro-batch {largest}"
-            raise ArgumentError(
-                f"memory_limit of device {device} is {limit:.10g} bytes, but {which} takes "
-                f"{needed:.10g} there ({'stages' if len(stages) > 1 else 'stage'} {names}); "
-                f"give at least {needed:.10g}"
-            )
+    beside, largest_bytes = np.broadcast_to(others, len(limits)), np.zeros(len(limits))
+    for device, limit in enumerate(limits.tolist()):
+        for path, homes in enumerate(placement.paths):
+            stages = [stage for stage, home in enumerate(homes) if home == device]
+            nbytes = f_bytes[:, stages].sum(axis=1)[class_of]
+            nbytes[path_of != path] = -1.0
+            largest = int(nbytes.argmax())
+            largest_bytes[device] = max(largest_bytes[device], float(nbytes[largest]))
+            needed = float(nbytes[largest] + beside[device]) * (1 + reserve)
+            if needed > limit * (1 + 1e-9):  # as `Admission` compares sums
+                names = ", ".join(map(str, stages))
+                which = "one micro-batch" if len(f_bytes) == 1 else f"micro-batch {largest}"
+                where = f"{'stages' if len(stages) > 1 else 'stage'} {names}"
+                if beside[device] or reserve:
+                    where += ", with parameters, gradients, optimizer, workspace and reserve"
+                raise ArgumentError(
+                    f"{name} of device {device} is {limit:.10g} bytes, but {which} takes "
+                    f"{needed:.10g} there ({where}); give at least {needed:.10g}"
+                )
+    return largest_bytes
 
 
 def checked_in_flight(in_flight: object, n_stages: int) -> list[float]:

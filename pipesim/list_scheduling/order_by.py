@@ -26,6 +26,7 @@ from pipesim.list_scheduling.scheduler import list_orders, scheduled
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
+from pipesim.utils.units import Bytes
 
 __all__ = ["list_schedule", "order_by"]
 
@@ -36,7 +37,8 @@ def order_by(
     costs: Costs | None = None,
     *,
     priority: str | Priority = "backward_first",
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
+    activation_limit: Bytes | Sequence[Bytes] | None = None,
     in_flight: int | Sequence[int] | None = None,
     split_backward: bool = True,
     patience: float = 0.0,
@@ -79,8 +81,12 @@ def order_by(
           ordered, with the time at which it will be ready (s). It returns a number or a tuple of
           numbers, and the lowest goes first.
     memory_limit
-        Bytes of activations that a device may hold: one number, or one a device. None: no limit.
-        A W that makes room for an F takes the rank of that F.
+        All bytes that a device may hold, as in `pipesim.simulate`: one number, or one a device,
+        each also as ``"80GiB"``. None: no limit. Parameters, gradients, optimizer and the largest
+        workspace of the device are taken off. A W that makes room for an F takes the rank of that
+        F.
+    activation_limit
+        Bytes of activations alone that a device may hold, likewise.
     in_flight
         Most micro-batches between F and B (or I) on a stage: one number, or one a stage.
     split_backward
@@ -132,13 +138,15 @@ def order_by(
     >>> schedule == ps.schedule("1f1b", 3, 8)
     True
     """
-    if memory_limit is not None and isinstance(placement, Placement):
+    is_limited = memory_limit is not None or activation_limit is not None
+    if is_limited and isinstance(placement, Placement):
         user_costs = checked_costs(costs)
         if not np.any(user_costs.activation_bytes) and not np.any(user_costs.weight_grad_bytes):
             warnings.warn(
-                "memory_limit limits nothing: the costs have no activation_bytes; give them, such "
-                "as ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches "
-                "of a stage",
+                f"{'activation' if memory_limit is None else 'memory'}_limit limits nothing: the "
+                "costs have no activation_bytes; give them, such as "
+                "ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches of "
+                "a stage",
                 CostsWarning,
                 stacklevel=2,
             )
@@ -150,6 +158,7 @@ def order_by(
         costs,
         priority=priority,
         memory_limit=memory_limit,
+        activation_limit=activation_limit,
         in_flight=in_flight,
         split_backward=split_backward,
         patience=patience,
@@ -164,6 +173,7 @@ def list_schedule(
     *,
     priority: str | Priority = "backward_first",
     memory_limit: object = None,
+    activation_limit: object = None,
     in_flight: object = None,
     split_backward: bool = True,
     patience: float = 0.0,
@@ -188,8 +198,9 @@ def list_schedule(
         n_microbatches,
         checked_costs(costs),
         split_backward,
-        memory_limit,
+        activation_limit,
         in_flight,
+        memory_limit,
     )
     if microbatches is None:
         microbatches = microbatch_order(priority, problem)

@@ -65,7 +65,7 @@ class Problem(NamedTuple):
     has_equal_bytes
         Whether all F of a stage take as many bytes.
     limits
-        Bytes that each device may hold.
+        Bytes of activations that each device may hold.
     in_flight
         Most micro-batches between F and their B or I; one number a stage.
     """
@@ -96,10 +96,13 @@ def make_problem(
     n_microbatches: int,
     costs: Costs,
     split: bool,
-    memory_limit: object,
+    activation_limit: object,
     in_flight: object,
+    memory_limit: object = None,
 ) -> Problem:
     """Return the problem of these costs and limits; ``split``: I and W in place of B.
+
+    ``activation_limit`` is bytes of activations alone, and ``memory_limit`` all bytes of a device.
 
     Raises
     ------
@@ -149,7 +152,9 @@ def make_problem(
         f_bytes=of_actions(np.repeat(f_bytes, n_paths, axis=1)),
         w_bytes=of_actions(np.repeat(w_bytes, n_paths, axis=1)),
         has_equal_bytes=bool((f_bytes == f_bytes[0]).all()),
-        limits=np.array(checked_limits(memory_limit, placement, f_bytes, number), float),
+        limits=checked_limits(
+            activation_limit, memory_limit, placement, different, f_bytes, number
+        ),
         in_flight=np.array([min(x, n_microbatches + 1) for x in in_flight_of_stages], float),
     )
 

@@ -15,6 +15,7 @@ from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.gpu_files import gpu_table, has_gpu_table
 from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.size_checks import check_size, checked_value
+from pipesim.utils.units import in_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,6 +161,8 @@ class GPU:
     def __post_init__(self) -> None:
         for field, unit in {**_RATES, **_UNITS}.items():
             value = getattr(self, field)
+            if field == "memory":
+                value = in_bytes("memory", value)
             if value is not None or field not in _OPTIONAL:
                 checked = checked_value(field, value, unit, above_zero=field in _RATES)
                 object.__setattr__(self, field, checked)

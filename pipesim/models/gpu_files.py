@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from pipesim.errors import ArgumentError, check_name, number
+from pipesim.network.network import Network
+from pipesim.network.presets import EFFICIENCY
 from pipesim.utils.files import check_path, read_json
 
-if TYPE_CHECKING:
-    from pipesim.network.network import Network
-
-__all__ = ["GpuTable", "gpu_table", "has_gpu_table", "scaled_network"]
+__all__ = ["GpuTable", "fitted_preset", "gpu_table", "has_gpu_table"]
 
 #: Factors of a network in a file.
 _FACTORS = ("network_efficiency", "network_latency")
@@ -78,9 +77,27 @@ def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
     return GpuTable(table, *factors)
 
 
-def scaled_network(network: Network, gpu: GpuTable, *, efficiency: bool = True) -> Network:
-    """Return a network with the factors of a GPU's file; bandwidths stay without ``efficiency``."""
-    share = gpu.network_efficiency if efficiency else 1.0
-    if share == gpu.network_latency == 1:
-        return network
-    return network.scaled(latency=gpu.network_latency, bandwidth=share)
+def fitted_preset(
+    name: str, gpu: object, efficiency: float | None = None, gpus_per_device: int = 1
+) -> Network:
+    """Return the network of a machine, with the factors of a GPU's file.
+
+    Parameters
+    ----------
+    name, gpus_per_device
+        As for `Network.preset`.
+    gpu
+        A GPU in any form. Only the file of a fitted one, or its content, has factors.
+    efficiency
+        Share of the nominal bandwidths, in place of the file's; None for that of the file, or of
+        `Network.preset` where there is none: a file has 1 if none was fitted.
+    """
+    table = gpu_table(gpu) if has_gpu_table(gpu) else GpuTable({})
+    share = table.network_efficiency
+    if efficiency is not None or share == 1:
+        share = EFFICIENCY if efficiency is None else efficiency
+        network = Network.preset(name, share, gpus_per_device)
+    else:  # one that was fitted may exceed 1
+        network = Network.preset(name, 1.0, gpus_per_device).scaled(bandwidth=share)
+    latency = table.network_latency
+    return network if latency == 1 else network.scaled(latency=latency)

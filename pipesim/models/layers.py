@@ -41,6 +41,7 @@ from pipesim.models.splits.placed_split import Placed, placed_sizes
 from pipesim.models.splits.split_problem import LayerModel
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path
+from pipesim.utils.units import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -237,7 +238,7 @@ class Layers:
         *,
         partition: LayerPartition | None = None,
         placement: Placed | None = None,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: Bytes | Sequence[Bytes] | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -313,7 +314,7 @@ class Layers:
         *,
         partition: LayerPartition | None = None,
         placement: Placed | None = None,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: Bytes | Sequence[Bytes] | None = None,
         network: Network | None = None,
     ) -> tuple[int, ...]:
         """Return the layers of each stage.

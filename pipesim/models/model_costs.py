@@ -23,6 +23,7 @@ from pipesim.models.splits.stage_sizes import stage_sizes
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
+from pipesim.utils.units import Bytes
 
 __all__ = ["model_costs"]
 
@@ -41,7 +42,7 @@ def model_costs(
     flops_per_second: float | None,
     partition: LayerPartition | None,
     placement: Placed | None,
-    memory_limit: float | Sequence[float] | None,
+    memory_limit: Bytes | Sequence[Bytes] | None,
     optimizer_step: PerStage | None,
     launch: PerStage,
     network: Network | None,

@@ -40,6 +40,7 @@ from pipesim.models.experts.routing import UNIFORM, Routing, as_routing
 from pipesim.models.published_models import published_sizes
 from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.network.network import Network
+from pipesim.utils.units import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -804,7 +805,7 @@ class Transformer:
         slices: Slices = 1,
         partition: LayerPartition | None = None,
         placement: Placement | Schedule | TaskGraph | None = None,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: Bytes | Sequence[Bytes] | None = None,
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,

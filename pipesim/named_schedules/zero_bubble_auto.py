@@ -13,12 +13,14 @@ The paper calls the gradient of the input B; here it is I, as in torch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pipesim.costs.costs import Costs
+from pipesim.errors import CostsWarning
 from pipesim.list_scheduling.argument_checks import check_weight_bytes, checked_costs
 from pipesim.list_scheduling.changed_problems import with_equal_lengths
 from pipesim.list_scheduling.problem import make_problem
@@ -27,25 +29,54 @@ from pipesim.named_schedules.zero_bubble_variants import best_variant
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.units import Bytes
 
 __all__ = ["zb_1p", "zb_2p"]
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
 
-Limit = float | Sequence[float]
+Limit = Bytes | Sequence[Bytes]
 
 
 def _automatic_schedule(
-    name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
+    name: str,
+    p: int,
+    m: int,
+    costs: Costs | None,
+    memory_limit: Limit | None,
+    activation_limit: Limit | None,
+    factor: int,
 ) -> Schedule:
-    """Return the best order within the limit; by default that of ``factor * p`` micro-batches."""
+    """Return the best order within the limits; by default that of ``factor * p`` micro-batches."""
     equal_costs = with_equal_microbatches(checked_costs(costs), m)
     check_weight_bytes(equal_costs, p)
     counted = _with_bytes(equal_costs, p)
     held = counted.per_stage("activation_bytes", p)
+    if memory_limit is not None and not np.any(equal_costs.activation_bytes):
+        if activation_limit is None and not _has_static_bytes(equal_costs):
+            activation_limit, memory_limit = memory_limit, None
+            warnings.warn(
+                "memory_limit counts micro-batches here, as the costs have no bytes; give "
+                "activation_limit, which means the same: in the next release memory_limit is bytes",
+                FutureWarning,
+                stacklevel=5,
+            )
+        else:
+            warnings.warn(
+                "memory_limit limits no activations: the costs have no activation_bytes; give "
+                "them, or activation_limit as a number of micro-batches",
+                CostsWarning,
+                stacklevel=5,
+            )
+    is_free = activation_limit is None and (
+        memory_limit is None or not np.any(equal_costs.activation_bytes)
+    )
     with np.errstate(over="ignore", invalid="ignore"):  # `make_problem` refuses infinite sums
-        limits = factor * p * held if memory_limit is None else memory_limit
-        problem = make_problem(linear(p), m, counted, True, limits, None)
+        limits = factor * p * held if is_free else activation_limit
+        if is_free and memory_limit is not None:  # of parameters alone
+            make_problem(linear(p), m, equal_costs, True, None, None, memory_limit)
+            memory_limit = None
+        problem = make_problem(linear(p), m, counted, True, limits, None, memory_limit)
     times = costed_orders(linear(p), m, counted)
     # The order for F, I and W of equal length, which costs must not make worse.
     places = np.divide(problem.limits, held, out=np.full(p, math.inf), where=held > 0)
@@ -55,6 +86,12 @@ def _automatic_schedule(
     if costs is not None:
         order = best_variant(problem, times, times.score(order)) or order
     return times.schedule(order, name)
+
+
+def _has_static_bytes(costs: Costs) -> bool:
+    """Return whether costs have bytes of parameters, gradients or optimizers."""
+    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    return any(np.any(getattr(costs, name) or 0.0) for name in names)
 
 
 def _with_bytes(costs: Costs, p: int) -> Costs:
@@ -89,6 +126,7 @@ def zb_1p(
     n_microbatches: int,
     costs: Costs | None = None,
     memory_limit: Limit | None = None,
+    activation_limit: Limit | None = None,
 ) -> Schedule:
     """Build ZB-1p: as few bubbles as the memory of 1F1B allows.
 
@@ -114,9 +152,12 @@ def zb_1p(
         that differ between micro-batches, averages of seconds and the largest bytes count;
         `Schedule.with_microbatch_order` gives the order of micro-batches.
     memory_limit
+        All bytes that a device may hold, as in `pipesim.order_by`; None (the default) for the
+        limit of activations alone.
+    activation_limit
         Bytes of activations that a device may hold, one number or one a device; by default those
-        of ``n_devices`` micro-batches. If the costs have no ``activation_bytes``, the unit is
-        micro-batches, from F to W.
+        of ``n_devices`` micro-batches, unless there is a ``memory_limit``. If the costs have no
+        ``activation_bytes``, the unit is micro-batches, from F to W.
 
     Raises
     ------
@@ -126,9 +167,14 @@ def zb_1p(
     Warns
     -----
     CostsWarning
-        If the costs have ``activation_bytes`` and no ``weight_grad_bytes``.
+        If the costs have ``activation_bytes`` and no ``weight_grad_bytes``, or no bytes of
+        activations that a ``memory_limit`` could limit.
+    FutureWarning
+        For a ``memory_limit`` of costs without bytes, which still counts micro-batches.
     """
-    return _automatic_schedule("zb_1p", n_devices, n_microbatches, costs, memory_limit, 1)
+    return _automatic_schedule(
+        "zb_1p", n_devices, n_microbatches, costs, memory_limit, activation_limit, 1
+    )
 
 
 @register(
@@ -143,6 +189,7 @@ def zb_2p(
     n_microbatches: int,
     costs: Costs | None = None,
     memory_limit: Limit | None = None,
+    activation_limit: Limit | None = None,
 ) -> Schedule:
     """Build ZB-2p: twice the memory of 1F1B, and hardly a bubble.
 
@@ -157,7 +204,7 @@ def zb_2p(
 
     Parameters
     ----------
-    n_devices, n_microbatches, costs, memory_limit
+    n_devices, n_microbatches, costs, memory_limit, activation_limit
         As for `zb_1p`, but the limit is by default that of ``2 * n_devices`` micro-batches.
 
     Raises
@@ -170,4 +217,6 @@ def zb_2p(
     CostsWarning
         As for `zb_1p`.
     """
-    return _automatic_schedule("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)
+    return _automatic_schedule(
+        "zb_2p", n_devices, n_microbatches, costs, memory_limit, activation_limit, 2
+    )

@@ -38,6 +38,7 @@ from pipesim.network.host_link import HostLink, scaled_link
 from pipesim.network.link_tables import matrix_links, read_links
 from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
 from pipesim.network.node_collectives import Group, group_of_gpus, ring, tree
+from pipesim.network.presets import EFFICIENCY
 from pipesim.network.routes import Router, Routes
 from pipesim.network.sources import network_fields, preset_host, preset_nodes
 from pipesim.utils.files import check_path
@@ -80,6 +81,10 @@ class Network:
     host
         Link of each device to the memory of its host, a `HostLink`, over which activations are
         offloaded and reloaded; None (the default) for none.
+    nominal_share
+        Share of the nominal bandwidths of a machine that these bandwidths are, the ``efficiency``
+        of `preset`; None (the default) if unknown. No time depends on it: bandwidths are those
+        that messages reach. `pipesim.Cluster` needs it to take another efficiency.
 
     Raises
     ------
@@ -120,6 +125,7 @@ class Network:
     links: tuple[Link, ...] = ()
     nodes: Nodes | None = None
     host: HostLink | None = None
+    nominal_share: float | None = None
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
@@ -136,6 +142,13 @@ class Network:
         if len(set(pairs)) < len(pairs):
             twice = min(pair for pair, count in Counter(pairs).items() if count > 1)
             raise NetworkError(f"pair {twice} is on more than one link; name it once")
+        if self.nominal_share is not None:
+            share = number(self.nominal_share)
+            if share is None or not 0 < share < math.inf:
+                raise NetworkError(
+                    f"nominal_share must be a finite share above 0, got {self.nominal_share!r}"
+                )
+            object.__setattr__(self, "nominal_share", share)
         if self.nodes is None:
             return
         if not isinstance(self.nodes, Nodes):
@@ -342,7 +355,7 @@ class Network:
         Examples
         --------
         >>> import pipesim as ps
-        >>> network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+        >>> network = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=8)
         >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 14 steps of 3.4 us
         1.8
         """
@@ -378,7 +391,7 @@ class Network:
         Examples
         --------
         >>> import pipesim as ps
-        >>> network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+        >>> network = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=8)
         >>> round(network.group_all_gather(450e6, 8) * 1e3, 2)  # 7/8 ms and 7 steps of 3.4 us
         0.9
         """
@@ -652,10 +665,15 @@ class Network:
             for link in self.links
         )
         host = None if self.host is None else scaled_link(self.host, latency, bandwidth)
-        return Network(self.latency * latency, self.bandwidth * bandwidth, links, nodes, host)
+        share = None if self.nominal_share is None else self.nominal_share * bandwidth
+        if share is not None and not 0 < share < math.inf:
+            share = None
+        return Network(
+            self.latency * latency, self.bandwidth * bandwidth, links, nodes, host, share
+        )
 
     @classmethod
-    def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:
+    def preset(cls, name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> Network:
         """Return the network of a common machine; `pipesim.machines` lists them.
 
         Parameters
@@ -663,7 +681,8 @@ class Network:
         name
             Such as ``"dgx_h100"``.
         efficiency
-            Share of the nominal bandwidths that messages reach, above 0 and at most 1.
+            Share of the nominal bandwidths that messages reach, above 0 and at most 1; 0.7 by
+            default, everywhere. Published steps are predicted with it.
         gpus_per_device
             GPUs that act as one device, such as a tensor-parallel group; more than a node has for
             groups over several nodes. Bytes are then those of one GPU, as in `Costs.transformer`,
@@ -672,7 +691,7 @@ class Network:
         Returns
         -------
         Network
-            Its ``nodes`` and ``host`` are set; it fits any number of devices.
+            Its ``nodes``, ``host`` and ``nominal_share`` are set; it fits any number of devices.
 
         Raises
         ------
@@ -700,6 +719,7 @@ class Network:
         return cls(
             nodes=preset_nodes(name, efficiency, gpus_per_device),
             host=preset_host(name, efficiency, gpus_per_device),
+            nominal_share=efficiency,
         )
 
     @classmethod
@@ -791,7 +811,8 @@ class Network:
         Returns
         -------
         dict
-            Latencies in seconds, bandwidths in bytes a second. ``nodes`` and ``host`` only if set.
+            Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host`` and
+            ``nominal_share`` only if set.
 
         See Also
         --------
@@ -805,12 +826,14 @@ class Network:
         """
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         host = {} if self.host is None else {"host": self.host.to_dict()}
+        share = {} if self.nominal_share is None else {"nominal_share": self.nominal_share}
         return {
             "latency": self.latency,
             "bandwidth": bandwidth_to_json(self.bandwidth),
             "links": [link.to_dict() for link in self.links],
             **nodes,
             **host,
+            **share,
         }
 
     @classmethod
@@ -818,7 +841,7 @@ class Network:
         """Return the network in a mapping such as `to_dict` returns.
 
         ``preset = "dgx_h100"`` stands for the nodes of a machine. The keys ``efficiency`` and
-        ``gpus_per_device`` may accompany it; they are those of `preset`.
+        ``gpus_per_device`` may accompany it; they are those of `preset`, with its defaults.
 
         Parameters
         ----------

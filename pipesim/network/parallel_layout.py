@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type
 from pipesim.network.network import Network
+from pipesim.network.presets import EFFICIENCY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -404,7 +405,7 @@ class Layout:
         }
         return pd.DataFrame(columns).rename_axis("gpu")
 
-    def network(self, machine: str | Network, efficiency: float = 1.0) -> Network:
+    def network(self, machine: str | Network, efficiency: float = EFFICIENCY) -> Network:
         """Return a network whose devices are those of the layout.
 
         Parameters

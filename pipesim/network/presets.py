@@ -23,8 +23,8 @@ host is assumed to be 10 us. Whether GPUs of the three later machines share a li
 not found in a source; each is given its own.
 
 NVIDIA states NVLink's bandwidth as the sum of both directions (600, 900 and 1800 GB/s a device); a
-port has half of it in each direction. Memory is in units of 10^9 bytes. These are nominal rates:
-messages reach less, for which ``Network.preset(name, efficiency=...)`` has a factor.
+port has half of it in each direction. Memory is in units of 10^9 bytes. These are nominal rates.
+Messages reach less: `EFFICIENCY` of them unless ``Network.preset(name, efficiency=...)`` says so.
 
 Latencies of the other machines than ``dgx_b200`` are assumed to be the same: 3.4 us inside a node
 and 14 us between nodes. These are the latencies of a ring step over NVLink, and over the network,
@@ -71,7 +71,11 @@ from pipesim.network.links import Nodes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MACHINES", "Machine", "machine", "machines"]
+__all__ = ["EFFICIENCY", "MACHINES", "Machine", "machine", "machines"]
+
+#: Share of a machine's nominal bandwidths that messages reach, unless another one is given. With it
+#: published steps are predicted best (``benchmarks/published_steps.py``).
+EFFICIENCY = 0.7
 
 #: Seconds of a message inside a node, and between nodes; see above.
 _PORT_LATENCY, _NIC_LATENCY = 3.4e-6, 14e-6

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 from pipesim.errors import NetworkError, number
 from pipesim.network.host_link import HostLink, scaled_link
 from pipesim.network.links import Link, Nodes, bandwidth_from_json, check_keys
-from pipesim.network.presets import machine
+from pipesim.network.presets import EFFICIENCY, machine
 
 __all__ = ["KEYS", "NetworkFields", "network_fields", "preset_host", "preset_nodes"]
 
 #: Arguments of `Network.preset` that a table may have besides its name.
 _PRESET_OPTIONS = ("efficiency", "gpus_per_device")
 #: Keys that a table of settings may have for a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "host", "preset", *_PRESET_OPTIONS)
+KEYS = ("latency", "bandwidth", "links", "nodes", "host", "nominal_share", "preset",
+        *_PRESET_OPTIONS)  # fmt: skip
 
 
 class NetworkFields(NamedTuple):
@@ -30,9 +31,10 @@ class NetworkFields(NamedTuple):
     links: tuple[Link, ...]
     nodes: Nodes | None
     host: HostLink | None
+    nominal_share: float | None
 
 
-def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Nodes:
+def preset_nodes(name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> Nodes:
     """Return the nodes of a common machine; see `Network.preset` for arguments and errors."""
     nodes = machine(name).nodes
     part = number(efficiency)
@@ -46,7 +48,7 @@ def preset_nodes(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -
     return nodes.grouped(gpus_per_device)
 
 
-def preset_host(name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> HostLink:
+def preset_host(name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> HostLink:
     """Return the host link of a common machine; arguments were checked by `preset_nodes`."""
     host = machine(name).host
     return scaled_link(host, 1.0, efficiency).grouped(gpus_per_device)
@@ -58,7 +60,7 @@ def network_fields(values: Mapping[str, Any]) -> NetworkFields:
     links = values.get("links", ())
     if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
         raise NetworkError(f"links must be a list of tables, got {links!r}")
-    nodes, host = None, None
+    nodes, host, share = None, None, values.get("nominal_share")
     if "preset" in values and values.get("nodes") is not None:
         raise NetworkError("network has both preset and nodes; leave out one of them")
     options = {key: values[key] for key in _PRESET_OPTIONS if key in values}
@@ -70,6 +72,7 @@ def network_fields(values: Mapping[str, Any]) -> NetworkFields:
     if "preset" in values:
         nodes = preset_nodes(values["preset"], **options)
         host = preset_host(values["preset"], **options)
+        share = number(options.get("efficiency", EFFICIENCY))
     elif values.get("nodes") is not None:
         nodes = Nodes.from_dict(values["nodes"])
     if values.get("host") is not None:
@@ -80,4 +83,5 @@ def network_fields(values: Mapping[str, Any]) -> NetworkFields:
         tuple(Link.from_dict(link) for link in links),
         nodes,
         host,
+        share,
     )

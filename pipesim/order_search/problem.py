@@ -7,7 +7,6 @@ makes and `Costs.of` prices. So they are the numbers that `pipesim.simulate` tak
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +16,13 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import distinct_costs
 from pipesim.errors import CostsError, check_count, check_flag, check_type
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.lower import lower
+from pipesim.list_scheduling.one_microbatch import one_microbatch_graph
 from pipesim.ops import Op
 from pipesim.order_search.messages import channels, kind_numbers, messages
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines.plan import shared_links
-from pipesim.timeline.memory_limit import checked_memory_limit
-from pipesim.timeline.task_bytes import kind_bytes, static, workspaces
+from pipesim.timeline.memory_limit import limits_beyond_static
+from pipesim.timeline.task_bytes import kind_bytes, workspaces
 from pipesim.utils.csr import Ints, bincount
 
 __all__ = ["OrderProblem", "counts_all_costs", "has_equal_microbatches", "is_split",
@@ -149,7 +147,7 @@ def order_problem(
     check_type("costs", costs, Costs)
     m = check_count("n_microbatches", n_microbatches, placement.n_paths)
     ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
-    graph = _graph(placement, ops)
+    graph = one_microbatch_graph(placement, ops)
     n_paths, n_stages, n_ops = placement.n_paths, placement.n_stages, len(ops)
     path, stage, phase = (x.ravel() for x in np.indices((n_paths, n_stages, n_ops)))
     op = np.array(ops, dtype=np.int64)[phase]
@@ -215,28 +213,13 @@ def counts_all_costs(
     replicas of stages on several paths reduce gradients.
     """
     ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
-    graph = _graph(placement, ops)
+    graph = one_microbatch_graph(placement, ops)
     if costs.n_microbatches is not None:  # channels and REDUCE_GRAD are those of all
         costs = costs.averaged()
     tasks = costs.of(graph)
     reduces = np.any(tasks.table.duration[graph.kinds.op == Op.REDUCE_GRAD] > 0)
     has_launches = np.any(costs.launch)
     return not (has_launches or reduces or (shared_links(graph, tasks) >= 0).any())
-
-
-@lru_cache(maxsize=16)  # a search over configurations asks for the same placements
-def _graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph:
-    """Return a graph of one micro-batch a path: all F down the stages, then all others up."""
-    actions: list[list[tuple[Op, int, int]]] = [[] for _ in range(placement.n_devices)]
-    n_stages = placement.n_stages
-    for stage in range(n_stages):
-        for path, devices in enumerate(placement.paths):
-            actions[devices[stage]].append((Op.F, stage, path))
-    for stage in reversed(range(n_stages)):
-        for path, devices in enumerate(placement.paths):
-            actions[devices[stage]] += [(op, stage, path) for op in ops[1:]]
-    columns = (tuple(map(list, zip(*rows, strict=True))) for rows in actions)
-    return lower(Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns))
 
 
 def _needs(stage: Ints, phase: Ints, n_stages: int, n_ops: int) -> Ints:
@@ -265,21 +248,7 @@ def _limits(graph: TaskGraph, costs: Costs, memory_limit: object) -> Floats:
     if memory_limit is None:
         memory = None if costs.work is None else costs.work.memory
         memory_limit = math.inf if memory is None else memory
-    limits = checked_memory_limit(memory_limit, graph.n_devices)
-    held, reserve = static(graph, costs), costs.memory_reserve
-    most = limits / (1.0 + reserve) - held
-    finite = np.isfinite(most)
-
-    def fits(nbytes: Floats) -> NDArray[np.bool_]:
-        peak = held + np.where(finite, nbytes, 0.0)
-        return peak + reserve * peak <= limits  # as `pipesim.timeline.memory_limit` sums it
-
-    for _ in range(64):  # the division rounds: go to the last number that fits
-        more, less = np.nextafter(most, math.inf), np.nextafter(most, -math.inf)
-        last, most = most, np.where(finite & fits(more), more, np.where(fits(most), most, less))
-        if np.array_equal(last, most):
-            break
-    return most
+    return limits_beyond_static(graph, costs, memory_limit)
 
 
 def _tail(graph: TaskGraph, duration: Floats) -> Floats:

@@ -20,6 +20,7 @@ from pipesim.planning.cluster_parts import (
     groups_of_nodes,
     machines_network,
 )
+from pipesim.utils.units import Bytes
 
 __all__ = ["Cluster"]
 
@@ -52,13 +53,15 @@ class Cluster:
         `Network.from_dict`. By default that of the machine. The network of several machines has
         the slowest rates and the longest latencies of all of them, everywhere.
     memory
-        Bytes of each GPU. By default those of the data sheet.
+        Bytes of each GPU, also as ``"80GB"``. By default those of the data sheet.
     usable_memory
         Share of these bytes that tensors may take (1 by default). CUDA, NCCL and other processes
         take the rest.
     network_efficiency
-        Share of a machine's nominal bandwidths that messages reach; by default 0.7, or what the
-        file of ``gpu`` says.
+        Share of a machine's nominal bandwidths that messages reach; by default 0.7 as in
+        `Network.preset`, or what the file of ``gpu`` says. A ``network`` has its own by default;
+        another share changes its bandwidths by the ratio of both, or to this share of them if its
+        own is unknown.
 
     Raises
     ------
@@ -80,7 +83,8 @@ class Cluster:
     --------
     >>> import pipesim as ps
     >>> ps.Cluster("dgx_h100", n_gpus=64)
-    <Cluster of 64 h100_sxm (80 GB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC>
+    <Cluster of 64 h100_sxm (80 GB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC,
+     0.7 of nominal>
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class Cluster:
         *,
         gpu: GpuLike | None = None,
         network: Network | Mapping[str, Any] | None = None,
-        memory: float | None = None,
+        memory: Bytes | None = None,
         usable_memory: float = 1.0,
         network_efficiency: float | None = None,
     ) -> None:
@@ -346,10 +350,12 @@ class Cluster:
         if nodes is None:
             return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs"
         size, count = self.gpus_per_node, self.n_gpus // self.gpus_per_node
+        share = self._network.nominal_share
+        of_nominal = "" if share is None else f", {share:.3g} of nominal"
         text = f"{gpus}: {count} node{'s' * (count > 1)} of {size} GPUs"
         return (
             f"{text}, {nodes.port_bandwidth / 1e9:g} GB/s inside a node, "
-            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC"
+            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC{of_nominal}"
         )
 
     def _check_nodes(self) -> None:

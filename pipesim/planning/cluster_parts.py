@@ -9,11 +9,12 @@ from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_type, number
 from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
+from pipesim.models.gpu_files import fitted_preset
 from pipesim.network.host_link import HostLink
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
 from pipesim.network.presets import machine as machine_named
+from pipesim.utils.units import Bytes, in_bytes
 
 __all__ = [
     "GpuLike",
@@ -24,9 +25,6 @@ __all__ = [
     "machines_network",
 ]
 
-#: Share of a machine's nominal bandwidths that messages reach; published steps are predicted with
-#: it in ``benchmarks/published_steps.py``.
-_EFFICIENCY = 0.7
 _EXAMPLE = 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)'
 #: A GPU in any form that `pipesim.Transformer.costs` takes.
 GpuLike = GPU | Mapping[str, Any] | Path | str
@@ -104,10 +102,10 @@ def _groups(machine: Any, n_gpus: int | None, gpu: GpuLike | None) -> tuple[Node
     return tuple(NodeGroup(name, count, as_gpu(kind)) for name, count, kind in rows)
 
 
-def _with_memory(groups: tuple[NodeGroup, ...], memory: float | None) -> tuple[NodeGroup, ...]:
+def _with_memory(groups: tuple[NodeGroup, ...], memory: Bytes | None) -> tuple[NodeGroup, ...]:
     """Return the nodes with another memory of their GPUs, and check that there is one."""
     if memory is not None:
-        size = number(memory)
+        size = number(in_bytes("memory", memory))
         if size is None or not 0 < size < float("inf"):
             raise ArgumentError(f"memory must be finite bytes above 0, got {memory!r:.60}")
         groups = tuple(replace(x, gpu=replace(x.gpu, memory=size)) for x in groups)
@@ -127,19 +125,9 @@ def _machine_network(row: _Row, efficiency: float | None) -> Network:
             "network is missing: a cluster without a machine needs one; give such as "
             "pipesim.Network(nodes=pipesim.Nodes(8, port_bandwidth=300e9, nic_bandwidth=50e9))"
         )
-    if has_gpu_table(gpu):
-        table = gpu_table(gpu)
-        if table.network_efficiency != 1 and efficiency is None:
-            return scaled_network(Network.preset(name), table)
-        network = _preset(name, efficiency)
-        return scaled_network(network, table, efficiency=False)
-    return _preset(name, efficiency)
-
-
-def _preset(name: str, efficiency: float | None) -> Network:
-    """Return the network of a machine at a share of its nominal bandwidths."""
-    share = _EFFICIENCY if efficiency is None else checked_share("network_efficiency", efficiency)
-    return Network.preset(name, share)
+    if efficiency is not None:
+        efficiency = checked_share("network_efficiency", efficiency)
+    return fitted_preset(name, gpu, efficiency)
 
 
 def checked_network(network: Network | Mapping[str, Any], efficiency: float | None) -> Network:
@@ -155,7 +143,11 @@ def checked_network(network: Network | Mapping[str, Any], efficiency: float | No
         )
     if efficiency is None:
         return network
-    return network.scaled(bandwidth=checked_share("network_efficiency", efficiency))
+    share = checked_share("network_efficiency", efficiency)
+    if network.nominal_share == share:
+        return network
+    scaled = network.scaled(bandwidth=share / (network.nominal_share or 1.0))
+    return replace(scaled, nominal_share=share)
 
 
 def _slowest(networks: Sequence[Network]) -> Network:
@@ -171,9 +163,11 @@ def _slowest(networks: Sequence[Network]) -> Network:
             "network=..."
         )
     hosts = [network.host for network in networks if network.host is not None]
+    shares = {network.nominal_share for network in networks}
     return Network(
         nodes=_slowest_nodes(nodes),
         host=_slowest_host(hosts) if len(hosts) == len(networks) else None,
+        nominal_share=shares.pop() if len(shares) == 1 else None,
     )
 
 
@@ -206,7 +200,7 @@ def checked_share(name: str, value: object) -> float:
 
 
 def groups_of_nodes(
-    machine: Any, n_gpus: int | None, gpu: GpuLike | None, memory: float | None
+    machine: Any, n_gpus: int | None, gpu: GpuLike | None, memory: Bytes | None
 ) -> tuple[NodeGroup, ...]:
     """Return the nodes of a cluster, whose GPUs have memory."""
     return _with_memory(_groups(machine, n_gpus, gpu), memory)

@@ -43,7 +43,9 @@ def _title(network: Network) -> str:
     parts = [f"{n:,} link{'s' * (n > 1)} of particular pairs"] if n else []
     if nodes is not None:
         parts.append(_nodes_text(nodes))
-    return f"Network of {', and '.join(parts) or 'one link for each pair of devices'}"
+    share = network.nominal_share
+    text = f"Network of {', and '.join(parts) or 'one link for each pair of devices'}"
+    return text if share is None else f"{text}, {share:.3g} of nominal bandwidths"
 
 
 def _nodes_text(nodes: Nodes) -> str:

@@ -16,6 +16,7 @@ from pipesim.plot.paper_figure import (
     set_title,
 )
 from pipesim.plot.style import INK, PALETTE, byte_unit, format_bytes, time_unit
+from pipesim.utils.units import Bytes, in_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +42,7 @@ def plan_front(
     front: Sequence[int],
     names: Mapping[int, str],
     *,
-    memory_limit: float | None = None,
+    memory_limit: Bytes | None = None,
     ax: Axes | None = None,
     unit: str | None = None,
     title: str | None = None,
@@ -86,6 +87,7 @@ def plan_front(
     ranks = check_list("front", front, "ranks of the table")
     if not ranks or any(rank not in table.index for rank in ranks):
         raise ArgumentError(f"front must have ranks of the table, at least one, got {front!r:.60}")
+    memory_limit = in_bytes("memory_limit", memory_limit)
     limit = None if memory_limit is None else number(memory_limit)
     if memory_limit is not None and not (limit or 0.0) > 0:
         raise ArgumentError(f"memory_limit must be bytes above 0, got {memory_limit!r:.60}")

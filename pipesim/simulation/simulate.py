@@ -27,6 +27,7 @@ from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, limit_text, static_text
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
+from pipesim.utils.units import Bytes
 
 __all__ = ["predict_timeline", "simulate", "warn_of_memory_limit"]
 
@@ -44,7 +45,7 @@ def simulate(
     engine: str = "compiled",
     noise: Noise | None = None,
     scenario: int = 0,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
 ) -> Timeline:
     """Predict the start and end of each task of ``graph``.
 
@@ -130,7 +131,7 @@ def predict_timeline(
     engine: str = "compiled",
     noise: Noise | None = None,
     scenario: int = 0,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
 ) -> Timeline:
     """Return the timeline of `simulate`, without a warning if it does not fit in memory.
 

@@ -13,8 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
+import numpy as np
+
+from pipesim.costs.costs import OTHER_FIELDS, PER, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
+from pipesim.graph.graph import TaskGraph
+from pipesim.list_scheduling.one_microbatch import activation_limits
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu_files import gpu_table
 from pipesim.models.transformer import RECOMPUTE
@@ -26,7 +30,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.sweeps.transformer_costs import TRANSFORMER, transformer_costs
-from pipesim.timeline.memory_limit import memory_limit_bytes
+from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
 
@@ -281,15 +285,57 @@ def check_counts(case: Settings) -> None:
             raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
 
 
-def _make_schedule(info: ScheduleInfo, case: Settings, costs: Costs | None = None) -> Schedule:
-    """Return the schedule of a case, with ``costs`` if it takes them."""
+def _make_schedule(
+    info: ScheduleInfo, case: Settings, costs: Costs | None = None, limits: Any = None
+) -> Schedule:
+    """Return the schedule of a case, with ``costs`` if it takes them.
+
+    A limit of all bytes is left out: ``limits`` are the bytes of activations that it leaves.
+    """
     options = {"costs": costs} if costs and "costs" in info.options else {}
-    return info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
+    options |= case["options"]
+    if _takes_limits(info) and (costs is None or np.any(costs.activation_bytes)):
+        options.pop("memory_limit", None)
+        if limits is not None:
+            options["activation_limit"] = limits
+    return info.make(case["devices"], case["microbatches"], **options)
+
+
+def _takes_limits(info: ScheduleInfo) -> bool:
+    """Return whether a schedule is built for a limit of memory, of which it knows its own part."""
+    return {"memory_limit", "activation_limit"} <= {*info.options}
+
+
+def _limited_graph(info: ScheduleInfo, case: Settings, costs: Costs, graph: TaskGraph) -> TaskGraph:
+    """Return the graph of the order within a limit of all bytes that replicas may share.
+
+    ``graph`` is that of an order without the limit. Its devices hold the same parameters.
+    """
+    limit = case["options"].get("memory_limit")
+    if limit is None or not _takes_limits(info) or not np.any(costs.activation_bytes):
+        return graph
+    n = costs.n_microbatches
+    room = activation_limits(graph, [costs.microbatch(k) for k in range(n or 1)], limit)
+    limits = np.full(case["devices"], np.inf)
+    placement = _make_schedule(info, case, costs).placement
+    for homes in graph.homes:
+        np.minimum.at(limits, list(placement.device_of), room[homes])
+    own = case["options"].get("activation_limit")
+    if own is not None:
+        limits = np.minimum(limits, checked_memory_limit(own, len(limits), "activation_limit"))
+    if (limits < 0).any():  # it fits with no order: the simulation says by how much
+        return graph
+    return _lowered(_make_schedule(info, case, costs, limits.tolist()), case)
+
+
+def _lowered(order: Schedule, case: Settings) -> TaskGraph:
+    """Return the task graph of a case's schedule."""
+    return lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
 
 
 def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
     """Return the costs of the stages of a case."""
-    per = check_name("per", case.get("per", "stage"), ("stage", "device"))
+    per = check_name("per", case.get("per", "stage"), ("stage", *PER))
     values = case.get("costs", {})
     if "transformer" in values:
         if "per" in case:
@@ -299,7 +345,12 @@ def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
             )
         return transformer_costs(values, _make_schedule(info, case).placement)
     costs = Costs.from_dict(values)
-    return costs if per == "stage" else costs.in_chunks(_make_schedule(info, case).placement)
+    if per == "stage":
+        return costs
+    placement = _make_schedule(info, case).placement
+    if per == "layers":
+        return costs.in_chunks(placement, "layers")
+    return costs.in_chunks(placement)  # warns if devices differ
 
 
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
@@ -313,8 +364,8 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or source_info(case["name"])
     costs = _make_costs(info, case)
-    order = _make_schedule(info, case, costs)
-    graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
+    graph = _lowered(_make_schedule(info, case, costs), case)
+    graph = _limited_graph(info, case, costs, graph)
     options = {"engine": case["engine"]} if "engine" in case else {}
     if "memory_limit" in case:
         options["memory_limit"] = memory_limit_bytes(case["memory_limit"])

@@ -69,8 +69,10 @@ def sweep(
         - ``n_devices``, ``n_microbatches``, and the schedules' own options. An option of a grid
           applies to the schedules that take it; rows that are then equal become one;
         - the arguments of `lower`, and ``engine``;
-        - ``memory_limit``, in bytes or as ``"80GiB"``. Under it ``zb_1p`` and ``zb_2p`` order
-          their activations too;
+        - ``memory_limit``, all bytes of a device, also as ``"80GiB"``. ``zb_1p`` and ``zb_2p``
+          order their tasks within it;
+        - ``per``, the parts that costs are of: ``"stage"``, ``"device"`` or ``"layers"``, as in
+          `Costs.in_chunks`;
         - the fields of `Costs`, or whole ``costs``. ``recompute_time`` is the seconds of R,
           ``grad_norm_time`` those of GRAD_NORM, ``offload_time`` those of OFFLOAD;
         - in place of costs a transformer: ``model`` or its sizes, ``gpu`` and other arguments of

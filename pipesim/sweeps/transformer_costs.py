@@ -10,7 +10,7 @@ from typing import Any
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
-from pipesim.models.gpu_files import gpu_table, has_gpu_table, scaled_network
+from pipesim.models.gpu_files import fitted_preset, has_gpu_table
 from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -96,8 +96,10 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     if layers is None or is_word(layers):
         layers, options = layers or placement.n_stages, {**options, "placement": placement}
     links = Network.from_dict(network)
-    gpu = settings.get("gpu")
-    if "preset" in network and has_gpu_table(gpu):
-        links = scaled_network(links, gpu_table(gpu), efficiency="efficiency" not in network)
+    if "preset" in network and has_gpu_table(settings.get("gpu")):
+        names = ("efficiency", "gpus_per_device")
+        options_of_preset = {name: network[name] for name in names if name in network}
+        fitted = fitted_preset(network["preset"], settings["gpu"], **options_of_preset)
+        links = replace(fitted, host=links.host) if network.get("host") else fitted
     built = make_model(settings).costs(layers, **rates, **options, network=links)
     return replace(built, **others) if others else built

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, ArgumentTypeError, check_list, number
+from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError, check_list, number
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import format_bytes, format_time, parse_bytes
+from pipesim.utils.units import format_bytes, format_time, in_bytes
 
 __all__ = [
     "Excess",
@@ -24,6 +26,7 @@ __all__ = [
     "excesses",
     "fits",
     "limit_text",
+    "limits_beyond_static",
     "memory_limit",
     "memory_limit_bytes",
     "reserved_memory",
@@ -65,15 +68,17 @@ class Excess(NamedTuple):
     n_replicas: int = 1
 
 
-def checked_memory_limit(value: object, n_devices: int) -> Floats:
+def checked_memory_limit(value: object, n_devices: int, name: str = "memory_limit") -> Floats:
     """Return the bytes that each device may hold; shape ``(n_devices,)``.
 
     Parameters
     ----------
     value
-        Bytes of each device: one number, or one a device.
+        Bytes of each device, one number or one a device; each may be a text such as ``"80GiB"``.
     n_devices
         Number of devices.
+    name
+        Name of the argument, for messages.
 
     Raises
     ------
@@ -82,31 +87,61 @@ def checked_memory_limit(value: object, n_devices: int) -> Floats:
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()
+    value = memory_limit_bytes(value, name)
     if isinstance(value, (int, float)) or number(value) is not None:
-        return np.full(n_devices, _checked_bytes(value, ""))
-    if isinstance(value, str):
-        raise ArgumentTypeError(
-            f"memory_limit must be bytes >= 0, got {value!r:.60}; give a number such as 80e9, or "
-            "one a device"
-        )
-    values = check_list("memory_limit", value, "bytes: one number, or one a device")
+        return np.full(n_devices, _checked_bytes(value, name))
+    values = check_list(name, value, "bytes: one number, or one a device")
     if len(values) != n_devices:
         raise ArgumentError(
-            f"memory_limit has {len(values)} values for {n_devices} devices; give one number, or "
+            f"{name} has {len(values)} values for {n_devices} devices; give one number, or "
             "one a device"
         )
-    return np.array([_checked_bytes(x, f" of device {k}") for k, x in enumerate(values)])
+    return np.array([_checked_bytes(x, f"{name} of device {k}") for k, x in enumerate(values)])
 
 
-def _checked_bytes(value: object, where: str) -> float:
+def _checked_bytes(value: object, name: str) -> float:
     """Return a number of bytes of at least 0; raise `ArgumentError` for anything else."""
     nbytes = number(value)
     if nbytes is None or nbytes < 0:
         raise ArgumentError(
-            f"memory_limit{where} must be bytes >= 0, got {value!r:.60}; give such as 80e9, or "
-            "None for no limit"
+            f"{name} must be bytes >= 0, got {value!r:.60}; give such as 80e9 or '80GB', or None "
+            "for no limit"
         )
     return nbytes
+
+
+def limits_beyond_static(graph: TaskGraph, costs: Costs, value: object) -> Floats:
+    """Return the most bytes beyond the static ones with which each device still fits.
+
+    Parameters
+    ----------
+    graph
+        Tasks of the devices; its stages have the static bytes: parameters, gradients, optimizer.
+    costs
+        Bytes of the stages, and the allocator's reserve.
+    value
+        All bytes that a device may hold, as `checked_memory_limit` takes them.
+
+    Returns
+    -------
+    numpy.ndarray
+        Bytes, shape ``(n_devices,)``; negative where the static ones alone are too many.
+    """
+    limits = checked_memory_limit(value, graph.n_devices)
+    held, reserve = static(graph, costs), costs.memory_reserve
+    most = limits / (1.0 + reserve) - held
+    finite = np.isfinite(most)
+
+    def fits(nbytes: Floats) -> NDArray[np.bool_]:
+        peak = held + np.where(finite, nbytes, 0.0)
+        return peak + reserve * peak <= limits  # as `reserved_memory` sums it
+
+    for _ in range(64):  # the division rounds: go to the last number that fits
+        more, less = np.nextafter(most, math.inf), np.nextafter(most, -math.inf)
+        last, most = most, np.where(finite & fits(more), more, np.where(fits(most), most, less))
+        if np.array_equal(last, most):
+            break
+    return most
 
 
 def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
@@ -127,25 +162,17 @@ def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
     )
 
 
-def memory_limit_bytes(value: Any) -> Any:
+def memory_limit_bytes(value: Any, name: str = "memory_limit") -> Any:
     """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list.
 
     Raises
     ------
     ArgumentError
-        For a text that is no number of bytes; `pipesim.simulate` checks numbers.
+        For a text that is no number of bytes; `checked_memory_limit` checks numbers.
     """
-    if isinstance(value, list):
-        return [memory_limit_bytes(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    nbytes = parse_bytes(value)
-    if nbytes is None:
-        raise ArgumentError(
-            f"memory_limit must be bytes such as 80e9 or 80GiB, got {value!r:.60}; units are B, "
-            "kB, MB, GB, TB and KiB, MiB, GiB, TiB"
-        )
-    return nbytes
+    if isinstance(value, list | tuple):
+        return [memory_limit_bytes(part, name) for part in value]
+    return in_bytes(name, value)
 
 
 def memory_limit(timeline: Timeline) -> Floats | None:

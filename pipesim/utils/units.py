@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias, TypeVar
 
-from pipesim.errors import check_name
+from pipesim.errors import ArgumentError, check_name
 from pipesim.utils.texts import parse_float
 
 __all__ = [
     "TIME_UNITS",
+    "Bytes",
     "byte_unit",
     "format_bytes",
     "format_decimal",
     "format_numbers",
     "format_time",
+    "in_bytes",
     "parse_bytes",
     "significant",
     "time_unit",
 ]
 
+T = TypeVar("T")
+#: Bytes as a number, or as a text such as ``"80GiB"``.
+Bytes: TypeAlias = float | str
 #: Units in a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -107,3 +113,22 @@ def parse_bytes(text: str) -> float | None:
         return None
     size = _SIZES.get((parts[2] or "B").lower())
     return None if size is None else value * size
+
+
+def in_bytes(name: str, value: T | str) -> T | float:
+    """Return a text such as ``"80GiB"`` as a number of bytes, and other values as they are.
+
+    Raises
+    ------
+    ArgumentError
+        For a text that is no number of bytes, naming the argument.
+    """
+    if not isinstance(value, str):
+        return value
+    nbytes = parse_bytes(value)
+    if nbytes is None:
+        raise ArgumentError(
+            f"{name} must be bytes such as 80e9 or 80GiB, got {value!r:.60}; units are B, "
+            "kB, MB, GB, TB and KiB, MiB, GiB, TiB"
+        )
+    return nbytes

@@ -39,6 +39,7 @@ from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST
 from pipesim.utils.csr import Ints
+from pipesim.utils.units import Bytes
 
 __all__ = ["graph_bound"]
 
@@ -50,7 +51,7 @@ def graph_bound(
     graph: TaskGraph,
     costs: Costs,
     *,
-    memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | NDArray[np.float64] | None = None,
     objective: Objective = "makespan",
     target: float = math.inf,
     search: bool = False,

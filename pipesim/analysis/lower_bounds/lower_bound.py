@@ -18,19 +18,16 @@ from pipesim.order_search.objective import Objective
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
+from pipesim.utils.units import Bytes
 
 __all__ = ["lower_bound"]
-
-#: Fields of costs with bytes of a device.
-_BYTES = ("activation_bytes", "weight_grad_bytes", "parameter_bytes", "optimizer_bytes")
-_MORE_BYTES = ("gradient_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
 
 
 def lower_bound(
     placement: Placement,
     n_microbatches: int,
     costs: Costs,
-    memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | NDArray[np.float64] | None = None,
     *,
     split_backward: bool | None = None,
     objective: Objective = "makespan",
@@ -53,9 +50,9 @@ def lower_bound(
         all orders of micro-batches.
     memory_limit
         Bytes that a device may hold, one number or one a device, as in `pipesim.simulate`: all
-        bytes, parameters included. The bound then holds for orders that keep the limit. By
-        default the memory of a GPU in the workload of the costs, if any, as in
-        `pipesim.optimize`; infinity for no limit.
+        bytes, parameters included, also as ``"80GiB"``. The bound then holds for orders that keep
+        the limit; without bytes in the costs, all do. By default the memory of a GPU in the
+        workload of the costs, if any, as in `pipesim.optimize`; infinity for no limit.
     split_backward
         Whether the backward is I and W, or B. None: either, if the costs have ``input_grad`` and
         ``weight_grad``, else B. For either, I takes the lesser of I and B, and W the rest of the
@@ -82,7 +79,7 @@ def lower_bound(
         message names the device and its bytes.
     CostsError
         If the costs lack seconds of an operation or have another number of stages, or if sums of
-        them are not finite. For a ``memory_limit``, if the costs have no bytes.
+        them are not finite.
     NetworkError
         If a link names a device that the placement does not have.
     CapacityError
@@ -122,14 +119,6 @@ def lower_bound(
         is_split = has_parts
         if is_split:
             costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)
-    if memory_limit is not None and not any(
-        np.any(getattr(costs, name) or 0.0) for name in (*_BYTES, *_MORE_BYTES)
-    ):
-        raise CostsError(
-            "memory_limit is given, but the costs have no bytes, so that nothing is known of "
-            "memory; give activation_bytes, parameter_bytes, optimizer_bytes, ..., or leave "
-            "memory_limit out"
-        )
     if memory_limit is None and costs.work is not None:
         memory_limit = costs.work.memory
     graph = lower(_any_order(placement, n_microbatches, bool(is_split)))

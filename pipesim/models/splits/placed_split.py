@@ -16,6 +16,7 @@ from pipesim.models.splits.split_problem import LayerModel, first_borders, split
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import checked_memory_limit
+from pipesim.utils.units import Bytes
 
 __all__ = ["Placed", "is_word", "placed_sizes"]
 
@@ -41,7 +42,7 @@ def placed_sizes(
     *,
     partition: LayerPartition | None,
     placement: Placed | None,
-    memory_limit: float | Sequence[float] | None,
+    memory_limit: Bytes | Sequence[Bytes] | None,
 ) -> tuple[int, ...] | None:
     """Return the layers of each stage, or None for a split without placement.
 

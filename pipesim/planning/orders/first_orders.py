@@ -208,8 +208,8 @@ def _named_for_costs(
         if "costs" not in names[name]:
             continue
         options = {**sizes, "costs": costs}
-        if "memory_limit" in names[name] and np.isfinite(problem.limit).all():
-            options["memory_limit"] = _activation_limits(problem)
+        if "activation_limit" in names[name] and np.isfinite(problem.limit).all():
+            options["activation_limit"] = _activation_limits(problem)
         yield _built(name, placement.n_devices, n_microbatches(problem), options)
 
 
@@ -242,9 +242,9 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
             in_flight = np.ceil(share * after).astype(int).tolist()
         try:
             yield list_schedule(
-                placement, m, costs, priority=priority, memory_limit=limits, in_flight=in_flight,
-                split_backward=split, patience=patience, name="list schedule",
-                microbatches=microbatches,
+                placement, m, costs, priority=priority, activation_limit=limits,
+                in_flight=in_flight, split_backward=split, patience=patience,
+                name="list schedule", microbatches=microbatches,
             )  # fmt: skip
         except PipeError:
             yield None

@@ -39,6 +39,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.simulate import checked_noise
 from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
+from pipesim.utils.units import Bytes
 
 __all__ = ["optimize"]
 
@@ -47,7 +48,7 @@ def optimize(
     placement: Placement,
     n_microbatches: int,
     costs: Costs,
-    memory_limit: float | Sequence[float] | NDArray[np.float64] | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | NDArray[np.float64] | None = None,
     *,
     objective: Objective = "makespan",
     seconds: float = 30.0,

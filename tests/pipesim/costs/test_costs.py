@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -20,7 +21,7 @@ from strategies import cases, costs, skipping_cases
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS, replace_stages
 from pipesim.costs.pricing import DURATION_OF
-from pipesim.errors import CostsError, PipeError, UnknownNameError
+from pipesim.errors import CostsError, CostsWarning, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, TRANSFERS, Op
 
 
@@ -280,6 +281,51 @@ def test_costs_of_devices_in_chunks() -> None:
     assert costs.in_chunks(ps.bidirectional(2)).forward == (4, 6)
     with pytest.raises(CostsError, match="forward has 2 values for 3 devices"):
         costs.in_chunks(ps.linear(3))
+
+
+def test_slow_layers_are_cut_in_their_order() -> None:
+    """The third quarter of a model is stages 4 and 5, whatever devices have them."""
+    costs = ps.Costs(forward=(1, 1, 3, 1), backward=2, output_bytes=(5, 6, 7, 8), launch=1)
+    chunks = costs.in_chunks(ps.looped(4, 2), per="layers")
+    assert chunks.forward == (0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 0.5, 0.5)
+    assert chunks.backward == (1,) * 8
+    assert chunks.output_bytes == (5, 5, 6, 6, 7, 7, 8, 8)
+    assert chunks.launch == 1
+    assert costs.in_chunks(ps.v_shaped(4), per="layers").forward == chunks.forward
+    rows = ps.Costs(forward=[[1, 2], [3, 4]], backward=1)
+    assert rows.in_chunks(ps.v_shaped(2), per="layers").forward == (
+        (0.5, 1), (0.5, 1), (1.5, 2), (1.5, 2),
+    )  # fmt: skip
+    with pytest.raises(CostsError, match="cuts 2 parts of the model into 3 stages"):
+        ps.Costs((1, 2), 2).in_chunks(ps.Placement([0, 1, 0]), per="layers")
+    with pytest.raises(UnknownNameError, match="unknown parts of costs 'layer'"):
+        costs.in_chunks(ps.v_shaped(4), per="layer")  # type: ignore[arg-type]
+
+
+def test_slow_devices_are_told_from_slow_layers() -> None:
+    """Once, and only where it matters: several stages a device whose seconds differ."""
+    uneven, match = ps.Costs((1, 1, 3, 1), 2), "if layers of the model are slow, give per='layers'"
+    with pytest.warns(CostsWarning, match=match) as caught:
+        uneven.in_chunks(ps.v_shaped(4))
+    assert [w.filename for w in caught] == [__file__]
+    with pytest.warns(CostsWarning, match=match) as caught:
+        ps.Costs([[1, 2], [3, 4]], 2).in_chunks(ps.v_shaped(2))
+    assert len(caught) == 1
+    grid = {"schedule": ["zbv", "interleaved_1f1b"], "n_microbatches": [4, 8]}
+    base = {"n_devices": 4, "forward": [1, 1, 3, 1], "input_grad": 1, "weight_grad": 1}
+    with pytest.warns(CostsWarning, match=match) as caught:
+        ps.sweep(grid, base={**base, "per": "device"}, n_jobs=1, progress=False)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uneven.in_chunks(ps.linear(4))
+        uneven.in_chunks(ps.v_shaped(4), per="device")
+        ps.Costs(1, 2, activation_bytes=(1, 2, 3, 4)).in_chunks(ps.v_shaped(4))
+        table = ps.sweep(grid, base={**base, "per": "layers"}, n_jobs=1, progress=False)
+    costs = ps.Costs((1, 1, 3, 1), input_grad=1, weight_grad=1)
+    graph = ps.lower(ps.schedule("interleaved_1f1b", 4, 8))
+    expected = ps.simulate(graph, costs.in_chunks(ps.looped(4, 2), per="layers")).makespan
+    assert table["makespan"].iloc[-1] == expected
 
 
 def test_costs_in_one_line_and_as_a_table() -> None:

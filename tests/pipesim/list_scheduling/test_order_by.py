@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from strategies import costs, placements
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning, UnknownNameError
 from pipesim.list_scheduling.priorities import PRIORITIES
+from pipesim.simulation.simulate import predict_timeline
+from pipesim.timeline.memory_limit import reserved_memory
 
 counts = st.integers(1, 9)
 
@@ -127,7 +130,7 @@ def test_orders_run_within_their_limits(data: st.DataObject) -> None:
         data.draw(st.integers(placement.n_paths, 5)),
         prices,
         priority=priority,
-        memory_limit=data.draw(st.sampled_from([limits, None])),
+        activation_limit=data.draw(st.sampled_from([limits, None])),
         in_flight=data.draw(st.sampled_from([in_flight, None])),
         split_backward=split,
         patience=data.draw(st.sampled_from([0, 0.5, 2])),
@@ -156,7 +159,7 @@ def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
         data.draw(st.integers(placement.n_paths, 5)),
         prices,
         priority=data.draw(st.builds(scrambled)),
-        memory_limit=limits,
+        activation_limit=limits,
     )
     assert (run_schedule(schedule, prices).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
 
@@ -199,7 +202,7 @@ def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
     }
     name = data.draw(st.sampled_from(sorted(functions)))
     options: dict[str, Any] = {
-        "memory_limit": data.draw(st.sampled_from([limits, None])),
+        "activation_limit": data.draw(st.sampled_from([limits, None])),
         "in_flight": data.draw(st.sampled_from([2, None])),
         "patience": data.draw(st.sampled_from([0, 0.5])),
     }
@@ -265,9 +268,9 @@ def test_a_priority_sees_when_actions_are_ready() -> None:
         ({"memory_limit": 1}, ArgumentError, r"device 0 is 1 bytes.* takes 2 .*stages 0, 3.* 2"),
         ({"memory_limit": [2, 1]}, ArgumentError, r"device 1 is 1 bytes.*stages 1, 2"),
         ({"memory_limit": [2, 2, 2]}, ArgumentError, "3 values for 2 devices"),
-        ({"memory_limit": -1}, ArgumentError, "device 0 must be bytes >= 0, got -1"),
+        ({"memory_limit": -1}, ArgumentError, "memory_limit must be bytes >= 0, got -1"),
         ({"memory_limit": math.nan}, ArgumentError, "got nan"),
-        ({"memory_limit": "12 GB"}, ArgumentError, "got '12 GB'"),
+        ({"memory_limit": "12 Gi"}, ArgumentError, "got '12 Gi'"),
         ({"in_flight": 0}, ArgumentError, "in_flight must be at least 1"),
         ({"in_flight": [1, 1]}, ArgumentError, "2 values for 4 stages"),
         ({"in_flight": [1, 1, 1, 0.5]}, ArgumentError, "in_flight of stage 3 must be a whole"),
@@ -279,3 +282,42 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
     options = {"placement": ps.v_shaped(2), "n_microbatches": 2, "costs": UNIFORM, **change}
     with pytest.raises(error, match=message):
         ps.order_by(**options)
+
+
+@given(st.data())
+def test_orders_keep_a_limit_of_all_bytes(data: st.DataObject) -> None:
+    """A limit that has room for a micro-batch gives an order that `simulate` finds to fit."""
+    placement = data.draw(st.sampled_from([ps.linear(3), ps.v_shaped(2), ps.bidirectional(2)]))
+    n, whole = placement.n_stages, st.integers(0, 6)
+    values = {
+        name: data.draw(st.lists(whole, min_size=n, max_size=n))
+        for name in (
+            "activation_bytes", "weight_grad_bytes", "parameter_bytes", "optimizer_bytes",
+            "forward_workspace_bytes", "backward_workspace_bytes",
+        )
+    }  # fmt: skip
+    reserve = data.draw(st.sampled_from([0.0, 0.25]))
+    costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, memory_reserve=reserve, **values)
+    limit = data.draw(st.integers(20, 80))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CostsWarning)
+        try:
+            order = ps.order_by(placement, 4, costs, memory_limit=limit)
+        except ArgumentError as error:
+            least = float(str(error).rpartition(" ")[2])
+            assert least > limit
+            return
+    timeline = predict_timeline(ps.lower(order), costs)
+    assert (reserved_memory(timeline) <= limit * (1 + 1e-9)).all()
+
+
+def test_activations_alone_have_a_limit_of_their_own() -> None:
+    costs = replace(UNIFORM, parameter_bytes=100.0)
+    schedule = ps.order_by(ps.linear(2), 4, costs, activation_limit=2)
+    assert schedule == ps.order_by(ps.linear(2), 4, UNIFORM, memory_limit=2)
+    both = ps.order_by(ps.linear(2), 4, costs, activation_limit=3, memory_limit="202B")
+    assert both == schedule
+    with pytest.raises(ArgumentError, match=r"device 0 is 2 .*with parameters.* at least 201"):
+        ps.order_by(ps.linear(2), 4, costs, memory_limit=2)
+    with pytest.warns(CostsWarning, match="activation_limit limits nothing"):
+        ps.order_by(ps.linear(2), 4, activation_limit=2)

@@ -274,10 +274,10 @@ def test_timeline_files(tmp_path: Path) -> None:
 
 def test_host_links() -> None:
     """Presets have those of their data sheets; a device of several GPUs has a share."""
-    a100, h100 = ps.Network.preset("dgx_a100"), ps.Network.preset("dgx_h100", efficiency=0.5)
+    a100, h100 = ps.Network.preset("dgx_a100", 1.0), ps.Network.preset("dgx_h100", efficiency=0.5)
     assert a100.host == ps.HostLink(10e-6, 32e9, 2)
     assert h100.host == ps.HostLink(10e-6, 32e9)
-    assert ps.Network.preset("dgx_a100", gpus_per_device=4).host == ps.HostLink(10e-6, 16e9)
+    assert ps.Network.preset("dgx_a100", 1.0, 4).host == ps.HostLink(10e-6, 16e9)
     assert a100.grouped(4).host == ps.HostLink(10e-6, 16e9)
     assert a100.scaled(latency=2, bandwidth=0.5).host == ps.HostLink(20e-6, 16e9, 2)
     assert ps.Network.from_dict(a100.to_dict()) == a100

@@ -196,7 +196,7 @@ def test_one_file_for_every_argument(tmp_path: Path) -> None:
         costs = model.costs(2, microbatch_size=1, partition="even", gpu=form)
         assert costs == model.costs(2, microbatch_size=1, partition="even", gpu=gpu)
         fitted = ps.GPU.fit([row, row], gpu=form, network="dgx_h100", constants=["flops"])
-        assert fitted.network_efficiency == (1 if form in forms[3:] else 0.5)
+        assert fitted.network_efficiency == (0.7 if form in forms[3:] else 0.5)
         assert fitted.network() == ps.Network.preset("dgx_h100", fitted.network_efficiency)
 
 

@@ -87,16 +87,19 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
         network=ps.Network(latency=data.draw(st.sampled_from([0, 0.5]))),
     )
     limits = [x * data.draw(st.sampled_from([1.0, 1.7, 4.0])) for x in held]
-    schedule = ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
+    schedule = ps.schedule("zb_2p", p, m, costs=costs, activation_limit=limits)
     ps.verify(schedule)
     assert (run_schedule(schedule, costs).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
-    assert schedule == ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
+    assert schedule == ps.schedule("zb_2p", p, m, costs=costs, activation_limit=limits)
 
 
 def test_limits_without_bytes_count_microbatches() -> None:
     """Costs that hold nothing are given one micro-batch's worth, from F to W."""
     timed = ps.Costs(forward=1, input_grad=1, weight_grad=1)
-    schedule = ps.schedule("zb_1p", 4, 8, costs=timed, memory_limit=[4, 3, 2, 1])
+    schedule = ps.schedule("zb_1p", 4, 8, costs=timed, activation_limit=[4, 3, 2, 1])
+    with pytest.warns(FutureWarning, match="give activation_limit, which means the same") as caught:
+        assert schedule == ps.schedule("zb_1p", 4, 8, costs=timed, memory_limit=[4, 3, 2, 1])
+    assert caught[0].filename == __file__
     assert run_schedule(schedule).peak_memory.tolist() == [4, 3, 2, 1]
     assert ps.schedule("zb_1p", 4, 8, costs=timed) == ps.schedule("zb_1p", 4, 8)
 
@@ -119,9 +122,13 @@ def test_more_memory_makes_fewer_bubbles() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"memory_limit": 0.5}, ArgumentError, "device 0 is 0.5 bytes.* takes 1 .*at least 1"),
-        ({"memory_limit": [1, 1]}, ArgumentError, "2 values for 3 devices"),
-        ({"memory_limit": "much"}, ArgumentError, "got 'much'"),
+        (
+            {"activation_limit": 0.5},
+            ArgumentError,
+            "activation_limit of device 0 is 0.5 .*t 1",
+        ),
+        ({"activation_limit": [1, 1]}, ArgumentError, "2 values for 3 devices"),
+        ({"activation_limit": "much"}, ArgumentError, "activation_limit must be .*got 'much'"),
         ({"costs": ps.Costs(forward=1, backward=2)}, CostsError, "input_grad is missing"),
         ({"costs": {"forward": 1}}, CostsError, "costs must be a pipesim.Costs"),
         ({"costs": ps.Costs(forward=(1, 1), input_grad=1, weight_grad=1)}, CostsError, "2 values"),
@@ -184,3 +191,23 @@ def test_costs_without_what_w_holds() -> None:
         ps.order_by(ps.linear(2), 4, costs)
         ps.order_by(ps.linear(2), 4, ps.Costs(1, 2, activation_bytes=4), memory_limit=8,
                     split_backward=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["zb_1p", "zb_2p"])
+def test_memory_limits_are_of_all_bytes(name: str) -> None:
+    """Parameters, workspaces and reserve are counted, as in `pipesim.simulate`."""
+    costs = ps.Costs(
+        1, input_grad=1, weight_grad=1, activation_bytes=2, weight_grad_bytes=1, memory_reserve=0.1,
+        parameter_bytes=[8, 1, 1, 8], backward_workspace_bytes=1,
+    )  # fmt: skip
+    limits = [26, 12, 12, 26]
+    order = ps.schedule(name, 4, 8, costs=costs, memory_limit=limits)
+    assert ps.simulate(ps.lower(order), costs, memory_limit=limits).fits
+    with pytest.raises(ArgumentError, match=r"memory_limit of device 0 is 20 .* at least 20.9"):
+        ps.schedule(name, 4, 8, costs=costs, memory_limit=20)
+    wide = ps.schedule(name, 4, 8, costs=costs, activation_limit="8B")
+    peaks = run_schedule(wide, replace(costs, parameter_bytes=0, backward_workspace_bytes=0))
+    assert peaks.peak_memory.max() == 8
+    parameters = replace(costs, activation_bytes=0, weight_grad_bytes=0)
+    with pytest.warns(CostsWarning, match="memory_limit limits no activations"):
+        ps.schedule(name, 4, 8, costs=parameters, memory_limit=30)

@@ -87,13 +87,13 @@ def test_all_to_all_of_gpus_on_unequal_nodes() -> None:
 
 def test_collectives_between_gpus_of_a_device() -> None:
     """Tensor-parallel groups: half a node, a node, two nodes with all their NICs."""
-    half = ps.Network.preset("dgx_h100", gpus_per_device=4)
+    half = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=4)
     step = 3.4e-6
     assert half.group_all_gather(450e9, 4) == pytest.approx(3 / 4 + 3 * step)
     assert half.group_all_reduce(450e9, 4) == pytest.approx(6 / 4 + 6 * step)
     assert half.group_all_reduce(0, 4) == pytest.approx(6 * step)
     assert half.group_all_reduce(450e9, 2) == pytest.approx(1 + 2 * step)
-    two = ps.Network.preset("dgx_h100", gpus_per_device=16)
+    two = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=16)
     assert (two.nodes.gpus_per_node, two.nodes.devices_per_node) == (8, 1)  # type: ignore[union-attr]
     # 8 NICs of 50 GB/s have less than a port of 450 GB/s.
     assert two.group_all_gather(400e9, 16) == pytest.approx(15 / 16 + 14 * step + 14e-6)

@@ -293,8 +293,8 @@ def test_presets() -> None:
     listed = ps.machines()
     assert list(listed.index) == ["dgx_a100", "dgx_h100", "dgx_h200", "dgx_b200"]
     for name, row in listed.iterrows():
-        network = ps.Network.preset(str(name))
-        assert network == ps.Network.from_dict({"preset": name})
+        assert ps.Network.preset(str(name)) == ps.Network.from_dict({"preset": name})
+        network = ps.Network.preset(str(name), 1.0)
         assert network.nodes is not None
         for field, value in network.nodes.to_dict().items():
             assert row[field] == value, (name, field)

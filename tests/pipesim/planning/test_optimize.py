@@ -323,8 +323,9 @@ def test_least_limit_of_a_message_is_enough(call):
     with pytest.raises(ArgumentError, match=r"give at least 1358024 bytes"):
         call(ps.linear(2), 4, costs, 1e6)
     call(ps.linear(2), 4, costs, 1358024)
-    with pytest.raises(ArgumentError, match=r"must be bytes >= 0, got '3GB'; give a number such"):
-        call(ps.linear(2), 4, costs, "3GB")
+    call(ps.linear(2), 4, costs, "1.358024MB")
+    with pytest.raises(ArgumentError, match=r"must be bytes such as 80e9 or 80GiB, got '3 G'"):
+        call(ps.linear(2), 4, costs, "3 G")
 
 
 def test_large_models_of_cp_sat_are_left_out():

@@ -46,7 +46,7 @@ def test_a_network_without_links() -> None:
 
 def test_ports_and_nics_of_nodes() -> None:
     """A message between nodes has the smaller bandwidth; the text has both."""
-    network = ps.Network.preset("dgx_h100", gpus_per_device=4)
+    network = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=4)
     html = network._repr_html_()
     assert cells_of(html)[1:] == [
         ["inside a node", "port out, port in", "3.40 µs", "450 GB/s"],

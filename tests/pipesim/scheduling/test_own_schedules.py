@@ -319,11 +319,6 @@ def test_an_action_is_not_named_as_waiting_for_itself() -> None:
         (lambda: ps.Schedule.load(None), ArgumentError, "file must be a path, got None"),  # type: ignore[arg-type]
         (lambda: gpipe(2, 2).save(None), ArgumentError, "file must be a path, got None"),  # type: ignore[arg-type]
         (
-            lambda: ps.order_by(ps.linear(2), 2, memory_limit=np.array(3.0)),  # type: ignore[arg-type]
-            ArgumentError,
-            r"memory_limit of device 0 must be bytes >= 0, got array\(3.\); give one number",
-        ),
-        (
             lambda: ps.order_by(ps.linear(2), 2, in_flight=np.array(3)),  # type: ignore[arg-type]
             ArgumentError,
             r"in_flight must be a whole number, got array\(3\)",
