@@ -171,7 +171,7 @@ def _decoded_bytes(metadata: Any, names: Sequence[str]) -> int:
             column = group.column(place)
             if column.path_in_schema in names:
                 n_bytes += max(8 * group.num_rows, column.total_uncompressed_size)
-    return max(n_bytes, 8 * n_rows * len(names))
+    return int(max(n_bytes, 8 * n_rows * len(names)))
 
 
 def _values(pa: Any, name: str, column: Any, path: Path) -> Any:

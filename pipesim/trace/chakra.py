@@ -9,6 +9,7 @@ feeders read (github.com/mlcommons/chakra, ``src/feeder``; github.com/astra-sim/
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chakra_messages import CollectiveType, NodeType, delimited, messages
 from pipesim.trace.chrome_export import names
-from pipesim.utils.files import check_path, write_text, write_whole
+from pipesim.utils.files import check_no_others, check_path, write_text, write_whole
 
 __all__ = ["NODE_TYPES", "save"]
 
@@ -97,7 +98,8 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
     ------
     ArgumentError
         For a prefix that is no path or ends in no name, an object that is no timeline, files that
-        cannot be written, and if protobuf is not installed (``pip install 'pipesim[chakra]'``).
+        cannot be written, a file of this prefix that is of another timeline, and if protobuf is not
+        installed (``pip install 'pipesim[chakra]'``).
     TimelineError
         For tasks that did not run, and times or bytes beyond 64 bits.
 
@@ -122,14 +124,17 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"a trace is of a Timeline, got {type(timeline).__name__}")
     nodes = _Nodes(timeline)
-    files = []
-    for device in range(timeline.n_devices):
+    files = [path.with_name(f"{path.name}.{k}.et") for k in range(timeline.n_devices)]
+    groups_file = path.with_name(f"{path.name}.comm_groups.json")
+    own = {file.name for file in files} | ({groups_file.name} if nodes.groups else set())
+    pattern = rf"{re.escape(path.name)}\.([0-9]+\.et|comm_groups\.json)"
+    check_no_others(path.parent, pattern, own, "ASTRA-sim")
+    for device, file in enumerate(files):
         data = b"".join(nodes.of_device(device))
-        files.append(path.with_name(f"{path.name}.{device}.et"))
-        write_whole(files[-1], partial(Path.write_bytes, data=data))
+        write_whole(file, partial(Path.write_bytes, data=data))
     if nodes.groups:
         listed = {name: list(devices) for devices, name in nodes.groups.items()}
-        write_text(path.with_name(f"{path.name}.comm_groups.json"), json.dumps(listed) + "\n")
+        write_text(groups_file, json.dumps(listed) + "\n")
     return files
 
 

@@ -11,7 +11,7 @@ from pipesim.errors import ArgumentError
 from pipesim.ops import COLLECTIVES, TRANSFERS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import NEVER, Event, lanes, names, nanoseconds, slice_event, write
-from pipesim.utils.files import check_path
+from pipesim.utils.files import check_no_others, check_path
 
 __all__ = ["save"]
 
@@ -44,7 +44,8 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     Raises
     ------
     ArgumentError
-        If the directory cannot be written in, or for an object that is no timeline.
+        If the directory cannot be written in or has other traces, and for an object that is no
+        timeline.
 
     See Also
     --------
@@ -69,6 +70,8 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
         raise ArgumentError(
             f"cannot make the directory {directory}: {error.strerror}; name one that can be written"
         ) from error
+    own = {f"rank{device}.json" for device in range(timeline.n_devices)}
+    check_no_others(directory, r"rank[0-9]+\.json", own, "HTA")
     paths = []
     for device in range(timeline.n_devices):
         ranks = {"backend": "nccl", "rank": device, "world_size": timeline.n_devices}

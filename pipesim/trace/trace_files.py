@@ -21,6 +21,8 @@ __all__ = ["list_files", "read_ranks"]
 
 #: Names of ranges that a message shows.
 _N_SHOWN = 5
+#: Most files that a message names.
+_SHOWN = 8
 
 
 def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
@@ -139,10 +141,11 @@ def _sorted_by_rank(traces: list[Trace], n_ranks: int | None) -> list[Trace]:
     sizes = {trace.world_size for trace in traces if trace.world_size is not None}
     expected = max(sizes, default=len(traces)) if n_ranks is None else n_ranks
     if len(traces) != expected:
+        files = [*dict.fromkeys(str(trace.path) for trace in traces)]
+        shown = ", ".join([*files[:_SHOWN], *["..."][: len(files) - _SHOWN]])
         raise TimelineError(
-            f"got the traces of {len(traces)} ranks ({traces[0].path}, ...) of a run of "
-            f"{expected}; give one file a rank, or n_ranks={len(traces)} if the others are no part "
-            "of this pipeline"
+            f"got the traces of {len(traces)} ranks ({shown}) of a run of {expected}; give one "
+            f"file a rank, or n_ranks={len(traces)} if the others are no part of this pipeline"
         )
     ranks = Counter(trace.rank for trace in traces)
     for rank, count in ranks.items():

@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TEMPORARY",
     "check_content",
+    "check_no_others",
     "check_path",
     "check_target",
     "gunzip",
@@ -219,6 +220,28 @@ def check_target(path: Path) -> Path:
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return Path(os.path.realpath(path))
+
+
+def check_no_others(folder: Path, pattern: str, own: Collection[str], reader: str) -> None:
+    """Raise `ArgumentError` for a file that a reader would take for one of those to be written.
+
+    Parameters
+    ----------
+    pattern
+        Regular expression of the names that the reader takes.
+    own
+        Names of the files to write; these may exist.
+    reader
+        Name of the reader in the message.
+    """
+    with write_errors(folder):
+        names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in names if name not in own and re.fullmatch(pattern, name)]
+    if others:
+        raise ArgumentError(
+            f"{folder} has {others[0]!r}, of another timeline, which {reader} would read too; "
+            "remove it, or choose another name"
+        )
 
 
 @contextmanager

@@ -154,6 +154,25 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
     assert sizes == {2}
 
 
+def test_files_of_another_timeline(tmp_path: Path) -> None:
+    """A simulator would read the files of further devices, and older groups; neither is removed."""
+    large, small = (
+        ps.simulate(ps.lower(ps.schedule("1f1b", n, 2)), ps.Costs(1, 2)) for n in (3, 2)
+    )
+    for module, name in ((ps.chakra, "x.2.et"), (ps.hta, "rank2.json")):
+        to = tmp_path / "x" if module is ps.chakra else tmp_path
+        for _ in range(2):
+            module.save(to, large)
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ArgumentError, match=rf"has '{name}', of another timeline, which "):
+            module.save(to, small)
+        assert (tmp_path / name).read_bytes() == before
+    ps.chakra.save(tmp_path / "other", small)
+    (tmp_path / "other.comm_groups.json").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"has 'other\.comm_groups\.json', of another"):
+        ps.chakra.save(tmp_path / "other", small)
+
+
 def test_every_operation_has_a_type() -> None:
     assert set(NODE_TYPES) == set(Op)
     assert {op for op, kind in NODE_TYPES.items() if kind is NodeType.COMM_COLL_NODE} == COLLECTIVES
