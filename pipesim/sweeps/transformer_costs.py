@@ -100,6 +100,7 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
         names = ("efficiency", "gpus_per_device")
         options_of_preset = {name: network[name] for name in names if name in network}
         fitted = fitted_preset(network["preset"], settings["gpu"], **options_of_preset)
-        links = replace(fitted, host=links.host) if network.get("host") else fitted
+        host = links.host if network.get("host") else fitted.host
+        links = replace(links, nodes=fitted.nodes, host=host, nominal_share=fitted.nominal_share)
     built = make_model(settings).costs(layers, **rates, **options, network=links)
     return replace(built, **others) if others else built

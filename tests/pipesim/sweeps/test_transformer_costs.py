@@ -186,7 +186,7 @@ def test_a_fitted_gpu_brings_the_factors_of_its_network(
     path.write_text(json.dumps({"gpu": fields, "network_efficiency": 0.5, "network_latency": 3}))
     by_file = TOML.format(schedule='schedule = "1f1b"', gpu=path.name)
     own = by_file.replace('"dgx_h100"', '"dgx_h100", efficiency = 0.25')
-    plain = ps.Network.preset("dgx_h100")
+    plain = ps.Network.preset("dgx_h100", 1.0)
     for text, share in ((by_file, 0.5), (own, 0.25)):
         config.write_text(text)
         succeed(capsys, "simulate", "--config", config, "--csv", tmp_path / "timeline.csv")
