@@ -184,7 +184,7 @@ def test_traces_of_ranks(current: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "of a run of 2" in line
     assert "(here: the folder of these files, or --ranks N)" in line
     assert "rank0: 6 tasks" in succeed(capsys, "view", "traces/rank0.json", "--ranks", 1)
-    assert "no range whose whole name" in fail(
+    assert "no range that matches the pattern" in fail(
         capsys, "view", "traces", "--pattern", "(?P<op>x)(?P<microbatch>y)"
     )
 
@@ -319,7 +319,7 @@ def test_the_kept_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def broken_predictions(run: Path) -> str:
-    ps.simulate(ps.lower(ps.schedule("gpipe", 2, 3)), COSTS).save(run / "b-never/predicted.csv")
+    ps.simulate(ps.lower(ps.schedule("gpipe", 2, 5)), COSTS).save(run / "b-never/predicted.csv")
     return "predicted.csv with run/b-never/timeline.csv: predicted"
 
 
