@@ -72,8 +72,8 @@ def _host_copies(
         job = _Job(stream, call, 3)
         alone = _seconds([job])
         count = int(1.5 * job.n_calls * alone / seconds) + 1  # they last longer than the copies
-        beside = _seconds([job, *(product._replace(n_calls=count) for product in products)])
-        _note(report, len(products), what, alone, beside, data.nbytes / 1e9, "GB/s")
+        loaded = _seconds([job, *(product._replace(n_calls=count) for product in products)])
+        _note(report, len(products), what, alone, loaded, data.nbytes / 1e9, "GB/s")
 
 
 def _seconds(jobs: Sequence[_Job]) -> float:

@@ -125,9 +125,9 @@ def cost_of_events(bench: Bench, report: Report, cuda_graph: bool) -> None:
         "event-cost", cuda_graph=cuda_graph, n_tasks=n_tasks, timed=walls[0], untimed=walls[1],
         ratio=stats.median, low=stats.low, high=stats.high,
     )  # fmt: skip
-    each = (walls[0] - walls[1]) / n_tasks
+    per_task = (walls[0] - walls[1]) / n_tasks
     report.add(f"a step: {walls[0] * 1e3:.3f} ms with times, {walls[1] * 1e3:.3f} without, ratio "
-               f"{stats.median:.4f} ({stats.low:.4f} to {stats.high:.4f}), {each * 1e6:+.2f} us "
+               f"{stats.median:.4f} ({stats.low:.4f} to {stats.high:.4f}), {per_task * 1e6:+.2f} us "
                f"for each of {n_tasks} tasks")  # fmt: skip
     for name in steps:
         for capture in captures[name]:
@@ -413,9 +413,9 @@ def _overlap(kernels: pd.DataFrame, tasks: pd.DataFrame) -> float:
     return float(np.clip(end - begin, 0.0, None).sum())
 
 
-def report_spans(report: Report, found: Sequence[Span], cuda_graph: bool) -> None:
+def report_spans(report: Report, device_spans: Sequence[Span], cuda_graph: bool) -> None:
     """Report how far CUPTI and events are apart."""
-    for span in found:
+    for span in device_spans:
         report.record(
             "instrument", cuda_graph=cuda_graph, **span._asdict(), error=span.error, target=TARGET
         )
@@ -426,5 +426,5 @@ def report_spans(report: Report, found: Sequence[Span], cuda_graph: bool) -> Non
         if span.inside is not None:
             text += f", {span.inside:.2%} of their time is inside"
         report.time(abs(span.error) <= TARGET, text)
-    if len(found) == 1:
+    if len(device_spans) == 1:
         report.add("streams of CUPTI are not those of devices: only the whole step is compared")

@@ -638,8 +638,8 @@ class Costs:
                 "do not divide evenly; give costs of layers, as Layers.costs takes them"
             )
         if self.n_microbatches is not None:
-            known: Per = "layers" if by_layers else "device"
-            return each_microbatch(lambda costs: costs.in_chunks(placement, known), self)
+            unit: Per = "layers" if by_layers else "device"
+            return each_microbatch(lambda costs: costs.in_chunks(placement, unit), self)
         device = np.array(placement.device_of)
         if by_layers:
             device = np.arange(n_stages) * n_devices // n_stages

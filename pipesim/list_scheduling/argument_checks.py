@@ -115,7 +115,7 @@ def _check_fits(
 ) -> Floats:
     """Return the bytes of the largest micro-batch on each device, which must fit beside others."""
     path_of = placement.path_of(len(class_of))
-    beside, largest_bytes = np.broadcast_to(others, len(limits)), np.zeros(len(limits))
+    other_bytes, largest_bytes = np.broadcast_to(others, len(limits)), np.zeros(len(limits))
     for device, limit in enumerate(limits.tolist()):
         for path, homes in enumerate(placement.paths):
             stages = [stage for stage, home in enumerate(homes) if home == device]
@@ -123,12 +123,12 @@ def _check_fits(
             nbytes[path_of != path] = -1.0
             largest = int(nbytes.argmax())
             largest_bytes[device] = max(largest_bytes[device], float(nbytes[largest]))
-            needed = float(nbytes[largest] + beside[device]) * (1 + reserve)
+            needed = float(nbytes[largest] + other_bytes[device]) * (1 + reserve)
             if needed > limit * (1 + 1e-9):  # as `Admission` compares sums
                 names = ", ".join(map(str, stages))
                 which = "one micro-batch" if len(f_bytes) == 1 else f"micro-batch {largest}"
                 where = f"{'stages' if len(stages) > 1 else 'stage'} {names}"
-                if beside[device] or reserve:
+                if other_bytes[device] or reserve:
                     where += ", with parameters, gradients, optimizer, workspace and reserve"
                 raise ArgumentError(
                     f"{name} of device {device} is {limit:.10g} bytes, but {which} takes "

@@ -117,20 +117,20 @@ def _no_range(path: Path, trace: Trace, patterns: Sequence[str]) -> str:
     """Say which ranges a trace has, of which none matches, and which are needed."""
     names = [f"{name!r:.60}" for name in trace.names]
     more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
-    found = f"its ranges are {', '.join(names[:_N_SHOWN])}{more}"
+    content = f"its ranges are {', '.join(names[:_N_SHOWN])}{more}"
     if not names:
         n_operations = len(trace.operations) + len(trace.communication)
         n_kernels = sum(map(len, trace.kernels.values()))
-        found = f"it has no ranges, but {n_operations} operations and {n_kernels} kernels"
+        content = f"it has no ranges, but {n_operations} operations and {n_kernels} kernels"
         if not n_operations + n_kernels:
-            found = "it has no ranges, operations or kernels"
+            content = "it has no ranges, operations or kernels"
     wanted = "Each forward and backward of a stage needs a range such as 'PP:0F0' and 'PP:0B0'"
     problem = "names the action of a stage"
     if list(patterns) != list(PATTERNS):
         problem = f"matches the pattern {patterns[0]!r} with its whole name"
         wanted = "Each forward and backward of a stage needs a range that matches"
     return (
-        f"{path} has no range that {problem}: {found}. {wanted}: annotate them with "
+        f"{path} has no range that {problem}: {content}. {wanted}: annotate them with "
         "torch.profiler.record_function('PP:0F0') (stage 0, forward, micro-batch 0), or give "
         "pattern=, a regular expression for the names that your ranges have"
     )

@@ -138,9 +138,9 @@ def test_arguments(page: Path) -> None:
     unknown = []
     for code in re.findall(r"`([^`\n]+)`", text):
         for name, arguments in re.findall(r"((?:\w+\.)*\w+)\(([^()]*)\)", code):
-            known = parameters(name)
+            allowed = parameters(name)
             names = re.findall(r"(?:^|[ ,])([a-z_]\w*)=", arguments)
-            unknown += [f"{name}({x}=)" for x in names if known is not None and x not in known]
+            unknown += [f"{name}({x}=)" for x in names if allowed is not None and x not in allowed]
     assert not unknown
 
 

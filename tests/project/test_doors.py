@@ -68,7 +68,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def functions_with(*arguments: str) -> set[str]:
     """Return the names of public functions with one of these arguments, and of schedules."""
-    found = set()
+    names = set()
     for name, function in functions():
         if not callable(function):
             continue
@@ -77,9 +77,9 @@ def functions_with(*arguments: str) -> set[str]:
         except (TypeError, ValueError):
             continue
         if {*arguments} & {*parameters}:
-            found.add(name)
+            names.add(name)
     options = options_of_schedules().items()
-    return found | {name for name, own in options if {*arguments} & {*own}}
+    return names | {name for name, own in options if {*arguments} & {*own}}
 
 
 # Limits of memory: each function returns or predicts a timeline that simulate finds to fit.
@@ -299,10 +299,10 @@ def test_another_efficiency_replaces_that_of_a_network() -> None:
     network = ps.Network.preset(MACHINE)
     assert ps.Cluster(MACHINE, 16, network=network, network_efficiency=0.35) == expected
     own = replace(network, nominal_share=None)  # whose nominal bandwidths these are
-    taken = ps.Cluster(MACHINE, 16, network=own, network_efficiency=0.5).network()
-    assert taken.nodes is not None
-    assert taken.nodes.nic_bandwidth == 0.35 * 50e9
-    assert taken.nominal_share == 0.5
+    result = ps.Cluster(MACHINE, 16, network=own, network_efficiency=0.5).network()
+    assert result.nodes is not None
+    assert result.nodes.nic_bandwidth == 0.35 * 50e9
+    assert result.nominal_share == 0.5
 
 
 def test_less_bandwidth_never_helps() -> None:

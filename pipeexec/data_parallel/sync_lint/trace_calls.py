@@ -100,11 +100,11 @@ def work_of_calls(
     copies: list[DeviceWork] = []
     by_call: dict[int, list[DeviceWork]] = defaultdict(list)
     for item in sorted(work, key=lambda item: item.span):
-        owner = None if item.launch is None else owners.at(item.launch)
+        owner = None if item.launch is None else owners.index_of(item.launch)
         if owner is not None:
             by_call[owner].append(item)
         elif item.collective != "other" and not (
-            item.collective is None and item.launch and strangers.at(item.launch) is not None
+            item.collective is None and item.launch and strangers.index_of(item.launch) is not None
         ):
             (copies if item.is_copy else kernels).append(item)
     for index, items in by_call.items():
@@ -187,7 +187,7 @@ class CallFinder:
             rows[thread].append((*span, index))
         self._rows = {thread: sorted(row) for thread, row in rows.items()}
 
-    def at(self, launch: Launch) -> int | None:
+    def index_of(self, launch: Launch) -> int | None:
         """Return the index of the call, or None."""
         row = self._rows.get(launch.thread, [])
         k = bisect_right(row, launch.time, key=lambda item: item[0]) - 1

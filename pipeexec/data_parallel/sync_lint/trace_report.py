@@ -178,16 +178,16 @@ class _TraceEvents:
             self._operations[external] = Launch(span[0], thread)
         if not communicates:
             return
-        found = collective(name, args)
+        call_name = collective(name, args)
         if _WORKS.match(name):
-            if found == ALL_REDUCE:
+            if call_name == ALL_REDUCE:
                 self._works.append(span)
-        elif found == ALL_REDUCE:
+        elif call_name == ALL_REDUCE:
             self._all_reduces.append(HostCall(span, thread))
             nbytes = _bytes(args)
             if nbytes is not None:
                 self._records.append((self._all_reduces[-1], nbytes))
-        elif found == "other":
+        elif call_name == "other":
             self._others.append(HostCall(span, thread))
 
     def _communication(
@@ -195,7 +195,7 @@ class _TraceEvents:
     ) -> list[DeviceWork]:
         """Return communication on devices; keep the spans of other kernels."""
         calls = CallFinder([*self._calls, *outermost(self._others)])
-        found = []
+        items = []
         for name, span, args, is_copy in on_device:
             launch = self._launches.get(str(args.get("correlation")))
             if launch is None or is_copy:
@@ -204,12 +204,12 @@ class _TraceEvents:
                 if collective(name, args) == ALL_REDUCE and is_communication(
                     name, args, on_device=False
                 ):
-                    found.append(DeviceWork(name, span, ALL_REDUCE, launch, True))
+                    items.append(DeviceWork(name, span, ALL_REDUCE, launch, True))
             elif is_communication(name, args, on_device=True) or (
                 launch is not None and calls.at(launch) is not None
             ):
                 nbytes = _bytes(args)
-                found.append(
+                items.append(
                     DeviceWork(
                         name,
                         span,
@@ -220,7 +220,7 @@ class _TraceEvents:
                 )
             else:
                 self._kernels.append(span)
-        return found
+        return items
 
     def _bytes_of_calls(self) -> list[float]:
         """Return the bytes of each call: as the CPU recorded them, or its kernels."""

@@ -157,7 +157,7 @@ def _part(
     """Return the state dictionary for one optimizer."""
     state: dict[int, dict[str, Any]] = {}
     new_groups, n = [], 0
-    taken: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []  # loaded and own groups
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []  # loaded and own groups
     for own in optimizer.param_groups:
         loaded = None
         for parameter in own["params"]:
@@ -178,7 +178,7 @@ def _part(
                 present = optimizer.state.get(parameter, {})
                 state[n] = _checked_values(name, parameter, values[name], present, error)
             n += 1
-        for _, other in (pair for pair in taken if pair[0] is loaded):
+        for _, other in (pair for pair in pairs if pair[0] is loaded):
             if not _same_options(_what(own), _what(other)):
                 raise error(
                     f"{keys[own['params'][0]]!r} is in a group of an optimizer with "
@@ -187,7 +187,7 @@ def _part(
                     "the pipeline with the groups of the state, and change options afterwards"
                 )
         if loaded is not None:
-            taken.append((loaded, own))
+            pairs.append((loaded, own))
         indices = list(range(n - len(own["params"]), n))
         new_groups.append({**_merged_options(own, loaded or {}, error), "params": indices})
     return {"state": state, "param_groups": new_groups}

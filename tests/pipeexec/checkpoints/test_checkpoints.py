@@ -273,13 +273,13 @@ def test_groups_that_the_checkpoint_does_not_have(n_stages: int, tmp_path: Path)
     """Two groups of other settings are refused; equal ones, or other groups, are loaded."""
     graph = ps.lower(ps.schedule("1f1b", n_stages, 2))
 
-    def of(optimizer: Any) -> px.Pipeline:
+    def pipeline_with(optimizer: Any) -> px.Pipeline:
         stages = [nn.Linear(4, 4) for _ in range(n_stages)]
         return px.Pipeline(stages, graph, ["cpu"] * n_stages, mse, optimizer, pin_threads=False)
 
-    with of(lambda p: torch.optim.AdamW(p, lr=1e-2)) as p:
+    with pipeline_with(lambda p: torch.optim.AdamW(p, lr=1e-2)) as p:
         path = px.save_checkpoint(p, tmp_path / "one")
-    with of(lambda p: two_rates(list(p))) as p:
+    with pipeline_with(lambda p: two_rates(list(p))) as p:
         before = str([p.state_dict(), p.optimizer_state_dict()])
         with pytest.raises(
             CheckpointError,
@@ -288,9 +288,9 @@ def test_groups_that_the_checkpoint_does_not_have(n_stages: int, tmp_path: Path)
             px.load_checkpoint(p, path)
         assert str([p.state_dict(), p.optimizer_state_dict()]) == before
         px.load_checkpoint(p, px.save_checkpoint(p, tmp_path / "two"))
-    with of(lambda p: two_rates(list(p), 1e-2)) as p:
+    with pipeline_with(lambda p: two_rates(list(p), 1e-2)) as p:
         px.load_checkpoint(p, path)
-    with of(lambda p: two_rates(list(p), 1e-1)) as p:
+    with pipeline_with(lambda p: two_rates(list(p), 1e-1)) as p:
         px.load_checkpoint(p, tmp_path / "two")  # the settings of a group are those of its own
         assert [group["lr"] for group in p.optimizers[0].param_groups] == [1e-2, 1e-3]
 

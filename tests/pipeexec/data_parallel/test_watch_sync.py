@@ -471,7 +471,7 @@ KERNELS = [
 
 
 def _all_reduces_on_gpu(
-    tmp_path: Path, tells: str, kernel: str, *, grouped: bool = False
+    tmp_path: Path, source: str, kernel: str, *, grouped: bool = False
 ) -> SyncReport:
     """Report on two micro-steps, whose all-reduces take 5 ms on the GPU and 30 us on the host.
 
@@ -485,9 +485,9 @@ def _all_reduces_on_gpu(
                        "pid": 0 if cat in ("kernel", "gpu_user_annotation") else 1,
                        "tid": args.pop("tid", 2), "args": args})  # fmt: skip
 
-    def told(number: int, external: int) -> dict[str, Any]:
-        found = {"correlation": number} if "launch" in tells else {}
-        return {**found, **({"External id": external} if "operation" in tells else {})}
+    def arguments(number: int, external: int) -> dict[str, Any]:
+        numbers = {"correlation": number} if "launch" in source else {}
+        return {**numbers, **({"External id": external} if "operation" in source else {})}
 
     node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
     for k in range(2):
@@ -496,23 +496,23 @@ def _all_reduces_on_gpu(
         add("c10d::broadcast_", "cpu_op", t + 110, 20, tid=1, **{"External id": 40 + k})
         add("hipExtLaunchKernel", "hip_runtime", t + 115, 5, tid=1, correlation=30 + k)
         if kernel.startswith("nccl"):
-            add(KERNELS[1], "kernel", t + 120, 40, **told(30 + k, 40 + k),
-                **({"Collective name": "broadcast"} if tells == "order" else {}))  # fmt: skip
+            add(KERNELS[1], "kernel", t + 120, 40, **arguments(30 + k, 40 + k),
+                **({"Collective name": "broadcast"} if source == "order" else {}))  # fmt: skip
         add(node, "cpu_op", t + 200, 200)
         add("torch::autograd::AccumulateGrad", "cpu_op", t + 210, 20)
         for part in range(1 + grouped):
-            at = t + 250 + 60 * part
-            add("c10d::allreduce_", "cpu_op", at, 50)
-            add("record_param_comms", "cpu_op", at + 10, 35, **{
+            begin = t + 250 + 60 * part
+            add("c10d::allreduce_", "cpu_op", begin, 50)
+            add("record_param_comms", "cpu_op", begin + 10, 35, **{
                 "External id": 10 * part + k + 1, "Collective name": "allreduce", "dtype": "Float",
                 "In msg nelems": 1_000_000 // (1 + grouped)})  # fmt: skip
-            add("nccl:all_reduce", "user_annotation", at + 15, 30, **{"External id": 20 + k})
+            add("nccl:all_reduce", "user_annotation", begin + 15, 30, **{"External id": 20 + k})
         add("hipExtLaunchKernel", "hip_runtime", t + 270 + 100 * grouped, 5, correlation=k + 1)
         if kernel:
-            add(kernel, "kernel", t + 1000, 5000, **told(k + 1, k + 1))
-        if "copy" in tells:
+            add(kernel, "kernel", t + 1000, 5000, **arguments(k + 1, k + 1))
+        if "copy" in source:
             add("nccl:all_reduce", "gpu_user_annotation", t + 1000, 5000, **{
-                "External id": 20 + k} if "operation" in tells else {})  # fmt: skip
+                "External id": 20 + k} if "operation" in source else {})  # fmt: skip
         add("gemm", "kernel", t + 1000, 3000, correlation=77)
     add("Optimizer.step#SGD.step", "user_annotation", 30000, 50, tid=1)
     path = tmp_path / "trace.json"
@@ -531,9 +531,9 @@ def _all_reduces_on_gpu(
         ("copy, launch", KERNELS[-1]),
     ],
 )
-def test_all_reduces_take_as_long_as_their_kernels(tmp_path: Path, tells: str, kernel: str) -> None:
+def test_all_reduces_last_as_long_as_kernels(tmp_path: Path, source: str, kernel: str) -> None:
     """Whatever the kernel is called: the launch, the operation, the copy or the order tells it."""
-    report = _all_reduces_on_gpu(tmp_path, tells, kernel)
+    report = _all_reduces_on_gpu(tmp_path, source, kernel)
     assert report.seconds == pytest.approx(10e-3)
     assert report.exposed == pytest.approx(4e-3)
     assert report.nbytes == 8e6
@@ -545,15 +545,15 @@ def test_all_reduces_take_as_long_as_their_kernels(tmp_path: Path, tells: str, k
 
 
 @pytest.mark.parametrize("tells", ["launch", "order"])
-def test_grouped_all_reduces_share_their_kernel(tmp_path: Path, tells: str) -> None:
+def test_grouped_all_reduces_share_their_kernel(tmp_path: Path, source: str) -> None:
     """One kernel, launched after two calls, counts once."""
-    report = _all_reduces_on_gpu(tmp_path, tells, KERNELS[1], grouped=True)
+    report = _all_reduces_on_gpu(tmp_path, source, KERNELS[1], grouped=True)
     assert (report.n_calls, report.nbytes) == (4, 8e6)
     assert report.seconds == pytest.approx(10e-3)
     (finding,) = report.findings
     assert (finding.n_calls, finding.nbytes) == (2, 4e6)
     assert finding.seconds == pytest.approx(5e-3)
-    assert ("shared out in order" in str(report)) == (tells == "order")
+    assert ("shared out in order" in str(report)) == (source == "order")
 
 
 def test_kernels_of_no_call_are_named(tmp_path: Path) -> None:

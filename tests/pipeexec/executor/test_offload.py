@@ -251,7 +251,7 @@ class TakenBytes(TorchDispatchMode):
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self.cuda, self.peak = cuda, 0
-        self._taken: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._kept: set[int] = set()
         cuda.observers.append(self)
 
@@ -259,24 +259,24 @@ class TakenBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._taken = {
-            key: taken
-            for key, taken in self._taken.items()
-            if key in self._kept or not taken[0].expired()
+        self._memory = {
+            key: memory
+            for key, memory in self._memory.items()
+            if key in self._kept or not memory[0].expired()
         }
         for x in tree_leaves(output):
             storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage._cdata not in self._taken:
+            if storage is not None and storage._cdata not in self._memory:
                 reference = StorageWeakRef(storage)
                 number = self.cuda.current_stream().number
-                self._taken[storage._cdata] = (reference, storage.nbytes(), number)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes, _ in self._taken.values()))
+                self._memory[storage._cdata] = (reference, storage.nbytes(), number)
+        self.peak = max(self.peak, sum(nbytes for _, nbytes, _ in self._memory.values()))
         return output
 
     def kept(self, tensor: Tensor, stream: FakeStream) -> None:
         """Note memory that is kept for a stream other than its own."""
         key = tensor.untyped_storage()._cdata
-        if key in self._taken and self._taken[key][2] != stream.number:
+        if key in self._memory and self._memory[key][2] != stream.number:
             self._kept.add(key)
 
     def recorded(self, event: Any, stream: Any) -> None:
@@ -306,9 +306,9 @@ def taken_bytes(offload: str) -> int:
         with px.Pipeline([stage], graph, [_Gpu()], mse) as pipeline:
             for _ in range(2):
                 pipeline.step(x, x)
-            with TakenBytes(cuda) as taken:
+            with TakenBytes(cuda) as counter:
                 pipeline.step(x, x)
-    return taken.peak
+    return counter.peak
 
 
 def test_memory_of_a_gpu_is_used_again() -> None:

@@ -107,13 +107,13 @@ def test_smaller_micro_batches_divide_what_is_of_one() -> None:
 
 def test_other_settings_keep_each_field_that_the_user_has_changed() -> None:
     costs = MODEL.costs([2, 2], microbatch_size=1, flops_per_second=1e9)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tied_bytes": 1e9, "expert_replicas": 2, "all_reduce": "tree", "memory_reserve": 0.5,
         "skip_bytes": 7.0, "buckets": [[(1.0, 1.0)], [(1.0, 1.0)]],
         "exchange_bytes": {0: {"keys": [[1.0]]}}, "segments": [[(1.0,)] * 3] * 2,
     }  # fmt: skip
-    assert {*given, *STAGE_FIELDS, "network", "workload"} == {x.name for x in fields(costs)}
-    own = replace(costs, **given)
+    assert {*settings, *STAGE_FIELDS, "network", "workload"} == {x.name for x in fields(costs)}
+    own = replace(costs, **settings)
     changed = named("1f1b", own).with_settings(flash_attention=True).costs
-    for name in given:
+    for name in settings:
         assert getattr(changed, name) == getattr(own, name), name

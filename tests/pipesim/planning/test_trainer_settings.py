@@ -172,8 +172,8 @@ def test_a_command_line() -> None:
 
 
 def test_flags_that_are_off_are_ignored() -> None:
-    off = ("--outer-dp-sharding-strategy no_shard", "--mtp-num-layers 0")
-    for flag in off:
+    disabled = ("--outer-dp-sharding-strategy no_shard", "--mtp-num-layers 0")
+    for flag in disabled:
         assert ps.read_megatron(f"{LEAST} {flag}").ignored == (flag.split()[0],)
 
 

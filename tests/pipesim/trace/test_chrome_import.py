@@ -428,8 +428,8 @@ def test_a_trace_without_ranges_says_so_in_words(tmp_path: Path, names: list[str
     with pytest.raises(TimelineError) as caught:
         read(tmp_path, [*events, *operation])
     text = str(caught.value).removeprefix(str(tmp_path / "rank0.json"))
-    found = f"its ranges are '{names[0]:.50}"[:40] if names else "no ranges, but 1 operations"
-    assert found in text[:120]
+    content = f"its ranges are '{names[0]:.50}"[:40] if names else "no ranges, but 1 operations"
+    assert content in text[:120]
     assert "'PP:0F0'" in text
     assert "(?P" not in text
     assert len(text) < 800

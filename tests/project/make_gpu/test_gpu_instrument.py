@@ -33,8 +33,8 @@ def new_report(folder: Path, *, dry: bool = True) -> Any:
 
 def rows(report: Any, kind: str) -> list[dict[str, Any]]:
     """Return the rows of a table."""
-    found = map(json.loads, report.records.read_text().splitlines())
-    return [row for row in found if row["kind"] == kind]
+    records = map(json.loads, report.records.read_text().splitlines())
+    return [row for row in records if row["kind"] == kind]
 
 
 # Features
@@ -125,8 +125,8 @@ def trace_of(context: Callable[[int, int], int], late: float = 0.0) -> Any:
     """
     timeline = timeline_of_step()
     graph, zero = timeline.graph, 5e8
-    found = importlib.import_module("pipesim.ops").COMPUTE
-    own = sorted(graph.is_op(found).nonzero()[0].tolist(), key=lambda task: timeline.end[task])
+    compute = importlib.import_module("pipesim.ops").COMPUTE
+    own = sorted(graph.is_op(compute).nonzero()[0].tolist(), key=lambda task: timeline.end[task])
     events = [{"cat": "cpu_op", "ts": 0.0, "dur": 9.0, "name": "aten::mm", "args": {}}]
 
     def add(start: float, end: float, where: tuple[int, int], name: str) -> None:

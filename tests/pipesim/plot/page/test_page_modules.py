@@ -63,7 +63,7 @@ function answer(bytes) {
 def call() -> Iterator[Callable[..., Any]]:
     """Return a function that calls one of `SOURCE`."""
     with answering(SOURCE) as ask:
-        yield lambda *given: ask(json.dumps(given).encode())
+        yield lambda *arguments: ask(json.dumps(arguments).encode())
 
 
 @pytest.mark.parametrize("x", [-1, 0, 1, 2, 3, 5, 9, 10])
