@@ -125,9 +125,9 @@ def cost_of_events(bench: Bench, report: Report, cuda_graph: bool) -> None:
         "event-cost", cuda_graph=cuda_graph, n_tasks=n_tasks, timed=walls[0], untimed=walls[1],
         ratio=stats.median, low=stats.low, high=stats.high,
     )  # fmt: skip
-    per_task = (walls[0] - walls[1]) / n_tasks
+    seconds = (walls[0] - walls[1]) / n_tasks
     report.add(f"a step: {walls[0] * 1e3:.3f} ms with times, {walls[1] * 1e3:.3f} without, ratio "
-               f"{stats.median:.4f} ({stats.low:.4f} to {stats.high:.4f}), {per_task * 1e6:+.2f} us "
+               f"{stats.median:.4f} ({stats.low:.4f} to {stats.high:.4f}), {seconds * 1e6:+.2f} us "
                f"for each of {n_tasks} tasks")  # fmt: skip
     for name in steps:
         for capture in captures[name]:

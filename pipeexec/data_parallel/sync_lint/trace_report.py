@@ -206,7 +206,7 @@ class _TraceEvents:
                 ):
                     items.append(DeviceWork(name, span, ALL_REDUCE, launch, True))
             elif is_communication(name, args, on_device=True) or (
-                launch is not None and calls.at(launch) is not None
+                launch is not None and calls.index_of(launch) is not None
             ):
                 nbytes = _bytes(args)
                 items.append(
@@ -228,7 +228,7 @@ class _TraceEvents:
         owners = CallFinder(self._calls)
         values = dict(self._records)
         for record in outermost(values):
-            index = owners.at(Launch(record.span[0], record.thread))
+            index = owners.index_of(Launch(record.span[0], record.thread))
             if index is not None:
                 nbytes[index].append(values[record])
         return [
