@@ -40,6 +40,7 @@ from pipeexec.executor.step_checks import (
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
+    warn_of_untrained,
 )
 from pipeexec.executor.step_errors import raise_failure
 from pipeexec.executor.step_inputs import split_inputs
@@ -208,6 +209,11 @@ class StepRunner:
                 self.reports.keep_readings(step)
         self._offload_waits.note_step(step)
         warn_of_randomness(self.stages, random_state)
+        model = self.model
+        if self.trains and not model.has_checked_gradients:
+            model.has_checked_gradients = True
+            if not model.shards and self.graph.n_batches == 1:  # else they are taken meanwhile
+                warn_of_untrained(self.graph, self.stages)
         warn_of_loss(step.inputs.loss, returns_count=self.loss.returns_count)
         return step
 
