@@ -143,7 +143,7 @@ class BatchWarning(PipeWarning):
 
 
 class LossWarning(PipeWarning):
-    """The losses of micro-batches do not combine to that of the whole batch."""
+    """The losses of micro-batches do not combine to that of the whole batch, or train no stage."""
 
 
 class NanLossWarning(PipeWarning):

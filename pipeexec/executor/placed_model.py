@@ -75,8 +75,8 @@ class PlacedModel:
         Whether each step begins without gradients.
     timeout, processes, cuda_graph, batch_dims, slice_dim, gradient_options
         As given.
-    has_checked_squares
-        Whether a step has looked for masks as large as the batch.
+    has_checked_squares, has_checked_gradients
+        Whether a step has looked for masks as large as the batch, and for stages without gradients.
     is_split
         Whether the stages are those of `pipeexec.split`, which take tensors alone.
     accumulated
@@ -109,7 +109,7 @@ class PlacedModel:
     ) -> None:
         self.batch_dims = check_batch_dims(batch_dims)
         self.slice_dim = check_slice_dim(slice_dim)
-        self.has_checked_squares = False
+        self.has_checked_squares = self.has_checked_gradients = False
         self.is_split = is_split
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         self.homes: list[list[int]] = graph.homes.tolist()

@@ -33,6 +33,7 @@ __all__ = [
     "warn_of_loss",
     "warn_of_nan",
     "warn_of_randomness",
+    "warn_of_untrained",
 ]
 
 
@@ -127,6 +128,30 @@ def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
             "compile",
             SplitBackwardWarning,
             stacklevel=4,
+        )
+
+
+def warn_of_untrained(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Warn of local stages whose parameters are to be trained, and got no gradient in a step.
+
+    Left out are stages whose rows or parameters replicas share: a step may have no gradient there.
+    """
+    has_gradient: dict[int, bool] = {}
+    for slot, stage in enumerate(stages):
+        number = slot % graph.n_stages
+        trained = [p for p in stage.module.parameters() if p.requires_grad]
+        if trained and number not in graph.sharded:
+            found = any(p.grad is not None for p in trained)
+            has_gradient[number] = has_gradient.get(number, False) or found
+    if numbers := [number for number, found in has_gradient.items() if not found]:
+        several = len(numbers) > 1
+        warnings.warn(
+            f"the parameters of stage{'s' * several} {', '.join(map(str, numbers))} require "
+            f"gradients, and got none in the step, so that {'they are' if several else 'it is'} "
+            "not trained; look for detach(), no_grad() or integers there and in later stages, or "
+            "set requires_grad of the parameters to False",
+            LossWarning,
+            stacklevel=5,
         )
 
 

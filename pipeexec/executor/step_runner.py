@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeexec.data_parallel.stage_replicas import check_hooks, sync_from_first
+from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.embedding.stage import check_keys
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
@@ -40,9 +40,11 @@ from pipeexec.executor.step_checks import (
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
+    warn_of_untrained,
 )
 from pipeexec.executor.step_errors import raise_failure
 from pipeexec.executor.step_inputs import split_inputs
+from pipeexec.experts.gradient_groups import counted_parameters
 from pipeexec.experts.graph_checks import check_experts
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.nesting import Arguments, tensors_in
@@ -207,6 +209,11 @@ class StepRunner:
                 self.reports.keep_readings(step)
         self._offload_waits.note_step(step)
         warn_of_randomness(self.stages, random_state)
+        model = self.model
+        if self.trains and not model.has_checked_gradients:
+            model.has_checked_gradients = True
+            if not model.shards and self.graph.n_batches == 1:  # else they are taken meanwhile
+                warn_of_untrained(self.graph, self.stages)
         warn_of_loss(step.inputs.loss, returns_count=self.loss.returns_count)
         return step
 
@@ -355,12 +362,31 @@ class StepRunner:
             self.model.tied_copies.sync()
         sync_from_first(modules, graph.n_stages)
         for slot, module in enumerate(modules):
-            # The sum of the first copy has the gradients of the others; shards have separate rows.
-            is_copy = slot >= graph.n_stages and slot % graph.n_stages not in graph.sharded
-            if is_copy or (self.model.zero_grad and not self.model.accumulated.n_steps):
+            if self.model.zero_grad and not self.model.accumulated.n_steps:
                 module.zero_grad(set_to_none=True)
+            else:
+                self._clear_copy(slot)
         for shards in self.model.shards.values():
             shards.pieces.zero_grad(set_to_none=True)
+
+    def _clear_copy(self, slot: int) -> None:
+        """Clear the gradients that another copy of the stage has in its sums, too.
+
+        The rows of a sharded embedding are different in each replica.
+        """
+        graph, stage, modules = self.graph, self.stages[slot], self.model.modules
+        own = slice(slot % graph.n_stages, slot, graph.n_stages)
+        counted = counted_parameters(
+            stage.module,
+            stage.module.parameters(),
+            stage.expert_group if isinstance(stage, ExpertStage) else None,
+            is_first=slot < graph.n_stages or slot % graph.n_stages in graph.sharded,
+            is_first_here=all(isinstance(module, RemoteStage) for module in modules[own]),
+        )
+        kept = {id(parameter) for parameter in counted}
+        for parameter in stage.module.parameters():
+            if id(parameter) not in kept:
+                parameter.grad = None
 
     def _begin_stages(self, arguments: Sequence[Arguments] | None) -> None:
         """Begin a step in every stage, and count its activations from zero.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +14,7 @@ from pipeexec.experts.layer import Experts
 from pipeexec.experts.stage_parts import expert_layers
 from pipesim.errors import ArgumentError
 
-__all__ = ["ExpertGroup", "expert_groups", "part_of_experts", "shared_out"]
+__all__ = ["ExpertGroup", "counted_parameters", "expert_groups", "part_of_experts", "shared_out"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,39 @@ def shared_out(module: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(layer, Experts) and not layer.has_all
         for name, parameter in layer.experts.named_parameters(prefix="experts")
     }
+
+
+def counted_parameters(
+    module: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    group: ExpertGroup | None,
+    *,
+    is_first: bool,
+    is_first_here: bool,
+) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a copy of a stage whose gradients no other copy counts.
+
+    After a step every copy has the sums. A norm takes each of them from one copy, and so does a
+    later step that adds to them.
+
+    Parameters
+    ----------
+    module
+        The copy.
+    parameters
+        Its parameters, or those that are trained.
+    group
+        Processes that have the same experts; None if the copy has all experts, or none.
+    is_first
+        Whether it is the first of all copies.
+    is_first_here
+        Whether it is the first copy of this process.
+    """
+    experts = set() if group is None else {id(p) for p in shared_out(module).values()}
+    counts_experts = group is not None and group.is_first and is_first_here
+    for parameter in parameters:
+        if counts_experts if id(parameter) in experts else is_first:
+            yield parameter
 
 
 def part_of_experts(module: nn.Module) -> str:

@@ -134,7 +134,7 @@ class Ranks:
         if any(x["failed"] for x in results):
             self.close()
         errors = [f"rank {rank}: {x['error']}" for rank, x in enumerate(results) if "error" in x]
-        assert not errors, "\n".join(errors)
+        assert not errors, "\n".join([*errors, self._logs()])
         return [x["value"] for x in results]
 
     def _wait_for(self, files: Sequence[Path], seconds: float) -> None:
@@ -152,6 +152,10 @@ class Ranks:
                 process.send_signal(signal.SIGUSR1)  # prints where each thread stands
         time.sleep(0.5)
         self.close()
+        return self._logs()
+
+    def _logs(self) -> str:
+        """Return what the ranks printed."""
         logs = [self.folder / f"{rank}.log" for rank in range(self.n)]
         return "\n".join(f"rank {k}:\n{log.read_text()}" for k, log in enumerate(logs))
 

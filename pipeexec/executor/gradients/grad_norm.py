@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeexec.executor.gradients.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.experts.gradient_groups import shared_out
+from pipeexec.experts.gradient_groups import counted_parameters
 from pipeexec.experts.stage import ExpertStage
 from pipesim.costs.collective_costs import NORM_BYTES
 from pipesim.errors import ExecutionError
@@ -57,7 +57,7 @@ def compute_grad_norm(step: Step, task: PlannedTask) -> None:
     """
     torch_device, clipping = task.device.torch_device, step.gradients.clipping
     squares = [torch.zeros((), dtype=torch.float64, device=torch_device)] * step.graph.n_stages
-    dtype = torch.float32
+    is_double = False
     counted_stages: set[int] = set()
     for slot in task.copies:
         stage = slot % step.graph.n_stages
@@ -65,12 +65,14 @@ def compute_grad_norm(step: Step, task: PlannedTask) -> None:
         gradients = list(_gradients(step, slot, is_first_here=stage not in counted_stages))
         counted_stages.add(stage)
         if any(x.dtype in (torch.float64, torch.complex128) for x in gradients):
-            dtype = torch.float64
+            is_double = True
         squares[stage] = squares[stage] + _squares(step, slot, gradients, torch_device)
     by_stage = torch.stack(squares)
     if task.group is not None:
-        by_stage = by_stage.cpu()
-        dist.all_reduce(by_stage, group=task.group)
+        # A process may have no gradient that counts: it learns here whether others are of 64 bits.
+        sums = torch.cat([by_stage.cpu(), torch.tensor([float(is_double)], dtype=torch.float64)])
+        dist.all_reduce(sums, group=task.group)
+        by_stage, is_double = sums[:-1], bool(sums[-1] > 0)
     norm = by_stage.sum().sqrt()
     if step.gradients.options.scaling is not None:
         norm = norm / step.gradients.scale
@@ -80,7 +82,7 @@ def compute_grad_norm(step: Step, task: PlannedTask) -> None:
     factor = None
     if clipping.max_norm is not None:
         factor = (clipping.max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    step.gradients.norm = GradNorm(norm.to(dtype), factor)
+    step.gradients.norm = GradNorm(norm.to(torch.float64 if is_double else torch.float32), factor)
     members = step.graph.collectives[int(step.graph.group[task.id])]
     step.events.nbytes[members] = NORM_BYTES if len(members) > 1 else 0
 
@@ -93,14 +95,14 @@ def _gradients(step: Step, slot: int, *, is_first_here: bool) -> Iterable[Tensor
     """
     stage = step.gradients.stages[slot]
     group = stage.expert_group if isinstance(stage, ExpertStage) else None
-    experts = set() if group is None else {id(p) for p in shared_out(stage.module).values()}
     is_first = slot < step.graph.n_stages or stage.index in step.graph.sharded
     is_first = is_first or slot in step.gradients.shards
-    counts_experts = group is not None and group.is_first and is_first_here
     copies = step.gradients.later_copies
-    for parameter in step.gradients.trained(slot).parameters():
-        counts = counts_experts if id(parameter) in experts else is_first
-        if counts and parameter.grad is not None and id(parameter) not in copies:
+    trained = step.gradients.trained(slot).parameters()
+    for parameter in counted_parameters(
+        stage.module, trained, group, is_first=is_first, is_first_here=is_first_here
+    ):
+        if parameter.grad is not None and id(parameter) not in copies:
             yield parameter.grad
 
 

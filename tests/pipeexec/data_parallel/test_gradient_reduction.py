@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 from small_pipelines import mse
+from stall_trap import stall_trap
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -223,7 +226,8 @@ def _embedding_case(processes: Any) -> None:
     keys, targets = torch.randint(0, 50, (8,)), torch.randn(8, 16)
     graph = ps.lower(ps.schedule("chimera", n_devices=2, n_microbatches=4))
     with px.Pipeline(stages, graph, ["cpu"], mse, processes=processes) as subject:
-        subject.step(keys, targets)
+        with stall_trap():  # it has stalled once, for an unknown reason
+            subject.step(keys, targets)
         # Its stage of the first path, and its copy of the other stage.
         own = subject.modules[processes.rank], subject.modules[3 - processes.rank]
     mse(nn.Sequential(*whole)(keys), targets).backward()
@@ -233,6 +237,26 @@ def _embedding_case(processes: Any) -> None:
             assert wanted.grad is not None
             assert p.grad.is_sparse == wanted.grad.is_sparse
             torch.testing.assert_close(p.grad.to_dense(), wanted.grad.to_dense())
+
+
+def _slow_case(processes: Any) -> None:
+    """Fail after a time that the trap notes."""
+    with stall_trap(0.2):
+        processes.barrier()
+        time.sleep(0.7)
+    raise ValueError("on purpose")
+
+
+def test_the_trap_of_the_stall_shows_every_process(two_ranks: Ranks) -> None:
+    """Stacks of all threads, the watchdog's too, and the time that the machine was stolen."""
+    with pytest.raises(AssertionError) as caught:
+        two_ranks.run(_slow_case)
+    _, *logs = re.split(r"^rank \d:\n", str(caught.value), flags=re.MULTILINE)
+    assert len(logs) == 2
+    for log in logs:
+        assert re.search(r"stall trap: process \d+ after .*; seconds of all cores: .*steal", log)
+        assert "in _slow_case" in log
+        assert "watchdog.py" in log
 
 
 def test_sparse_gradients_of_a_bidirectional_pipeline(two_ranks: Ranks) -> None:
