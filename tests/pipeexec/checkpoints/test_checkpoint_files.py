@@ -251,6 +251,44 @@ def test_a_kill_between_two_renames(
         assert sorted(file.name for file in tmp_path.iterdir()) == ["x", "y"]
 
 
+def test_an_older_checkpoint_that_was_removed_in_part(tmp_path: Path) -> None:
+    """Without a manifest it is none: the whole one beside it is found, loaded, and restored."""
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "x")
+        part = tmp_path / ".x.000000000000.old"
+        shutil.copytree(path, part)
+        (part / "checkpoint.json").unlink()
+        path.rename(tmp_path / ".x.111111111111.old")
+        assert px.latest_checkpoint(tmp_path) == path
+        assert px.read_checkpoint(path)["n_steps"] == 1
+        px.save_checkpoint(p, tmp_path / "y")
+        assert px.read_checkpoint(path)["n_steps"] == 1
+
+
+def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
+    """A run that began anew has fewer steps; and `keep` keeps it."""
+    with small() as p:
+        p.step(*data(4))
+        px.save_checkpoint(p, tmp_path / "step-2")
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "step-1")
+        assert px.latest_checkpoint(tmp_path) == path
+        px.save_checkpoint(p, tmp_path / "step-0", keep=2)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["step-0", "step-1"]
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "x")
+    state = px.read_checkpoint(path)["model"]
+    before = copy.deepcopy(state)
+    for file in (path / "model").glob("*.safetensors"):
+        with file.open("r+b") as f:
+            f.seek(-16 * 16 * 4, os.SEEK_END)
+            f.write(bytes(16 * 16 * 4))
+    assert all(torch.equal(state[key], before[key]) for key in before)
+
+
 def test_leftovers_of_others_stay_while_they_write(tmp_path: Path) -> None:
     parts = [tmp_path / f".{name}.0123456789ab.part" for name in ("a", "b")]
     for part in parts:
