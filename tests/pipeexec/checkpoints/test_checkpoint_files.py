@@ -251,6 +251,24 @@ def test_a_kill_between_two_renames(
         assert sorted(file.name for file in tmp_path.iterdir()) == ["x", "y"]
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_files_that_another_process_wrote_elsewhere(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that processes do not share, or that shows a file before all its bytes."""
+    original = save._write_own
+
+    def write_own(folder: Path, *args: Any) -> dict[str, Any]:
+        facts = original(folder, *args)
+        DAMAGES[damage](folder / sorted(facts)[0])
+        return facts
+
+    monkeypatch.setattr(save, "_write_own", write_own)
+    with small() as p, pytest.raises(CheckpointError, match="of another process is not there; giv"):
+        px.save_checkpoint(p, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_older_checkpoint_that_was_removed_in_part(tmp_path: Path) -> None:
     """Without a manifest it is none: the whole one beside it is found, loaded, and restored."""
     with small() as p:
