@@ -232,6 +232,15 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (few / "objects").iterdir()) < 1000
 
 
+def test_objects_whose_names_are_alike(tmp_path: Path) -> None:
+    """Each of three tensors with one name in dots is kept."""
+    zero, one, two = map(torch.tensor, range(3))
+    names = {"a.b.c": zero, "a": {"b.c": one, "b": {"c": two}}}
+    with on_workers(network(), [2, 2]) as p:
+        path = px.save_checkpoint(p, tmp_path / "x", names=names)
+    assert px.read_checkpoint(path)["objects"]["names"] == names
+
+
 def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
