@@ -251,6 +251,62 @@ def test_a_kill_between_two_renames(
         assert sorted(file.name for file in tmp_path.iterdir()) == ["x", "y"]
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_files_that_another_process_wrote_elsewhere(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that processes do not share, or that shows a file before all its bytes."""
+    original = save._write_own
+
+    def write_own(folder: Path, *args: Any) -> dict[str, Any]:
+        facts = original(folder, *args)
+        DAMAGES[damage](folder / sorted(facts)[0])
+        return facts
+
+    monkeypatch.setattr(save, "_write_own", write_own)
+    with small() as p, pytest.raises(CheckpointError, match="of another process is not there; giv"):
+        px.save_checkpoint(p, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_older_checkpoint_that_was_removed_in_part(tmp_path: Path) -> None:
+    """Without a manifest it is none: the whole one beside it is found, loaded, and restored."""
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "x")
+        part = tmp_path / ".x.000000000000.old"
+        shutil.copytree(path, part)
+        (part / "checkpoint.json").unlink()
+        path.rename(tmp_path / ".x.111111111111.old")
+        assert px.latest_checkpoint(tmp_path) == path
+        assert px.read_checkpoint(path)["n_steps"] == 1
+        px.save_checkpoint(p, tmp_path / "y")
+        assert px.read_checkpoint(path)["n_steps"] == 1
+
+
+def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
+    """A run that began anew has fewer steps; and `keep` keeps it."""
+    with small() as p:
+        p.step(*data(4))
+        px.save_checkpoint(p, tmp_path / "step-2")
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "step-1")
+        assert px.latest_checkpoint(tmp_path) == path
+        px.save_checkpoint(p, tmp_path / "step-0", keep=2)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["step-0", "step-1"]
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    with small() as p:
+        path = px.save_checkpoint(p, tmp_path / "x")
+    state = px.read_checkpoint(path)["model"]
+    before = copy.deepcopy(state)
+    for file in (path / "model").glob("*.safetensors"):
+        with file.open("r+b") as f:
+            f.seek(-16 * 16 * 4, os.SEEK_END)
+            f.write(bytes(16 * 16 * 4))
+    assert all(torch.equal(state[key], before[key]) for key in before)
+
+
 def test_leftovers_of_others_stay_while_they_write(tmp_path: Path) -> None:
     parts = [tmp_path / f".{name}.0123456789ab.part" for name in ("a", "b")]
     for part in parts:

@@ -17,6 +17,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.checkpoints import save
 from pipesim.errors import ArgumentError, CheckpointError
 
 pytestmark = pytest.mark.slow
@@ -157,24 +158,37 @@ def test_tied_copies_of_two_processes(two_ranks: Ranks, tmp_path: Path) -> None:
     assert torch.equal(state["words.weight"], state["head.weight"])
 
 
-def replicas(processes: px.Processes, folder: str) -> list[str]:
-    """Save a pipeline with a replica in each process."""
+def replicas(processes: px.Processes, folder: str) -> list[Any]:
+    """Save a pipeline with a replica in each process; return states, and the files written here."""
+    written: list[str] = []
+
+    def write_own(*args: Any) -> dict[str, Any]:
+        facts = original(*args)
+        written.extend(facts)
+        return facts
+
+    original, save._write_own = save._write_own, write_own
     own = slice(8 * processes.rank, 8 * (processes.rank + 1))
     with in_process(processes, 0, n_replicas=2) as p:
         for module in p.modules:
             module.eval()
         p.step(X[own], Y[own])
         px.save_checkpoint(p, Path(folder) / "x")
+        save._write_own = original
         state = str(p.state_dict())
         p.step(X[own], Y[own])
         px.load_checkpoint(p, Path(folder) / "x")
-        return [state, str(p.state_dict())]
+        return [state, str(p.state_dict()), written]
 
 
 def test_replicas_write_each_tensor_once(two_ranks: Ranks, tmp_path: Path) -> None:
     """They share the work: each writes one stage."""
     answers = two_ranks.run(replicas, folder=str(tmp_path))
-    assert len({text for answer in answers for text in answer}) == 1
+    assert len({text for answer in answers for text in answer[:2]}) == 1
+    assert [written for _, _, written in answers] == [
+        [f"{part}/model-0000{k}-of-00002.safetensors" for part in ("model", "optimizer")]
+        for k in (1, 2)
+    ]
     with pipeline(cut(network(1), [2, 2]), ps.lower(ps.schedule("1f1b", 2, 4)), mse, adam) as p:
         px.load_checkpoint(p, tmp_path / "x")
         assert str(p.state_dict()) == answers[0][0]

@@ -217,6 +217,30 @@ def test_objects(tmp_path: Path) -> None:
     assert other.last_epoch == 1
 
 
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    """Each is written with its own elements alone: safetensors have no shared memory."""
+    base = torch.arange(1000.0)
+    views = {"part": base[:10], "other": base[5:15], "same": base[:10]}
+    views |= {"whole": base, "again": base.view(10, 100)}
+    with on_workers(network(), [2, 2]) as p:
+        path = px.save_checkpoint(p, tmp_path / "x", **views)
+        few = px.save_checkpoint(p, tmp_path / "few", part=base[:10])
+    loaded = px.read_checkpoint(path)["objects"]
+    assert all(torch.equal(loaded[key], views[key]) for key in views)
+    loaded["part"].zero_()
+    assert torch.equal(loaded["same"], views["same"])
+    assert sum(file.stat().st_size for file in (few / "objects").iterdir()) < 1000
+
+
+def test_objects_whose_names_are_alike(tmp_path: Path) -> None:
+    """Each of three tensors with one name in dots is kept."""
+    zero, one, two = map(torch.tensor, range(3))
+    names = {"a.b.c": zero, "a": {"b.c": one, "b": {"c": two}}}
+    with on_workers(network(), [2, 2]) as p:
+        path = px.save_checkpoint(p, tmp_path / "x", names=names)
+    assert px.read_checkpoint(path)["objects"]["names"] == names
+
+
 def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
@@ -409,13 +433,14 @@ def test_rows_of_a_sharded_embedding(placement: str, tmp_path: Path) -> None:
         with pipeline(stages(other, 1), graph, mse, adam) as p:
             px.load_checkpoint(p, tmp_path / "x")
             assert float(p.step(keys, y).loss) == expected
-    manifest = json.loads((tmp_path / "x" / "checkpoint.json").read_text())
-    manifest["rows"]["0.embedding."]["n_rows"] = [10**15]
-    manifest[CHECKSUM] = checksum(manifest)
-    shutil.copytree(tmp_path / "x", tmp_path / "many")
-    (tmp_path / "many" / "checkpoint.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"many lacks rows of 0\.embedding\.weight"):
-        px.read_checkpoint(tmp_path / "many")
+    shutil.copytree(tmp_path / "x", tmp_path / "edited")
+    for fact, value in {"n_rows": [10**15], "n_ranks": 0}.items():
+        manifest = json.loads((tmp_path / "x" / "checkpoint.json").read_text())
+        manifest["rows"]["0.embedding."][fact] = value
+        manifest[CHECKSUM] = checksum(manifest)
+        (tmp_path / "edited" / "checkpoint.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=r"edited lacks rows of 0\.embedding\.weight"):
+            px.read_checkpoint(tmp_path / "edited")
     few = [px.EmbeddingStage(px.ShardedEmbedding([7, 4], 4)), stages("hash", 0)[1]]
     with pipeline(few, graph, mse, adam) as p, pytest.raises(
         CheckpointError, match=r"has tables of \[7, 3\] rows of 4 in the .* \[7, 4\] rows of 4 in"
