@@ -498,9 +498,9 @@ def test_pieces_of_all_processes_are_the_parameters(n_ranks: int) -> None:
 def test_preserved_shares_and_gradients() -> None:
     """A block that steps and reduces leaves both as they were, and no gradient where none was."""
     group: Any = None  # nothing is exchanged
-    module = nn.Linear(3, 2)
+    module = nn.ModuleList([nn.Linear(3, 2), nn.Linear(1, 1).double()])
     shards = StageShards(module, None, 0, 1, group, frees=False)
-    weight, bias = shards.pieces
+    weight, bias, *_ = shards.pieces
     weight.grad, before = torch.ones(6), weight.detach().clone()
     with shards.preserved(), torch.no_grad():
         weight.add_(1.0)
@@ -509,4 +509,4 @@ def test_preserved_shares_and_gradients() -> None:
     assert torch.equal(weight, before)
     assert weight.grad.tolist() == [1.0] * 6
     assert bias.grad is None
-    assert shards.nbytes == 8 * 4
+    assert shards.nbytes == 8 * 4 + 2 * 8
