@@ -510,3 +510,23 @@ def test_preserved_shares_and_gradients() -> None:
     assert weight.grad.tolist() == [1.0] * 6
     assert bias.grad is None
     assert shards.nbytes == 8 * 4 + 2 * 8
+
+
+def reduced_in_a_rank(processes: px.Processes) -> list[list[float] | None]:
+    """Reduce the gradients of a layer, whose weight rank 1 does not use, and whose bias both do."""
+    shards = StageShards(
+        nn.Linear(3, 2),
+        None,
+        processes.rank,
+        2,
+        dist.group.WORLD,
+        frees=False,  # type: ignore[arg-type]
+    )
+    weight = torch.ones(2, 3) if processes.rank == 0 else None
+    shards.reduce([weight, torch.full((2,), 2.0)], shards.group, adds=False)
+    return [None if piece.grad is None else piece.grad.tolist() for piece in shards.pieces]
+
+
+def test_a_parameter_that_one_replica_uses(two_ranks: Ranks) -> None:
+    """Both have the gradients of their pieces: part of the weight; its rest, and the bias."""
+    assert two_ranks.run(reduced_in_a_rank) == [[[1.0] * 4], [[1.0] * 2, [4.0] * 2]]
