@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def with_microbatch_order(schedule: Schedule, order: object) -> Schedule:
     if np.array_equal(numbers, places):
         return schedule
     microbatch = numbers[schedule.microbatch].astype(np.int32)
-    return replace(schedule, microbatch=microbatch, recipe=None)
+    return schedule._ordered_anew(microbatch=microbatch, recipe=None)
 
 
 def _check_slices(numbers: Ints, n_slices: int) -> None:

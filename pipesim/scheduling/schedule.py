@@ -438,7 +438,7 @@ class Schedule:
                 f"n_batches={n_batches} mini-batches cannot share {self.n_microbatches} "
                 "micro-batches evenly; give a divisor"
             )
-        return replace(self, n_batches=n_batches, weight_versions=weight_versions)
+        return self._ordered_anew(n_batches=n_batches, weight_versions=weight_versions)
 
     def with_slices(self, n_slices: int) -> Schedule:
         """Return the same orders, with micro-batches that are slices of sequences.
@@ -483,7 +483,7 @@ class Schedule:
                 f"n_slices={n_slices} does not divide the {self.n_microbatches} micro-batches of "
                 f"schedule {self.name!r}: each is one slice; give a divisor"
             )
-        return replace(self, n_slices=int(n_slices))
+        return self._ordered_anew(n_slices=int(n_slices))
 
     def with_microbatch_order(self, order: Sequence[int] | NDArray[Any]) -> Schedule:
         """Return the same schedule with another order of micro-batches.
@@ -530,6 +530,10 @@ class Schedule:
         device 1 | 1F1 1B1 1F0 1B0 1F2 1B2
         """
         return with_microbatch_order(self, order)
+
+    def _ordered_anew(self, **changes: Any) -> Schedule:
+        """Return the schedule with other fields; subclasses drop the time that they predict."""
+        return replace(self, **changes)
 
     @property
     def n_devices(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from pipesim.order_search import Objective
 from pipesim.scheduling.schedule import Schedule
@@ -16,7 +17,8 @@ __all__ = ["OptimizedSchedule"]
 class OptimizedSchedule(Schedule):
     """A schedule with its predicted time and a lower bound on it; used like any other schedule.
 
-    A file that `save` writes holds the order alone.
+    A file that `save` writes holds the order alone. With another order of micro-batches, or other
+    updates or slices, it becomes a `pipesim.Schedule`, without a predicted time.
 
     Attributes
     ----------
@@ -90,6 +92,10 @@ class OptimizedSchedule(Schedule):
         if self.proved or self.value == self.lower_bound:
             return 0.0
         return self.value / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+
+    def _ordered_anew(self, **changes: Any) -> Schedule:
+        plain = Schedule(**{x.name: getattr(self, x.name) for x in fields(Schedule)})
+        return replace(plain, **changes)
 
     def __repr__(self) -> str:
         return (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.data_parallel.flat_parameters import flatten
 from pipeexec.data_parallel.sharded_optimizer import check_shardable
 from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.executor.setup import shards as setup_shards
@@ -471,3 +472,61 @@ def test_profiles_measure_gathers(two_ranks: Ranks, options: dict[str, Any]) -> 
         assert rank["sent"] == sorted(set(nbytes))
         assert rank["same"]
         assert rank["makespan"] > 0
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
+def test_pieces_of_all_processes_are_the_parameters(n_ranks: int) -> None:
+    """Each element is in one piece; bounds of a piece that is none are equal."""
+    sizes = [3, 4, 1, 2]
+    parameters = [nn.Parameter(torch.rand(n), n != 4) for n in sizes]
+    values = torch.cat([p.detach().clone() for p in parameters])
+    pieces: list[list[Tensor]] = [[] for _ in sizes]
+    for rank in range(n_ranks):
+        flat = flatten([nn.Parameter(p.clone(), p.requires_grad) for p in parameters], rank,
+                       n_ranks, frees=True)  # fmt: skip
+        for index, piece in enumerate(flat.pieces):
+            low, high = flat.bounds(index, rank)
+            assert low <= high
+            assert (piece is None) == (low == high)
+            if piece is not None:
+                assert piece.requires_grad == parameters[index].requires_grad
+                pieces[index].append(piece.detach())
+    assert [sum(map(len, own)) for own in pieces] == sizes
+    assert torch.equal(torch.cat([x for own in pieces for x in own]), values)
+
+
+def test_preserved_shares_and_gradients() -> None:
+    """A block that steps and reduces leaves both as they were, and no gradient where none was."""
+    group: Any = None  # nothing is exchanged
+    module = nn.ModuleList([nn.Linear(3, 2), nn.Linear(1, 1).double()])
+    shards = StageShards(module, None, 0, 1, group, frees=False)
+    weight, bias, *_ = shards.pieces
+    weight.grad, before = torch.ones(6), weight.detach().clone()
+    with shards.preserved(), torch.no_grad():
+        weight.add_(1.0)
+        weight.grad.add_(1.0)
+        bias.grad = torch.ones(2)
+    assert torch.equal(weight, before)
+    assert weight.grad.tolist() == [1.0] * 6
+    assert bias.grad is None
+    assert shards.nbytes == 8 * 4 + 2 * 8
+
+
+def reduced_in_a_rank(processes: px.Processes) -> list[list[float] | None]:
+    """Reduce the gradients of a layer, whose weight rank 1 does not use, and whose bias both do."""
+    shards = StageShards(
+        nn.Linear(3, 2),
+        None,
+        processes.rank,
+        2,
+        dist.group.WORLD,
+        frees=False,  # type: ignore[arg-type]
+    )
+    weight = torch.ones(2, 3) if processes.rank == 0 else None
+    shards.reduce([weight, torch.full((2,), 2.0)], shards.group, adds=False)
+    return [None if piece.grad is None else piece.grad.tolist() for piece in shards.pieces]
+
+
+def test_a_parameter_that_one_replica_uses(two_ranks: Ranks) -> None:
+    """Both have the gradients of their pieces: part of the weight; its rest, and the bias."""
+    assert two_ranks.run(reduced_in_a_rank) == [[[1.0] * 4], [[1.0] * 2, [4.0] * 2]]

@@ -390,3 +390,17 @@ def test_interrupt_returns_the_best_order_so_far(monkeypatch):
         signal.signal(signal.SIGINT, handler)
     assert order.makespan > order.lower_bound > 0
     assert 0.1 < order.seconds < 100
+
+
+def test_a_changed_order_has_no_predicted_time() -> None:
+    """It is a plain schedule; a new name alone changes no time."""
+    costs = ps.Costs([[1.0, 9.0, 2.0, 2.0]], [[1.0, 1.0, 2.0, 5.0]])
+    best = ps.optimize(ps.linear(2), 4, costs, progress=False)
+    other = best.with_microbatch_order([1, 3, 2, 0])
+    assert ps.simulate(ps.lower(other), costs).makespan > best.makespan
+    for changed in (other, best.with_updates(2, "stashed"), best.with_slices(2)):
+        assert type(changed) is ps.Schedule
+        assert "optimal" not in repr(changed)
+    named = best.with_name("best")
+    assert isinstance(named, ps.OptimizedSchedule)
+    assert named.makespan == best.makespan

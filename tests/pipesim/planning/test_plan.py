@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.refinement import _moves
-from pipesim.planning.configurations.search import evaluate
+from pipesim.planning.configurations.search import Search, evaluate
 from pipesim.planning.configurations.search_space import SearchSpace
 from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
 
@@ -372,3 +372,17 @@ def test_moves_of_single_layers(sizes: tuple[int, ...], least_at_ends: int) -> N
     moves = list(_moves(sizes, least_at_ends))
     assert len(moves) == len(set(moves))
     assert set(moves) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=12))
+def test_a_search_keeps_the_whole_front(results: list[tuple[int, int]]) -> None:
+    """Steps and bytes of which no other result is as good in both, and the best steps."""
+    search = Search(Evaluator(problem_of("shared", "stage_major")), n_best=3)
+    for step, memory in results:
+        search._finish(Evaluation(choices("shared")[0], step, 0.0, memory, 0.0, "simulated"))
+    front = {
+        (a, b) for a, b in results
+        if not any((c, d) != (a, b) and c <= a and d <= b for c, d in results)
+    }  # fmt: skip
+    assert sorted(search._front) == sorted(front)
+    assert sorted(-step for step in search._steps) == sorted(a for a, _ in results)[:3]

@@ -173,6 +173,25 @@ def test_bounds_hold(name: str, layout: Any, seed: int) -> None:
     assert (bounds.memory <= held[devices].min(axis=0)).all()
 
 
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_bounds_do_not_depend_on_earlier_ones(name: str) -> None:
+    """An evaluator with bounds in its caches returns those of a new one."""
+    problem = problem_of(name, "stage_major")
+    evaluator = Evaluator(problem)
+    # Configurations of few different costs, whose other settings caches must not mix up.
+    alike = (
+        x for x in choices(name)
+        if x.microbatch_size == x.tensor_parallel == x.expert_parallel == 1
+        and x.pipeline_parallel == 2 and x.schedule in ("1f1b", "seq1f1b")
+    )  # fmt: skip
+    listed = [x for x in map(evaluator.with_split, alike) if x is not None]
+    assert len({(x.shard_parameters, x.offload, x.n_slices) for x in listed}) > 20
+    for choice in listed:
+        new, kept = Evaluator(problem).bounds(choice), evaluator.bounds(choice)
+        assert new.step == kept.step, choice
+        assert (new.memory == kept.memory).all(), choice
+
+
 def test_bounds_are_sharp_where_nothing_waits() -> None:
     """Without seconds of messages, 1F1B and slices take at most 5 % more than their bounds."""
     plans = ps.plan(

@@ -16,9 +16,12 @@ from strategies import bandwidths, cases, host_links, networks, seconds
 
 import pipesim as ps
 from pipesim.lowering.lower_replica import lower_replica
+from pipesim.scheduling.placement import Layout
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan
 from pipesim.simulation.equal_replicas import run_equal_replicas_once
+from pipesim.simulation.one_of_replicas import OneOfReplicas
+from pipesim.simulation.replica_routes import SharedRoutes
 
 ENGINES = {"compiled": compiled.run, "simpy": simpy_engine.run}
 #: Nodes of four devices, whose messages and reductions wait for ports and NICs.
@@ -265,3 +268,23 @@ def test_replica_is_the_first_copy(name: str, shard_optimizer: bool) -> None:
     for rows in ("dependencies", "collectives", "precedence"):
         assert np.array_equal(getattr(alone, rows).ptr, getattr(first, rows).ptr), rows
         assert np.array_equal(getattr(alone, rows).values, getattr(first, rows).values), rows
+
+
+@pytest.mark.parametrize("layout", ["stage_major", "replica_major"])
+def test_one_replica_takes_the_times_of_all(layout: Layout) -> None:
+    """One after the other: without and with gradients, of which only these hold links."""
+    schedule = ps.schedule("1f1b", 2, 4)
+    alone = lower_replica(schedule, replicated=True, shard_optimizer=False)
+    graph = ps.lower(schedule, n_replicas=4, layout=layout)
+    one = OneOfReplicas.make(alone, SharedRoutes(4, layout, COSTS.network), COSTS.all_reduce)
+    assert one is not None
+    first, n_compared = graph.replica == 0, 0
+    for costs in (replace(COSTS, parameter_bytes=0), COSTS, replace(COSTS, output_bytes=0)):
+        times, timeline = one.run(costs), ps.simulate(graph, costs)
+        if times is not None:  # else nothing proves the replicas equal
+            n_compared += 1
+            assert sorted(times.start) == sorted(timeline.start[first])
+            assert sorted(times.end) == sorted(timeline.end[first])
+            assert times.busy * 4 == pytest.approx(timeline.busy.sum())
+    assert n_compared >= 2
+    assert one.run(replace(COSTS, launch=0.25)) is None, "the host issues those of others between"
