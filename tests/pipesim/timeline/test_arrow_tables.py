@@ -205,6 +205,18 @@ def test_few_bytes_that_are_many(
             ps.Timeline.load(path)
 
 
+@pytest.mark.parametrize(("n", "values"), [(50_000, {}), (1, {"op": "F" * 10_000_000})])
+def test_nothing_is_decoded_that_is_too_large(
+    n: int, values: dict[str, Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows, or one row of many bytes."""
+    repeated(path, n, **values)
+    monkeypatch.setattr(files, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(pq, "ParquetFile", lambda *_, **__: pytest.fail("it was opened"))
+    with pytest.raises(CapacityError, match=r"it has more than 6\.25 MB, and reading takes up to 16"):
+        ps.Timeline.load(path)
+
+
 def test_memory_that_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timeline_of_kind("plain").save(path)
 
