@@ -97,9 +97,9 @@ def train(batches: Any, **options: Any) -> None:
 
 def batch_dims_of(message: str) -> Options:
     """Return the dict that a message names, such as ``{'inputs[1]': None}``."""
-    found = re.search(r"(?:batch_dims=|such as )(\{[^}]*\})", message)
-    assert found is not None, message
-    return {"batch_dims": ast.literal_eval(found[1])}
+    match = re.search(r"(?:batch_dims=|such as )(\{[^}]*\})", message)
+    assert match is not None, message
+    return {"batch_dims": ast.literal_eval(match[1])}
 
 
 class Case(NamedTuple):
