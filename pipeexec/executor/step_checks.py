@@ -141,9 +141,9 @@ def warn_of_untrained(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
         number = slot % graph.n_stages
         trained = [p for p in stage.module.parameters() if p.requires_grad]
         if trained and number not in graph.sharded:
-            has_any = any(p.grad is not None for p in trained)
-            has_gradient[number] = has_gradient.get(number, False) or has_any
-    if numbers := [number for number, has_any in has_gradient.items() if not has_any]:
+            is_any = any(p.grad is not None for p in trained)
+            has_gradient[number] = has_gradient.get(number, False) or is_any
+    if numbers := [number for number, is_any in has_gradient.items() if not is_any]:
         several = len(numbers) > 1
         warnings.warn(
             f"the parameters of stage{'s' * several} {', '.join(map(str, numbers))} require "
