@@ -373,3 +373,25 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.widget": lambda _: {"items": timeline()},
     "ps.write_layout": lambda _: {"layers_per_stage": [2, 1]},
 }  # fmt: skip
+
+
+def _of_optimized(make: Callable[[Path], Good]) -> Callable[[Path], Good]:
+    """Return what makes the arguments of a method of `ps.Schedule`, for an optimized one."""
+
+    def arguments(folder: Path) -> Good:
+        good = make(folder)
+        return {**good, "self": optimized()} if "self" in good else good
+
+    return arguments
+
+
+@cache
+def optimized() -> ps.OptimizedSchedule:
+    return ps.optimize(ps.linear(2), 2, costs(), progress=False)
+
+
+GOOD |= {
+    name.replace("ps.Schedule.", "ps.OptimizedSchedule."): _of_optimized(make)
+    for name, make in GOOD.items()
+    if name.startswith("ps.Schedule.")
+}

@@ -36,9 +36,6 @@ UNATTACKED: dict[str, str] = {
     "ps.Routes": _PLAIN,
     "ps.Scenarios": _PLAIN,
     "ps.OptimizedSchedule": "optimize makes it",
-    **{f"ps.OptimizedSchedule.{name}": "that of ps.Schedule, which is attacked" for name in (
-        "from_columns", "from_orders", "grid", "load", "place", "save", "to_html",
-        "with_microbatch_order", "with_name", "with_slices", "with_updates")},
     "ps.Plan": "plan makes it",
     "ps.PlanChoice": "choice makes it; what takes a configuration checks it",
     "ps.Plans": "plan makes it",

@@ -173,6 +173,22 @@ def test_profiles_of_several_shares_are_refused() -> None:
         px.measure(pipeline, *batch(), n_steps=1, warm_up=0, graphs=graphs)
 
 
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [(0.0, []), (0.5, [5, 1]), (0.6, [5, 2]), (0.75, [5, 4]), (1.0, [5, 4, 2, 1])],
+)
+def test_the_largest_storages_that_fit_move_first(share: float, sizes: list[int]) -> None:
+    """Of 12 values, at most the share of them; all come back with their bytes counted."""
+    leaves = [torch.full((n,), float(n)) for n in (1, 4, 2, 5)]
+    device: Any = SimpleNamespace(to_host=Tensor.clone, from_host=Tensor.clone)
+    saved = SavedActivations(leaves, None, set())
+    moved = saved.offload(share, device)
+    assert [len(x) for x in moved] == sizes
+    assert [len(x) for x in leaves] == [0 if n in sizes else n for n in (1, 4, 2, 5)]
+    assert saved.reload(device) == 4 * sum(sizes)
+    assert [x.tolist() for x in leaves] == [[float(n)] * n for n in (1, 4, 2, 5)]
+
+
 def test_storages_are_freed_while_they_are_away() -> None:
     """Slots and leaves hold no tensor between OFFLOAD and RELOAD, and the old bits afterwards."""
     device = CpuDevice(0)
