@@ -213,7 +213,7 @@ def test_nothing_is_decoded_that_is_too_large(
     repeated(path, n, **values)
     monkeypatch.setattr(files, "available_memory", lambda: 10**8)
     monkeypatch.setattr(pq, "ParquetFile", lambda *_, **__: pytest.fail("it was opened"))
-    with pytest.raises(CapacityError, match=r"it has more than 6\.25 MB, and reading takes up to 16"):
+    with pytest.raises(CapacityError, match=r"it has more than 6\.25 MB, and reading takes"):
         ps.Timeline.load(path)
 
 
