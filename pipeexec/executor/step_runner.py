@@ -374,7 +374,11 @@ class StepRunner:
 
         The rows of a sharded embedding are different in each replica.
         """
-        graph, stage, modules = self.graph, self.stages[slot], self.model.modules
+        graph, modules = self.graph, self.model.modules
+        if slot >= len(self.stages):  # of a path that does not run
+            modules[slot].zero_grad(set_to_none=True)
+            return
+        stage = self.stages[slot]
         own = slice(slot % graph.n_stages, slot, graph.n_stages)
         counted = counted_parameters(
             stage.module,

@@ -631,7 +631,7 @@ class Costs:
         n_stages, n_devices = placement.n_stages, placement.n_devices
         if per is None and n_stages > n_devices:
             self._warn_of_slow_devices()
-        by_layers = check_name("parts of costs", per or "device", PER) == "layers"
+        by_layers = check_name("per", "device" if per is None else per, PER) == "layers"
         if by_layers and n_stages % n_devices:
             raise CostsError(
                 f"per='layers' cuts {n_devices} parts of the model into {n_stages} stages, which "

@@ -96,7 +96,9 @@ def checked_limits(
         total = checked_memory_limit(memory_limit, n)
         graph = one_microbatch_graph(placement, (Op.F, Op.B))
         room = activation_limits(graph, costs, memory_limit)
-        others = np.where(np.isfinite(total), total / (1 + costs[0].memory_reserve) - room, 0.0)
+        is_finite = np.isfinite(total)
+        bound = np.where(is_finite, total, 0.0) / (1 + costs[0].memory_reserve)
+        others = bound - np.where(is_finite, room, 0.0)
         needed = _check_fits(
             "memory_limit", total, placement, f_bytes, class_of, others, costs[0].memory_reserve
         )

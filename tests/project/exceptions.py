@@ -66,7 +66,7 @@ UNATTACKED: dict[str, str] = {
     "px.Pipeline.allocated": "needs a GPU; its arguments go where those of device_bytes go",
     "px.Processes": "join makes it",
     **{f"px.Processes.{name}": _GROUP for name in (
-        "agree", "barrier", "blame", "channel", "check", "close", "fail", "gather", "group",
+        "agree", "barrier", "blame", "break_connections", "channel", "check", "close", "fail", "gather", "group",
         "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
     "px.Profile": _PLAIN,
     "px.Projection": _PLAIN,
@@ -120,6 +120,19 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
     ("ps.TaskGraph.build", "skips"): (("''", "{}"), "no skip, as text or as a mapping"),
     ("ps.lower", "offload"): (("0",), "the share 0 of the bytes: none"),
+    ("ps.Cluster", "memory"): (("1.5", "10**12", "10**30", "float32"), "bytes of a GPU"),
+    ("ps.compare", "memory_limit"): (
+        ("0", "1.5", "inf", "1e308", "10**12", "10**30", "float32"),
+        "bytes; a row says whether it fits",
+    ),
+    **{
+        (f"ps.{name}", "memory_limit"): (
+            ("inf", "1e308", "10**12", "10**30"),
+            "more bytes than any order needs",
+        )
+        for name in ("lower_bound", "optimize", "order_by", "simulate")
+    },
+    ("ps.register", "placement"): (("lambda", "class"), "a function of the number of devices"),
     ("ps.lower", "skips"): (("{}",), "no skip; of a mapping the keys count"),
     ("px.ShardedEmbedding", "padding_key"): (
         ("-1", "int64"),

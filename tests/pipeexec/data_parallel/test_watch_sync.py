@@ -475,7 +475,7 @@ def _all_reduces_on_gpu(
 ) -> SyncReport:
     """Report on two micro-steps, whose all-reduces take 5 ms on the GPU and 30 us on the host.
 
-    ``tells`` says how the trace tells which kernel is of which call. A broadcast, and kernels of
+    ``source`` says how the trace tells which kernel is of which call. A broadcast, and kernels of
     3 ms behind the first all-reduce, of which nothing is communication, are there, too.
     """
     events: list[dict[str, Any]] = []
@@ -521,7 +521,7 @@ def _all_reduces_on_gpu(
 
 
 @pytest.mark.parametrize(
-    ("tells", "kernel"),
+    ("source", "kernel"),
     [
         *(("launch", kernel) for kernel in KERNELS),
         *(("operation", kernel) for kernel in KERNELS),
@@ -532,7 +532,7 @@ def _all_reduces_on_gpu(
     ],
 )
 def test_all_reduces_last_as_long_as_kernels(tmp_path: Path, source: str, kernel: str) -> None:
-    """Whatever the kernel is called: the launch, the operation, the copy or the order tells it."""
+    """Whatever the kernel is called: the launch, the operation, the copy or the order source it."""
     report = _all_reduces_on_gpu(tmp_path, source, kernel)
     assert report.seconds == pytest.approx(10e-3)
     assert report.exposed == pytest.approx(4e-3)
@@ -544,7 +544,7 @@ def test_all_reduces_last_as_long_as_kernels(tmp_path: Path, source: str, kernel
     assert report.notes == ("a trace does not tell where no_sync() was",)
 
 
-@pytest.mark.parametrize("tells", ["launch", "order"])
+@pytest.mark.parametrize("source", ["launch", "order"])
 def test_grouped_all_reduces_share_their_kernel(tmp_path: Path, source: str) -> None:
     """One kernel, launched after two calls, counts once."""
     report = _all_reduces_on_gpu(tmp_path, source, KERNELS[1], grouped=True)

@@ -163,7 +163,12 @@ def test_what_waits_has_no_gradient_before_w(name: str, autocast: bool) -> None:
     subject = stage(module)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         subject.begin_step(current_autocast())
-    (output,) = subject.forward(0, inputs, 5, False, True)
+    try:
+        (output,) = subject.forward(0, inputs, 5, False, True)
+    except RuntimeError as error:  # of bfloat16, which not every processor has
+        if "primitive descriptor" in str(error):
+            pytest.skip("oneDNN has no such layer for this processor")
+        raise
     assert all(gradient is None for gradient in of_parameters(module).values())
     subject.input_grad(0, (torch.ones_like(output),))
     before = {key for key, gradient in of_parameters(module).items() if gradient is not None}

@@ -83,7 +83,7 @@ def test_what_is_no_table(table: object) -> None:
 
 
 def test_other_wrong_arguments() -> None:
-    for limit in (-1.0, "80", float("nan")):
+    for limit in (-1.0, "eighty", float("nan")):
         with pytest.raises(ArgumentError, match="memory_limit"):
             plot.plan_front(TABLE, [0], NAMES, memory_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="front"):
