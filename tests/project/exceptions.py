@@ -66,8 +66,8 @@ UNATTACKED: dict[str, str] = {
     "px.Pipeline.allocated": "needs a GPU; its arguments go where those of device_bytes go",
     "px.Processes": "join makes it",
     **{f"px.Processes.{name}": _GROUP for name in (
-        "agree", "barrier", "blame", "break_connections", "channel", "check", "close", "fail", "gather", "group",
-        "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
+        "agree", "barrier", "blame", "break_connections", "channel", "check", "close", "fail",
+        "gather", "group", "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
     "px.Profile": _PLAIN,
     "px.Projection": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (

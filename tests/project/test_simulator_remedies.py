@@ -62,15 +62,9 @@ REMEDIES: dict[str, Remedy] = {
         lambda: (ps.simulate(_graph(), ps.Costs(1, backward=2)),
                  ps.simulate(_graph(), ps.Costs([1, 1], backward=2))),
     ),
-    "a bound under a limit of no bytes": Remedy(
-        lambda: ps.lower_bound(ps.linear(2), 4, COSTS, memory_limit=2),
-        "give activation_bytes, parameter_bytes, optimizer_bytes, ..., or leave ",
-        lambda: (ps.lower_bound(ps.linear(2), 4, SIZED, memory_limit=2),
-                 ps.lower_bound(ps.linear(2), 4, COSTS)),
-    ),
     "a memory limit in words": Remedy(
         lambda: ps.simulate(_graph(), SIZED, memory_limit="lots"),  # type: ignore[arg-type]
-        "give a number such as 80e9, or ",
+        "must be bytes such as 80e9 or 80GiB",
         lambda: ps.simulate(_graph(), SIZED, memory_limit=80e9),
     ),
     "utilization without work": Remedy(
