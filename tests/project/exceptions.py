@@ -67,7 +67,8 @@ UNATTACKED: dict[str, str] = {
     "px.Processes": "join makes it",
     **{f"px.Processes.{name}": _GROUP for name in (
         "agree", "barrier", "blame", "break_connections", "channel", "check", "close", "fail",
-        "gather", "group", "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
+        "gather", "group", "guard", "next_number", "open", "publish", "published", "share",
+        "spread", "total")},
     "px.Profile": _PLAIN,
     "px.Projection": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
