@@ -59,13 +59,17 @@ class OffloadWaits:
 
     def __init__(self, graph: TaskGraph, tasks: Sequence[PlannedTask]) -> None:
         self.graph = graph
-        is_compute = graph.is_op(LISTED)
+        offloads = [t for t in tasks if graph.op[t.id] == Op.OFFLOAD and outlasts_issue(t)]
+        computes = np.flatnonzero(graph.is_op(LISTED)) if offloads else np.empty(0, np.int64)
+        by_device = {
+            device: computes[graph.device[computes] == device]
+            for device in {int(graph.device[t.id]) for t in offloads}
+        }
         #: Compute tasks of the device after the F of each OFFLOAD, in their order.
         self._later: dict[int, list[int]] = {}
-        for task in tasks:
-            if graph.op[task.id] == Op.OFFLOAD and outlasts_issue(task):
-                others = np.flatnonzero(is_compute & (graph.device == graph.device[task.id]))
-                self._later[task.id] = others[others > task.id].tolist()
+        for task in offloads:
+            own = by_device[int(graph.device[task.id])]
+            self._later[task.id] = own[own > task.id].tolist()
         self.by_task = self._grouped({t: later[1] for t, later in self._later.items()})
         self._n_steps = 0
 
@@ -93,7 +97,11 @@ class OffloadWaits:
 
 
 def _measured_costs(timeline: Timeline) -> TaskCosts:
-    """Return the measured durations of tasks and latencies of messages."""
+    """Return the measured durations of tasks and latencies of messages.
+
+    In `pipesim.replay` a message lasts until its consumer starts. Here a consumer may have waited
+    for an OFFLOAD, so that a message ends when it arrives.
+    """
     graph, zeros = timeline.graph, np.zeros(len(timeline))
     is_recv, latency = graph.is_op(RECVS), np.zeros(len(timeline))
     recvs = np.flatnonzero(is_recv)

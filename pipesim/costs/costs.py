@@ -461,12 +461,12 @@ class Costs:
                 )
             return self._sum("backward", "input_grad", "weight_grad", n_stages)
         if value is None:
-            whole = (
-                " beside or in place of backward" if name in ("input_grad", "weight_grad") else ""
-            )
             remedy = f"give {name}, the seconds of these tasks"
-            if whole:
-                remedy = f"give input_grad and weight_grad, the seconds of I and of W,{whole}"
+            if name in ("input_grad", "weight_grad"):
+                remedy = (
+                    "give input_grad and weight_grad, the seconds of I and of W, beside or in "
+                    "place of backward"
+                )
             raise CostsError(f"{name} is missing, but the graph has tasks that need it; {remedy}")
         if isinstance(value, float):
             return np.full(n_stages, value)

@@ -73,8 +73,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EFFICIENCY", "MACHINES", "Machine", "machine", "machines"]
 
-#: Share of a machine's nominal bandwidths that messages reach, unless another one is given. With it
-#: published steps are predicted best (``benchmarks/published_steps.py``).
+#: Share of a machine's nominal bandwidths that messages reach, unless another one is given.
+#: Published steps are predicted with it (``benchmarks/published_steps.py``).
 EFFICIENCY = 0.7
 
 #: Seconds of a message inside a node, and between nodes; see above.
