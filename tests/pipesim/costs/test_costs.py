@@ -298,7 +298,7 @@ def test_slow_layers_are_cut_in_their_order() -> None:
     )  # fmt: skip
     with pytest.raises(CostsError, match="cuts 2 parts of the model into 3 stages"):
         ps.Costs((1, 2), 2).in_chunks(ps.Placement([0, 1, 0]), per="layers")
-    with pytest.raises(UnknownNameError, match="unknown parts of costs 'layer'"):
+    with pytest.raises(UnknownNameError, match="unknown per 'layer'"):
         costs.in_chunks(ps.v_shaped(4), per="layer")  # type: ignore[arg-type]
 
 
