@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeexec.thread_modes import ThreadMode
 
 __all__ = [
     "OwnGenerator",
@@ -34,7 +35,7 @@ def task_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
-class OwnGenerator(TorchDispatchMode):
+class OwnGenerator(ThreadMode):
     """While active in a thread, random operations of that thread draw from one seed, or state.
 
     Operations with a generator argument get this generator. Others run with the process's
@@ -47,7 +48,7 @@ class OwnGenerator(TorchDispatchMode):
     """
 
     def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.generator = torch.Generator(device)
         if isinstance(seed, torch.Tensor):
             self.generator.set_state(seed)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeexec.executor.gradients.gradient_sync import last_microbatch_in_group, reduced_parameters
@@ -24,6 +23,7 @@ from pipeexec.executor.memory.step_memory import Bytes
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.thread_modes import ThreadMode
 from pipesim.ops import COPIES, Op
 
 __all__ = ["ByteCounter"]
@@ -146,11 +146,11 @@ _COUNTERS: dict[Op, Callable[..., None]] = {
 }
 
 
-class _AllocationWatch(TorchDispatchMode):
+class _AllocationWatch(ThreadMode):
     """Counts the storages of some tensors, and those allocated in a block, until they are freed."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages = _storages(tensors)
         self.n_bytes_before = self.peak = _n_alive_bytes(self._storages)
 
