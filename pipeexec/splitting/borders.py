@@ -1,42 +1,57 @@
-"""Values that pass from stage to stage, from the data flow of a forward."""
+"""Values that pass from stage to stage, and state of the model, from the data flow of a forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipeexec.splitting.skeleton import Border
-from pipeexec.splitting.tracing.data_flow import DataFlow, Source
+from pipeexec.splitting.tracing.data_flow import DataFlow, Source, Sources
 from pipesim.errors import ArgumentError
 
-__all__ = ["borders", "check_flow", "outer_parameters"]
+__all__ = ["borders", "check_flow", "outer_parameters", "state_owners"]
 
 
-def _needs(flow: DataFlow, own: range, is_last: bool) -> frozenset[Source]:
+def _needs(flow: DataFlow, calls: Sequence[range], stage: int) -> Sources:
     """Return the origins of the values that a stage needs.
 
-    They are those of its calls, of numbers that the forward reads before the last of them, and of
-    the output of the last stage.
+    They are those of its calls, of values that the forward reads before the last of them, of the
+    state that it keeps, and of the output of the last stage.
     """
+    own, is_last = calls[stage], stage == len(calls) - 1
     needs = flow.output if is_last else frozenset()
-    read = (x for x in flow.read if x.kind != "output" or is_last or x.number < own[-1])
-    return needs.union(read, *(flow.calls[k].needs for k in own))
+    reads = (x.sources for x in flow.reads if is_last or x.before <= own[-1])
+    owners = state_owners(flow, calls)
+    state = (x.sources | {x.source} for x in flow.state if owners[x.source.name] == stage)
+    return needs.union(*reads, *state, *(flow.calls[k].needs for k in own))
 
 
-def outer_parameters(flow: DataFlow, own: range, is_last: bool) -> frozenset[str]:
+def state_owners(flow: DataFlow, calls: Sequence[range]) -> dict[str, int]:
+    """Return the stage that changes each buffer or parameter outside of calls: the first to."""
+    before = {x.source.name: x.before for x in sorted(flow.state, key=lambda x: x.before)}
+    last = len(calls) - 1
+    return {
+        name: next((k for k, own in enumerate(calls) if number <= own[-1]), last)
+        for name, number in before.items()
+    }
+
+
+def outer_parameters(flow: DataFlow, calls: Sequence[range], stage: int) -> frozenset[str]:
     """Return the parameters that a stage needs outside of calls."""
-    return frozenset(x.name for x in _needs(flow, own, is_last) if x.kind == "parameter")
+    return frozenset(x.name for x in _needs(flow, calls, stage) if x.kind == "parameter")
 
 
 def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
     """Raise if stages need values that do not pass from module to module."""
     drawn: dict[Source, int] = {}
     for stage, own in enumerate(calls):
-        for source in sorted(_needs(flow, own, own is calls[-1])):
+        needs = _needs(flow, calls, stage)
+        for source in sorted(needs):
             if source.kind == "inside" and source.number not in own:
+                name, place = flow.calls[source.number].name, _place(flow, source)
                 raise ArgumentError(
-                    f"stage {stage} reads a tensor that {flow.calls[source.number].name!r} of "
-                    "another stage computes and does not return, such as a cache; switch that off "
-                    "in the model, or return the tensor"
+                    f"stage {stage} reads a tensor that {name!r} of another stage computes and "
+                    f"does not return, such as a cache{place}; switch that off in the model, or "
+                    "return the tensor"
                 )
             if source.kind == "parameter":
                 _check_parameter(source.name, stage, {flow.calls[k].name for k in own}, flow)
@@ -47,6 +62,14 @@ def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
                     "would draw different numbers. Call it inside a module, such as nn.Dropout in "
                     "place of F.dropout"
                 )
+        _check_aliases(flow, calls, stage, needs)
+    _check_state(flow, calls)
+
+
+def _place(flow: DataFlow, source: Source) -> str:
+    """Return where the forward reads a source, as text."""
+    place = next((x.place for x in flow.reads if source in x.sources), "")
+    return f", at {place}" if place else ""
 
 
 def _check_parameter(name: str, stage: int, own: set[str], flow: DataFlow) -> None:
@@ -60,13 +83,54 @@ def _check_parameter(name: str, stage: int, own: set[str], flow: DataFlow) -> No
         )
 
 
+def _check_aliases(flow: DataFlow, calls: Sequence[range], stage: int, needs: Sources) -> None:
+    """Raise if a stage receives two values that share memory to which the forward writes."""
+    received = [x for x in needs if x.kind == "input" or _is_earlier(x, calls[stage])]
+    for aliases in flow.aliases if stage else ():
+        shared = sorted(aliases.sources.intersection(received))
+        if len(shared) > 1:
+            names = " and ".join(dict.fromkeys(_described(x, flow) for x in shared))
+            raise ArgumentError(
+                f"the forward writes in place, at {aliases.place}, to memory that {names} share, "
+                f"and stage {stage} receives them as tensors of their own; write to a clone(), or "
+                "cut so that one stage has all of it"
+            )
+
+
+def _is_earlier(source: Source, own: range) -> bool:
+    return source.kind in ("output", "argument") and source.number < own.start
+
+
+def _described(source: Source, flow: DataFlow) -> str:
+    """Return the name of a value for a message."""
+    if source.kind == "input":
+        return f"argument {source.number} of the model"
+    name = repr(flow.calls[source.number].name)
+    return f"the output of {name}" if source.kind == "output" else f"an argument of {name}"
+
+
+def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
+    """Raise if a parameter or buffer that changes outside of calls has several stages."""
+    owners = state_owners(flow, calls)
+    for source, place in {x.source: x.place for x in flow.state}.items():
+        users = [k for k in range(len(calls)) if source in _needs(flow, calls, k)]
+        if users != [owners[source.name]]:
+            numbers = " and ".join(map(str, users))
+            raise ArgumentError(
+                f"the forward changes {source.name!r} outside of its blocks, at {place}, and "
+                f"stages {numbers} need it; change it and read it in one block, or cut so that one "
+                "stage does both"
+            )
+
+
 def borders(flow: DataFlow, calls: Sequence[range], n_inputs: int) -> list[Border]:
     """Return the values that each stage receives; the first one all inputs."""
     result = [Border(tuple(Source("input", k) for k in range(n_inputs)))]
-    for own in calls[1:]:
-        needs = sorted(_needs(flow, range(own.start, len(flow.calls)), is_last=True))
-        outputs = (x for x in needs if x.kind == "output" and x.number < own.start)
+    for stage, own in enumerate(calls[1:], start=1):
+        later = (_needs(flow, calls, k) for k in range(stage, len(calls)))
+        needs = sorted(frozenset().union(*later))
+        values = (x for x in needs if _is_earlier(x, own))
         inputs = [x for x in needs if x.kind == "input"]
         shapes = (k for k in range(n_inputs) if Source("input", k) not in inputs)
-        result.append(Border((*outputs, *inputs), tuple(shapes)))
+        result.append(Border((*values, *inputs), tuple(shapes)))
     return result

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.balance.call_weights import Seconds, detached, measured_seconds
-from pipeexec.splitting.sample_forward import unchanged
+from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.costs.costs import Costs

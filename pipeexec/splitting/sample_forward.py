@@ -1,37 +1,63 @@
-"""`SampleForward`: modules and data flow of one forward of a sample."""
+"""`SampleForward`: modules and data flow of forwards of a sample, in all modes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import product, starmap, zip_longest
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from pipeexec.nesting import Arguments, Leaf, leaves, mapped, tensors_in
 from pipeexec.splitting.balance.call_weights import CallWeights
+from pipeexec.splitting.model_state import ModelState, unchanged
 from pipeexec.splitting.stand_in import on_meta, to_meta, with_zeros
-from pipeexec.splitting.tracing.data_flow import DataFlow, follow
+from pipeexec.splitting.tracing.data_flow import DataFlow, Read, Source, follow, merged
 from pipeexec.splitting.tracing.exported_model import export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
-from pipesim.errors import ExecutionError
+from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["SampleForward", "exported_forward", "sample_forward", "unchanged"]
+__all__ = ["Mode", "SampleForward", "exported_forward", "sample_forward"]
 
 _EXPORT = "torch.export"
+#: Forwards after which state that still changes counts as such: what is set once changes before.
+_MOST_FORWARDS = 3
+
+
+class Mode(NamedTuple):
+    """Mode of a forward: whether it is for training, and whether autograd records it."""
+
+    training: bool
+    grad: bool
+
+    def __str__(self) -> str:
+        mode = "training" if self.training else "evaluation"
+        return f"{mode} mode {'with' if self.grad else 'without'} gradients"
 
 
 class SampleForward(NamedTuple):
-    """Modules and data flow of a forward.
+    """Modules and data flow of forwards.
 
     Attributes
     ----------
     uncut
         Modules that are not cut.
     flow
-        Data flow between them.
+        Data flow between them, of all modes that stages can run in.
     model, args, kwargs
         The model, or a copy of it without data, and the sample.
+    refused
+        Modes in which stages cannot run, and why.
+    empty
+        Each module that is called, without data.
+    carried
+        Numbers of the calls whose result has a shape that only the result tells.
+    stateful
+        Modules that change attributes or buffers of theirs, by mode.
     """
 
     uncut: UncutModules
@@ -39,6 +65,10 @@ class SampleForward(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    refused: dict[Mode, str]
+    empty: dict[str, nn.Module]
+    carried: frozenset[int]
+    stateful: dict[Mode, frozenset[str]]
 
     def weights(self, kind: str, *, has_data: bool, optimizer_bytes: float) -> list[float]:
         """Return the weight of each call; see `CallWeights`."""
@@ -54,24 +84,174 @@ class SampleForward(NamedTuple):
 def sample_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_data: bool
 ) -> SampleForward:
-    """Return modules and data flow of a forward; buffers and random numbers stay as they were.
+    """Return modules and data flow of forwards; the model stays as it was.
 
     A model without data runs without, or on zeros if its forward reads values, as of masks.
 
     Raises
     ------
+    ArgumentError
+        If the forward changes attributes of modules that are cut.
     ExecutionError
         If the forward fails.
     """
     if not has_data:
         with suppress(Exception):  # a forward may read values anywhere
-            empty = on_meta(model).train(model.training)
+            empty = on_meta(model)
             return sample_forward(empty, *to_meta((args, kwargs)), has_data=True)
         model = with_zeros(model)
     with _failing_forward(model), unchanged(model):
-        uncut = uncut_modules(model, args, kwargs)
-        flow = follow(model, uncut.names, args, kwargs)
-    return SampleForward(uncut, flow, model, args, kwargs)
+        uncut = uncut_modules(model, *_own(args, kwargs))
+    return _followed(uncut, model, args, kwargs)
+
+
+def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return arguments whose tensors a forward may write to."""
+    values: Arguments = mapped(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    return values
+
+
+def _followed(
+    uncut: UncutModules, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SampleForward:
+    """Return the data flow of forwards in all modes; first in that of the model."""
+    own = Mode(model.training, grad=True)
+    modes = sorted(starmap(Mode, product((True, False), repeat=2)), key=lambda x: x != own)
+    calls: frozenset[str] = frozenset()
+    is_known = False
+    while not is_known:  # which modules without parameters are calls, in all modes
+        refused: dict[Mode, str] = {}
+        flows: dict[Mode, DataFlow] = {}
+        stateful: dict[Mode, frozenset[str]] = {}
+        for mode in modes:
+            try:
+                with _failing_forward(model):
+                    result = _flow(uncut.names, model, args, kwargs, mode, calls)
+                flows[mode], stateful[mode] = result
+            except PipeError as error:
+                if mode == own:
+                    raise
+                refused[mode] = str(error)
+        changing = frozenset().union(*stateful.values())
+        is_known, calls = calls >= changing, calls | changing
+    flow = flows[own]
+    for mode, other in flows.items():
+        if reason := _other_way(flow, other):
+            refused[mode] = reason
+            del stateful[mode]
+        else:
+            flow = merged(flow, other)
+    empty = {x.name: on_meta(model.get_submodule(x.name)) for x in flow.calls}
+    carried = frozenset(_carried(empty, flow))
+    reads = (_read_of_result(flow, number) for number in sorted(carried))
+    flow = flow._replace(reads=(*flow.reads, *reads))
+    return SampleForward(uncut, flow, model, args, kwargs, refused, empty, carried, stateful)
+
+
+def _flow(
+    uncut: Sequence[str],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: Mode,
+    calls: frozenset[str],
+) -> tuple[DataFlow, frozenset[str]]:
+    """Return the data flow of a forward in one mode, and the modules that change their state.
+
+    Modules of ``calls`` are calls, and those that change their state, even without parameters.
+
+    Raises
+    ------
+    ArgumentError
+        If modules that are cut change attributes.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    stateful: frozenset[str] = frozenset()
+    with unchanged(model), torch.set_grad_enabled(mode.grad):
+        if model.training != mode.training:
+            model.train(mode.training)
+        for _ in range(_MOST_FORWARDS):  # until one changes the same as the one before it
+            state, before = ModelState(model), stateful
+            flow = follow(model, uncut, *_own(args, kwargs), calls | stateful)
+            changed = {names[key]: attributes for key, attributes in state.changed().items()}
+            inner = {x for x in changed if any(_is_in(x, name) for name in uncut)}
+            stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
+            followed = {x.source.name for x in flow.state}
+            cut = _changed_attributes(changed.keys() - inner, changed) - followed
+            if not changed or (stateful == before and not cut):
+                break
+    if cut:
+        raise ArgumentError(
+            f"the forward of {type(model).__name__} changes {' and '.join(sorted(cut))} outside of "
+            "its blocks, where each stage would change its own; keep it in a block, or in a buffer "
+            "that operations change"
+        )
+    return flow, stateful
+
+
+def _is_in(name: str, outer: str) -> bool:
+    """Return whether a module is another one, or in it."""
+    return name == outer or name.startswith(f"{outer}.") or not outer
+
+
+def _changed_attributes(
+    cut: Iterable[str], changed: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
+    """Return names of the changed attributes of modules that are cut."""
+    return frozenset(f"{name}.{key}".lstrip(".") for name in cut for key in changed[name])
+
+
+def _other_way(flow: DataFlow, other: DataFlow) -> str:
+    """Return how the calls of a forward differ from those of another; empty if they do not."""
+    calls = [x.name for x in flow.calls], [x.name for x in other.calls]
+    for first, second in zip_longest(*calls):
+        if first != second:
+            return f"its forward calls {second!r} where that of the sample called {first!r}"
+    for call, a, b in zip(flow.calls, flow.records, other.records, strict=True):
+        if len(tensors_in(a.result)) != len(tensors_in(b.result)):
+            return f"{call.name!r} returns another number of tensors"
+    return ""
+
+
+def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
+    """Yield the calls whose result has a shape that only the result tells.
+
+    Raises
+    ------
+    ArgumentError
+        If these are numbers.
+    """
+    for number, (call, record) in enumerate(zip(flow.calls, flow.records, strict=True)):
+        rows = leaves(record.result)
+        args, kwargs = _own(*record.arguments)
+        try:
+            with torch.no_grad(), _disable_current_modes():
+                computed = leaves(empty[call.name](*args, **kwargs))
+        except Exception:  # of operations that need values, or have no kernel without data
+            computed = []
+        if [_outline(x) for x in rows] == [_outline(x) for x in computed]:
+            continue
+        yield number
+        if any(isinstance(x.value, (bool, int, float)) for x in rows):
+            raise ArgumentError(
+                f"{call.name!r} returns a number beside tensors, which other stages cannot know; "
+                "return it as a tensor"
+            )
+
+
+def _outline(leaf: Leaf) -> tuple[Any, ...]:
+    """Return path and form of a value in a result."""
+    if isinstance(leaf.value, Tensor):
+        return leaf.path, leaf.value.shape, leaf.value.dtype
+    is_plain = isinstance(leaf.value, (bool, int, float, str, torch.Size, NoneType))
+    return leaf.path, leaf.value if is_plain else type(leaf.value)
+
+
+def _read_of_result(flow: DataFlow, number: int) -> Read:
+    """Return the read of all tensors that a call returns."""
+    tensors = tensors_in(flow.records[number].result)
+    sources = (Source("output", number, position) for position in range(len(tensors)))
+    return Read(number + 1, frozenset(sources), f"the call of {flow.calls[number].name!r}")
 
 
 def exported_forward(forward: SampleForward) -> SampleForward:
@@ -83,18 +263,17 @@ def exported_forward(forward: SampleForward) -> SampleForward:
     failed = (*forward.uncut.ways_failed, (forward.uncut.way, "these are fewer than two"))
     with unchanged(model):
         try:
-            exported = export_model(model, args, kwargs)
+            exported = export_model(model, *_own(args, kwargs))
             reason = "fewer than two operations of the graph have parameters"
         except Exception as error:  # of the user's code, and whatever torch.export raises
             exported = None
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-        if exported is None or len(exported.blocks) < 2:
-            uncut = forward.uncut._replace(ways_failed=(*failed[:-1], (_EXPORT, reason)))
-            return forward._replace(uncut=uncut)
-        flow = follow(exported, exported.blocks, args, kwargs)
+    if exported is None or len(exported.blocks) < 2:
+        uncut = forward.uncut._replace(ways_failed=(*failed[:-1], (_EXPORT, reason)))
+        return forward._replace(uncut=uncut)
     names = exported.blocks
     uncut = UncutModules(names, frozenset(names), _EXPORT, failed)
-    return SampleForward(uncut, flow, exported, args, kwargs)
+    return _followed(uncut, exported, args, kwargs)
 
 
 @contextmanager
@@ -102,24 +281,10 @@ def _failing_forward(model: nn.Module) -> Iterator[None]:
     """Raise `ExecutionError` for errors in a forward."""
     try:
         yield
+    except PipeError:
+        raise
     except Exception as error:  # of the user's code
         raise ExecutionError(
             f"the forward of {type(model).__name__} fails on the sample: "
             f"{type(error).__name__}: {error!s:.300}"
         ) from error
-
-
-@contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Restore buffers, such as running statistics, and the state of random numbers at the end."""
-    buffers = [x for module in modules for x in module.buffers() if not x.is_meta]
-    values = [x.clone() for x in buffers]
-    devices = {x.get_device() for module in modules for x in module.parameters() if x.is_cuda}
-    with torch.random.fork_rng(sorted(devices)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)

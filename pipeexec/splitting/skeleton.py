@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeexec.nesting import Arguments, tensors_in, with_tensors
-from pipeexec.splitting.stand_in import on_meta
-from pipeexec.splitting.tracing.data_flow import Source
+from pipeexec.splitting.tracing.data_flow import DataFlow, Source
+
+if TYPE_CHECKING:
+    from pipeexec.splitting.sample_forward import Mode
 
 __all__ = ["Border", "Skeleton"]
 
@@ -38,10 +42,16 @@ class Skeleton:
     ----------
     model
         The model.
-    names
-        Module of each call.
     uncut
         Modules that are not cut.
+    flow
+        Data flow between their calls.
+    empty
+        Each module that is called, without data.
+    carried
+        Numbers of the calls whose results only tell their own shapes.
+    refused
+        Modes in which stages cannot run, and why.
     arguments
         Positional and keyword arguments of the sample.
     """
@@ -49,16 +59,19 @@ class Skeleton:
     def __init__(
         self,
         model: nn.Module,
-        names: tuple[str, ...],
         uncut: frozenset[str],
+        flow: DataFlow,
+        empty: Mapping[str, nn.Module],
+        carried: frozenset[int],
+        refused: Mapping[Mode, str],
         arguments: Arguments,
     ) -> None:
-        self.model, self.names, self.uncut, self.arguments = model, names, uncut, arguments
+        self.model, self.uncut, self.flow, self.carried = model, uncut, flow, carried
+        self.refused, self.arguments = refused, arguments
+        self.names = tuple(call.name for call in flow.calls)
         self.dtypes = tuple(x.dtype for x in tensors_in(arguments))
-        self.numbers: dict[str, list[int]] = defaultdict(list)
-        for number, name in enumerate(names):
-            self.numbers[name].append(number)
-        self._empty: dict[str, nn.Module] = {}
+        self.empty, self._is_training = empty, model.training
+        self._other_mode: dict[str, nn.Module] = {}
 
     def __deepcopy__(self, _: dict[int, Any]) -> Skeleton:
         return self  # nothing changes; copies of stages do not copy the model
@@ -68,11 +81,31 @@ class Skeleton:
         """Tensors of the arguments."""
         return len(self.dtypes)
 
-    def empty(self, name: str) -> nn.Module:
-        """Return a module without data; see `on_meta`."""
-        if name not in self._empty:
-            self._empty[name] = on_meta(self.model.get_submodule(name))
-        return self._empty[name]
+    def empty_result(self, number: int, training: bool, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call without data.
+
+        Floating-point arguments have the types that they had in the sample: without data, autocast
+        has no effect.
+        """
+        name, record = self.names[number], self.flow.records[number]
+        if number in self.carried:
+            return record.result
+        types = [x.dtype for x in tensors_in(record.arguments)]
+        tensors = [
+            x.to("meta", dtype if x.is_floating_point() else x.dtype)
+            for x, dtype in zip(tensors_in((args, kwargs)), types, strict=True)
+        ]
+        args, kwargs = with_tensors((args, kwargs), tensors)
+        with torch.no_grad(), _disable_current_modes():
+            return self._module(name, training)(*args, **kwargs)
+
+    def _module(self, name: str, training: bool) -> nn.Module:
+        """Return a module without data in a mode."""
+        if training == self._is_training:
+            return self.empty[name]
+        if name not in self._other_mode:
+            self._other_mode[name] = copy.deepcopy(self.empty[name]).train(training)
+        return self._other_mode[name]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Arguments:
         """Return the arguments with other tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from numbers import Integral
@@ -13,15 +14,19 @@ from pipeexec.data_parallel.compiled_modules import check_not_compiled
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.balance.cuts import Balance, Balancing, Cuts, first_calls
 from pipeexec.splitting.batch_form import ordered_batch, sample_arguments
-from pipeexec.splitting.borders import borders, check_flow, outer_parameters
+from pipeexec.splitting.borders import borders, check_flow, outer_parameters, state_owners
 from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
-from pipeexec.splitting.sample_forward import SampleForward, exported_forward, sample_forward
+from pipeexec.splitting.sample_forward import (
+    Mode,
+    SampleForward,
+    exported_forward,
+    sample_forward,
+)
 from pipeexec.splitting.skeleton import Skeleton
 from pipeexec.splitting.split_facts import SplitFacts
-from pipeexec.splitting.split_stage import SplitStage
+from pipeexec.splitting.split_stage import SplitStage, check_hooks
 from pipeexec.splitting.stages import Stages
 from pipeexec.splitting.tied import Shared, copies, shared_parameters, tied_groups
-from pipeexec.splitting.tracing.data_flow import DataFlow
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -160,11 +165,16 @@ def split(
     calls = [range(a, b) for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
     check_flow(flow, calls)
     body = model if source is not None else forward.model
-    skeleton = Skeleton(body, tuple(names), frozenset(uncut.names), arguments)
-    outer = [outer_parameters(flow, own, is_last=own is calls[-1]) for own in calls]
+    if len(calls) > 1:
+        check_hooks(body, frozenset(names))
+    refused = forward.refused | _refused_for_state(forward, calls)
+    skeleton = Skeleton(
+        body, frozenset(uncut.names), flow, forward.empty, forward.carried, refused, arguments
+    )
+    outer = [outer_parameters(flow, calls, k) for k in range(len(calls))]
     shared = shared_parameters(body, flow, calls, outer)
     parts = _make_stages(
-        skeleton, flow, calls, outer, shared, _checked_stages(only, len(calls)), source
+        skeleton, forward, calls, outer, shared, _checked_stages(only, len(calls)), source
     )
     tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
     facts = SplitFacts(len(parts), ordered, tied)
@@ -229,9 +239,35 @@ def _forward_to_cut(
     return forward
 
 
+def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[Mode, str]:
+    """Return the modes in which modules of several stages change state, and which modules.
+
+    Raises
+    ------
+    ArgumentError
+        For the mode of the model.
+    """
+    refused = {}
+    stages: dict[str, set[int]] = defaultdict(set)
+    for stage, own in enumerate(calls):
+        for call in forward.flow.calls[own.start : own.stop]:
+            stages[call.name].add(stage)
+    for mode, names in forward.stateful.items():
+        for name in sorted(names):
+            if len(stages[name]) > 1:
+                refused[mode] = (
+                    f"stages {' and '.join(map(str, sorted(stages[name])))} call {name!r}, which "
+                    "changes buffers or attributes of its own, and each would have others; cut so "
+                    "that one stage has all its calls, or give each call a module"
+                )
+                if mode == Mode(forward.model.training, grad=True):
+                    raise ArgumentError(refused[mode])
+    return refused
+
+
 def _make_stages(
     skeleton: Skeleton,
-    flow: DataFlow,
+    forward: SampleForward,
     calls: Sequence[range],
     outer: Sequence[frozenset[str]],
     shared: list[Shared],
@@ -239,14 +275,19 @@ def _make_stages(
     source: DeferredModel | None,
 ) -> list[SplitStage | None]:
     """Return the chosen stages, with their parameters."""
+    flow, owners = forward.flow, state_owners(forward.flow, calls)
+    stateful = frozenset().union(*forward.stateful.values())
     received: list[Any] = [*borders(flow, calls, skeleton.n_inputs), None]
     copied = [copies(shared, k) if k in chosen else {} for k in range(len(calls))]
     parts = [
-        SplitStage(skeleton, own, received[k], received[k + 1], outer[k], copied[k])
+        SplitStage(
+            skeleton, own, received[k], received[k + 1], outer[k], copied[k],
+            {name: owner == k for name, owner in owners.items()}, stateful,
+        )
         if k in chosen
         else None
         for k, own in enumerate(calls)
-    ]
+    ]  # fmt: skip
     if source is not None and chosen:
         give_values(parts, source, copied)
     return parts

@@ -1,36 +1,94 @@
 """`SplitStage`: a stage that runs a model's own forward, with stand-ins for other stages' modules.
 
-The model's Python code between its modules runs on every stage. It runs until the last module of
-the stage has returned. What it computes from stand-ins' empty values is of no use, and no module of
-the stage takes it: `pipeexec.splitting.tracing.data_flow` tells which values a stage needs.
+The model's Python code between its modules runs on every stage, until the last module of the stage
+has returned. It takes values as the modules of earlier stages returned them, so that writes in
+place happen on every stage as in the model. Values that a stage does not need are missing: they
+are NaN, and no result depends on them. `pipeexec.splitting.tracing.data_flow` tells which values a
+stage needs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from pipeexec.nesting import tensors_in, with_tensors
+from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
+from pipeexec.splitting.model_state import attributes
 from pipeexec.splitting.skeleton import Border, Skeleton
-from pipeexec.splitting.stand_in import StandIn, to_meta, zeros
+from pipeexec.splitting.stand_in import StandIn, missing
 from pipeexec.splitting.tracing.data_flow import Source
 from pipeexec.splitting.tracing.exported_model import ExportedModel
+from pipesim.errors import ArgumentError, ExecutionError
 
 if TYPE_CHECKING:
     from pipeexec.splitting.split_facts import SplitFacts
 
-__all__ = ["SplitStage"]
+__all__ = ["SplitStage", "check_hooks"]
 
 
-class _StageEnd(Exception):  # no error
+class _StageEnd(BaseException):  # no error, and no handler of the model's code takes it for one
     """Ends a forward after the last module of a stage."""
+
+
+class _Value:
+    """A value that a stage has received or will send, and its version counter at that time."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; tensors of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Origins:
+    """Modules of the model that have copies in a stage, to which the state of these returns.
+
+    A copy of the stage, for another replica, has none.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._n_hooks: dict[str, int] = {}
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Origins:
+        return _Origins()
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """Add a module of the model that the stage calls, or that has a buffer of the stage."""
+        self.modules[name] = module
+        self._n_hooks[name] = _n_hooks(module)
+
+    def return_attributes(self, name: str, module: nn.Module) -> None:
+        """Give the model's module the attributes and buffers of its copy."""
+        if (original := self.modules.get(name)) is None:
+            return
+        for key, value in attributes(module):
+            if key in module._buffers:
+                original._buffers[key] = value
+            elif key != "forward":  # of a module that several stages call
+                original.__dict__[key] = value
+
+    def check_hooks(self, name: str) -> None:
+        """Raise if a module of the model has got hooks that its copy does not have."""
+        if name in self.modules and _n_hooks(self.modules[name]) != self._n_hooks[name]:
+            raise ExecutionError(
+                f"{name!r} of the model has got or lost hooks since pipeexec.split, which its copy "
+                f"in the stage has not; add them to stage.model.get_submodule({name!r}) instead"
+            )
+
+
+def _n_hooks(module: nn.Module) -> int:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return sum(map(len, (*hooks, module._backward_pre_hooks)))
 
 
 class SplitStage(nn.Module):
@@ -49,6 +107,10 @@ class SplitStage(nn.Module):
         Parameters that this stage needs outside of calls.
     copies
         Copies of parameters of earlier stages, by the ids of these.
+    changed
+        Buffers outside of calls that the forward changes, and whether this stage does.
+    stateful
+        Modules that change attributes or buffers of theirs.
 
     Attributes
     ----------
@@ -68,19 +130,30 @@ class SplitStage(nn.Module):
         sends: Border | None,
         parameters: frozenset[str],
         copies: Mapping[int, nn.Parameter],
+        changed: Mapping[str, bool],
+        stateful: frozenset[str],
     ) -> None:
         super().__init__()
         self.number = 0
         self.facts: SplitFacts | None = None
         self.compile_options: dict[str, Any] | None = None
+        self.training = skeleton.model.training
         self._skeleton, self._own = skeleton, own
         self._receives, self._sends = receives, sends
-        self._calls: Counter[str] = Counter()
-        self._values: dict[Source, Tensor] = {}
-        self._shapes: tuple[torch.Size, ...] = ()
-        # Results of stand-ins by call and shapes of inputs: leaves without data, and their nesting.
-        self._results: dict[tuple[int, tuple[torch.Size, ...]], tuple[list[Any], Any]] = {}
-        self.model = _Copies(self, parameters, copies).copied("", skeleton.model)
+        self._kept = frozenset(() if sends is None else sends.whole)
+        self._written, self._stateful = skeleton.flow.written, stateful
+        self._n_calls, self._is_foreign = 0, False
+        self._values: dict[Source, _Value] = {}
+        # Results of stand-ins by call, mode and arguments: nested tensors without data.
+        self._results: dict[Any, Any] = {}
+        self._origins = _Origins()
+        # Buffers outside of calls that this stage changes: their module, its name, and their key.
+        self._changes: list[tuple[nn.Module, str, str]] = []
+        # Parameters of other stages outside of calls: their module, key, shape and type.
+        self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
+        self._device = torch.device("cpu")
+        self.model = _Copies(self, parameters, copies, changed).copied("", skeleton.model)
+        self._set_missing(self._device)
 
     @cached_property
     def own_modules(self) -> frozenset[str]:
@@ -115,84 +188,189 @@ class SplitStage(nn.Module):
 
     def forward(self, *values: Tensor) -> Any:
         """Return the values that the next stage receives; of the last stage, the model's output."""
-        self._calls.clear()
-        self._receive(values)
-        inputs = [self._values[Source("input", k)] for k in range(self._skeleton.n_inputs)]
-        args, kwargs = self._skeleton.with_tensors(inputs)
+        mode = self.training, torch.is_grad_enabled()
+        if mode in self._skeleton.refused:  # a `Mode` is such a pair
+            self._refuse_mode()
+        self._n_calls = 0
         try:
-            return self.model(*args, **kwargs)
+            args, kwargs = self._begin(values)
+            output = self.model(*args, **kwargs)
+            self._check_end()
+            return output
         except _StageEnd:
             return self._sent()
         finally:
             self._values = {}
+            for module, name, key in self._changes:
+                if name in self._origins.modules:
+                    self._origins.modules[name]._buffers[key] = module._buffers[key]
 
-    def _receive(self, values: Sequence[Tensor]) -> None:
-        """Take the values of the stage before."""
+    def _refuse_mode(self) -> None:
+        mode = next(x for x in self._skeleton.refused
+                    if x == (self.training, torch.is_grad_enabled()))  # fmt: skip
+        raise ExecutionError(
+            f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}; split the "
+            "model in that mode"
+        )
+
+    def _begin(self, values: Sequence[Tensor]) -> Arguments:
+        """Take the values of the stage before, and return the arguments of the model."""
         whole, shapes = self._receives
-        self._shapes = tuple(x.shape for x in values)
-        self._values = dict(zip(whole, values, strict=False))
+        device = values[0].device
+        if device != self._device:
+            self._set_missing(device)
+        for source, value in zip(whole, values, strict=False):
+            self._values[source] = _Value(value)
         for number, empty in zip(shapes, values[len(whole) :], strict=True):
-            dtype = self._skeleton.dtypes[number]
-            self._values[Source("input", number)] = zeros(empty.shape[:-1], dtype, empty.device)
+            source, dtype = Source("input", number), self._skeleton.dtypes[number]
+            is_written = source in self._written
+            value = missing(empty.shape[:-1], dtype, empty.device, is_written=is_written)
+            self._values[source] = _Value(value)
+        return self._skeleton.with_tensors(
+            [self._for_code(Source("input", k)) for k in range(self._skeleton.n_inputs)]
+        )
+
+    def _set_missing(self, device: torch.device) -> None:
+        """Let parameters of other stages be missing on a device."""
+        self._device = device
+        for module, key, shape, dtype in self._missing:
+            module.__dict__[key] = missing(shape, dtype, device)
+
+    def _for_code(self, source: Source) -> Tensor:
+        """Return a value for the model's code: a copy, if the code writes to it."""
+        value = self._values[source].tensor
+        return value.clone() if source in self._written else value
 
     def _sent(self) -> tuple[Tensor, ...]:
         """Return the values for the next stage."""
         assert self._sends is not None, "only the last stage sends nothing"
-        whole = [self._values[source] for source in self._sends.whole]
-        inputs = [self._values[Source("input", number)] for number in self._sends.shapes]
-        return (*whole, *(x.new_empty((*x.shape, 0)) for x in inputs))
+        inputs = (self._values[Source("input", number)].tensor for number in self._sends.shapes)
+        return (
+            *(self._unchanged(source) for source in self._sends.whole),
+            *(x.new_empty((*x.shape, 0)) for x in inputs),
+        )
+
+    def _unchanged(self, source: Source) -> Tensor:
+        """Return a value as it was; raise if its memory has been written to."""
+        value = self._values[source]
+        if _version(value.tensor) != value.version:
+            raise ExecutionError(
+                f"stage {self.number} cannot send {self._described(source)}: it was changed in "
+                "place after that, which the forward of the sample did not; let the model write "
+                "to a clone()"
+            )
+        return value.tensor
+
+    def _described(self, source: Source) -> str:
+        if source.kind == "input":
+            return f"argument {source.number} of the model"
+        name = self._skeleton.names[source.number]
+        return f"what {name!r} {'returned' if source.kind == 'output' else 'took'}"
 
     def _next_number(self, name: str) -> int:
-        """Return the number of the next call of a module."""
-        number = self._skeleton.numbers[name][self._calls[name]]
-        self._calls[name] += 1
+        """Return the number of the next call; raise if it is none of the sample's."""
+        number, names = self._n_calls, self._skeleton.names
+        if number >= len(names) or names[number] != name:
+            expected = repr(names[number]) if number < len(names) else "no module any more"
+            raise ExecutionError(
+                f"the forward calls {name!r} where that of the sample called {expected}; stages of "
+                "a split model take one way: let all batches take it, or split with a sample that "
+                "does"
+            )
+        self._n_calls += 1
         return number
 
-    def note(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _check_end(self) -> None:
+        """Raise if the model has returned without some calls."""
+        if self._n_calls < len(self._skeleton.names):
+            raise ExecutionError(
+                f"the forward returns without calling {self._skeleton.names[self._n_calls]!r}, "
+                "which that of the sample called; stages of a split model take one way: let all "
+                "batches take it, or split with a sample that does"
+            )
+
+    def note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Keep the tensors that a call returns; a hook of the stage's modules."""
-        number = self._next_number(name)
-        if number not in self._own:
+        if self._is_foreign:  # a call of another stage, whose result is a stand-in's
+            self._is_foreign = False
             return output
+        number = self._next_number(name)
+        self._origins.check_hooks(name)
+        if name in self._stateful:
+            self._origins.return_attributes(name, module)
         for position, tensor in enumerate(tensors_in(output)):
-            self._values[Source("output", number, position)] = tensor
-        if number == self._own[-1] and self._sends is not None:
+            self._keep(Source("output", number, position), tensor)
+        if changed := self._skeleton.flow.calls[number].changed:
+            arguments = tensors_in((args, kwargs))
+            for position in changed:
+                self._keep(Source("argument", number, position), arguments[position])
+        if self._sends is not None and number == self._own[-1]:
             raise _StageEnd
         return output
+
+    def _keep(self, source: Source, tensor: Tensor) -> None:
+        """Keep a value that the next stage receives."""
+        if source in self._kept:
+            self._values[source] = _Value(tensor.clone() if source in self._written else tensor)
 
     def call_shared(
         self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the forward of a shared module, or return the result of a call of another stage."""
-        number = self._skeleton.numbers[name][self._calls[name]]
-        if number in self._own:
+        if self._n_calls in self._own or self._n_calls >= len(self._skeleton.names):
             return forward(*args, **kwargs)
-        return self._filled(number, name, args, kwargs)
+        self._is_foreign = True
+        return self.answer(name, *args, **kwargs)
 
     def answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call of a module that this stage does not have."""
-        return self._filled(self._next_number(name), name, args, kwargs)
+        """Return the result of a call of another stage: values that were received, others missing.
 
-    def _filled(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call of another stage: values that were received, and zeros."""
-        result = self._result(number, name, args, kwargs)
-        device = next(iter(self._values.values())).device
-        values = (
-            (self._values.get(Source("output", number, position)), empty)
-            for position, empty in enumerate(tensors_in(result))
-        )
-        return with_tensors(
-            result,
-            [zeros(y.shape, y.dtype, device) if x is None else x for x, y in values],
-        )
+        Arguments that the call changes are changed.
+        """
+        number = self._next_number(name)
+        result = self._empty_result(number, args, kwargs)
+        device = next(iter(self._values.values())).tensor.device
+        tensors = []
+        for position, empty in enumerate(tensors_in(result)):
+            source = Source("output", number, position)
+            if source in self._values:
+                tensors.append(self._for_code(source))
+            else:
+                is_written = source in self._written
+                tensors.append(missing(empty.shape, empty.dtype, device, is_written=is_written))
+        if changed := self._skeleton.flow.calls[number].changed:
+            arguments = tensors_in((args, kwargs))
+            for position in sorted(changed):
+                source = Source("argument", number, position)
+                if source in self._values:
+                    arguments[position].copy_(self._values[source].tensor)
+        return with_tensors(result, tensors)
 
-    def _result(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call without data."""
-        key = number, self._shapes
-        if key not in self._results:
-            with torch.no_grad(), _disable_current_modes():
-                args, kwargs = to_meta((args, kwargs))
-                self._results[key] = self._skeleton.empty(name)(*args, **kwargs)
-        return self._results[key]
+    def _empty_result(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call without data; for arguments of one form, computed once."""
+        values = (*args, *kwargs.values())
+        if not all(x is None or isinstance(x, (Tensor, bool, int, float, str)) for x in values):
+            values = tuple(leaf.value for leaf in leaves((args, kwargs)))
+        form = tuple(x.shape if isinstance(x, Tensor) else x for x in values)
+        key = number, self.training, form
+        try:
+            return self._results[key]
+        except KeyError:
+            self._results[key] = self._skeleton.empty_result(number, self.training, args, kwargs)
+            return self._results[key]
+        except TypeError:  # an argument that has no hash
+            return self._skeleton.empty_result(number, self.training, args, kwargs)
+
+
+def check_hooks(model: nn.Module, called: frozenset[str]) -> None:
+    """Raise if modules outside of calls have hooks: each stage would run them."""
+    inner = {id(x) for name in called for x in model.get_submodule(name).modules()}
+    for name, module in model.named_modules():
+        if _n_hooks(module) and id(module) not in inner:
+            raise ArgumentError(
+                f"{name or type(model).__name__!r} has hooks, and stages would each run them; "
+                "add them to its blocks, which run on one stage, or remove them"
+            )
 
 
 def _without_containers(module: nn.Module) -> Iterator[nn.Module]:
@@ -217,9 +395,10 @@ class _Copies:
         stage: SplitStage,
         parameters: frozenset[str],
         tied: Mapping[int, nn.Parameter],
+        changed: Mapping[str, bool],
     ) -> None:
         self.stage, self.skeleton = stage, stage._skeleton
-        self.tied = tied
+        self.tied, self.changed, self.called = tied, changed, set(stage._skeleton.names)
         self.needed = {id(self.skeleton.model.get_parameter(name)) for name in parameters}
         self.copies: dict[int, nn.Module] = {}
 
@@ -230,14 +409,16 @@ class _Copies:
         return self.copies[id(module)]
 
     def _copy(self, name: str, module: nn.Module) -> nn.Module:
-        is_called = name in self.skeleton.numbers
+        is_called = name in self.called
         if name in self.skeleton.uncut and not is_called:
             return copy.deepcopy(module)  # without parameters: each stage runs it
         if is_called and name not in self.stage.own_modules:
             return self._stand_in(name)
         if is_called:
             result = self._untied(module)
-            if any(k not in self.stage._own for k in self.skeleton.numbers[name]):
+            self.stage._origins.add(name, module)
+            calls = (k for k, x in enumerate(self.skeleton.names) if x == name)
+            if any(k not in self.stage._own for k in calls):
                 result.forward = partial(self.stage.call_shared, name, result.forward)
             result.register_forward_hook(partial(self.stage.note, name), with_kwargs=True)
             return result
@@ -250,14 +431,19 @@ class _Copies:
                 result._parameters[key] = self.tied.get(id(parameter), parameter)
             elif parameter is not None:
                 del result._parameters[key]
-                device = torch.device("cpu") if parameter.is_meta else parameter.device
-                empty = zeros(parameter.shape, parameter.dtype, device)
-                result.register_buffer(key, empty, persistent=False)
+                self.stage._missing.append((result, key, parameter.shape, parameter.dtype))
+        for key, buffer in module._buffers.items():
+            is_own = self.changed.get(prefix + key)
+            if is_own:
+                self.stage._origins.add(name, module)
+                self.stage._changes.append((result, name, key))
+            elif is_own is False and buffer is not None:  # this stage changes a copy of its own
+                result.register_buffer(key, buffer.clone(), persistent=False)
         return result
 
     def _stand_in(self, name: str) -> StandIn:
         """Return a stand-in, with the parameters that the forward itself reads."""
-        result = StandIn(self.skeleton.empty(name), partial(self.stage.answer, name))
+        result = StandIn(self.skeleton.empty[name], partial(self.stage.answer, name))
         for key, parameter in self.skeleton.model.get_submodule(name)._parameters.items():
             if parameter is not None and id(parameter) in self.needed:
                 result._parameters[key] = self.tied.get(id(parameter), parameter)
@@ -280,6 +466,6 @@ def _copied_top(module: nn.Module) -> nn.Module:
     """Return a copy of a module that shares parameters, buffers and children with it."""
     result = copy.copy(module)
     for attribute, value in module.__dict__.items():
-        if attribute.startswith("_") and isinstance(value, dict):
+        if attribute.startswith("_") and isinstance(value, (dict, set)):
             result.__dict__[attribute] = copy.copy(value)
     return result

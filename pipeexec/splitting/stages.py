@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import call_arguments, tensors_in
+from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.report import StagesReport, stages_report
-from pipeexec.splitting.sample_forward import unchanged
 from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, ExecutionError, check_count, check_function

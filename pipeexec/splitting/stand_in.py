@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from pipeexec.nesting import mapped
 
-__all__ = ["StandIn", "on_meta", "to_meta", "with_zeros", "zeros"]
+__all__ = ["StandIn", "missing", "on_meta", "to_meta", "with_zeros"]
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in eval mode whose parameters and buffers have no data."""
-    return _with_tensors(module, lambda x: torch.empty_like(x, device="meta")).eval()
+    """Return a copy of a module whose parameters and buffers have no data."""
+    return _with_tensors(module, lambda x: torch.empty_like(x, device="meta"))
 
 
 def with_zeros(module: nn.Module) -> nn.Module:
@@ -24,12 +24,27 @@ def with_zeros(module: nn.Module) -> nn.Module:
 
     Each has the memory of one element. Buffers with data stay.
     """
-    return _with_tensors(module, lambda x: zeros(x.shape, x.dtype) if x.is_meta else x)
+    return _with_tensors(
+        module, lambda x: torch.zeros((), dtype=x.dtype).expand(x.shape) if x.is_meta else x
+    )
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return zeros that have the memory of one element."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+def missing(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_written: bool = False
+) -> Tensor:
+    """Return a tensor in place of one that a stage does not have: no result may depend on it.
+
+    It is of NaN, or of the least integer. It has the memory of one element, if nothing writes to
+    it. A boolean is False.
+    """
+    value: float | bool = torch.nan
+    if dtype == torch.bool:
+        value = False
+    elif not (dtype.is_floating_point or dtype.is_complex):
+        value = torch.iinfo(dtype).min or torch.iinfo(dtype).max
+    if is_written:
+        return torch.full(tuple(shape), value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -40,30 +40,23 @@ def shared_parameters(
     Raises
     ------
     ArgumentError
-        If several stages call a module that changes its buffers, such as a batch norm.
+        If such a parameter has hooks.
     """
     stages: dict[int, dict[int, str]] = defaultdict(dict)
-    users: dict[str, int] = {}
     for stage, own in enumerate(calls):
         modules = {flow.calls[k].name for k in own}
-        for name in modules:
-            _check_buffers(model.get_submodule(name), name, users.setdefault(name, stage), stage)
         needed = {id(model.get_parameter(name)) for name in outer[stage]}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) in needed or any(name.startswith(f"{x}.") for x in modules):
                 stages[id(parameter)].setdefault(stage, name)
-    return [(p, stages[id(p)]) for p in model.parameters() if len(stages[id(p)]) > 1]
-
-
-def _check_buffers(module: nn.Module, name: str, first: int, stage: int) -> None:
-    """Raise if a module of two stages changes its buffers."""
-    for inner, part in module.named_modules():
-        if first != stage and part.training and getattr(part, "track_running_stats", False):
+    result = [(p, stages[id(p)]) for p in model.parameters() if len(stages[id(p)]) > 1]
+    for parameter, names in result:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ArgumentError(
-                f"stages {first} and {stage} both call {name!r}, whose "
-                f"{f'{name}.{inner}'.rstrip('.')!r} keeps running statistics; each stage would "
-                "have others. Cut so that one stage has all its calls, or give each call a module"
+                f"stages {sorted(names)} have copies of {next(iter(names.values()))!r}, whose "
+                "hooks would run for one of them; remove its hooks, or cut so that one stage has it"
             )
+    return result
 
 
 def copies(shared: Iterable[Shared], stage: int) -> dict[int, nn.Parameter]:

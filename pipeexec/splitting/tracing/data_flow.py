@@ -1,25 +1,54 @@
 """Which calls of uncut modules need which values: follow tensors through one forward.
 
 Every operation outside of uncut modules is seen by a dispatch mode. A tensor has the origins of all
-tensors that it was computed from. Numbers that are read from tensors, such as ``int(mask.sum())``,
-are not followed further: any stage may depend on them.
+tensors that it was computed from. Stages run these operations again on the values that they
+receive, so that a value travels as it was when it was returned, whatever is written to it later.
+
+Two kinds of values are needed by all stages whose code runs so far: those that the forward reads as
+numbers, shapes or indices, and those of whose shape nothing is known without them.
 """
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeexec.nesting import tensors_in
+from pipeexec.splitting.stand_in import to_meta
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
-__all__ = ["Call", "DataFlow", "Source", "follow"]
+__all__ = [
+    "Aliases",
+    "Call",
+    "DataFlow",
+    "Read",
+    "Record",
+    "Source",
+    "Sources",
+    "StateWrite",
+    "follow",
+    "merged",
+]
+
+#: Methods of tensors that read their values without an operation.
+_READERS = frozenset({
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,
+})  # fmt: skip
+#: Arguments of operations whose values must be in a range, such as those of `embedding`.
+_INDICES = frozenset({"index", "indices", "offsets", "target"})
+_VALUES = frozenset({"input", "output", "argument"})
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 class Source(NamedTuple):
@@ -28,15 +57,18 @@ class Source(NamedTuple):
     Attributes
     ----------
     kind
-        ``"input"``: a tensor of the model's arguments; ``"output"``: of a call; ``"parameter"``: a
-        parameter that the model reads outside of calls; ``"inside"``: a tensor that a call
-        made and did not return; ``"random"``: random numbers outside of uncut modules.
+        - ``"input"``: a tensor of the model's arguments;
+        - ``"output"``: a tensor that a call returns;
+        - ``"argument"``: a tensor of a call's arguments that it changes, as it is afterwards;
+        - ``"parameter"``, ``"buffer"``: one that the model has outside of calls;
+        - ``"inside"``: a tensor that a call made and did not return;
+        - ``"random"``: random numbers outside of uncut modules.
     number
         Number of the input, of the call, or of the random operation.
     position
-        Position of the tensor in the call's output.
+        Position of the tensor in the call's output or arguments.
     name
-        Name of the parameter, or of the random operation.
+        Name of the parameter or buffer, or of the random operation.
     """
 
     kind: str
@@ -58,10 +90,66 @@ class Call(NamedTuple):
         Qualified name of the module.
     needs
         Origins of the tensors that it takes.
+    changed
+        Positions of those that it changes in place, among the tensors of its arguments.
     """
 
     name: str
     needs: Sources
+    changed: frozenset[int] = frozenset()
+
+
+class Record(NamedTuple):
+    """Arguments and result of a call, without data."""
+
+    arguments: Any
+    result: Any
+
+
+class Read(NamedTuple):
+    """Values that the forward reads outside of uncut modules.
+
+    Attributes
+    ----------
+    before
+        Number of calls that have begun.
+    sources
+        Origins of the values.
+    place
+        Line of the forward.
+    """
+
+    before: int
+    sources: Sources
+    place: str
+
+
+class StateWrite(NamedTuple):
+    """A buffer or a parameter that the forward changes outside of uncut modules.
+
+    Attributes
+    ----------
+    source
+        The buffer or parameter.
+    before
+        Number of calls that have begun.
+    sources
+        Origins of the new value.
+    place
+        Line of the forward.
+    """
+
+    source: Source
+    before: int
+    sources: Sources
+    place: str
+
+
+class Aliases(NamedTuple):
+    """Values that share memory to which the forward writes, and the line that does."""
+
+    sources: Sources
+    place: str
 
 
 class DataFlow(NamedTuple):
@@ -73,13 +161,36 @@ class DataFlow(NamedTuple):
         Calls of uncut modules, in order.
     output
         Origins of the model's output.
-    read
-        Origins of the tensors from which the forward reads numbers, outside of uncut modules.
+    reads
+        Values that are read.
+    written
+        Values to whose memory the forward writes after they were returned.
+    aliases
+        Those that share this memory with others.
+    state
+        Buffers and parameters that change outside of calls.
+    records
+        Arguments and result of each call.
     """
 
     calls: tuple[Call, ...]
     output: Sources
-    read: Sources
+    reads: tuple[Read, ...] = ()
+    written: Sources = _NONE
+    aliases: tuple[Aliases, ...] = ()
+    state: tuple[StateWrite, ...] = ()
+    records: tuple[Record, ...] = ()
+
+
+def merged(first: DataFlow, second: DataFlow) -> DataFlow:
+    """Return the data flow of either of two forwards with the same calls; records of the first."""
+    calls = (
+        Call(a.name, a.needs | b.needs, a.changed | b.changed)
+        for a, b in zip(first.calls, second.calls, strict=True)
+    )
+    rest = (tuple(dict.fromkeys((*a, *b))) if isinstance(a, tuple) else a | b
+            for a, b in zip(first[1:-1], second[1:-1], strict=True))  # fmt: skip
+    return DataFlow(tuple(calls), *rest, records=first.records)
 
 
 class _Follow(TorchDispatchMode):
@@ -87,12 +198,25 @@ class _Follow(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sources = WeakIdKeyDictionary()
+        self.calls: list[Call] = []
+        self.records: list[Record] = []
+        self._arguments_before: Any = None
         self.inside: Source | None = None
-        self.read: Sources = frozenset()
+        self.sources = WeakIdKeyDictionary()
         self.draws = count()
-        # Storages that were written to, each with a tensor that keeps it, and what was written.
+        self.reads: list[Read] = []
+        self.state: list[StateWrite] = []
+        self.aliases: list[Aliases] = []
+        self.values_written: set[Source] = set()
+        #: Storages that were written to, each with a tensor that keeps it, and what was written.
         self.written: dict[int, tuple[Tensor, Sources]] = {}
+        #: Storages from outside of calls, each with a reference, and the values that are in it.
+        self._values: dict[int, tuple[StorageWeakRef, set[Source]]] = {}
+        #: Storages of the arguments of the call that runs, with the positions of these.
+        self._arguments: dict[int, list[int]] = {}
+        self._changed: set[int] = set()
+        #: Buffers outside of calls: their module, key and tensor, by their names.
+        self._buffers: dict[str, tuple[nn.Module, str, Tensor | None]] = {}
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
         """Return the sources of tensors."""
@@ -104,73 +228,216 @@ class _Follow(TorchDispatchMode):
             return own
         return own | self.written.get(storage_of(tensor), (tensor, _NONE))[1]
 
-    def set_sources(self, tensor: Tensor, sources: Sources) -> None:
-        """Set the sources of a tensor that a call returns, whatever was written to it before."""
-        self.sources[tensor] = sources
-        self.written.pop(storage_of(tensor), None)
+    def begin_value(self, tensor: Tensor, source: Source) -> None:
+        """Note that a tensor is a value: an input, a parameter, or what a call returns."""
+        self.sources[tensor] = frozenset({source})
+        self._values_in(tensor).add(source)
+
+    def _values_in(self, tensor: Tensor) -> set[Source]:
+        key = storage_of(tensor)
+        if key not in self._values:  # the reference keeps the number from being given again
+            self._values[key] = StorageWeakRef(tensor.untyped_storage()), set()
+        return self._values[key][1]
+
+    def read(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the forward reads values of tensors."""
+        sources = self.sources_of(tensors)
+        if self.inside is None and sources:
+            self.reads.append(Read(len(self.calls), sources, _place()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.inside is not None:
-            sources = frozenset({self.inside})
-        else:
+        written = written_tensors(func, args, kwargs)
+        results = tensors_in(output)
+        if self.inside is None:
             sources = self.sources_of(tensors_in((args, kwargs)))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 name = func.name().removeprefix("aten::")
                 sources |= {Source("random", next(self.draws), name=name)}
-            if not tensors_in(output):  # a number
-                self.read |= sources
-            for tensor in written_tensors(func, args, kwargs):  # may be a view of others
-                before = self.written.get(storage_of(tensor), (tensor, _NONE))[1]
-                self.written[storage_of(tensor)] = tensor, before | sources
-        for tensor in tensors_in(output):
+            self.read(_tensors_read(func, args, kwargs, results, written))
+            for tensor in results:
+                self._values_in(tensor)
+        else:
+            sources = frozenset({self.inside})
+        for tensor in written:  # may be a view of others
+            self._write(tensor, sources)
+        for tensor in results:
             self.sources[tensor] = sources
         return output
 
+    def _write(self, tensor: Tensor, sources: Sources) -> None:
+        """Note that a tensor's memory has new contents."""
+        key = storage_of(tensor)
+        if self.inside is not None and key in self._arguments:
+            self._changed.update(self._arguments[key])
+            return
+        if self.inside is not None and key not in self._values:
+            return  # made by the call
+        before = self.written.get(key, (tensor, _NONE))[1]
+        self.written[key] = tensor, before | sources
+        if self.inside is None:
+            self._note_written(key, sources)
+
+    def _note_written(self, key: int, sources: Sources) -> None:
+        """Note which values share memory that is written to."""
+        sharing = self._values[key][1] if key in self._values else set()
+        values = frozenset(x for x in sharing if x.kind in _VALUES)
+        self.values_written |= values
+        if len(values) > 1:
+            self.aliases.append(Aliases(values, _place()))
+        for source in sharing - values:
+            now = frozenset(x for x in sources if x != source)
+            self.state.append(StateWrite(source, len(self.calls), now, _place()))
+
+    def watch_buffers(self, model: nn.Module, calls: Iterable[str]) -> None:
+        """Watch which buffers of modules around calls are replaced by other tensors."""
+        inner = {id(x) for name in calls for x in model.get_submodule(name).modules()}
+        for prefix, module in model.named_modules():
+            for key, buffer in module._buffers.items() if id(module) not in inner else ():
+                self._buffers[f"{prefix}.{key}".lstrip(".")] = module, key, buffer
+
+    def note_replaced(self) -> None:
+        """Note buffers that are other tensors than before."""
+        for name, (module, key, before) in self._buffers.items():
+            now = module._buffers.get(key)
+            if now is before or now is None:
+                continue
+            self._buffers[name] = module, key, now
+            own = Source("buffer", name=name)
+            sources = self.sources_of([now])
+            place = f"`self.{key} = ...`"
+            self.state.append(StateWrite(own, len(self.calls), sources - {own}, place))
+            self.begin_value(now, own)
+            self.sources[now] = sources | {own}
+
+    def enter(self, name: str, args: Any, kwargs: Any) -> None:
+        """Begin a call."""
+        self.note_replaced()
+        tensors = tensors_in((args, kwargs))
+        self.calls.append(Call(name, self.sources_of(tensors)))
+        self.inside = Source("inside", len(self.calls) - 1)
+        with _disable_current_modes():
+            self._arguments_before = to_meta((args, kwargs))
+        self._changed.clear()
+        self._arguments.clear()
+        for position, tensor in enumerate(tensors):
+            self._arguments.setdefault(storage_of(tensor), []).append(position)
+
+    def leave(self, args: Any, kwargs: Any, output: Any) -> None:
+        """End a call."""
+        number = len(self.calls) - 1
+        self.inside = None
+        with _disable_current_modes():
+            self.records.append(Record(self._arguments_before, to_meta(output)))
+        arguments = tensors_in((args, kwargs))
+        for position, tensor in enumerate(tensors_in(output)):
+            if storage_of(tensor) not in self._values:
+                self.written.pop(storage_of(tensor), None)
+            self.begin_value(tensor, Source("output", number, position))
+        for position in sorted(self._changed):
+            tensor = arguments[position]
+            source = Source("argument", number, position)
+            self._note_written(storage_of(tensor), frozenset({source}))
+            self.written[storage_of(tensor)] = tensor, frozenset({source})
+            self._values_in(tensor).add(source)
+        self.calls[-1] = self.calls[-1]._replace(changed=frozenset(self._changed))
+        self._arguments.clear()
+
+
+def _tensors_read(
+    func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], written: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the arguments whose values an operation reads, but for its results' values."""
+    named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+    is_dynamic = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+    names = _INDICES | {"mask"} if is_dynamic else _INDICES
+    indices = tensors_in([x for name, x in named.items() if name in names])
+    if (is_dynamic and not indices) or not (results or written):  # a shape, or a number
+        return tensors_in((args, kwargs))
+    return indices
+
+
+class _Readers(TorchFunctionMode):
+    """Notes reads of tensors that are no operations."""
+
+    def __init__(self, mode: _Follow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READERS:
+            self.mode.read(tensors_in((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _place() -> str:
+    """Return the line of the model's code that runs now, and its file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"`{linecache.getline(file, line).strip():.80}` ({Path(file).name}, line {line})"
+
 
 def follow(
-    model: nn.Module, uncut: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+    model: nn.Module,
+    uncut: Sequence[str],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    stateful: frozenset[str] = frozenset(),
 ) -> DataFlow:
     """Return the data flow of one forward.
 
-    Modules of ``uncut`` that have no parameters and draw no random numbers are not calls: each
-    stage runs them itself.
+    Modules of ``uncut`` that have no parameters, draw no random numbers, and are not ``stateful``,
+    are not calls: each stage runs them itself.
     """
     mode = _Follow()
     for index, tensor in enumerate(tensors_in((args, kwargs))):
-        mode.sources[tensor] = frozenset({Source("input", index)})
+        mode.begin_value(tensor, Source("input", index))
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        mode.sources[parameter] = frozenset({Source("parameter", name=name)})
-    calls: list[Call] = []
+    for kind, tensors in ("parameter", model.named_parameters()), ("buffer", model.named_buffers()):
+        for name, tensor in tensors:
+            mode.begin_value(tensor, Source(kind, name=name))
     handles = []
-    for name in uncut:
-        module = modules[name]
-        if any(True for _ in module.parameters()) or _may_draw(module):
-            enter, leave = _hooks(name, calls, mode)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
+    called = [
+        name
+        for name in uncut
+        if any(True for _ in modules[name].parameters())
+        or _may_draw(modules[name])
+        or name in stateful
+    ]
+    for name in called:
+        enter, leave = _hooks(name, mode)
+        handles.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(modules[name].register_forward_hook(leave, with_kwargs=True))
+    mode.watch_buffers(model, called)
     try:
-        with torch.no_grad(), mode:
+        with mode, _Readers(mode):
             output = model(*args, **kwargs)
+            mode.note_replaced()
     finally:
         for handle in handles:
             handle.remove()
-    return DataFlow(tuple(calls), mode.sources_of(tensors_in(output)), mode.read)
+    return DataFlow(
+        tuple(mode.calls),
+        mode.sources_of(tensors_in(output)),
+        tuple(mode.reads),
+        frozenset(mode.values_written),
+        tuple(mode.aliases),
+        tuple(mode.state),
+        tuple(mode.records),
+    )
 
 
-def _hooks(name: str, calls: list[Call], mode: _Follow) -> tuple[Any, Any]:
+def _hooks(name: str, mode: _Follow) -> tuple[Any, Any]:
     """Return the hooks before and after a call of a module, which add it to the calls."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(Call(name, mode.sources_of(tensors_in((args, kwargs)))))
-        mode.inside = Source("inside", len(calls) - 1)
+        mode.enter(name, args, kwargs)
 
-    def leave(_: nn.Module, args: Any, output: Any) -> None:
-        mode.inside = None
-        for position, tensor in enumerate(tensors_in(output)):
-            mode.set_sources(tensor, frozenset({Source("output", len(calls) - 1, position)}))
+    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        mode.leave(args, kwargs, output)
 
     return enter, leave
 

@@ -109,7 +109,8 @@ class Finder:
 
     def _passes_on(self, names: Sequence[str]) -> bool:
         """Return whether each module takes what is computed from an output of the one before."""
-        calls = follow(self.model, names, *self.arguments).calls
+        with torch.no_grad():
+            calls = follow(self.model, names, *self.arguments).calls
         return [call.name for call in calls] == list(names) and all(
             any(x.kind == "output" and x.number == number for x in call.needs)
             for number, call in enumerate(calls[1:])

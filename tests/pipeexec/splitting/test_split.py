@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_a_batch_norm_that_several_stages_call():
     """Its running statistics would differ from stage to stage; in eval mode they do not change."""
     model = Repeating()
     model.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(6))
-    with pytest.raises(ArgumentError, match=r"stages 0 and 1 both call 'block', whose 'block.1'"):
+    with pytest.raises(ArgumentError, match=r"stages 0 and 1 call 'block', which changes"):
         px.split(model, 2, sample=words())
     assert px.split(model.eval(), 2, sample=words()).check(words()) < 1e-6
 
@@ -304,6 +305,20 @@ class Cache(nn.Module):
         return x + self.kept[0]
 
 
+class ReadKept(nn.Module):
+    """A block that keeps a tensor, which the model reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.blocks[0].register_forward_hook(lambda m, args, out: setattr(m, "kept", out * 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.blocks[0].kept
+
+
 class ReadInside(nn.Module):
     """A parameter of a module inside the first block, which the second one takes."""
 
@@ -342,7 +357,8 @@ class LateNoise(nn.Module):
         (Language(), 2, {"words": 3}, "sample has no tensor"),
         (Language(), 2.5, words(), "stages must be"),
         ("gpt", 2, words(), "model must be"),
-        (Cache(), 2, torch.ones(2, WIDTH), "reads a tensor that 'blocks.0' .* does not return"),
+        (Cache(), 2, torch.ones(2, WIDTH), "Cache changes kept outside of its blocks"),
+        (ReadKept(), 2, torch.ones(2, WIDTH), "reads a tensor that 'blocks.0' .* does not return"),
         (nn.ReLU(), 1, torch.ones(2, WIDTH), "calls no module that has parameters"),
         (ReadInside(), 2, torch.ones(2, WIDTH), "reads 'blocks.0.0.weight', a parameter inside of"),
         (LateNoise(), 2, torch.ones(2, WIDTH), "stages 0 and 1 both need the result of rand_like"),
@@ -363,15 +379,14 @@ def test_batches_of_another_form():
 
 
 class Counter(nn.Module):
-    """A layer that keeps a number from one forward to the next."""
+    """A layer that takes another number in each forward, of which no module tells."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.layer, self.numbers = nn.Linear(WIDTH, WIDTH), count(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(x) * self.calls
+        return self.layer(x) * next(self.numbers)
 
 
 def test_check_in_training_mode():
