@@ -21,17 +21,21 @@ def _needs(flow: DataFlow, calls: Sequence[range], stage: int) -> Sources:
     needs = flow.output if is_last else frozenset()
     reads = (x.sources for x in flow.reads if is_last or x.before <= own[-1])
     owners = state_owners(flow, calls)
-    state = (x.sources | {x.source} for x in flow.state if owners[x.source.name] == stage)
+    state = (x.sources | {x.source} for x in flow.state if owners[x.module] == stage)
     return needs.union(*reads, *state, *(flow.calls[k].needs for k in own))
 
 
 def state_owners(flow: DataFlow, calls: Sequence[range]) -> dict[str, int]:
-    """Return the stage that changes each buffer or parameter outside of calls: the first to."""
-    before = {x.source.name: x.before for x in sorted(flow.state, key=lambda x: x.before)}
-    last = len(calls) - 1
+    """Return the stage that changes the state of each module outside of calls.
+
+    It is the first one whose code changes all of it.
+    """
+    before: dict[str, int] = {}
+    for write in flow.state:
+        before[write.module] = max(before.get(write.module, 0), write.before)
     return {
-        name: next((k for k, own in enumerate(calls) if number <= own[-1]), last)
-        for name, number in before.items()
+        module: next((k for k, own in enumerate(calls) if number <= own[-1]), len(calls) - 1)
+        for module, number in before.items()
     }
 
 
@@ -112,9 +116,10 @@ def _described(source: Source, flow: DataFlow) -> str:
 def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
     """Raise if a parameter or buffer that changes outside of calls has several stages."""
     owners = state_owners(flow, calls)
-    for source, place in {x.source: x.place for x in flow.state}.items():
+    for write in flow.state:
+        source, place = write.source, write.place
         users = [k for k in range(len(calls)) if source in _needs(flow, calls, k)]
-        if users != [owners[source.name]]:
+        if users != [owners[write.module]]:
             numbers = " and ".join(map(str, users))
             raise ArgumentError(
                 f"the forward changes {source.name!r} outside of its blocks, at {place}, and "

@@ -50,7 +50,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class _Origins:
-    """Modules of the model that have copies in a stage, to which the state of these returns.
+    """Modules of the model that a stage has copies of, to which the attributes of these return.
 
     A copy of the stage, for another replica, has none.
     """
@@ -63,18 +63,16 @@ class _Origins:
         return _Origins()
 
     def add(self, name: str, module: nn.Module) -> None:
-        """Add a module of the model that the stage calls, or that has a buffer of the stage."""
+        """Add a module of the model that the stage calls."""
         self.modules[name] = module
         self._n_hooks[name] = _n_hooks(module)
 
     def return_attributes(self, name: str, module: nn.Module) -> None:
-        """Give the model's module the attributes and buffers of its copy."""
+        """Give the model's module the attributes of its copy, with which it shares buffers."""
         if (original := self.modules.get(name)) is None:
             return
         for key, value in attributes(module):
-            if key in module._buffers:
-                original._buffers[key] = value
-            elif key != "forward":  # of a module that several stages call
+            if key not in module._buffers and key != "forward":  # that of `call_shared`
                 original.__dict__[key] = value
 
     def check_hooks(self, name: str) -> None:
@@ -108,7 +106,7 @@ class SplitStage(nn.Module):
     copies
         Copies of parameters of earlier stages, by the ids of these.
     changed
-        Buffers outside of calls that the forward changes, and whether this stage does.
+        Modules outside of calls whose buffers the forward changes, and whether this stage does.
     stateful
         Modules that change attributes or buffers of theirs.
 
@@ -147,8 +145,6 @@ class SplitStage(nn.Module):
         # Results of stand-ins by call, mode and arguments: nested tensors without data.
         self._results: dict[Any, Any] = {}
         self._origins = _Origins()
-        # Buffers outside of calls that this stage changes: their module, its name, and their key.
-        self._changes: list[tuple[nn.Module, str, str]] = []
         # Parameters of other stages outside of calls: their module, key, shape and type.
         self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._device = torch.device("cpu")
@@ -201,9 +197,6 @@ class SplitStage(nn.Module):
             return self._sent()
         finally:
             self._values = {}
-            for module, name, key in self._changes:
-                if name in self._origins.modules:
-                    self._origins.modules[name]._buffers[key] = module._buffers[key]
 
     def _refuse_mode(self) -> None:
         mode = next(x for x in self._skeleton.refused
@@ -432,13 +425,12 @@ class _Copies:
             elif parameter is not None:
                 del result._parameters[key]
                 self.stage._missing.append((result, key, parameter.shape, parameter.dtype))
-        for key, buffer in module._buffers.items():
-            is_own = self.changed.get(prefix + key)
-            if is_own:
-                self.stage._origins.add(name, module)
-                self.stage._changes.append((result, name, key))
-            elif is_own is False and buffer is not None:  # this stage changes a copy of its own
-                result.register_buffer(key, buffer.clone(), persistent=False)
+        if self.changed.get(name):
+            result._buffers = module._buffers
+        elif name in self.changed:  # of another stage; the code changes copies here
+            for key, buffer in module._buffers.items():
+                copied = None if buffer is None else buffer.clone()
+                result.register_buffer(key, copied, persistent=False)
         return result
 
     def _stand_in(self, name: str) -> StandIn:
@@ -452,6 +444,8 @@ class _Copies:
     def _untied(self, module: nn.Module) -> nn.Module:
         """Return a copy of an uncut module, with copies of parameters of earlier stages."""
         result = _copied_top(module)
+        if not any(id(p) in self.tied for p in module.parameters()):  # no earlier stage calls it
+            result._buffers = module._buffers
         for key, parameter in module._parameters.items():
             result._parameters[key] = self.tied.get(id(parameter), parameter)
         for key, child in module._modules.items():

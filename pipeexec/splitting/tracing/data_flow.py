@@ -144,6 +144,11 @@ class StateWrite(NamedTuple):
     sources: Sources
     place: str
 
+    @property
+    def module(self) -> str:
+        """Qualified name of the module that has it."""
+        return self.source.name.rpartition(".")[0]
+
 
 class Aliases(NamedTuple):
     """Values that share memory to which the forward writes, and the line that does."""
