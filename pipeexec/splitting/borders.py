@@ -88,16 +88,15 @@ def _check_parameter(name: str, stage: int, own: set[str], flow: DataFlow) -> No
 
 
 def _check_aliases(flow: DataFlow, calls: Sequence[range], stage: int, needs: Sources) -> None:
-    """Raise if a stage receives two values that share memory to which the forward writes."""
-    received = [x for x in needs if x.kind == "input" or _is_earlier(x, calls[stage])]
+    """Raise if a stage receives values that shared memory to which the forward writes."""
+    received = {x for x in needs if x.kind == "input" or _is_earlier(x, calls[stage])}
     for aliases in flow.aliases if stage else ():
-        shared = sorted(aliases.sources.intersection(received))
-        if len(shared) > 1:
-            names = " and ".join(dict.fromkeys(_described(x, flow) for x in shared))
+        if received & aliases.sources:
+            names = " and ".join(_described(x, flow) for x in sorted(aliases.sources))
             raise ArgumentError(
-                f"the forward writes in place, at {aliases.place}, to memory that {names} share, "
-                f"and stage {stage} receives them as tensors of their own; write to a clone(), or "
-                "cut so that one stage has all of it"
+                f"the forward writes in place, at {aliases.place}, to memory of {names} that other "
+                f"tensors share, and stage {stage} receives them as tensors of their own; write to "
+                "a clone(), or cut so that one stage has all of it"
             )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ModelState", "attributes", "unchanged"]
+from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
-_CONTAINERS = (list, dict, set, deque)
+__all__ = ["CONTAINERS", "ModelState", "attributes", "contents", "refill", "unchanged"]
+
+#: Types whose contents are state.
+CONTAINERS = (list, dict, set, deque)
 #: Attributes that torch keeps in every module.
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -33,13 +37,13 @@ class _Kept(NamedTuple):
         The module.
     attributes
         Its attributes, with those of torch.
-    contents
-        Its containers, and torch's dicts, each with a copy.
+    containers
+        Its lists, dicts and sets, and torch's dicts, each with a copy.
     """
 
     module: nn.Module
     attributes: dict[str, Any]
-    contents: list[tuple[Any, Any]]
+    containers: list[tuple[Any, Any]]
 
 
 class ModelState:
@@ -54,7 +58,7 @@ class ModelState:
     def __init__(self, *models: nn.Module) -> None:
         modules = {id(x): x for model in models for x in model.modules()}
         self._kept = [
-            _Kept(x, dict(x.__dict__), [(v, _copy(v)) for v in x.__dict__.values() if _holds(v)])
+            _Kept(x, dict(x.__dict__), [(v, _copied(v)) for v in x.__dict__.values() if _holds(v)])
             for x in modules.values()
         ]
         tensors = {
@@ -75,8 +79,8 @@ class ModelState:
     def changed(self) -> dict[int, tuple[str, ...]]:
         """Return the attributes of each module, by its id, that are others now."""
         result = {}
-        for module, before, contents in self._kept:
-            copies = {id(x): copy for x, copy in contents}
+        for module, before, containers in self._kept:
+            copies = {id(x): copy for x, copy in containers}
             buffers = copies[id(before["_buffers"])]
             old = before | buffers
             names = [
@@ -105,12 +109,12 @@ class ModelState:
 
     def restore(self) -> None:
         """Let everything be as it was, but for parameters."""
-        for module, before, contents in self._kept:
-            for container, copy in contents:
+        for module, before, containers in self._kept:
+            for container, copy in containers:
                 if len(container) != len(copy) or any(
-                    a is not b for a, b in zip(_items(container), _items(copy), strict=True)
+                    a is not b for a, b in zip(contents(container), contents(copy), strict=True)
                 ):
-                    _refill(container, copy)
+                    refill(container, copy)
             module.__dict__.clear()
             module.__dict__.update(before)
         with torch.no_grad():
@@ -125,21 +129,23 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _holds(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS)
+    return isinstance(value, CONTAINERS)
 
 
-def _copy(container: Any) -> Any:
+def _copied(container: Any) -> Any:
     """Return a shallow copy of a container, of a plain type."""
-    if isinstance(container, dict):
-        return dict(container)
-    return list(container)
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+def contents(value: Any) -> list[Any]:
+    """Return the keys and values in a list, dict, set or deque; none of other values."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if _holds(value) else []
 
 
-def _refill(container: Any, copy: Any) -> None:
+def refill(container: Any, copy: Any) -> None:
+    """Let a list, dict, set or deque have the contents of another one."""
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
 
@@ -150,19 +156,51 @@ def _differs(before: Any, now: Any, copies: dict[int, Any]) -> bool:
         copy = copies.get(id(now))
         return copy is not None and (
             len(copy) != len(now)
-            or any(a is not b for a, b in zip(_items(copy), _items(now), strict=True))
+            or any(a is not b for a, b in zip(contents(copy), contents(now), strict=True))
         )
     plain = (bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device, tuple)
     return not (isinstance(now, plain) and type(before) is type(now) and bool(before == now))
 
 
+class _ParameterGuard(TorchDispatchMode):
+    """Keeps the values of parameters before an operation writes to them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self._parameters.setdefault(storage_of(parameter), []).append(parameter)
+        self._copies: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs):
+            for parameter in self._parameters.get(storage_of(tensor), ()):
+                if id(parameter) not in self._copies:
+                    self._copies[id(parameter)] = parameter, parameter.detach().clone()
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Let parameters have their values again."""
+        with torch.no_grad():
+            for parameter, value in self._copies.values():
+                parameter.copy_(value)
+
+
 @contextmanager
-def unchanged(*models: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes and the state of random numbers at the end."""
+def unchanged(*models: nn.Module, guard: bool = True) -> Iterator[None]:
+    """Restore buffers, attributes, parameters and the state of random numbers at the end.
+
+    Without the ``guard``, which takes time in each operation, parameters must not change.
+    """
     state = ModelState(*models)
-    devices = {x.get_device() for model in models for x in model.parameters() if x.is_cuda}
+    parameters = {id(x): x for model in models for x in model.parameters()}
+    devices = {x.get_device() for x in parameters.values() if x.is_cuda}
+    mode = _ParameterGuard(parameters.values())
     with torch.random.fork_rng(sorted(devices)):
         try:
-            yield
+            with mode if guard else nullcontext():
+                yield
         finally:
             state.restore()
+            mode.restore()

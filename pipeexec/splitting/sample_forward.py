@@ -58,6 +58,8 @@ class SampleForward(NamedTuple):
         Numbers of the calls whose result has a shape that only the result tells.
     stateful
         Modules that change attributes or buffers of theirs, by mode.
+    once
+        Modules around calls, and attributes that the first forward alone sets.
     """
 
     uncut: UncutModules
@@ -69,6 +71,7 @@ class SampleForward(NamedTuple):
     empty: dict[str, nn.Module]
     carried: frozenset[int]
     stateful: dict[Mode, frozenset[str]]
+    once: frozenset[tuple[str, str]]
 
     def weights(self, kind: str, *, has_data: bool, optimizer_bytes: float) -> list[float]:
         """Return the weight of each call; see `CallWeights`."""
@@ -77,7 +80,7 @@ class SampleForward(NamedTuple):
             self.model, names, self.args, self.kwargs,
             has_data=has_data, optimizer_bytes=optimizer_bytes,
         )  # fmt: skip
-        with _failing_forward(self.model), unchanged(self.model):
+        with _failing_forward(self.model), unchanged(self.model, guard=False):
             return measured.weights(kind)
 
 
@@ -123,11 +126,13 @@ def _followed(
         refused: dict[Mode, str] = {}
         flows: dict[Mode, DataFlow] = {}
         stateful: dict[Mode, frozenset[str]] = {}
+        once: set[tuple[str, str]] = set()
         for mode in modes:
             try:
                 with _failing_forward(model):
                     result = _flow(uncut.names, model, args, kwargs, mode, calls)
-                flows[mode], stateful[mode] = result
+                flows[mode], stateful[mode], own_once = result
+                once |= own_once
             except PipeError as error:
                 if mode == own:
                     raise
@@ -145,7 +150,9 @@ def _followed(
     carried = frozenset(_carried(empty, flow))
     reads = (_read_of_result(flow, number) for number in sorted(carried))
     flow = flow._replace(reads=(*flow.reads, *reads))
-    return SampleForward(uncut, flow, model, args, kwargs, refused, empty, carried, stateful)
+    return SampleForward(
+        uncut, flow, model, args, kwargs, refused, empty, carried, stateful, frozenset(once)
+    )
 
 
 def _flow(
@@ -155,10 +162,11 @@ def _flow(
     kwargs: dict[str, Any],
     mode: Mode,
     calls: frozenset[str],
-) -> tuple[DataFlow, frozenset[str]]:
-    """Return the data flow of a forward in one mode, and the modules that change their state.
+) -> tuple[DataFlow, frozenset[str], frozenset[tuple[str, str]]]:
+    """Return the data flow of a forward in one mode, and which modules change their state.
 
-    Modules of ``calls`` are calls, and those that change their state, even without parameters.
+    The last result has modules that are cut, and attributes of theirs that are set once. Modules of
+    ``calls`` are calls, and those that change their state, even without parameters.
 
     Raises
     ------
@@ -167,6 +175,8 @@ def _flow(
     """
     names = {id(module): name for name, module in model.named_modules()}
     stateful: frozenset[str] = frozenset()
+    once: frozenset[tuple[str, str]] = frozenset()
+    first: DataFlow | None = None
     with unchanged(model), torch.set_grad_enabled(mode.grad):
         if model.training != mode.training:
             model.train(mode.training)
@@ -178,6 +188,9 @@ def _flow(
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
             followed = {x.source.name for x in flow.state}
             cut = _changed_attributes(changed.keys() - inner, changed) - followed
+            if first is None:
+                first = flow
+                once = frozenset((x, key) for x in changed.keys() - inner for key in changed[x])
             if not changed or (stateful == before and not cut):
                 break
     if cut:
@@ -186,7 +199,9 @@ def _flow(
             "its blocks, where each stage would change its own; keep it in a block, or in a buffer "
             "that operations change"
         )
-    return flow, stateful
+    if first is not flow and not _other_way(first, flow):
+        flow = merged(flow, first)
+    return flow, stateful, once - {(x.module, x.key) for x in flow.state}
 
 
 def _is_in(name: str, outer: str) -> bool:
@@ -194,9 +209,7 @@ def _is_in(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.") or not outer
 
 
-def _changed_attributes(
-    cut: Iterable[str], changed: Mapping[str, Sequence[str]]
-) -> frozenset[str]:
+def _changed_attributes(cut: Iterable[str], changed: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Return names of the changed attributes of modules that are cut."""
     return frozenset(f"{name}.{key}".lstrip(".") for name in cut for key in changed[name])
 

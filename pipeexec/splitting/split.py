@@ -282,7 +282,7 @@ def _make_stages(
     parts = [
         SplitStage(
             skeleton, own, received[k], received[k + 1], outer[k], copied[k],
-            {name: owner == k for name, owner in owners.items()}, stateful,
+            {name: owner == k for name, owner in owners.items()}, stateful, forward.once,
         )
         if k in chosen
         else None

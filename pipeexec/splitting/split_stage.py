@@ -12,13 +12,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
-from pipeexec.splitting.model_state import attributes
+from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.skeleton import Border, Skeleton
 from pipeexec.splitting.stand_in import StandIn, missing
 from pipeexec.splitting.tracing.data_flow import Source
@@ -75,13 +75,43 @@ class _Origins:
             if key not in module._buffers and key != "forward":  # that of `call_shared`
                 original.__dict__[key] = value
 
+    def set(self, name: str, key: str, value: Any) -> None:
+        """Set an attribute of a module of the model."""
+        if name in self.modules:
+            self.modules[name].__dict__[key] = value
+
     def check_hooks(self, name: str) -> None:
         """Raise if a module of the model has got hooks that its copy does not have."""
-        if name in self.modules and _n_hooks(self.modules[name]) != self._n_hooks[name]:
+        if name in self._n_hooks and _n_hooks(self.modules[name]) != self._n_hooks[name]:
             raise ExecutionError(
                 f"{name!r} of the model has got or lost hooks since pipeexec.split, which its copy "
                 f"in the stage has not; add them to stage.model.get_submodule({name!r}) instead"
             )
+
+
+class _Attribute(NamedTuple):
+    """Value of an attribute, and its contents if it is a container."""
+
+    value: Any
+    contents: Any
+
+
+def _attribute(module: nn.Module, key: str) -> _Attribute | None:
+    """Return an attribute; None if there is none."""
+    if key not in module.__dict__:
+        return None
+    value = module.__dict__[key]
+    return _Attribute(value, copy.copy(value) if isinstance(value, CONTAINERS) else None)
+
+
+def _restore_attribute(module: nn.Module, key: str, before: _Attribute | None) -> None:
+    """Let an attribute be as it was."""
+    if before is None:
+        module.__dict__.pop(key, None)
+        return
+    module.__dict__[key] = before.value
+    if before.contents is not None:
+        refill(before.value, before.contents)
 
 
 def _n_hooks(module: nn.Module) -> int:
@@ -109,6 +139,8 @@ class SplitStage(nn.Module):
         Modules outside of calls whose buffers the forward changes, and whether this stage does.
     stateful
         Modules that change attributes or buffers of theirs.
+    once
+        Modules outside of calls, and attributes that the first forward alone sets.
 
     Attributes
     ----------
@@ -130,6 +162,7 @@ class SplitStage(nn.Module):
         copies: Mapping[int, nn.Parameter],
         changed: Mapping[str, bool],
         stateful: frozenset[str],
+        once: frozenset[tuple[str, str]],
     ) -> None:
         super().__init__()
         self.number = 0
@@ -147,9 +180,20 @@ class SplitStage(nn.Module):
         self._origins = _Origins()
         # Parameters of other stages outside of calls: their module, key, shape and type.
         self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
+        # Modules outside of calls, and attributes of theirs: those that a forward sets for a time,
+        # and those that the first one sets, which the last stage gives to the model.
+        self._transient: list[tuple[nn.Module, str]] = []
+        self._once: list[tuple[nn.Module, str, str]] = []
         self._device = torch.device("cpu")
         self.model = _Copies(self, parameters, copies, changed).copied("", skeleton.model)
         self._set_missing(self._device)
+        modules = dict(self.model.named_modules())
+        for name, key in sorted(skeleton.flow.transient - once):
+            if name in modules:
+                self._transient.append((modules[name], key))
+        for name, key in sorted(once) if sends is None else ():
+            self._origins.modules[name] = skeleton.model.get_submodule(name)
+            self._once.append((modules[name], name, key))
 
     @cached_property
     def own_modules(self) -> frozenset[str]:
@@ -188,12 +232,17 @@ class SplitStage(nn.Module):
         if mode in self._skeleton.refused:  # a `Mode` is such a pair
             self._refuse_mode()
         self._n_calls = 0
+        before = [(module, key, _attribute(module, key)) for module, key in self._transient]
         try:
             args, kwargs = self._begin(values)
             output = self.model(*args, **kwargs)
             self._check_end()
+            for module, name, key in self._once:
+                self._origins.set(name, key, module.__dict__.get(key))
             return output
         except _StageEnd:
+            for module, key, value in before:
+                _restore_attribute(module, key, value)
             return self._sent()
         finally:
             self._values = {}
@@ -232,6 +281,8 @@ class SplitStage(nn.Module):
     def _for_code(self, source: Source) -> Tensor:
         """Return a value for the model's code: a copy, if the code writes to it."""
         value = self._values[source].tensor
+        if source.kind == "input" and value.requires_grad:  # no stage returns its gradient
+            value = value.detach()
         return value.clone() if source in self._written else value
 
     def _sent(self) -> tuple[Tensor, ...]:
@@ -321,22 +372,25 @@ class SplitStage(nn.Module):
         Arguments that the call changes are changed.
         """
         number = self._next_number(name)
-        result = self._empty_result(number, args, kwargs)
+        call, result = self._skeleton.flow.calls[number], self._empty_result(number, args, kwargs)
         device = next(iter(self._values.values())).tensor.device
-        tensors = []
+        arguments = tensors_in((args, kwargs)) if call.changed or call.same else ()
+        same, tensors = dict(call.same), []
         for position, empty in enumerate(tensors_in(result)):
             source = Source("output", number, position)
-            if source in self._values:
+            if position in same:
+                tensors.append(arguments[same[position]])
+                if source in self._values:
+                    tensors[-1].copy_(self._values[source].tensor)
+            elif source in self._values:
                 tensors.append(self._for_code(source))
             else:
                 is_written = source in self._written
                 tensors.append(missing(empty.shape, empty.dtype, device, is_written=is_written))
-        if changed := self._skeleton.flow.calls[number].changed:
-            arguments = tensors_in((args, kwargs))
-            for position in sorted(changed):
-                source = Source("argument", number, position)
-                if source in self._values:
-                    arguments[position].copy_(self._values[source].tensor)
+        for position in sorted(call.changed):
+            source = Source("argument", number, position)
+            if source in self._values:
+                arguments[position].copy_(self._values[source].tensor)
         return with_tensors(result, tensors)
 
     def _empty_result(self, number: int, args: Any, kwargs: Any) -> Any:
@@ -416,6 +470,9 @@ class _Copies:
             result.register_forward_hook(partial(self.stage.note, name), with_kwargs=True)
             return result
         result = _copied_top(module)
+        for key, value in attributes(module):
+            if isinstance(value, CONTAINERS) and key not in module._buffers:
+                result.__dict__[key] = copy.copy(value)
         prefix = f"{name}." if name else ""
         for key, child in module._modules.items():
             result._modules[key] = child and self.copied(prefix + key, child)
@@ -458,7 +515,8 @@ class _Copies:
 
 def _copied_top(module: nn.Module) -> nn.Module:
     """Return a copy of a module that shares parameters, buffers and children with it."""
-    result = copy.copy(module)
+    result = object.__new__(type(module))  # classes may refuse `copy.copy`
+    result.__dict__.update(module.__dict__)
     for attribute, value in module.__dict__.items():
         if attribute.startswith("_") and isinstance(value, (dict, set)):
             result.__dict__[attribute] = copy.copy(value)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeexec.nesting import tensors_in
+from pipeexec.splitting.model_state import attributes, contents
 from pipeexec.splitting.stand_in import to_meta
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
@@ -44,7 +45,15 @@ __all__ = [
 #: Methods of tensors that read their values without an operation.
 _READERS = frozenset({
     Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,
+    Tensor.__repr__, Tensor.__format__, Tensor.storage, Tensor.untyped_storage,
+    Tensor.__reduce_ex__,
 })  # fmt: skip
+#: Those by which the forward may also write, unseen.
+_WRITERS = frozenset({
+    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage,
+    Tensor.untyped_storage,
+})  # fmt: skip
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Arguments of operations whose values must be in a range, such as those of `embedding`.
 _INDICES = frozenset({"index", "indices", "offsets", "target"})
 _VALUES = frozenset({"input", "output", "argument"})
@@ -92,11 +101,14 @@ class Call(NamedTuple):
         Origins of the tensors that it takes.
     changed
         Positions of those that it changes in place, among the tensors of its arguments.
+    same
+        Positions of tensors of its output that are tensors of its arguments, and of these.
     """
 
     name: str
     needs: Sources
     changed: frozenset[int] = frozenset()
+    same: frozenset[tuple[int, int]] = frozenset()
 
 
 class Record(NamedTuple):
@@ -149,9 +161,14 @@ class StateWrite(NamedTuple):
         """Qualified name of the module that has it."""
         return self.source.name.rpartition(".")[0]
 
+    @property
+    def key(self) -> str:
+        """Name in this module."""
+        return self.source.name.rpartition(".")[2]
+
 
 class Aliases(NamedTuple):
-    """Values that share memory to which the forward writes, and the line that does."""
+    """Values that share memory: one is written to, another read later; and the line that writes."""
 
     sources: Sources
     place: str
@@ -171,9 +188,11 @@ class DataFlow(NamedTuple):
     written
         Values to whose memory the forward writes after they were returned.
     aliases
-        Those that share this memory with others.
+        Values that are read after a write to others, with which they share memory.
     state
         Buffers and parameters that change outside of calls.
+    transient
+        Modules around calls, and attributes that they have in the middle of the forward.
     records
         Arguments and result of each call.
     """
@@ -184,13 +203,14 @@ class DataFlow(NamedTuple):
     written: Sources = _NONE
     aliases: tuple[Aliases, ...] = ()
     state: tuple[StateWrite, ...] = ()
+    transient: frozenset[tuple[str, str]] = frozenset()
     records: tuple[Record, ...] = ()
 
 
 def merged(first: DataFlow, second: DataFlow) -> DataFlow:
     """Return the data flow of either of two forwards with the same calls; records of the first."""
     calls = (
-        Call(a.name, a.needs | b.needs, a.changed | b.changed)
+        Call(a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same)
         for a, b in zip(first.calls, second.calls, strict=True)
     )
     rest = (tuple(dict.fromkeys((*a, *b))) if isinstance(a, tuple) else a | b
@@ -213,6 +233,11 @@ class _Follow(TorchDispatchMode):
         self.state: list[StateWrite] = []
         self.aliases: list[Aliases] = []
         self.values_written: set[Source] = set()
+        self.is_noting = False
+        #: Value that a tensor is, or is a view of; none for tensors that the model's code made.
+        self._views = WeakIdKeyDictionary()
+        #: Storages that were written to, with the values by which, and the lines.
+        self._writers: dict[int, dict[Source | None, str]] = {}
         #: Storages that were written to, each with a tensor that keeps it, and what was written.
         self.written: dict[int, tuple[Tensor, Sources]] = {}
         #: Storages from outside of calls, each with a reference, and the values that are in it.
@@ -222,6 +247,9 @@ class _Follow(TorchDispatchMode):
         self._changed: set[int] = set()
         #: Buffers outside of calls: their module, key and tensor, by their names.
         self._buffers: dict[str, tuple[nn.Module, str, Tensor | None]] = {}
+        #: Modules outside of calls, by their names, and their attributes before the forward.
+        self._around: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        self.transient: set[tuple[str, str]] = set()
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
         """Return the sources of tensors."""
@@ -231,11 +259,17 @@ class _Follow(TorchDispatchMode):
         own: Sources = self.sources.get(tensor, _NONE)
         if not self.written:
             return own
-        return own | self.written.get(storage_of(tensor), (tensor, _NONE))[1]
+        key, value = storage_of(tensor), self._views.get(tensor)
+        for writer, place in self._writers.get(key, {}).items():
+            values = frozenset(x for x in (writer, value) if x is not None and x.kind in _VALUES)
+            if writer != value and values:
+                self.aliases.append(Aliases(values, place))
+        return own | self.written.get(key, (tensor, _NONE))[1]
 
     def begin_value(self, tensor: Tensor, source: Source) -> None:
         """Note that a tensor is a value: an input, a parameter, or what a call returns."""
         self.sources[tensor] = frozenset({source})
+        self._views[tensor] = source
         self._values_in(tensor).add(source)
 
     def _values_in(self, tensor: Tensor) -> set[Source]:
@@ -246,8 +280,12 @@ class _Follow(TorchDispatchMode):
 
     def read(self, tensors: Iterable[Tensor]) -> None:
         """Note that the forward reads values of tensors."""
+        if self.inside is not None or self.is_noting:
+            return
+        self.is_noting = True
         sources = self.sources_of(tensors)
-        if self.inside is None and sources:
+        self.is_noting = False
+        if sources:
             self.reads.append(Read(len(self.calls), sources, _place()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,8 +299,7 @@ class _Follow(TorchDispatchMode):
                 name = func.name().removeprefix("aten::")
                 sources |= {Source("random", next(self.draws), name=name)}
             self.read(_tensors_read(func, args, kwargs, results, written))
-            for tensor in results:
-                self._values_in(tensor)
+            self._note_views(tensors_in((args, kwargs)), results)
         else:
             sources = frozenset({self.inside})
         for tensor in written:  # may be a view of others
@@ -270,6 +307,28 @@ class _Follow(TorchDispatchMode):
         for tensor in results:
             self.sources[tensor] = sources
         return output
+
+    def _note_views(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note which results are views of values."""
+        values = {storage_of(x): self._views.get(x) for x in reversed(arguments)}
+        for tensor in results:
+            self._values_in(tensor)
+            self._views[tensor] = values.get(storage_of(tensor))
+
+    def may_write(self, tensor: Tensor) -> None:
+        """Note that the forward may write to a tensor, of which no operation tells."""
+        if self.inside is None and not self.is_noting:
+            self.is_noting = True
+            self._note_written(storage_of(tensor), _NONE)
+            self.is_noting = False
+
+    def set_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Note that a tensor gets the memory of another one."""
+        self.is_noting = True
+        sources = self.sources_of([tensor, data])
+        self._note_written(storage_of(tensor), self.sources_of([data]))
+        self.is_noting = False
+        self.sources[tensor] = sources
 
     def _write(self, tensor: Tensor, sources: Sources) -> None:
         """Note that a tensor's memory has new contents."""
@@ -282,6 +341,7 @@ class _Follow(TorchDispatchMode):
         before = self.written.get(key, (tensor, _NONE))[1]
         self.written[key] = tensor, before | sources
         if self.inside is None:
+            self._writers.setdefault(key, {})[self._views.get(tensor)] = _place()
             self._note_written(key, sources)
 
     def _note_written(self, key: int, sources: Sources) -> None:
@@ -289,21 +349,30 @@ class _Follow(TorchDispatchMode):
         sharing = self._values[key][1] if key in self._values else set()
         values = frozenset(x for x in sharing if x.kind in _VALUES)
         self.values_written |= values
-        if len(values) > 1:
-            self.aliases.append(Aliases(values, _place()))
         for source in sharing - values:
             now = frozenset(x for x in sources if x != source)
             self.state.append(StateWrite(source, len(self.calls), now, _place()))
 
-    def watch_buffers(self, model: nn.Module, calls: Iterable[str]) -> None:
-        """Watch which buffers of modules around calls are replaced by other tensors."""
+    def watch_around(self, model: nn.Module, calls: Iterable[str]) -> None:
+        """Watch which attributes and buffers of modules around calls are replaced by others."""
         inner = {id(x) for name in calls for x in model.get_submodule(name).modules()}
         for prefix, module in model.named_modules():
-            for key, buffer in module._buffers.items() if id(module) not in inner else ():
+            if id(module) in inner:
+                continue
+            self._around[prefix] = module, _signatures(module)
+            for key, buffer in module._buffers.items():
                 self._buffers[f"{prefix}.{key}".lstrip(".")] = module, key, buffer
+
+    def _note_transient(self) -> None:
+        """Note attributes of modules around calls that are others than before the forward."""
+        for name, (module, before) in self._around.items():
+            for key, signature in _signatures(module).items():
+                if before.get(key) != signature:
+                    self.transient.add((name, key))
 
     def note_replaced(self) -> None:
         """Note buffers that are other tensors than before."""
+        self.is_noting = True
         for name, (module, key, before) in self._buffers.items():
             now = module._buffers.get(key)
             if now is before or now is None:
@@ -315,39 +384,65 @@ class _Follow(TorchDispatchMode):
             self.state.append(StateWrite(own, len(self.calls), sources - {own}, place))
             self.begin_value(now, own)
             self.sources[now] = sources | {own}
+        self.is_noting = False
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin a call."""
         self.note_replaced()
+        self.is_noting = True
         tensors = tensors_in((args, kwargs))
         self.calls.append(Call(name, self.sources_of(tensors)))
-        self.inside = Source("inside", len(self.calls) - 1)
         with _disable_current_modes():
             self._arguments_before = to_meta((args, kwargs))
         self._changed.clear()
         self._arguments.clear()
         for position, tensor in enumerate(tensors):
             self._arguments.setdefault(storage_of(tensor), []).append(position)
+        self.inside, self.is_noting = Source("inside", len(self.calls) - 1), False
 
     def leave(self, args: Any, kwargs: Any, output: Any) -> None:
         """End a call."""
         number = len(self.calls) - 1
-        self.inside = None
+        self.is_noting = True
         with _disable_current_modes():
             self.records.append(Record(self._arguments_before, to_meta(output)))
-        arguments = tensors_in((args, kwargs))
+        arguments, same = tensors_in((args, kwargs)), set()
+        positions = {id(x): k for k, x in enumerate(arguments)}
         for position, tensor in enumerate(tensors_in(output)):
-            if storage_of(tensor) not in self._values:
-                self.written.pop(storage_of(tensor), None)
-            self.begin_value(tensor, Source("output", number, position))
-        for position in sorted(self._changed):
+            key, source = storage_of(tensor), Source("output", number, position)
+            if id(tensor) in positions:  # other stages copy the output to the argument
+                same.add((position, positions[id(tensor)]))
+                self._note_written(key, frozenset({source}))
+                self._values_in(tensor).add(source)
+                self.sources[tensor] = frozenset({source})
+                if key in self.written or self._changed:
+                    self.written[key] = tensor, frozenset({source})
+                continue
+            if key not in self._values:
+                self.written.pop(key, None)
+            self.begin_value(tensor, source)
+        for position in sorted(self._changed - {argument for _, argument in same}):
             tensor = arguments[position]
-            source = Source("argument", number, position)
-            self._note_written(storage_of(tensor), frozenset({source}))
-            self.written[storage_of(tensor)] = tensor, frozenset({source})
+            source, key = Source("argument", number, position), storage_of(tensor)
+            self._note_written(key, frozenset({source}))
+            self._writers.setdefault(key, {})[self._views.get(tensor)] = repr(self.calls[-1].name)
+            self.written[key] = tensor, frozenset({source})
+            self.sources[tensor] = frozenset({source})
             self._values_in(tensor).add(source)
-        self.calls[-1] = self.calls[-1]._replace(changed=frozenset(self._changed))
+        changed = frozenset(self._changed - {argument for _, argument in same})
+        self.calls[-1] = self.calls[-1]._replace(changed=changed, same=frozenset(same))
         self._arguments.clear()
+        self._note_transient()
+        self.inside, self.is_noting = None, False
+
+
+def _signatures(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return which objects the attributes of a module are, and those in containers."""
+    return {
+        key: (id(value), *(id(x) for x in contents(value)))
+        for key, value in attributes(module)
+        if key not in module._buffers
+    }
 
 
 def _tensors_read(
@@ -373,6 +468,10 @@ class _Readers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS:
             self.mode.read(tensors_in((args, kwargs or {})))
+        if func in _WRITERS:
+            self.mode.may_write(args[0])
+        if func == _SET_DATA and not self.mode.inside:
+            self.mode.set_data(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -416,7 +515,7 @@ def follow(
         enter, leave = _hooks(name, mode)
         handles.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(modules[name].register_forward_hook(leave, with_kwargs=True))
-    mode.watch_buffers(model, called)
+    mode.watch_around(model, called)
     try:
         with mode, _Readers(mode):
             output = model(*args, **kwargs)
@@ -424,13 +523,15 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
+    needs = mode.sources_of(tensors_in(output))
     return DataFlow(
         tuple(mode.calls),
-        mode.sources_of(tensors_in(output)),
+        needs,
         tuple(mode.reads),
         frozenset(mode.values_written),
         tuple(mode.aliases),
         tuple(mode.state),
+        frozenset(mode.transient),
         tuple(mode.records),
     )
 
