@@ -49,6 +49,7 @@ def split(
     memory_limit: float | str | None = None,
     optimizer_bytes: float = 2.0,
     only: Sequence[int] | None = None,
+    check: bool = True,
 ) -> Stages:
     """Cut a model into stages.
 
@@ -99,6 +100,10 @@ def split(
     only
         Numbers of the stages of this process; the others are None. By default all. With an empty
         list no stage is made; the result tells where the model is cut.
+    check
+        Whether to compare the stages with the model for the sample, in training and in evaluation
+        mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
+        sample. Without data, or without all stages, there is no check. See `Stages.differences`.
 
     Returns
     -------
@@ -114,7 +119,8 @@ def split(
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
     ExecutionError
-        If the model's forward fails on the sample, or, to measure it, its backward.
+        If the model's forward fails on the sample, or, to measure it, its backward; and if the
+        stages differ from the model.
 
     See Also
     --------
@@ -181,7 +187,7 @@ def split(
     for index, stage in enumerate(parts):
         if stage is not None:
             stage.number, stage.facts = index, facts
-    return Stages(
+    result = Stages(
         model,
         parts,
         [tuple(dict.fromkeys(names[k] for k in own)) for own in calls],
@@ -190,8 +196,11 @@ def split(
         tuple(name for name in names if name in uncut.blocks or not uncut.blocks),
         way=uncut.way,
         ways_failed=uncut.ways_failed,
-        sample=tensors_in(arguments),
+        sample=sample,
     )
+    if check_type("check", check, bool) and source is None and None not in parts and len(parts) > 1:
+        result.check_all_modes(refused)
+    return result
 
 
 def _checked_model(

@@ -5,13 +5,14 @@ The file is longer than 300 lines for its documentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, overload
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import call_arguments, tensors_in
+from pipeexec.splitting.comparison import Differences, compared, own_tensors, tolerance
 from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.report import StagesReport, stages_report
 from pipeexec.splitting.split_stage import SplitStage
@@ -20,9 +21,6 @@ from pipesim.errors import ArgumentError, ExecutionError, check_count, check_fun
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Stages"]
-
-#: A loss, and the gradient of each parameter.
-Gradients: TypeAlias = list[Tensor | None]
 
 
 class Stages(Sequence[SplitStage | None]):
@@ -39,7 +37,7 @@ class Stages(Sequence[SplitStage | None]):
     ordered
         Function of a batch, which returns it with its tensors in the order of `arguments`.
     sample
-        Tensors of the sample that the model was cut with.
+        The sample that the model was cut with.
 
     Attributes
     ----------
@@ -64,6 +62,13 @@ class Stages(Sequence[SplitStage | None]):
         - ``"torch.export"``: functions with parameters, of a model that calls no two modules.
     ways_failed
         Ways that were tried before: pairs of a name, and why it was not taken.
+    differences
+        Largest difference of `check` for the sample, by mode: ``"training"`` and ``"evaluation"``.
+        Empty without a check.
+    not_checked
+        Modes that could not be checked, and why.
+    check_seconds
+        Seconds of these checks.
 
     Raises
     ------
@@ -99,11 +104,14 @@ class Stages(Sequence[SplitStage | None]):
         *,
         way: str,
         ways_failed: tuple[tuple[str, str], ...],
-        sample: tuple[Tensor, ...],
+        sample: Any,
     ) -> None:
         self.model, self.modules, self.tied, self.blocks = model, tuple(modules), tied, blocks
         self.way, self.ways_failed = way, ways_failed
-        self._stages, self._ordered, self._sample = tuple(stages), ordered, sample
+        self._stages, self._ordered, self._batch = tuple(stages), ordered, sample
+        self.differences: dict[str, float] = {}
+        self.not_checked: dict[str, str] = {}
+        self.check_seconds = 0.0
 
     @overload
     def __getitem__(self, index: int) -> SplitStage | None: ...
@@ -284,7 +292,7 @@ class Stages(Sequence[SplitStage | None]):
         ([40, 40], ['1f1b'])
         """
         check_count("n_microbatches", n_microbatches)
-        values = self._sample if batch is None else self.arguments(batch)
+        values = self.arguments(self._batch if batch is None else batch)
         title = f"{len(self)} stages of {type(self.model).__name__}, by {self.way}"
         return stages_report(title, self._local(), self.blocks, values, schedules, n_microbatches)
 
@@ -306,8 +314,9 @@ class Stages(Sequence[SplitStage | None]):
         Returns
         -------
         float
-            Largest difference of the loss or of a parameter's gradient, relative to its largest
-            element. 0 means equal to the last bit.
+            Largest difference of an output, of the loss, or of a buffer, relative to its largest
+            element, or of a gradient, relative to the largest element of all. 0 means equal to the
+            last bit.
 
         Raises
         ------
@@ -331,67 +340,62 @@ class Stages(Sequence[SplitStage | None]):
         >>> stages.check(torch.ones(8, 4))
         0.0
         """
-        if loss_fn is None:
-            loss_fn = _sum_of_squares
-        check_function("loss_fn", loss_fn, "loss_fn(output), which returns a tensor")
+        if loss_fn is not None:
+            check_function("loss_fn", loss_fn, "loss_fn(output), which returns a tensor")
         self.arguments(batch)
+        self._local()  # before the model runs
+        return self._compared(batch, loss_fn).largest
+
+    def _compared(self, batch: Any, loss_fn: Callable[[Any], Tensor] | None) -> Differences:
         args, kwargs = call_arguments(batch)
-        stages = self._local()  # before the model runs
-
-        def gradients(forward: Callable[[], Any], copies: Sequence[TiedGroup]) -> Gradients:
-            with unchanged(self.model, *stages):  # all draw the same random numbers
-                values = self._gradients(forward, loss_fn, copies)
-                states.append(torch.get_rng_state())
-                return values
-
-        states: list[Tensor] = []
-
-        whole = gradients(lambda: self.model(*args, **kwargs), ())
-        again = gradients(lambda: self.model(*args, **kwargs), ())
-        if any(not _equal(a, b) for a, b in zip(whole, again, strict=True)):
-            raise ArgumentError(
-                "two forwards of the model differ, with equal states of torch's random numbers, so "
-                "that its stages cannot be compared with it; let it draw no other random numbers, "
-                "and keep nothing but buffers from one forward to the next"
-            )
-        parts = gradients(lambda: self(batch), self.tied)
-        if not torch.equal(states[0], states[-1]):
-            raise ArgumentError(
-                "the stages draw other random numbers than the model, as its forward draws some "
-                "outside of its modules, such as F.dropout; call model.eval() and split again, to "
-                "compare without dropout"
-            )
-        return max(_difference(a, b) for a, b in zip(whole, parts, strict=True))
-
-    def _gradients(
-        self,
-        forward: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        copies: Sequence[TiedGroup],
-    ) -> Gradients:
-        """Return a loss and the gradients of all parameters, which stay as they were.
-
-        Those of copies add to those of their parameters.
-        """
-        output = forward()
-        try:
-            loss = loss_fn(output)
-        except Exception as error:  # of the user's code
-            raise ExecutionError(
-                f"loss_fn fails on the model's output: {type(error).__name__}: {error!s:.300}"
-            ) from error
-        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
-            raise ExecutionError(
-                f"loss_fn must return a tensor of one element that has a gradient, got {loss!r:.60}"
-            )
         places = {id(p): [p] for p in self.model.parameters() if p.requires_grad}
-        for group in copies:
+        for group in self.tied:
             first, *others = (self._parameter(stage, name) for stage, name in group)
             places[id(first)] += others
-        parameters = [p for row in places.values() for p in row]
-        gradients = iter(torch.autograd.grad(loss, parameters, allow_unused=True))
-        sums = [_sum([next(gradients) for _ in row]) for row in places.values()]
-        return [loss.detach(), *sums]
+        return compared(
+            self.model,
+            self._local(),
+            lambda: self.model(*own_tensors(args), **own_tensors(kwargs)),
+            lambda: self(own_tensors(batch)),
+            list(places.values()),
+            loss_fn,
+        )
+
+    def check_all_modes(self, refused: Collection[tuple[bool, bool]]) -> None:
+        """Compare the stages with the model for the sample, in the modes that stages can run in.
+
+        Parameters
+        ----------
+        refused
+            Modes in which they cannot: whether for training, and whether with gradients.
+
+        Raises
+        ------
+        ExecutionError
+            If they differ.
+        """
+        began = time.perf_counter()
+        modules = [self.model, *self._local()]
+        for training, mode in ((True, "training"), (False, "evaluation")):
+            if (training, True) in refused:
+                continue
+            with unchanged(*modules):
+                for module in modules:
+                    if module.training != training:
+                        module.train(training)
+                try:
+                    differences = self._compared(self._batch, None)
+                except ArgumentError as error:  # they cannot be compared
+                    self.not_checked[mode] = str(error)
+                    continue
+            self.differences[mode] = differences.largest
+            if not differences.largest <= tolerance(self.model):
+                raise ExecutionError(
+                    f"the stages differ from the model in {mode} mode: {differences}; the model's "
+                    "forward keeps or reads values in a way that px.split does not see. Report it "
+                    "with the model, or give check=False to run the stages nevertheless"
+                )
+        self.check_seconds = time.perf_counter() - began
 
     def _parameter(self, stage: int, name: str) -> nn.Parameter:
         """Return a parameter of a stage of this process."""
@@ -405,29 +409,3 @@ def _n_parameters(stage: nn.Module | None) -> str:
     if stage is None:
         return "in another process"
     return f"{sum(p.numel() for p in stage.parameters()):,}"
-
-
-def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of gradients, without those that are missing."""
-    values = [x for x in gradients if x is not None]
-    return torch.stack(values).sum(0) if len(values) > 1 else next(iter(values), None)
-
-
-def _sum_of_squares(output: Any) -> Tensor:
-    values = [x.square().sum() for x in tensors_in(output) if x.is_floating_point()]
-    return torch.stack(values).sum()
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
-
-
-def _difference(a: Tensor | None, b: Tensor | None) -> float:
-    """Return the largest difference of two tensors, relative to the largest element of the first.
-
-    It is infinite if one of them is missing.
-    """
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    most = float((a - b).abs().max())
-    return most / float(a.abs().max()) if most else 0.0
