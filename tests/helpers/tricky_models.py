@@ -992,7 +992,7 @@ class _CountingBlock(nn.Module):
             self.count = self.count + 1
         else:
             self.count += 1
-        return torch.tanh(self.linear(x)) * self.count
+        return torch.tanh(self.linear(x)) * self.count.clone()
 
 
 add("state", "blocks replace a buffer",
