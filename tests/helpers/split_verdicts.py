@@ -1,8 +1,8 @@
 """Compare split models with the model itself: equal, refused, silently different, or a bare error.
 
 ``python tests/helpers/split_verdicts.py`` prints a row for each model of `tricky_models`, with
-counts over configurations. ``--all`` runs every configuration, ``--group state`` one group,
-``--seeds 100`` random models of `random_programs` instead.
+counts over `CONFIGURATIONS`. ``--first 2`` runs the first two of them, ``--all`` every
+configuration, ``--group state`` one group, ``--seeds 100`` random models of `random_programs`.
 """
 
 from __future__ import annotations
@@ -471,6 +471,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every configuration")
+    parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), metavar="N")
     parser.add_argument("--group", default="", help="beginning of the names of models")
     parser.add_argument("--seeds", type=int, default=0, help="number of random models instead")
     options = parser.parse_args(arguments)
@@ -479,7 +480,7 @@ def main(arguments: Sequence[str]) -> None:
         from random_programs import random_case
 
         cases = [random_case(seed) for seed in range(options.seeds)]
-    everything = configurations() if options.all else list(CONFIGURATIONS)
+    everything = configurations() if options.all else list(CONFIGURATIONS[: options.first])
     if options.seeds and not options.all:
         _print_table(cases, lambda index: [everything[index % len(everything)]])
     else:

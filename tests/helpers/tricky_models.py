@@ -2427,3 +2427,346 @@ class BlocksFillDict(Blocks):
         for block in self.blocks:
             x = block(x, values)
         return x, values
+
+
+# Aliases, identities, arguments and transforms.
+
+
+class _TwoNames(nn.Linear):
+    """A block that returns a value, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y[:, :3]
+
+
+@case("writes")
+class BlockReturnsTwoNames(Blocks):
+    """A block returns a value and a view of it; a write to the view later changes the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = _TwoNames()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, view = self.blocks[0](x)
+        y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first.clone()))))
+        view += 1
+        return torch.tanh(self.blocks[3](y)) + first
+
+
+@case("writes")
+class BlockWritesOtherName(Blocks):
+    """The third block writes to a view that the first one returned beside the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[2] = _TwoNames(), _AddsOne()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, view = self.blocks[0](x)
+        y = torch.tanh(self.blocks[1](first.clone()))
+        y = torch.tanh(self.blocks[2](y, view))
+        return torch.tanh(self.blocks[3](y)) + first
+
+
+@case("writes")
+class WriteToScratch(Blocks):
+    """A tensor that is made in the forward, and depends on no input, is changed by each layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = torch.zeros(())
+        for block in self.blocks:
+            step += 1
+            x = torch.tanh(block(x)) * step.clone()
+        return x
+
+
+@case("writes")
+class WriteToParameterData(Blocks):
+    """The forward changes ``.data`` of the first block's bias after the last block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.blocks[0].bias.data.mul_(0.5)
+        return x
+
+
+@case("construction")
+class StridesOfValue(Blocks):
+    """The glue asks whether a value is contiguous, after two more blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.blocks[0](x))
+        across = first.t()
+        y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first))))
+        return self.blocks[3](y) * (1.0 if across.is_contiguous() else 2.0)
+
+
+@case("construction")
+class StridesOfBlockOutput(Blocks):
+    """A block returns a transposed value; the glue after two more blocks asks for its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = _Transposed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first))))
+        return self.blocks[3](y) * (1.0 if first.is_contiguous() else 2.0) + first.stride(0)
+
+
+class _Transposed(nn.Linear):
+    """A block whose output is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x).t().contiguous()).t()
+
+
+@case("construction")
+class IdentityOfValues(Blocks):
+    """The glue asks whether a block returned its input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = _Passes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.blocks[0](x)) * 1
+        y = self.blocks[1](first)
+        z = torch.tanh(self.blocks[2](y.clone()))
+        return self.blocks[3](z) * (2.0 if y is first else 1.0)
+
+
+@case("construction")
+class GradientFunction(Blocks):
+    """The glue asks whether the first value has a grad_fn, after two more blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.blocks[0](x))
+        y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first))))
+        return self.blocks[3](y) * (2.0 if first.grad_fn is not None else 1.0)
+
+
+class _Scaled(nn.Linear):
+    """A block that takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, scale: float, index: int) -> Tensor:
+        return torch.tanh(super().forward(x)) * scale + index
+
+
+@case("construction", masked)
+class NumberToBlock(Blocks):
+    """Blocks take a number that the forward reads from the mask with tolist."""
+
+    def block(self) -> nn.Module:
+        """Return a block."""
+        return _Scaled()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scale = float(len([v for row in mask.tolist() for v in row if v]))
+        for index, block in enumerate(self.blocks):
+            x = block(x, scale=scale / 4, index=index)
+        return x
+
+
+class _NotedList(nn.Linear):
+    """A block that takes a list of tensors, and appends to it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, values: list[Tensor]) -> list[Tensor]:
+        values.append(torch.tanh(super().forward(values[-1])))
+        return values
+
+
+@case("construction")
+class BlocksAppendToList(Blocks):
+    """Blocks append to one list, which they take and return."""
+
+    def block(self) -> nn.Module:
+        """Return a block."""
+        return _NotedList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for block in self.blocks:
+            values = block(values)
+        return torch.stack(values).sum(0) * len(values)
+
+
+@case("construction")
+class FunctionalCall(Blocks):
+    """torch.func.functional_call runs a block with twice its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                weights = {name: 2 * p for name, p in block.named_parameters()}
+                x = torch.tanh(torch.func.functional_call(block, weights, (x,)))
+            else:
+                x = torch.tanh(block(x))
+        return x
+
+
+@case("construction")
+class VectorizedBlocks(Blocks):
+    """torch.vmap runs each block sample by sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(torch.vmap(block)(x))
+        return x
+
+
+class _TwiceGradient(torch.autograd.Function):
+    """Identity whose gradient is doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@case("construction")
+class OwnFunction(Blocks):
+    """An autograd.Function between blocks, also on a skip connection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = y = torch.tanh(self.blocks[0](x))
+        for block in self.blocks[1:]:
+            y = torch.tanh(block(_TwiceGradient.apply(y))) + _TwiceGradient.apply(first)
+        return y
+
+
+@case("state")
+class SeedInForward(Blocks):
+    """The forward seeds torch's random numbers, so that its noise is the same each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(11)
+            noise = torch.rand(WIDTH)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + noise
+        return x
+
+
+@case("state")
+class SeedBetweenBlocks(Blocks):
+    """The forward seeds a generator of its own between blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            generator = torch.Generator().manual_seed(index)
+            x = torch.tanh(block(x)) + torch.rand(WIDTH, generator=generator)
+        return x
+
+
+@case("state")
+class ModuleGrows(Blocks):
+    """The forward registers a buffer in its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.full((WIDTH,), 0.5))
+        return super().forward(x) + self.shift
+
+
+@case("state")
+class CounterOfList(Blocks):
+    """A Python counter inside a dict of the model, which chooses a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.blocks[1](torch.tanh(self.blocks[0](x))))
+        self.statistics["calls"] += 1
+        scale = 1 + self.statistics["calls"] % 3
+        return self.blocks[3](torch.tanh(self.blocks[2](x * scale))) * scale
+
+
+@case("modes")
+class InferenceInMiddle(Blocks):
+    """A value of inference mode is used as a constant by later blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shift = torch.tanh(self.blocks[0](x)).mean(0)
+        y = torch.tanh(self.blocks[1](x))
+        y = torch.tanh(self.blocks[2](y + shift.clone()))
+        return self.blocks[3](y)
+
+
+@case("modes")
+class ModeSwitched(Blocks):
+    """The forward switches the mode of the third block to eval, and back."""
+
+    def block(self) -> nn.Module:
+        """Return a block."""
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            was_training = block.training
+            block.train(was_training and index != 2)
+            x = block(x)
+            block.train(was_training)
+        return x
+
+
+@case("modes")
+class GradientsSwitchedOff(Blocks):
+    """The forward switches requires_grad of a parameter by its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.requires_grad_(bool(x.sum() > 0))
+        x = super().forward(x * self.scale)
+        self.scale.requires_grad_(True)
+        return x
+
+
+@case("modes", masked)
+class SkipWithoutMask(Blocks):
+    """A block is called only if the mask has many entries."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != 3 or len(mask.nonzero()) > 7:
+                x = torch.tanh(block(x))
+        return x + 0
+
+
+def nested(n: int, generator: Generator) -> dict[str, Any]:
+    """Return a batch with a dict in it."""
+    return {"x": floats(n, generator), "more": {"y": floats(n, generator)}}
+
+
+@case("writes", nested)
+class BatchDictChanged(Blocks):
+    """The forward puts a value into a dict of the batch."""
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        more["y"] = more["y"] * 2
+        x = super().forward(x + more["y"])
+        return x + more["y"]
