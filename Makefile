@@ -59,12 +59,13 @@ docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, re
 	$(BIN)/python -m sphinx --builder html --jobs 2 --nitpicky --fail-on-warning docs docs/_build/html
 	$(BIN)/python tools/site_links.py docs/_build/html
 
-fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file
+fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graphs, replays of 2,000, the page on 1,000, 1,000 flipped bits of each kind of file, splits of 2,000 random models
 	$(TESTS) -n 3 -m hypothesis --hypothesis-profile=fuzz
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py \
 	  tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/pipesim/analysis/test_replay.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py tests/pipesim/plot/page/test_page_numbers.py
+	FUZZ_EXAMPLES=2000 $(TESTS) -n 3 tests/pipeexec/splitting/test_tricky_models.py -k random
 
 chaos: $(STAMP)  ## every fault and ending of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
 	FAULTS=all $(BIN)/python -m pytest tests/pipeexec/distributed/test_faults.py tests/pipeexec/distributed/test_endings.py tests/pipeexec/distributed/test_freezes.py tests/pipeexec/executor/test_feature_races.py
