@@ -117,6 +117,11 @@ def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
     owners = state_owners(flow, calls)
     for write in flow.state:
         source, place = write.source, write.place
+        if source.kind == "parameter" and len(calls) > 1:
+            raise ArgumentError(
+                f"the forward changes the parameter {source.name!r} outside of its blocks, at "
+                f"{place}, while micro-batches of a step need one value; change it after steps"
+            )
         users = [k for k in range(len(calls)) if source in _needs(flow, calls, k)]
         if users != [owners[write.module]]:
             numbers = " and ".join(map(str, users))

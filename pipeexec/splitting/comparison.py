@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeexec.nesting import mapped, tensors_in
 from pipeexec.splitting.model_state import unchanged
-from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 __all__ = ["Differences", "compared", "own_tensors", "tolerance"]
 
@@ -102,7 +102,15 @@ def compared(
             "that its stages cannot be compared with it; let it draw no other random numbers, "
             "and keep nothing but buffers from one forward to the next"
         )
-    parts = result(run_stages, parameters)
+    try:
+        parts = result(run_stages, parameters)
+    except PipeError:
+        raise
+    except Exception as error:  # of the user's code, with other values than in the model
+        raise ExecutionError(
+            "stages fail where the model does not: "
+            f"{type(error).__name__}: {str(error).strip():.300}"
+        ) from error
     if not torch.equal(whole.random_state, parts.random_state):
         raise ArgumentError(
             "the stages draw other random numbers than the model, as its forward draws some "
@@ -120,9 +128,15 @@ def _result(
     loss = _sum_of_squares(output) if loss_fn is None else _given_loss(loss_fn, output)
     gradients: list[Tensor | None] = []
     if loss.requires_grad:
-        leaves = [p for row in parameters for p in row]
-        own = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-        gradients = [_sum([next(own) for _ in row]) for row in parameters]
+        leaves = [p for row in parameters for p in row if p.requires_grad]
+        try:
+            own = dict(zip(map(id, leaves), torch.autograd.grad(loss, leaves, allow_unused=True),
+                           strict=True))  # fmt: skip
+        except RuntimeError as error:  # such as that of reentrant checkpoints
+            raise ArgumentError(
+                f"gradients of the model cannot be compared: {str(error).strip():.200}"
+            ) from error
+        gradients = [_sum([own.get(id(p)) for p in row]) for row in parameters]
     return _Result(
         [x.detach().clone() for x in tensors_in(output)],
         [loss.detach()],

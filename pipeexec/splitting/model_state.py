@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,6 +199,7 @@ def unchanged(*models: nn.Module, guard: bool = True) -> Iterator[None]:
     parameters = {id(x): x for model in models for x in model.parameters()}
     devices = {x.get_device() for x in parameters.values() if x.is_cuda}
     mode = _ParameterGuard(parameters.values())
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - of the user's code
     with torch.random.fork_rng(sorted(devices)):
         try:
             with mode if guard else nullcontext():
@@ -204,3 +207,5 @@ def unchanged(*models: nn.Module, guard: bool = True) -> Iterator[None]:
         finally:
             state.restore()
             mode.restore()
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002

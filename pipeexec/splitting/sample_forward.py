@@ -127,12 +127,14 @@ def _followed(
         flows: dict[Mode, DataFlow] = {}
         stateful: dict[Mode, frozenset[str]] = {}
         once: set[tuple[str, str]] = set()
+        outputs: dict[Mode, tuple[Tensor, ...]] = {}
         for mode in modes:
             try:
                 with _failing_forward(model):
                     result = _flow(uncut.names, model, args, kwargs, mode, calls)
-                flows[mode], stateful[mode], own_once = result
-                once |= own_once
+                flows[mode], stateful[mode] = result.flow, result.stateful
+                once |= result.once
+                outputs[mode] = result.output
             except PipeError as error:
                 if mode == own:
                     raise
@@ -146,12 +148,47 @@ def _followed(
             del stateful[mode]
         else:
             flow = merged(flow, other)
+    if _differ(outputs.get(Mode(True, True), ()), outputs.get(Mode(True, False), ())):
+        refused[Mode(training=True, grad=False)] = (
+            "without gradients, its forward returns other values than with them, so that it cannot "
+            "be recomputed: choose recompute='never'"
+        )
     empty = {x.name: on_meta(model.get_submodule(x.name)) for x in flow.calls}
     carried = frozenset(_carried(empty, flow))
     reads = (_read_of_result(flow, number) for number in sorted(carried))
     flow = flow._replace(reads=(*flow.reads, *reads))
     return SampleForward(
         uncut, flow, model, args, kwargs, refused, empty, carried, stateful, frozenset(once)
+    )
+
+
+class _Followed(NamedTuple):
+    """Data flow of a forward in one mode.
+
+    Attributes
+    ----------
+    flow
+        The data flow.
+    stateful
+        Modules that are not cut, and change their state.
+    once
+        Modules that are cut, and attributes of theirs that are set once.
+    output
+        Tensors of the model's output.
+    """
+
+    flow: DataFlow
+    stateful: frozenset[str]
+    once: frozenset[tuple[str, str]]
+    output: tuple[Tensor, ...]
+
+
+def _differ(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return whether two outputs, if there are both, have other values."""
+    rows = zip(first, second, strict=False)
+    return any(
+        a.shape != b.shape or not (a.is_meta or torch.allclose(a, b, 1e-3, 1e-6, equal_nan=True))
+        for a, b in rows
     )
 
 
@@ -162,11 +199,10 @@ def _flow(
     kwargs: dict[str, Any],
     mode: Mode,
     calls: frozenset[str],
-) -> tuple[DataFlow, frozenset[str], frozenset[tuple[str, str]]]:
+) -> _Followed:
     """Return the data flow of a forward in one mode, and which modules change their state.
 
-    The last result has modules that are cut, and attributes of theirs that are set once. Modules of
-    ``calls`` are calls, and those that change their state, even without parameters.
+    Modules of ``calls`` are calls, and those that change their state, even without parameters.
 
     Raises
     ------
@@ -182,17 +218,23 @@ def _flow(
             model.train(mode.training)
         for _ in range(_MOST_FORWARDS):  # until one changes the same as the one before it
             state, before = ModelState(model), stateful
-            flow = follow(model, uncut, *_own(args, kwargs), calls | stateful)
+            flow, output = follow(model, uncut, *_own(args, kwargs), calls | stateful)
             changed = {names[key]: attributes for key, attributes in state.changed().items()}
             inner = {x for x in changed if any(_is_in(x, name) for name in uncut)}
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
             followed = {x.source.name for x in flow.state}
             cut = _changed_attributes(changed.keys() - inner, changed) - followed
+            written = _written_parameters(model, inner, changed)
             if first is None:
                 first = flow
                 once = frozenset((x, key) for x in changed.keys() - inner for key in changed[x])
             if not changed or (stateful == before and not cut):
                 break
+    if written:
+        raise ArgumentError(
+            f"a block changes its parameter {written[0]!r} in the forward, while micro-batches of "
+            "a step need one value; change it after steps"
+        )
     if cut:
         raise ArgumentError(
             f"the forward of {type(model).__name__} changes {' and '.join(sorted(cut))} outside of "
@@ -201,7 +243,8 @@ def _flow(
         )
     if first is not flow and not _other_way(first, flow):
         flow = merged(flow, first)
-    return flow, stateful, once - {(x.module, x.key) for x in flow.state}
+    once -= {(x.module, x.key) for x in flow.state}
+    return _Followed(flow, stateful, once, output)
 
 
 def _is_in(name: str, outer: str) -> bool:
@@ -212,6 +255,18 @@ def _is_in(name: str, outer: str) -> bool:
 def _changed_attributes(cut: Iterable[str], changed: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Return names of the changed attributes of modules that are cut."""
     return frozenset(f"{name}.{key}".lstrip(".") for name in cut for key in changed[name])
+
+
+def _written_parameters(
+    model: nn.Module, names: Iterable[str], changed: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return names of the changed parameters of modules."""
+    return [
+        f"{name}.{key}".lstrip(".")
+        for name in sorted(names)
+        for key in changed[name]
+        if key in model.get_submodule(name)._parameters
+    ]
 
 
 def _other_way(flow: DataFlow, other: DataFlow) -> str:
@@ -296,7 +351,7 @@ def _failing_forward(model: nn.Module) -> Iterator[None]:
         yield
     except PipeError:
         raise
-    except Exception as error:  # of the user's code
+    except Exception as error:  # of the user's code, or of what follows it
         raise ExecutionError(
             f"the forward of {type(model).__name__} fails on the sample: "
             f"{type(error).__name__}: {error!s:.300}"

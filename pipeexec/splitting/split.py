@@ -172,12 +172,13 @@ def split(
     check_flow(flow, calls)
     body = model if source is not None else forward.model
     if len(calls) > 1:
-        check_hooks(body, frozenset(names))
+        check_hooks(body, names, calls)
     refused = forward.refused | _refused_for_state(forward, calls)
     skeleton = Skeleton(
         body, frozenset(uncut.names), flow, forward.empty, forward.carried, refused, arguments
     )
     outer = [outer_parameters(flow, calls, k) for k in range(len(calls))]
+    outer[0] |= _unused_parameters(body, frozenset(names), outer)
     shared = shared_parameters(body, flow, calls, outer)
     parts = _make_stages(
         skeleton, forward, calls, outer, shared, _checked_stages(only, len(calls)), source
@@ -248,6 +249,15 @@ def _forward_to_cut(
     return forward
 
 
+def _unused_parameters(
+    model: nn.Module, called: frozenset[str], outer: Sequence[frozenset[str]]
+) -> frozenset[str]:
+    """Return the parameters that no stage uses; the first stage keeps them for checkpoints."""
+    used = {id(p) for name in called for p in model.get_submodule(name).parameters()}
+    names = {name for name, p in model.named_parameters() if id(p) not in used}
+    return frozenset(names.difference(*outer))
+
+
 def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[Mode, str]:
     """Return the modes in which modules of several stages change state, and which modules.
 
@@ -258,11 +268,18 @@ def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[M
     """
     refused = {}
     stages: dict[str, set[int]] = defaultdict(set)
+    tensors: dict[int, set[int]] = defaultdict(set)  # stages by the ids of modules and buffers
+    modules = {name: list(forward.model.get_submodule(name).modules()) for name in forward.empty}
+    state = {name: [*parts, *(b for x in parts for b in x._buffers.values() if b is not None)]
+             for name, parts in modules.items()}  # fmt: skip
     for stage, own in enumerate(calls):
         for call in forward.flow.calls[own.start : own.stop]:
-            stages[call.name].add(stage)
+            for part in state[call.name]:
+                tensors[id(part)].add(stage)
+    for name, parts in state.items():
+        stages[name] = set().union(*(tensors[id(x)] for x in parts))
     for mode, names in forward.stateful.items():
-        for name in sorted(names):
+        for name in sorted(names & stages.keys()):
             if len(stages[name]) > 1:
                 refused[mode] = (
                     f"stages {' and '.join(map(str, sorted(stages[name])))} call {name!r}, which "

@@ -114,6 +114,14 @@ def _restore_attribute(module: nn.Module, key: str, before: _Attribute | None) -
         refill(before.value, before.contents)
 
 
+def _refuse_call(name: str, *_: Any, **__: Any) -> None:
+    """Raise for the call of a module that the sample did not call."""
+    raise ExecutionError(
+        f"the forward calls {name!r}, which that of the sample did not; stages of a split model "
+        "take one way: let all batches take it, or split with a sample that does"
+    )
+
+
 def _n_hooks(module: nn.Module) -> int:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     return sum(map(len, (*hooks, module._backward_pre_hooks)))
@@ -403,20 +411,42 @@ class SplitStage(nn.Module):
         try:
             return self._results[key]
         except KeyError:
-            self._results[key] = self._skeleton.empty_result(number, self.training, args, kwargs)
+            self._results[key] = self._computed_empty_result(number, args, kwargs)
             return self._results[key]
         except TypeError:  # an argument that has no hash
+            return self._computed_empty_result(number, args, kwargs)
+
+    def _computed_empty_result(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Compute the result of a call without data."""
+        try:
             return self._skeleton.empty_result(number, self.training, args, kwargs)
+        except Exception as error:  # of the user's code
+            raise ExecutionError(
+                f"stage {self.number} does not know the shape of what "
+                f"{self._skeleton.names[number]!r} of another stage returns: without data, its "
+                f"forward fails ({type(error).__name__}: {str(error).strip():.200}), which that of "
+                "the sample did not; split with such a sample"
+            ) from error
 
 
-def check_hooks(model: nn.Module, called: frozenset[str]) -> None:
-    """Raise if modules outside of calls have hooks: each stage would run them."""
-    inner = {id(x) for name in called for x in model.get_submodule(name).modules()}
+def check_hooks(model: nn.Module, names: Sequence[str], calls: Sequence[range]) -> None:
+    """Raise if hooks would run on several stages, or on none.
+
+    ``names`` are the modules that are called, ``calls`` the calls of each stage.
+    """
+    inner = {id(x) for name in set(names) for x in model.get_submodule(name).modules()}
     for name, module in model.named_modules():
         if _n_hooks(module) and id(module) not in inner:
             raise ArgumentError(
                 f"{name or type(model).__name__!r} has hooks, and stages would each run them; "
                 "add them to its blocks, which run on one stage, or remove them"
+            )
+    for stage, own in enumerate(calls[:-1]):
+        module = model.get_submodule(names[own[-1]])
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ArgumentError(
+                f"{names[own[-1]]!r} has a backward hook and ends stage {stage}, where torch does "
+                "not run it; cut behind another module, or give its parts the hook"
             )
 
 
@@ -457,8 +487,9 @@ class _Copies:
 
     def _copy(self, name: str, module: nn.Module) -> nn.Module:
         is_called = name in self.called
-        if name in self.skeleton.uncut and not is_called:
-            return copy.deepcopy(module)  # without parameters: each stage runs it
+        is_unused = name in self.skeleton.uncut and not is_called
+        if is_unused and not any(True for _ in module.parameters()):
+            return copy.deepcopy(module)  # each stage runs it
         if is_called and name not in self.stage.own_modules:
             return self._stand_in(name)
         if is_called:
@@ -470,6 +501,8 @@ class _Copies:
             result.register_forward_hook(partial(self.stage.note, name), with_kwargs=True)
             return result
         result = _copied_top(module)
+        if name not in self.skeleton.flow.ran:
+            result.forward = partial(_refuse_call, name)
         for key, value in attributes(module):
             if isinstance(value, CONTAINERS) and key not in module._buffers:
                 result.__dict__[key] = copy.copy(value)

@@ -11,23 +11,27 @@ numbers, shapes or indices, and those of whose shape nothing is known without th
 from __future__ import annotations
 
 import linecache
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.model_state import attributes, contents
 from pipeexec.splitting.stand_in import to_meta
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
+from pipesim.errors import ArgumentError
 
 __all__ = [
     "Aliases",
@@ -53,6 +57,7 @@ _WRITERS = frozenset({
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage,
     Tensor.untyped_storage,
 })  # fmt: skip
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Arguments of operations whose values must be in a range, such as those of `embedding`.
 _INDICES = frozenset({"index", "indices", "offsets", "target"})
@@ -193,6 +198,8 @@ class DataFlow(NamedTuple):
         Buffers and parameters that change outside of calls.
     transient
         Modules around calls, and attributes that they have in the middle of the forward.
+    ran
+        Modules around calls that the forward calls.
     records
         Arguments and result of each call.
     """
@@ -204,6 +211,7 @@ class DataFlow(NamedTuple):
     aliases: tuple[Aliases, ...] = ()
     state: tuple[StateWrite, ...] = ()
     transient: frozenset[tuple[str, str]] = frozenset()
+    ran: frozenset[str] = frozenset()
     records: tuple[Record, ...] = ()
 
 
@@ -250,6 +258,8 @@ class _Follow(TorchDispatchMode):
         #: Modules outside of calls, by their names, and their attributes before the forward.
         self._around: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
         self.transient: set[tuple[str, str]] = set()
+        self.ran: set[str] = set()
+        self._random_states = _random_states()
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
         """Return the sources of tensors."""
@@ -353,8 +363,9 @@ class _Follow(TorchDispatchMode):
             now = frozenset(x for x in sources if x != source)
             self.state.append(StateWrite(source, len(self.calls), now, _place()))
 
-    def watch_around(self, model: nn.Module, calls: Iterable[str]) -> None:
-        """Watch which attributes and buffers of modules around calls are replaced by others."""
+    def watch_around(self, model: nn.Module, calls: Iterable[str]) -> list[RemovableHandle]:
+        """Watch which modules around calls run, and which of their attributes are replaced."""
+        handles = []
         inner = {id(x) for name in calls for x in model.get_submodule(name).modules()}
         for prefix, module in model.named_modules():
             if id(module) in inner:
@@ -362,6 +373,12 @@ class _Follow(TorchDispatchMode):
             self._around[prefix] = module, _signatures(module)
             for key, buffer in module._buffers.items():
                 self._buffers[f"{prefix}.{key}".lstrip(".")] = module, key, buffer
+
+            def note(*_: Any, name: str = prefix) -> None:
+                self.ran.add(name)
+
+            handles.append(module.register_forward_pre_hook(note))
+        return handles
 
     def _note_transient(self) -> None:
         """Note attributes of modules around calls that are others than before the forward."""
@@ -386,8 +403,17 @@ class _Follow(TorchDispatchMode):
             self.sources[now] = sources | {own}
         self.is_noting = False
 
+    def check_random_states(self) -> None:
+        """Raise if the code outside of calls has drawn random numbers of Python or numpy."""
+        if self._random_states != _random_states():
+            raise ArgumentError(
+                "the forward draws random numbers of Python or numpy outside of its blocks, and "
+                "each stage would draw others; draw them of torch and inside of a block"
+            )
+
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin a call."""
+        self.check_random_states()
         self.note_replaced()
         self.is_noting = True
         tensors = tensors_in((args, kwargs))
@@ -433,7 +459,14 @@ class _Follow(TorchDispatchMode):
         self.calls[-1] = self.calls[-1]._replace(changed=changed, same=frozenset(same))
         self._arguments.clear()
         self._note_transient()
+        self._random_states = _random_states()
         self.inside, self.is_noting = None, False
+
+
+def _random_states() -> tuple[object, ...]:
+    """Return the states of the generators of Python and numpy."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - of the user's code
+    return random.getstate(), name, keys.tobytes(), *rest
 
 
 def _signatures(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -472,6 +505,11 @@ class _Readers(TorchFunctionMode):
             self.mode.may_write(args[0])
         if func == _SET_DATA and not self.mode.inside:
             self.mode.set_data(*args)
+        if func in _HOOKS and not self.mode.inside:
+            raise ArgumentError(
+                f"the forward gives a tensor a hook outside of its blocks, at {_place()}, which "
+                "several stages would run; register it inside a block"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -490,8 +528,8 @@ def follow(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     stateful: frozenset[str] = frozenset(),
-) -> DataFlow:
-    """Return the data flow of one forward.
+) -> tuple[DataFlow, tuple[Tensor, ...]]:
+    """Return the data flow of one forward, and the tensors of its output.
 
     Modules of ``uncut`` that have no parameters, draw no random numbers, and are not ``stateful``,
     are not calls: each stage runs them itself.
@@ -515,16 +553,17 @@ def follow(
         enter, leave = _hooks(name, mode)
         handles.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(modules[name].register_forward_hook(leave, with_kwargs=True))
-    mode.watch_around(model, called)
+    handles += mode.watch_around(model, called)
     try:
         with mode, _Readers(mode):
             output = model(*args, **kwargs)
             mode.note_replaced()
+            mode.check_random_states()
     finally:
         for handle in handles:
             handle.remove()
     needs = mode.sources_of(tensors_in(output))
-    return DataFlow(
+    flow = DataFlow(
         tuple(mode.calls),
         needs,
         tuple(mode.reads),
@@ -532,8 +571,10 @@ def follow(
         tuple(mode.aliases),
         tuple(mode.state),
         frozenset(mode.transient),
+        frozenset(mode.ran),
         tuple(mode.records),
     )
+    return flow, tuple(x.detach().clone() for x in tensors_in(output))
 
 
 def _hooks(name: str, mode: _Follow) -> tuple[Any, Any]:

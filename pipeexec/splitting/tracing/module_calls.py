@@ -110,7 +110,7 @@ class Finder:
     def _passes_on(self, names: Sequence[str]) -> bool:
         """Return whether each module takes what is computed from an output of the one before."""
         with torch.no_grad():
-            calls = follow(self.model, names, *self.arguments).calls
+            calls = follow(self.model, names, *self.arguments)[0].calls
         return [call.name for call in calls] == list(names) and all(
             any(x.kind == "output" and x.number == number for x in call.needs)
             for number, call in enumerate(calls[1:])
