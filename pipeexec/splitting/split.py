@@ -109,7 +109,9 @@ def split(
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
     ExecutionError
-        If the model's forward fails on the sample, or, to measure it, its backward.
+        - If the model's forward fails on the sample, or, to measure it, its backward.
+        - If a function that makes the model fails, or does what cannot be done without data: it
+          takes the memory of a tensor, as ``numpy()`` does, or leaves a parameter without values.
 
     See Also
     --------
@@ -248,7 +250,7 @@ def _make_stages(
         for k, own in enumerate(calls)
     ]
     if source is not None and chosen:
-        give_values(parts, source, copied)
+        give_values(parts, source)
     return parts
 
 
