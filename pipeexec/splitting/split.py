@@ -119,8 +119,10 @@ def split(
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
     ExecutionError
-        If the model's forward fails on the sample, or, to measure it, its backward; and if the
-        stages differ from the model.
+        - If the model's forward fails on the sample, or, to measure it, its backward.
+        - If the stages differ from the model.
+        - If a function that makes the model fails, or does what cannot be done without data: it
+          takes the memory of a tensor, as ``numpy()`` does, or leaves a parameter without values.
 
     See Also
     --------
@@ -315,7 +317,7 @@ def _make_stages(
         for k, own in enumerate(calls)
     ]  # fmt: skip
     if source is not None and chosen:
-        give_values(parts, source, copied)
+        give_values(parts, source)
     return parts
 
 

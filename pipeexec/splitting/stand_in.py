@@ -55,6 +55,10 @@ def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = replace(buffer)
+    for part in module.modules():
+        for value in vars(part).values():  # such as the weight of `nn.utils.weight_norm`
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = replace(value.detach())
     return copy.deepcopy(module, memo)
 
 

@@ -15,10 +15,12 @@ def written_tensors(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Return the arguments that an operation changes."""
-    if not function._schema.is_mutable:
-        return ()
     arguments = function._schema.arguments
     values = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
+    if function._schema.name == "aten::native_batch_norm" and values["training"]:
+        return tensors_in([values["running_mean"], values["running_var"]])  # schema lacks it
+    if not function._schema.is_mutable:
+        return ()
     changed = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
     return tensors_in([values.get(name) for name in changed])
 
