@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Differences(NamedTuple):
     @property
     def largest(self) -> float:
         """The largest of them; NaN if one is."""
-        return max(self, key=lambda x: float("inf") if x != x else x)
+        return _worst((self.outputs, self.loss, self.gradients, self.buffers))
 
     def __str__(self) -> str:
         return ", ".join(f"{name} by {x:.1e}" for name, x in self._asdict().items() if x != 0)
@@ -69,7 +70,7 @@ def compared(
     parameters: Parameters,
     loss_fn: Loss | None,
 ) -> Differences:
-    """Run a model twice and its stages once, each from the same state, and compare.
+    """Run a model and its stages, each from the same state, and compare.
 
     Parameters
     ----------
@@ -91,17 +92,11 @@ def compared(
     """
 
     def result(run: Callable[[], Any], copies: Parameters) -> _Result:
-        with unchanged(model, *stages):  # all draw the same random numbers
+        with unchanged(model, *stages, guard=False):  # all draw the same random numbers
             return _result(model, run, copies, loss_fn)
 
     alone = [row[:1] for row in parameters]
-    whole, again = result(run_model, alone), result(run_model, alone)
-    if _differences(whole, again).largest != 0:
-        raise ArgumentError(
-            "two forwards of the model differ, with equal states of torch's random numbers, so "
-            "that its stages cannot be compared with it; let it draw no other random numbers, "
-            "and keep nothing but buffers from one forward to the next"
-        )
+    whole = result(run_model, alone)
     try:
         parts = result(run_stages, parameters)
     except PipeError:
@@ -111,13 +106,20 @@ def compared(
             "stages fail where the model does not: "
             f"{type(error).__name__}: {str(error).strip():.300}"
         ) from error
+    differences = _differences(whole, parts)
+    if differences.largest != 0 and _differences(whole, result(run_model, alone)).largest != 0:
+        raise ArgumentError(
+            "two forwards of the model differ, with equal states of torch's random numbers, so "
+            "that its stages cannot be compared with it; let it draw no other random numbers, "
+            "and keep nothing but buffers from one forward to the next"
+        )
     if not torch.equal(whole.random_state, parts.random_state):
         raise ArgumentError(
             "the stages draw other random numbers than the model, as its forward draws some "
             "outside of its modules, such as F.dropout; call model.eval() and split again, to "
             "compare without dropout"
         )
-    return _differences(whole, parts)
+    return differences
 
 
 def _result(
@@ -132,7 +134,7 @@ def _result(
         try:
             own = dict(zip(map(id, leaves), torch.autograd.grad(loss, leaves, allow_unused=True),
                            strict=True))  # fmt: skip
-        except RuntimeError as error:  # such as that of reentrant checkpoints
+        except Exception as error:  # such as that of reentrant checkpoints
             raise ArgumentError(
                 f"gradients of the model cannot be compared: {str(error).strip():.200}"
             ) from error
@@ -194,8 +196,13 @@ def _largest(
     if together:
         size = max((x for _, x in rows), default=0.0)
         rows = [(x, size) for x, _ in rows]
-    values = [x / size if size and x else x for x, size in rows]
-    return max(values, key=lambda x: float("inf") if x != x else x, default=0.0)
+    return _worst([x / size if size and x else x for x, size in rows])
+
+
+def _worst(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if one is."""
+    worst: float = next((x for x in values if isnan(x)), max(values, default=0.0))
+    return worst
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:

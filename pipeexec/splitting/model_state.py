@@ -72,6 +72,10 @@ class ModelState:
         self._tensors = [
             (x, x._version, x.detach().clone()) for x in tensors.values() if not x.is_meta
         ]
+        values = (value for module in modules.values() for _, value in attributes(module))
+        self._generators = {
+            id(x): (x, state) for x in values if (state := _generator_state(x)) is not None
+        }
         self._values = {id(x): copy for x, _, copy in self._tensors}
         parameters = (x for module in modules.values() for x in module._parameters.values())
         self._versions = {
@@ -98,10 +102,13 @@ class ModelState:
         return result
 
     def _is_written(self, value: Any) -> bool:
-        """Return whether a value is a tensor that has other values now.
+        """Return whether a value is a tensor that has other values now, or a generator that drew.
 
         Batch norms do not count the versions of their running statistics.
         """
+        if id(value) in self._generators:
+            generator, state = self._generators[id(value)]
+            return bool(_generator_state(generator) != state)
         if not isinstance(value, Tensor) or id(value) not in self._versions:
             return False
         copy = self._values.get(id(value))
@@ -119,6 +126,8 @@ class ModelState:
                     refill(container, copy)
             module.__dict__.clear()
             module.__dict__.update(before)
+        for generator, state in self._generators.values():
+            _set_generator_state(generator, state)
         with torch.no_grad():
             for tensor, version, value in self._tensors:
                 if tensor._version != version or not _same(tensor, value):
@@ -137,6 +146,24 @@ def _holds(value: Any) -> bool:
 def _copied(container: Any) -> Any:
     """Return a shallow copy of a container, of a plain type."""
     return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _generator_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers; None for other values."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _set_generator_state(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.setstate(state)
 
 
 def contents(value: Any) -> list[Any]:

@@ -241,7 +241,7 @@ def _flow(
             "its blocks, where each stage would change its own; keep it in a block, or in a buffer "
             "that operations change"
         )
-    if first is not flow and not _other_way(first, flow):
+    if first is not None and first is not flow and not _other_way(first, flow):
         flow = merged(flow, first)
     once -= {(x.module, x.key) for x in flow.state}
     return _Followed(flow, stateful, once, output)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipeexec.nesting import Arguments, tensors_in, with_tensors
+from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source
+from pipesim.errors import ExecutionError
 
 if TYPE_CHECKING:
     from pipeexec.splitting.sample_forward import Mode
@@ -33,6 +35,14 @@ class Border(NamedTuple):
 
     whole: tuple[Source, ...]
     shapes: tuple[int, ...] = ()
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return shapes of the tensors in arguments, and the other values."""
+    values = (*args, *kwargs.values())
+    if not all(x is None or isinstance(x, (Tensor, bool, int, float, str)) for x in values):
+        values = tuple(leaf.value for leaf in leaves((args, kwargs)))
+    return tuple(x.shape if isinstance(x, Tensor) else x for x in values)
 
 
 class Skeleton:
@@ -72,6 +82,11 @@ class Skeleton:
         self.dtypes = tuple(x.dtype for x in tensors_in(arguments))
         self.empty, self._is_training = empty, model.training
         self._other_mode: dict[str, nn.Module] = {}
+        # Results of calls by number, mode and form of the arguments; all stages may add some.
+        self._results: dict[Any, Any] = {}
+        for number, (arguments_before, result) in enumerate(flow.records):
+            with suppress(TypeError):  # an argument that has no hash
+                self._results[number, model.training, _form(*arguments_before)] = result
 
     def __deepcopy__(self, _: dict[int, Any]) -> Skeleton:
         return self  # nothing changes; copies of stages do not copy the model
@@ -82,22 +97,41 @@ class Skeleton:
         return len(self.dtypes)
 
     def empty_result(self, number: int, training: bool, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call without data.
+        """Return the result of a call without data; for arguments of one form, computed once."""
+        if number in self.carried:
+            return self.flow.records[number].result
+        form = _form(args, kwargs)
+        key = number, training, form
+        try:
+            return self._results[key]
+        except KeyError:
+            self._results[key] = self._empty_result(number, training, args, kwargs)
+            return self._results[key]
+        except TypeError:  # an argument that has no hash
+            return self._empty_result(number, training, args, kwargs)
+
+    def _empty_result(self, number: int, training: bool, args: Any, kwargs: Any) -> Any:
+        """Compute the result of a call without data.
 
         Floating-point arguments have the types that they had in the sample: without data, autocast
         has no effect.
         """
-        name, record = self.names[number], self.flow.records[number]
-        if number in self.carried:
-            return record.result
-        types = [x.dtype for x in tensors_in(record.arguments)]
+        types = [x.dtype for x in tensors_in(self.flow.records[number].arguments)]
         tensors = [
             x.to("meta", dtype if x.is_floating_point() else x.dtype)
             for x, dtype in zip(tensors_in((args, kwargs)), types, strict=True)
         ]
         args, kwargs = with_tensors((args, kwargs), tensors)
-        with torch.no_grad(), _disable_current_modes():
-            return self._module(name, training)(*args, **kwargs)
+        try:
+            with torch.no_grad(), _disable_current_modes():
+                return self._module(self.names[number], training)(*args, **kwargs)
+        except Exception as error:  # of the user's code
+            raise ExecutionError(
+                f"the shape of what {self.names[number]!r} of another stage returns is not known: "
+                f"without data, its forward fails ({type(error).__name__}: "
+                f"{str(error).strip():.200}), which that of the sample did not; split with such a "
+                "sample"
+            ) from error
 
     def _module(self, name: str, training: bool) -> nn.Module:
         """Return a module without data in a mode."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
+from pipeexec.nesting import Arguments, tensors_in, with_tensors
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.skeleton import Border, Skeleton
 from pipeexec.splitting.stand_in import StandIn, missing
@@ -183,8 +183,6 @@ class SplitStage(nn.Module):
         self._written, self._stateful = skeleton.flow.written, stateful
         self._n_calls, self._is_foreign = 0, False
         self._values: dict[Source, _Value] = {}
-        # Results of stand-ins by call, mode and arguments: nested tensors without data.
-        self._results: dict[Any, Any] = {}
         self._origins = _Origins()
         # Parameters of other stages outside of calls: their module, key, shape and type.
         self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
@@ -305,6 +303,11 @@ class SplitStage(nn.Module):
     def _unchanged(self, source: Source) -> Tensor:
         """Return a value as it was; raise if its memory has been written to."""
         value = self._values[source]
+        if value.tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                f"stage {self.number} cannot send {self._described(source)}: it is a tensor of "
+                "torch.inference_mode; let the model use torch.no_grad"
+            )
         if _version(value.tensor) != value.version:
             raise ExecutionError(
                 f"stage {self.number} cannot send {self._described(source)}: it was changed in "
@@ -380,7 +383,10 @@ class SplitStage(nn.Module):
         Arguments that the call changes are changed.
         """
         number = self._next_number(name)
-        call, result = self._skeleton.flow.calls[number], self._empty_result(number, args, kwargs)
+        call, result = (
+            self._skeleton.flow.calls[number],
+            self._skeleton.empty_result(number, self.training, args, kwargs),
+        )
         device = next(iter(self._values.values())).tensor.device
         arguments = tensors_in((args, kwargs)) if call.changed or call.same else ()
         same, tensors = dict(call.same), []
@@ -400,33 +406,6 @@ class SplitStage(nn.Module):
             if source in self._values:
                 arguments[position].copy_(self._values[source].tensor)
         return with_tensors(result, tensors)
-
-    def _empty_result(self, number: int, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call without data; for arguments of one form, computed once."""
-        values = (*args, *kwargs.values())
-        if not all(x is None or isinstance(x, (Tensor, bool, int, float, str)) for x in values):
-            values = tuple(leaf.value for leaf in leaves((args, kwargs)))
-        form = tuple(x.shape if isinstance(x, Tensor) else x for x in values)
-        key = number, self.training, form
-        try:
-            return self._results[key]
-        except KeyError:
-            self._results[key] = self._computed_empty_result(number, args, kwargs)
-            return self._results[key]
-        except TypeError:  # an argument that has no hash
-            return self._computed_empty_result(number, args, kwargs)
-
-    def _computed_empty_result(self, number: int, args: Any, kwargs: Any) -> Any:
-        """Compute the result of a call without data."""
-        try:
-            return self._skeleton.empty_result(number, self.training, args, kwargs)
-        except Exception as error:  # of the user's code
-            raise ExecutionError(
-                f"stage {self.number} does not know the shape of what "
-                f"{self._skeleton.names[number]!r} of another stage returns: without data, its "
-                f"forward fails ({type(error).__name__}: {str(error).strip():.200}), which that of "
-                "the sample did not; split with such a sample"
-            ) from error
 
 
 def check_hooks(model: nn.Module, names: Sequence[str], calls: Sequence[range]) -> None:

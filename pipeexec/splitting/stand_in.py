@@ -91,7 +91,20 @@ class StandIn(nn.Module):
         except AttributeError:
             if name.startswith("__"):  # such as __deepcopy__: not that of the other module
                 raise
-            return getattr(self.__dict__["_module_without_data"], name)
+            value = getattr(self.__dict__["_module_without_data"], name)
+            if not isinstance(value, (Tensor, nn.Module)):
+                return value
+            return getattr(self._module_of_missing(), name)
+
+    def _module_of_missing(self) -> nn.Module:
+        """Return the module with missing values, which the model's code may use in vain."""
+        if "_missing" not in self.__dict__:
+            module = self.__dict__["_module_without_data"]
+            self.__dict__["_missing"] = _with_tensors(
+                module, lambda x: missing(x.shape, x.dtype, torch.device("cpu"))
+            )
+        result: nn.Module = self.__dict__["_missing"]
+        return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values that the module would return; those of others are empty."""

@@ -58,7 +58,7 @@ _WRITERS = frozenset({
     Tensor.untyped_storage,
 })  # fmt: skip
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 #: Arguments of operations whose values must be in a range, such as those of `embedding`.
 _INDICES = frozenset({"index", "indices", "offsets", "target"})
 _VALUES = frozenset({"input", "output", "argument"})
@@ -217,13 +217,21 @@ class DataFlow(NamedTuple):
 
 def merged(first: DataFlow, second: DataFlow) -> DataFlow:
     """Return the data flow of either of two forwards with the same calls; records of the first."""
-    calls = (
+    calls = tuple(
         Call(a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same)
         for a, b in zip(first.calls, second.calls, strict=True)
     )
-    rest = (tuple(dict.fromkeys((*a, *b))) if isinstance(a, tuple) else a | b
-            for a, b in zip(first[1:-1], second[1:-1], strict=True))  # fmt: skip
-    return DataFlow(tuple(calls), *rest, records=first.records)
+    return DataFlow(
+        calls,
+        first.output | second.output,
+        tuple(dict.fromkeys((*first.reads, *second.reads))),
+        first.written | second.written,
+        tuple(dict.fromkeys((*first.aliases, *second.aliases))),
+        tuple(dict.fromkeys((*first.state, *second.state))),
+        first.transient | second.transient,
+        first.ran | second.ran,
+        first.records,
+    )
 
 
 class _Follow(TorchDispatchMode):
@@ -465,8 +473,8 @@ class _Follow(TorchDispatchMode):
 
 def _random_states() -> tuple[object, ...]:
     """Return the states of the generators of Python and numpy."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - of the user's code
-    return random.getstate(), name, keys.tobytes(), *rest
+    state = np.random.get_state(legacy=False)  # noqa: NPY002 - of the user's code
+    return random.getstate(), repr(state["state"]["key"].tobytes()), state["state"]["pos"]
 
 
 def _signatures(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -495,7 +503,7 @@ class _Readers(TorchFunctionMode):
     """Notes reads of tensors that are no operations."""
 
     def __init__(self, mode: _Follow) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

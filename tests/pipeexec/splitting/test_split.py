@@ -62,9 +62,9 @@ def test_stages_compute_what_the_model_computes(name):
     model = make()
     modules = [x for part in px.split(model, 1, sample=sample).modules for x in part]
     for first in modules[1:]:
-        difference = px.split(model, [first], sample=sample).check(sample)
+        difference = px.split(model, [first], sample=sample, check=False).check(sample)
         assert difference < 1e-6 if "tied" in name else difference == 0.0, first
-    difference = px.split(model, modules[1::2], sample=sample).check(sample)
+    difference = px.split(model, modules[1::2], sample=sample, check=False).check(sample)
     assert difference < 1e-6 if "tied" in name else difference == 0.0
 
 
