@@ -37,7 +37,8 @@ class Differences(NamedTuple):
     @property
     def largest(self) -> float:
         """The largest of them; NaN if one is."""
-        return _worst((self.outputs, self.loss, self.gradients, self.buffers))
+        values: tuple[float, ...] = self
+        return _worst(values)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} by {x:.1e}" for name, x in self._asdict().items() if x != 0)
