@@ -17,7 +17,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 #: Folders of settings, which would otherwise be the user's.
 SETTINGS = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 #: What a kernel runs that is forked where matplotlib is loaded already: its figures go into cells.
-#: Scripts that a notebook starts as ranks are forked too. Calibrations time few messages.
+#: Scripts that a notebook starts as ranks are forked too. Calibrations time few messages. Figures
+#: are drawn once, small: a tight box would draw them twice.
 KERNEL = """
 import os, runpy
 from few_messages import few_messages
@@ -27,7 +28,12 @@ few = few_messages()
 few.__enter__()
 os.chdir({folder!r})
 import matplotlib
+from IPython.core import pylabtools
 matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
+print_figure = pylabtools.print_figure
+def print_small_figure(fig, fmt="png", bbox_inches=None, base64=False, **_):
+    return print_figure(fig, fmt, None, base64, dpi=20)
+pylabtools.print_figure = print_small_figure
 runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
 """
 
