@@ -5,13 +5,13 @@ The whole table runs with FAULTS in the environment, as in `make chaos`.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from case_choice import EVERY_CASE
 from endings import CORE, TABLE, Ending, run_ending, wrong_with
 
 from pipeexec import process_end
@@ -19,7 +19,7 @@ from pipeexec import process_end
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ending", TABLE if "FAULTS" in os.environ else CORE, ids=str)
+@pytest.mark.parametrize("ending", TABLE if EVERY_CASE else CORE, ids=str)
 def test_every_process_ends_with_its_own_status(ending: Ending, tmp_path: Path) -> None:
     """None aborts, hangs, or leaves a process or a file."""
     statuses, output, left = run_ending(ending, tmp_path, fresh=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_choice import EVERY_CASE
 from faults import (
     Fault,
     Outcome,
@@ -50,15 +51,19 @@ CASES: dict[Fault, str] = {
     Fault("kill", 1, "1REDUCE_GRAD", devices=2, replicas=2): "rank 1 was in .*1REDUCE_GRAD .*; me",
     Fault("kill", 1, "0ALL_TO_ALL2.keys", devices=2, replicas=2, sharded=True): "rank 1 was in .*0"
     r"ALL_TO_ALL2\.keys \(.*meanwhile rank 0 in step 1: device 0 (in|before) ",
-    Fault("sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True): "0ALL_TO_ALL2."
-    "vectors hangs .*rank 0, .* no task has ended for 5 s; meanwhile rank 1 .* in 0ALL_TO_ALL2.vec",
+    Fault(
+        "sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True, timeout=3.0
+    ): "0ALL_TO_ALL2.vectors hangs .*rank 0, .* no task has ended for 3 s; meanwhile rank 1 .* in "
+    "0ALL_TO_ALL2.vec",
     Fault("raise", 1, "0B1", devices=2, replicas=2): "0B1 failed .*on purpose; meanwhile rank 0",
     Fault("kill", 1): r"rank 1 was lost; last seen rank 1 between steps \(1 ended\)",
     Fault("stop", 1, "1F2", launcher=True): "rank 1 has not updated its status for 5 s; rank 1 was",
-    Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",
-    Fault("hold", 1, "1B2"): "rank 1 has not updated its status for 5 s; rank 1 was in 1B2",
-    Fault("sleep", 1, "1B2"): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, step 1\): no "
-    "task has ended for 5 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
+    Fault("stop", 0, "0F2", timeout=3.0): "rank 0, which held the store, was lost; rank 0 was in "
+    "0F2",
+    Fault("hold", 1, "1B2", timeout=3.0): "rank 1 has not updated its status for 3 s; rank 1 was "
+    "in 1B2",
+    Fault("sleep", 1, "1B2", timeout=3.0): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, "
+    r"step 1\): no task has ended for 3 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
     Fault("sleep", 1, launcher=True): "rank 0 waited 5 s for rank 1, which did not answer; every "
     "process must make the same calls; meanwhile rank 1 between steps",
     Fault("raise", 0, "0B3"): "rank 0, step 1: 0B3 failed .*ValueError: on purpose",
@@ -86,9 +91,13 @@ _SLOW = {
     Fault("exit", 1, launcher=True),
     Fault("interrupt launcher", 1, "1F2", launcher=True),
     Fault("kill launcher", 1, "1F2", launcher=True),
+    # These are as others, in another rank, task or schedule.
+    Fault("kill", 2, "2F1", n_ranks=3),
+    Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"),
+    Fault("raise", 0, "0I2", schedule="zb_h1"),
 }
 assert CASES.keys() >= _SLOW
-RUN = [fault for fault in CASES if "FAULTS" in os.environ or fault not in _SLOW]
+RUN = [fault for fault in CASES if EVERY_CASE or fault not in _SLOW]
 
 
 @pytest.fixture(scope="module")
