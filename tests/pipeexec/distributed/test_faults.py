@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from faults import (
     wrongs,
 )
 from process_errors import make
-from ranks import Ranks, free_port
+from ranks import Ranks, free_port, running
 from small_pipelines import data
 
 import pipeexec as px
@@ -257,7 +256,8 @@ def test_batches_of_other_length_in_another_process(two_ranks: Ranks) -> None:
 # One process
 
 HANGING = """
-import time, torch, pipeexec as px, pipesim as ps
+import time, traceback, torch, pipeexec as px, pipesim as ps
+from forked import finalize
 from pipesim.errors import StallError
 from torch import nn
 class Hang(nn.Module):
@@ -270,25 +270,29 @@ def step(timeout):
     stages = [nn.Linear(4, 4), Hang()]
     with px.Pipeline(stages, graph, ["cpu"] * 2, nn.functional.mse_loss, timeout=timeout) as p:
         p.step(batch, batch)
-try:
-    step(1.0)
-except StallError as error:
-    print(error, flush=True)
-step(None)
+def main():
+    try:
+        step(1.0)
+    except StallError as error:
+        print(error, flush=True)
+    step(None)
+finalize(main, traceback.print_exc)
 """
 
 
-def test_stages_that_hang_in_one_process() -> None:
+def test_stages_that_hang_in_one_process(tmp_path: Path) -> None:
     """A step is given up in time, or by an interrupt; the interpreter ends in spite of both."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    first, error, second = (process.stdout.readline() for _ in range(3))
-    assert first == second == "hangs\n"
+    script, log = tmp_path / "hanging.py", tmp_path / "0.log"
+    script.write_text(HANGING)
+    log.touch()
+    with running([[str(script)]], tmp_path) as (process,):
+        end = time.monotonic() + 60
+        while log.read_text().count("hangs\n") < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+    first, error, second, *_, last = log.read_text().splitlines()
+    assert first == second == "hangs"
     assert error.startswith("1F0 hangs (rank 0, device 1, stage 1, micro-batch 0, step 0)")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
-    assert output.rstrip().endswith("KeyboardInterrupt")
+    assert last == "KeyboardInterrupt"
