@@ -67,8 +67,8 @@ fuzz: $(STAMP)  ## every property on 100 examples, engines on 8,000 random graph
 	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py tests/pipesim/plot/page/test_page_numbers.py
 	FUZZ_EXAMPLES=2000 $(TESTS) -n 3 tests/pipeexec/splitting/test_tricky_models.py -k random
 
-chaos: $(STAMP)  ## every fault and ending of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
-	FAULTS=all $(BIN)/python -m pytest tests/pipeexec/distributed/test_faults.py tests/pipeexec/distributed/test_endings.py tests/pipeexec/distributed/test_freezes.py tests/pipeexec/executor/test_feature_races.py
+chaos: $(STAMP)  ## every fault, ending and product of cases of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
+	FAULTS=all $(BIN)/python -m pytest tests/project/test_attack.py $$(grep -rl case_choice tests --include "test_*.py")
 	$(BIN)/python tests/helpers/chaos.py --out results/benchmarks/chaos.txt
 
 bench: $(STAMP)  ## run every script in benchmarks/

@@ -11,9 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked import start_server, use_server
 from hypothesis import Phase, settings
 from hypothesis.internal.conjecture import engine
 from kernels import compile_in_turn
@@ -85,6 +86,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.stash[_LOCK] = _TestLock()
         compile_in_turn()
+        if "fork_server" in config.workerinput:
+            use_server(config.workerinput["fork_server"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers of pytest-xdist fork processes from one, which loads torch for ten seconds.
+
+    Tests that fork are slow ones.
+    """
+    if "not slow" not in node.config.option.markexpr:
+        node.workerinput["fork_server"] = start_server()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -204,9 +204,7 @@ def inject(fault: Fault, folder: Path) -> Outcome:
         commands = [command] * fault.n_ranks
     # The first half of this is for processes to start.
     seconds = 2 * (fault.timeout + 2 * SLACK)
-    statuses, output, ended, left = run_commands(
-        commands, folder, port=port, seconds=seconds, fresh=fault.launcher
-    )
+    statuses, output, ended, left = run_commands(commands, folder, port=port, seconds=seconds)
     began = folder / "begun"
     partial = folder / "results/run-partial/timeline.csv"
     timeline = ps.Timeline.load(partial) if partial.is_file() else None

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import IO, Any
 
 import pytest
 
-__all__ = ["Forked", "finalize", "fork_scripts"]
+__all__ = ["Forked", "finalize", "fork_scripts", "start_server", "use_server"]
 
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
@@ -31,6 +32,30 @@ _SERVER.set_forkserver_preload(
      "matplotlib.figure", "pipeexec.cli", "pipeexec.executor.pipeline", "pipeexec.cli.launch",
      "pipeexec.cli.measured_steps", "pipeexec.validation", "before_forks"]
 )  # fmt: skip
+
+
+@contextmanager
+def _server_settings() -> Iterator[None]:
+    """Give the server, which may be started now, its environment."""
+    with _STARTING, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of `before_forks`
+        yield
+
+
+def start_server() -> str:
+    """Start the server, and return its address. It ends with this process."""
+    with _server_settings():
+        forkserver.ensure_running()
+    return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+
+
+def use_server(address: str) -> None:
+    """Fork from the server of another process, which must not end before this one."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    _, server._forkserver_alive_fd = os.pipe()  # forked processes get it; the server has another
+    server.ensure_running = lambda: None
 
 
 class Forked:
@@ -51,9 +76,7 @@ class Forked:
         self._process = _SERVER.Process(
             target=_become, args=(list(arguments), dict(environment), log, reader)
         )
-        with _STARTING, pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of `before_forks`
+        with _server_settings():
             self._process.start()  # and the server, before the first
         reader.close()
         self.pid: int = self._process.pid or 0

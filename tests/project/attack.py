@@ -17,6 +17,7 @@ from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 from bad_values import SELDOM, VALUES, allowed_by
+from case_choice import EVERY_CASE
 
 from pipesim.errors import CapacityError, PipeError, PipeWarning
 
@@ -215,6 +216,11 @@ def outcome(
     return verdict("accepted", type(result).__name__)
 
 
-def attacks(parameter: inspect.Parameter, *, seldom: bool) -> dict[str, Callable[[], object]]:
-    """Return the values to attack a parameter with."""
-    return {name: VALUES[name] for name in SELDOM} if seldom else VALUES
+def attacks(
+    parameter: inspect.Parameter, index: int, *, seldom: bool
+) -> dict[str, Callable[[], object]]:
+    """Return the values to attack a parameter with: by default every second, from its index on."""
+    names = list(SELDOM if seldom else VALUES)
+    if not EVERY_CASE:
+        names = names[index % 2 :: 2]
+    return {name: VALUES[name] for name in names}

@@ -88,8 +88,8 @@ def outcomes(name: str, folder: Path) -> list[Outcome]:
     if name not in attack_table_exec.REFUSED:
         end(call(function, make(folder)))
     with sandbox():
-        for parameter in parameters(function):
-            values = attacks(parameter, seldom=slow)
+        for index, parameter in enumerate(parameters(function)):
+            values = attacks(parameter, index + len(name), seldom=slow)
             if "Path" in str(parameter.annotation):
                 values = values | {
                     path: functools.partial(paths.__getitem__, path) for path in paths
@@ -143,7 +143,8 @@ def test_bad_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with sandbox():
         results = [
             attack_option(name, main, option, text, folder)
-            for option in options(main, name) for text in texts(name, option)
+            for index, option in enumerate(options(main, name))
+            for text in texts(name, option, index)
         ]  # fmt: skip
     wrong = [str(result) for result in results if not result.good]
     assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)

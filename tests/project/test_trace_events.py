@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from case_choice import EVERY_CASE
 
 import pipeexec as px
 import pipesim as ps
@@ -68,7 +70,8 @@ def test_bad_events(reader: str, tmp_path: Path) -> None:
     """Every trace is read, or refused with its path and in fewer than 1,000 characters."""
     path = tmp_path / "trace.json"
     wrong, n_read, n_refused = [], 0, 0
-    for events in [EVENTS, *_changed()]:
+    # Every third: keys are no multiple of three, so that each value meets other keys.
+    for events in [EVENTS, *islice(_changed(), 0, None, 1 if EVERY_CASE else 3)]:
         path.write_text(json.dumps({"traceEvents": events}))
         try:
             READERS[reader](path)

@@ -5,21 +5,20 @@ The whole table runs with FAULTS in the environment, as in `make chaos`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from case_choice import EVERY_CASE
 from endings import CORE, TABLE, Ending, run_ending, wrong_with
+from ranks import run_to_end
 
 from pipeexec import process_end
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ending", TABLE if "FAULTS" in os.environ else CORE, ids=str)
+@pytest.mark.parametrize("ending", TABLE if EVERY_CASE else CORE, ids=str)
 def test_every_process_ends_with_its_own_status(ending: Ending, tmp_path: Path) -> None:
     """None aborts, hangs, or leaves a process or a file."""
     statuses, output, left = run_ending(ending, tmp_path, fresh=False)
@@ -28,23 +27,26 @@ def test_every_process_ends_with_its_own_status(ending: Ending, tmp_path: Path) 
 
 
 STUCK = """
-import threading, time
+import threading, time, traceback
+from forked import finalize
 from pipeexec import process_end
 process_end._BUSY_SECONDS = 0.1
-for stop in (None, lambda: None):
-    thread = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
-    if stop: process_end.end_thread_with_process(thread, stop)
-    thread.start()
-print("ended")
+def main():
+    for stop in (None, lambda: None):
+        thread = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+        if stop: process_end.end_thread_with_process(thread, stop)
+        thread.start()
+    print("ended")
+    return 0
+finalize(main, traceback.print_exc)
 """
 
 
-def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
+def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path: Path) -> None:
     """A stage may hang for ever."""
-    ended = subprocess.run(
-        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    assert run_to_end([[str(script)]], tmp_path) == ([0], ["ended\n"])
 
 
 def test_threads_are_asked_to_end_then_connections_break(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_choice import EVERY_CASE
 from faults import (
     Fault,
     Outcome,
@@ -30,7 +30,7 @@ from faults import (
     wrongs,
 )
 from process_errors import make
-from ranks import Ranks, free_port
+from ranks import Ranks, free_port, running
 from small_pipelines import data
 
 import pipeexec as px
@@ -50,15 +50,19 @@ CASES: dict[Fault, str] = {
     Fault("kill", 1, "1REDUCE_GRAD", devices=2, replicas=2): "rank 1 was in .*1REDUCE_GRAD .*; me",
     Fault("kill", 1, "0ALL_TO_ALL2.keys", devices=2, replicas=2, sharded=True): "rank 1 was in .*0"
     r"ALL_TO_ALL2\.keys \(.*meanwhile rank 0 in step 1: device 0 (in|before) ",
-    Fault("sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True): "0ALL_TO_ALL2."
-    "vectors hangs .*rank 0, .* no task has ended for 5 s; meanwhile rank 1 .* in 0ALL_TO_ALL2.vec",
+    Fault(
+        "sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True, timeout=3.0
+    ): "0ALL_TO_ALL2.vectors hangs .*rank 0, .* no task has ended for 3 s; meanwhile rank 1 .* in "
+    "0ALL_TO_ALL2.vec",
     Fault("raise", 1, "0B1", devices=2, replicas=2): "0B1 failed .*on purpose; meanwhile rank 0",
     Fault("kill", 1): r"rank 1 was lost; last seen rank 1 between steps \(1 ended\)",
     Fault("stop", 1, "1F2", launcher=True): "rank 1 has not updated its status for 5 s; rank 1 was",
-    Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",
-    Fault("hold", 1, "1B2"): "rank 1 has not updated its status for 5 s; rank 1 was in 1B2",
-    Fault("sleep", 1, "1B2"): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, step 1\): no "
-    "task has ended for 5 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
+    Fault("stop", 0, "0F2", timeout=3.0): "rank 0, which held the store, was lost; rank 0 was in "
+    "0F2",
+    Fault("hold", 1, "1B2", timeout=3.0): "rank 1 has not updated its status for 3 s; rank 1 was "
+    "in 1B2",
+    Fault("sleep", 1, "1B2", timeout=3.0): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, "
+    r"step 1\): no task has ended for 3 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
     Fault("sleep", 1, launcher=True): "rank 0 waited 5 s for rank 1, which did not answer; every "
     "process must make the same calls; meanwhile rank 1 between steps",
     Fault("raise", 0, "0B3"): "rank 0, step 1: 0B3 failed .*ValueError: on purpose",
@@ -86,9 +90,13 @@ _SLOW = {
     Fault("exit", 1, launcher=True),
     Fault("interrupt launcher", 1, "1F2", launcher=True),
     Fault("kill launcher", 1, "1F2", launcher=True),
+    # These are as others, in another rank, task or schedule.
+    Fault("kill", 2, "2F1", n_ranks=3),
+    Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"),
+    Fault("raise", 0, "0I2", schedule="zb_h1"),
 }
 assert CASES.keys() >= _SLOW
-RUN = [fault for fault in CASES if "FAULTS" in os.environ or fault not in _SLOW]
+RUN = [fault for fault in CASES if EVERY_CASE or fault not in _SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +256,8 @@ def test_batches_of_other_length_in_another_process(two_ranks: Ranks) -> None:
 # One process
 
 HANGING = """
-import time, torch, pipeexec as px, pipesim as ps
+import time, traceback, torch, pipeexec as px, pipesim as ps
+from forked import finalize
 from pipesim.errors import StallError
 from torch import nn
 class Hang(nn.Module):
@@ -261,25 +270,29 @@ def step(timeout):
     stages = [nn.Linear(4, 4), Hang()]
     with px.Pipeline(stages, graph, ["cpu"] * 2, nn.functional.mse_loss, timeout=timeout) as p:
         p.step(batch, batch)
-try:
-    step(1.0)
-except StallError as error:
-    print(error, flush=True)
-step(None)
+def main():
+    try:
+        step(1.0)
+    except StallError as error:
+        print(error, flush=True)
+    step(None)
+finalize(main, traceback.print_exc)
 """
 
 
-def test_stages_that_hang_in_one_process() -> None:
+def test_stages_that_hang_in_one_process(tmp_path: Path) -> None:
     """A step is given up in time, or by an interrupt; the interpreter ends in spite of both."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    first, error, second = (process.stdout.readline() for _ in range(3))
-    assert first == second == "hangs\n"
+    script, log = tmp_path / "hanging.py", tmp_path / "0.log"
+    script.write_text(HANGING)
+    log.touch()
+    with running([[str(script)]], tmp_path) as (process,):
+        end = time.monotonic() + 60
+        while log.read_text().count("hangs\n") < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+    first, error, second, *_, last = log.read_text().splitlines()
+    assert first == second == "hangs"
     assert error.startswith("1F0 hangs (rank 0, device 1, stage 1, micro-batch 0, step 0)")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
-    assert output.rstrip().endswith("KeyboardInterrupt")
+    assert last == "KeyboardInterrupt"

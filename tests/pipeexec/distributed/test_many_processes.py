@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from case_choice import covering
 from ranks import Ranks
 from small_pipelines import (
     NAMES_WITHOUT_SLICES,
@@ -352,8 +354,11 @@ def test_parity_in_four_processes(name: str, four_ranks: Ranks) -> None:
     check(four_ranks, "dense", name, 4, 8)
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last"])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "chimera"])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    covering(product(["gpipe", "1f1b", "interleaved_1f1b", "zbv", "chimera"],
+                     ["always", "except_last"])),
+)  # fmt: skip
 def test_parity_with_recompute(name: str, recompute: str, two_ranks: Ranks) -> None:
     check(two_ranks, "dropout", name, 2, 4, recompute=recompute)
 
@@ -368,8 +373,7 @@ def test_parity_where_every_message_comes_back(two_ranks: Ranks) -> None:
     check(two_ranks, "dense", "zigzag", 2, 2)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(("schedule", "name"), covering(product(["1f1b", "zb_h1"], MODELS)))
 def test_parity_whatever_stages_exchange(schedule: str, name: str, four_ranks: Ranks) -> None:
     """Micro-batches of 4 and of 3 samples; tuples, integers, doubles, absent gradients."""
     check(four_ranks, name, schedule, 4, 4)
@@ -390,8 +394,10 @@ def test_parity_however_messages_are_sent(options: dict[str, Any], two_ranks: Ra
     check(two_ranks, "tuples", "gpipe", 2, 3, **options)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera", "dualpipe", "pipedream"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    covering(product(["1f1b", "zbv", "chimera", "dualpipe", "pipedream"], ["adamw", "sgd"])),
+)
 def test_three_steps_are_those_of_one_process(name: str, optimizer: str, two_ranks: Ranks) -> None:
     """Optimizers, and the copies of stages in several processes, stay together."""
     check(two_ranks, "dropout", name, 2, 4, optimizer=optimizer, n_steps=3)

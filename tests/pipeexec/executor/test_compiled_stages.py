@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from parity import lowered
 from small_pipelines import assert_same, cut, data, dense, mse, pipeline
 from split_models import Block, Language, Residual
@@ -78,11 +79,11 @@ def wrapped(stages: list[nn.Module], backend: Any) -> list[nn.Module]:
 ways = pytest.mark.parametrize("compile", [in_place, wrapped])
 
 
-@ways
 @pytest.mark.parametrize(
-    ("schedule", "recompute", "dropout"),
-    [("1f1b", "never", 0.0), ("1f1b", "never", 0.5), ("gpipe", "always", 0.5),
-     ("zb_h1", "never", 0.5)],
+    ("compile", "schedule", "recompute", "dropout"),
+    covering((way, *row) for way in (in_place, wrapped)
+             for row in (("1f1b", "never", 0.0), ("1f1b", "never", 0.5), ("gpipe", "always", 0.5),
+                         ("zb_h1", "never", 0.5))),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pipesim.errors.SplitBackwardWarning")
 def test_compiled_stages_train_as_others(

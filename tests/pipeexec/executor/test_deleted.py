@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from fake_cuda import FakeCuda, FakeGpu
 from small_pipelines import cut, data, dense, mse, sgd
 from torch import Tensor, nn
@@ -129,7 +131,9 @@ def _alive(held: dict[str, weakref.ref[Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("devices", "use"), covering(product(["cuda", "cpu"], USES)), indirect=["devices"]
+)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
 def test_a_pipeline_is_freed(
     devices: list[Any], use: Callable[[px.Pipeline], object], monkeypatch: pytest.MonkeyPatch
@@ -231,7 +235,9 @@ def _live_tensors() -> dict[int, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    ("devices", "feature"), covering(product(["cuda", "cpu"], FEATURES)), indirect=["devices"]
+)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
 @pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 def test_a_pipeline_of_a_feature_is_freed(devices: list[Any], feature: str) -> None:

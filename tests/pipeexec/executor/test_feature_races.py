@@ -7,7 +7,6 @@ one GPU of the stand-in. Host threads are left out: the dispatch mode of the che
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from sanitizing import check, sanitized
 from small_pipelines import cut, data, dense, mse, sgd
@@ -270,11 +270,13 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-#: Every second case; all with FAULTS=all, as `make chaos` has it.
-CHOSEN = list(CASES)[:: 1 if os.environ.get("FAULTS") == "all" else 2]
+def _parts(name: str) -> list[str]:
+    """Return the parts of a case, and each feature with split backwards as a part of its own."""
+    feature, *others = name.split(", ")
+    return [feature, *others, *(f"{feature}, {part}" for part in others if part == "zb_h1")]
 
 
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("case", covering(CASES, parts=_parts))
 def test_a_feature(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     with sanitized(monkeypatch) as watch:
         CASES[case]()
@@ -379,7 +381,13 @@ MISTAKES: dict[str, tuple[Mistake, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+def _feature(name: str) -> list[str]:
+    """Return the feature in which a mistake is, with the kind of finding."""
+    _, case, kind, _ = MISTAKES[name]
+    return [f"{case.partition(', ')[0]}, {kind}"]
+
+
+@pytest.mark.parametrize("name", covering(MISTAKES, parts=_feature))
 def test_the_checks_see(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mistake, case, kind, operator = MISTAKES[name]
     with sanitized(monkeypatch) as watch:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from case_choice import covering
 from kept_gradients import MODES, Case, run, unsplit
 from ranks import Ranks
 from torch import Tensor
@@ -26,6 +29,12 @@ TOGETHER = [
 ]
 
 
+def parts(pair: tuple[Case, str]) -> list[str]:
+    """Return the case, and each part of the model in each mode."""
+    case, mode = pair
+    return [str(case), f"{case.part}, {mode}"]
+
+
 def check(
     case: Case, mode: str, results: list[tuple[list[dict[str, Tensor]], float | None]]
 ) -> None:
@@ -44,13 +53,11 @@ def check(
     assert is_found == set(expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ALONE, ids=str)
+@pytest.mark.parametrize(("case", "mode"), covering(product(ALONE, MODES), 1, parts), ids=str)
 def test_in_one_process(case: Case, mode: str) -> None:
     check(case, mode, [run(None, case, mode)])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", TOGETHER, ids=str)
+@pytest.mark.parametrize(("case", "mode"), covering(product(TOGETHER, MODES), 1, parts), ids=str)
 def test_in_two_processes(two_ranks: Ranks, case: Case, mode: str) -> None:
     check(case, mode, two_ranks.run(run, row=case, mode=mode))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import small_pipelines
 import torch
+from case_choice import covering
 from parity import RECOMPUTE, SCHEDULES, check, everywhere, lowered, needs_cuda, scheduled
 from small_pipelines import (
     AddInputs,
@@ -249,9 +251,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.slow
-@everywhere
-@scheduled
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "name"), covering(product(SCHEDULES, RECOMPUTE, CASES), 2)
+)
 def test_parity_whatever_the_stages_do(name: str, schedule: str, recompute: str) -> None:
     """The user's batch stays as it was, too."""
     torch.manual_seed(0)

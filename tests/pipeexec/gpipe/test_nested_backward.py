@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from functools import partial
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from places import HELPERS
+from ranks import run_to_end
 from small_pipelines import call_within
 from torch import Tensor
 
@@ -24,14 +23,12 @@ Task = tuple[Op, int, int]
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[str, Any]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run backwards on a device that has a thread of the engine's own, in another process."""
-    program = HELPERS / "device_thread.py"
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads(done.stdout)
+    program = str(HELPERS / "device_thread.py")
+    statuses, (output,) = run_to_end([[program]], tmp_path_factory.mktemp("ran"))
+    assert statuses == [0], output
+    results: dict[str, Any] = json.loads(output)
     return results
 
 

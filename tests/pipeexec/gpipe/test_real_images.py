@@ -13,12 +13,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from case_choice import covering
 from images import digits, noisy_patches
 from torch import Tensor, nn
 
@@ -123,8 +124,9 @@ def check_same_training(name: str, n: int, chunks: int, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("name", ["unet that drops", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "checkpoint"), covering(product(["unet that drops", "resnet"], MODES))
+)
 def test_one_micro_batch(name: str, checkpoint: Any) -> None:
     """Also what is dropped: of one micro-batch, it is what the module itself would drop."""
     check_same_training(name, 3, 1, checkpoint=checkpoint)
@@ -132,13 +134,13 @@ def test_one_micro_batch(name: str, checkpoint: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "chunks", "checkpoint"),
-    [(2, 2, "except_last"), (4, 4, "always"), (4, 4, "never")],
-)
-@pytest.mark.parametrize("name", ["unet", "resnet"])
-def test_several_micro_batches(name: str, n: int, chunks: int, checkpoint: Any) -> None:
+    ("name", "checkpoint", "n"),
+    covering((name, *row) for name in ("unet", "resnet")
+             for row in (("except_last", 2), ("always", 4), ("never", 4))),
+)  # fmt: skip
+def test_several_micro_batches(name: str, checkpoint: Any, n: int) -> None:
     """Gradients add up; batch norms normalise a micro-batch, and count it once if recomputed."""
-    check_same_training(name, n, chunks, checkpoint=checkpoint)
+    check_same_training(name, n, n, checkpoint=checkpoint)
 
 
 @pytest.mark.slow

@@ -6,11 +6,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 import pytest
+from case_choice import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -399,9 +400,10 @@ def test_the_search_keeps_splits_whose_launches_hide_behind_kernels() -> None:
     assert makespan(schedule, balanced) <= makespan(schedule, even) * EXACT
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "zb_h1"])
-@pytest.mark.parametrize("launch", [0.0, 5e-5])
-@pytest.mark.parametrize("recompute", ["never", "except_last"])
+@pytest.mark.parametrize(
+    ("name", "launch", "recompute"),
+    covering(product([*SCHEDULES, "zb_h1"], [0.0, 5e-5], ["never", "except_last"])),
+)
 def test_no_step_is_faster_than_its_lower_bound(name: str, launch: float, recompute: Any) -> None:
     """The search leaves out splits by this bound. A GPU may wait for its host in some layers."""
     schedule = SCHEDULES.get(name, ps.schedule("zb_h1", 4, 8))

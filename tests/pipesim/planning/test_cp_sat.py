@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from case_choice import covering
 from every_order import all_orders
 
 import pipesim as ps
@@ -99,8 +100,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("placement", "m", "split", "limit", "hold"), CASES)
+@pytest.mark.parametrize(
+    ("whole", "placement", "m", "split", "limit", "hold"),
+    covering(
+        ((whole, *case) for case in CASES for whole in (True, False)),
+        parts=lambda case: [("case", str(case[1:])), ("whole", f"{case[0]}, {case[1]}")],
+    ),
+)
 def test_optimum_is_that_of_brute_force(placement, m, split, limit, hold, whole):
     """From the worst order, for both objectives, with whole seconds and with any."""
     problem = small_problem(placement, m, split=split, limit=limit, hold=hold, whole=whole)

@@ -529,6 +529,8 @@ def test_dask_cluster(log: Path) -> None:
         # A worker that has no process so long after any of its deaths is given up for good.
         "distributed.deploy.lost-worker-timeout": "600s",
         "distributed.logging": {"distributed": "critical"},
+        # A new interpreter, of which this test starts several, imports for seconds.
+        "distributed.worker.multiprocessing-method": "forkserver",
     }
     with (
         dask.config.set(dask_settings),

@@ -89,9 +89,11 @@ def test_ctrl_c_while_numba_is_imported() -> None:
     assert (ended.returncode, ended.stdout) == (0, "interrupted\n33.0 True\n"), ended.stderr
 
 
-def test_ctrl_c_while_a_kernel_is_compiled() -> None:
+def test_ctrl_c_while_a_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the compilation, so that numba keeps all that it has registered."""
     event = pytest.importorskip("numba.core.event")
+    # Another cache: in the usual one, other tests may have left this kernel, compiled.
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
     class Interrupt(event.Listener):
         n_starts = 0

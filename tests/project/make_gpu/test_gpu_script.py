@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from case_choice import EVERY_CASE
 from gpu_modules import FAILS, HANGS, IS_KILLED, MISSES, PASSES, part
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -31,7 +32,9 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
     ran.mkdir()
     packed.mkdir()
     names = [steps.WARM_UP, *steps.DRY]
-    for name in ("validation-4", "features", "instrument"):
+    # `bfloat16` validates as well, and `test_races` has the steps of `sanitizer`.
+    others = () if EVERY_CASE else ("bfloat16", "sanitizer")
+    for name in ("validation-4", "features", "instrument", *others):
         names.remove(name)
     for name in names:
         assert gpu_script.run_here(name, ran, dry=True) == 0, (ran / f"{name}.txt").read_text()
