@@ -14,6 +14,7 @@ from pipeexec.splitting.stand_in import on_meta, to_meta, with_zeros
 from pipeexec.splitting.tracing.data_flow import DataFlow, follow
 from pipeexec.splitting.tracing.exported_model import export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
+from pipeexec.stages.restore import preserved_buffers
 from pipesim.errors import ExecutionError
 
 __all__ = ["SampleForward", "exported_forward", "sample_forward", "unchanged"]
@@ -112,14 +113,6 @@ def _failing_forward(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(*modules: nn.Module) -> Iterator[None]:
     """Restore buffers, such as running statistics, and the state of random numbers at the end."""
-    buffers = [x for module in modules for x in module.buffers() if not x.is_meta]
-    values = [x.clone() for x in buffers]
     devices = {x.get_device() for module in modules for x in module.parameters() if x.is_cuda}
-    with torch.random.fork_rng(sorted(devices)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+    with torch.random.fork_rng(sorted(devices)), preserved_buffers(modules):
+        yield
