@@ -115,6 +115,12 @@ class DdpStage:
         """Return the context of a forward or recompute, which must not prepare the reducer."""
         return self.ddp.no_sync()
 
+    def sync_buffers(self) -> None:
+        """Broadcast the buffers now, if DDP would broadcast them in the next forward."""
+        if self.ddp._check_sync_bufs_pre_fwd():
+            self.ddp._sync_buffers()
+            self.ddp.require_forward_param_sync = False  # as DDP does in a forward in no_sync()
+
     def before_backward(self, microbatch: int) -> None:
         """Prepare the reducer if this backward is the last of its mini-batch."""
         if self.overlaps and self._synchronizes_after(microbatch):

@@ -289,6 +289,8 @@ class Call:
         self._rejoin()
         self._is_done = True
         self.tasks.drop_results()
+        for stage in self.runtime.stages:
+            stage.end_step()
 
     def entry_gradients(self) -> list[Tensor | None]:
         """Wait for the gradients of the mini-batch's inputs, and return them."""

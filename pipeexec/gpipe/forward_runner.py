@@ -70,9 +70,11 @@ class ForwardRunner:
                 norm.undo()
             raise
         if states is not None and runtime.restore_random_states(states):
+            call.wait()
+            buffers = call.tasks.first_buffers()
             call.forget()
             seed = next_seed()
-            call = Call(PartitionTasks(runtime, recomputed, seed, tracked, again=True), stream)
+            call = Call(PartitionTasks(runtime, recomputed, seed, tracked, buffers), stream)
             is_atomic, outputs = call.run(inputs, microbatches, atomic)
             self._others_draw = not runtime.draws_random(unknown=False)  # no partition had drawn
         if seed is not None and runtime.draws_random(unknown=False):

@@ -21,6 +21,7 @@ from pipeexec.gpipe.message_streams import MessageStreams
 from pipeexec.gpipe.partition import Form
 from pipeexec.gpipe.runtime import Runtime
 from pipeexec.gpipe.skip import Key
+from pipeexec.stages.forward_buffers import Buffers
 from pipeexec.stages.random_numbers import default_state, task_seed
 from pipesim.ops import Op
 
@@ -50,7 +51,8 @@ class PartitionTasks:
     tracked
         Partitions that have a backward: the first that needs a gradient, and all after it.
     again
-        Whether the forward was run before: buffers stay as they are.
+        Buffers of each partition if the forward was run before: it changes them, and leaves those
+        of the partition as they are.
 
     Attributes
     ----------
@@ -66,7 +68,7 @@ class PartitionTasks:
         recomputed: Sequence[bool],
         seed: int | None,
         tracked: Sequence[int],
-        again: bool = False,
+        again: Sequence[Buffers] | None = None,
     ) -> None:
         self.runtime, self.recomputed, self.tracked = runtime, list(recomputed), tracked
         self.nbytes: dict[TaskKey, int] = {}
@@ -111,6 +113,17 @@ class PartitionTasks:
     def drop_results(self) -> None:
         """Drop results that no task takes: gradients of inputs that need none."""
         self._results.clear()
+
+    def first_buffers(self) -> list[Buffers]:
+        """Return for each partition the buffers that forwards changed, as they were before.
+
+        Partitions without a backward have kept none: copies of the present ones.
+        """
+        keys = [self._key(i) for i in range(len(self.recomputed))]
+        return [
+            stage.buffers.earliest(keys) if j in self.tracked else stage.buffers.present()
+            for j, stage in enumerate(self.runtime.stages)
+        ]
 
     def forget(self) -> None:
         """Drop the tensors that a backward would need."""
@@ -158,7 +171,7 @@ class PartitionTasks:
         n = sum(isinstance(slot, int) for slot in inputs)
         input_form = Form(self._is_atomic.pop((i, j)), n, skips)
         tensors = tuple(inputs.pop(slot) for slot in input_form.slots)
-        with self.runtime.locks[j], self._settings(), recomputing(self._again):
+        with self.runtime.locks[j], self._settings(), recomputing(self._again is not None):
             partition.forms.inputs = input_form
             outputs = self._run_layers(i, j, tensors)
             form = partition.forms.outputs
@@ -172,13 +185,14 @@ class PartitionTasks:
     def _run_layers(self, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
         """Return the outputs of a partition's layers, then the skips that they stash."""
         stage, seed = self.runtime.stages[j], self._task_seed(i, j)
+        buffers = None if self._again is None else self._again[j]
         if j not in self.tracked:
-            return stage.evaluate(self._key(i), tensors, seed)
+            return stage.evaluate(self._key(i), tensors, seed, buffers)
         if not self.recomputed[i]:
-            return stage.forward(self._key(i), tensors, seed, False, again=self._again)
+            return stage.forward(self._key(i), tensors, seed, False, again=buffers)
         before = default_state(stage.device) if len(self.recomputed) == 1 else None
         with checkpointing():
-            outputs = stage.forward(self._key(i), tensors, seed, True, again=self._again)
+            outputs = stage.forward(self._key(i), tensors, seed, True, again=buffers)
         if before is not None and not torch.equal(before, default_state(stage.device)):
             self._random_states[i, j] = before
         return outputs

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeexec.devices.device import Device
 from pipeexec.gpipe.arguments import Switches
+from pipeexec.gpipe.checkpoint import recomputing
 from pipeexec.gpipe.partition import Partition, skips_across
 from pipeexec.gpipe.routes import RoutesByPartition, forward_routes, routes_by_partition
 from pipeexec.stages.activation_bytes import ActivationCounter
@@ -94,6 +95,8 @@ def make_runtime(
         Stage(partition, j, device, ActivationCounter())
         for j, (partition, device) in enumerate(zip(partitions, torch_devices, strict=True))
     ]
+    for stage in stages:
+        stage.recompute_context, stage.recompute_option = recomputing, "checkpoint='never'"
     routes = forward_routes(len(parts), skips, portals=switches.portals)
     return Runtime(
         stages,

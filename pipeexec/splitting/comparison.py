@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
+from math import isnan, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,7 @@ class Differences(NamedTuple):
     @property
     def largest(self) -> float:
         """The largest of them; NaN if one is."""
-        values: tuple[float, ...] = self
-        return _worst(values)
+        return _worst(self)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} by {x:.1e}" for name, x in self._asdict().items() if x != 0)
@@ -60,7 +59,7 @@ def own_tensors(values: Any) -> Any:
 def tolerance(model: nn.Module) -> float:
     """Return the difference that rounding may make: the root of the coarsest type's precision."""
     types = {x.dtype for x in model.parameters() if x.is_floating_point()}
-    return max((torch.finfo(x).eps for x in types), default=torch.finfo(torch.float32).eps) ** 0.5
+    return sqrt(max((torch.finfo(x).eps for x in types), default=torch.finfo(torch.float32).eps))
 
 
 def compared(

@@ -79,7 +79,6 @@ class ModuleCaller:
         inputs: tuple[Tensor, ...],
         microbatch: int,
         seed: Seed,
-        buffers: dict[str, Tensor] | None = None,
         deferred: DeferredGradients | None = None,
         saved: SavedActivations | None = None,
     ) -> tuple[Tensor, ...]:
@@ -92,7 +91,7 @@ class ModuleCaller:
         draws = self.is_random.get(training, True) or isinstance(seed, Tensor)
         generator = OwnGenerator(seed, self.device) if draws and seed is not None else None
         with self._call_contexts(generator, deferred, saved):
-            output = self._module_output(arguments, microbatch, buffers)
+            output = self._module_output(arguments, microbatch)
             if self.loss_fn is not None:
                 outputs: tuple[Tensor, ...] = (self.loss_fn(output, microbatch),)
                 self._loss_gradient = torch.full_like(outputs[0], self.loss_scale)
@@ -129,15 +128,13 @@ class ModuleCaller:
             context.enter_context(deferred.interception())
         return context
 
-    def _module_output(
-        self, inputs: tuple[Tensor, ...], microbatch: int, buffers: dict[str, Tensor] | None
-    ) -> object:
+    def _module_output(self, inputs: tuple[Tensor, ...], microbatch: int) -> object:
         weights = {} if self.versions is None else self.versions.weights(microbatch)
         args, kwargs = inputs, None
         if self.arguments is not None:
             args, kwargs = with_tensors(self.arguments[microbatch], inputs)
-        if buffers or weights:
-            return functional_call(self.module, {**weights, **(buffers or {})}, args, kwargs)
+        if weights:
+            return functional_call(self.module, {**weights}, args, kwargs)
         return self.module(*args, **(kwargs or {}))
 
     def _note_modified(

@@ -8,14 +8,16 @@ copied into the old tensors wherever they fit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["restore_afterwards", "restore_optimizer", "temporary_attribute"]
+from pipeexec.stages.forward_buffers import Buffer, Slot, is_changed_in_place, tensor_version
+
+__all__ = ["preserved_buffers", "restore_afterwards", "restore_optimizer", "temporary_attribute"]
 
 
 @contextmanager
@@ -25,24 +27,44 @@ def restore_afterwards(
     """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
     # Parameters without memory, whose stand-ins are expanded, have nothing to restore.
     states = [copy.deepcopy(_with_memory(module.state_dict())) for module in modules]
-    # Buffers may be missing in the state.
-    buffers = [[b.clone() for b in module.buffers()] for module in modules]
     gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
                  for module in modules]  # fmt: skip
     optimizer_states = [None if o is None else copy.deepcopy(o.state_dict()) for o in optimizers]
     try:
-        yield
+        with preserved_buffers(modules):
+            yield
     finally:
-        for module, state, values, grads in zip(modules, states, buffers, gradients, strict=True):
+        for module, state, grads in zip(modules, states, gradients, strict=True):
             module.load_state_dict(state, strict=False)
-            for buffer, value in zip(module.buffers(), values, strict=True):
-                if not _is_expanded(buffer):  # no operation can write to it
-                    buffer.copy_(value)
             for parameter, gradient in zip(module.parameters(), grads, strict=True):
                 parameter.grad = gradient
         for optimizer, saved in zip(optimizers, optimizer_states, strict=True):
             if optimizer is not None and saved is not None:
                 restore_optimizer(optimizer, saved)
+
+
+@contextmanager
+def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore buffers at the end of a block: the tensors themselves, and their values."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    slots = [Slot(part, key, key) for part in parts for key in part._buffers]
+    before = [(slot, x := slot.get(), tensor_version(x), _copied(x)) for slot in slots]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for slot, buffer, version, values in before:
+                slot.set(buffer)
+                if values is not None and is_changed_in_place(buffer, version, values):
+                    assert isinstance(buffer, Tensor)
+                    buffer.copy_(values)
+
+
+def _copied(buffer: Buffer) -> Tensor | None:
+    """Return a copy of a buffer; None if no operation can write to it."""
+    if not isinstance(buffer, Tensor) or buffer.is_meta or _is_expanded(buffer):
+        return None
+    return buffer.detach().clone()
 
 
 def _with_memory(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Over 300 lines: one class, whose methods share what it holds of micro-batches in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +18,18 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter, CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
+from pipeexec.stages.forward_buffers import Buffers, ForwardBuffers, use_buffers
 from pipeexec.stages.module_call import LossCall, ModuleCaller, Seed
 from pipeexec.stages.offload import SavedActivations, module_storages, storages
+from pipeexec.stages.random_numbers import default_state
+from pipeexec.stages.repeatable import ModuleState, not_repeatable, same_tensors
 from pipeexec.stages.sequence_slices.stage_slices import Mode, StageSlices
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 
 __all__ = ["Stage", "attach_meters", "run_backward"]
 
-_NO_SLICE = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -111,7 +114,13 @@ class Stage(ModuleCaller):
         super().__init__(module, index, device, loss_fn, versions, batch_size)
         self.slices = StageSlices(module, index, n_slices) if n_slices > 1 else None
         self.counter = counter
-        self.buffers = [name for name, _ in module.named_buffers()]
+        self.buffers = ForwardBuffers(module, index)
+        #: Context of a recompute, and the words of its caller's option to keep activations instead.
+        self.recompute_context: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
+        self.recompute_option = "recompute='never'"
+        self._repeatable: set[bool] = set()  # training modes in which F is known to be
         self.needs_input_grad = index > 0
         # Inputs of micro-batches to be recomputed.
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
@@ -128,10 +137,15 @@ class Stage(ModuleCaller):
         """Whether DistributedDataParallel adds up the gradients over replicas."""
         return self.ddp is not None
 
-    def evaluate(self, microbatch: int, values: Values, seed: Seed) -> Values:
-        """Run F without keeping anything for a backward."""
+    def evaluate(
+        self, microbatch: int, values: Values, seed: Seed, again: Buffers | None = None
+    ) -> Values:
+        """Run F without keeping anything for a backward; see `forward` about ``again``."""
+        if again is not None:
+            with use_buffers(again):
+                return self.evaluate(microbatch, values, seed)
         inputs = tuple(value for value in values if value is not None)
-        with torch.no_grad(), self._slice(microbatch, "evaluate"):
+        with torch.no_grad(), self._watch(), self._slice(microbatch, "evaluate"):
             return tuple(x.detach() for x in self._call(inputs, microbatch, seed))
 
     def forward(
@@ -141,35 +155,85 @@ class Stage(ModuleCaller):
         seed: Seed,
         recomputed: bool,
         split: bool = False,
-        again: bool = False,
+        again: Buffers | None = None,
     ) -> Values:
         """Run F; keep the activations, or only the input if they are ``recomputed``.
 
         With ``split``, the backward is split, and layers defer their weight gradients to W. A
-        forward that is run ``again`` leaves buffers as they are.
+        forward that is run ``again`` changes these buffers in place of the module's.
         """
-        fresh = self._fresh_buffers() if again else None
+        if again is not None:
+            with use_buffers(again):
+                return self.forward(microbatch, values, seed, recomputed, split)
         inputs = tuple(value for value in values if value is not None)
         if self.versions is not None:
             self.versions.begin_microbatch(microbatch)
         if recomputed:
             self._keep_inputs(microbatch, inputs)
-            with torch.no_grad(), self._slice(microbatch, "drop"):
-                outputs = self._call(inputs, microbatch, seed, fresh)
+            if self.ddp is not None:
+                self.ddp.sync_buffers()
+            is_repeatable = self.module.training in self._repeatable
+            run = self._drop if is_repeatable else self._drop_if_repeatable
+            outputs = run(microbatch, inputs, seed)
         else:
-            outputs = self._activate(microbatch, self._leaves(inputs), seed, split, fresh)
+            with self._watch():
+                outputs = self._activate(microbatch, self._leaves(inputs), seed, split)
         return tuple(output.detach() for output in outputs)
 
     def recompute(self, microbatch: int, seed: Seed, split: bool = False) -> None:
-        """Run R: F again, under the same random numbers, without updating buffers again."""
+        """Run R: F again, under the same random numbers, on the buffers that F saw.
+
+        Buffers of the module stay as they are.
+        """
         leaves = self._leaves(self._inputs.pop(microbatch))
-        fresh = self._fresh_buffers()
-        self._activate(microbatch, leaves, seed, split, fresh, "recompute", offloads=False)
+        with use_buffers(self.buffers.recompute(microbatch)):
+            self._activate(microbatch, leaves, seed, split, "recompute", offloads=False)
         self._counted_inputs.pop(microbatch, None)
         self._saved_inputs.pop(microbatch, None)
 
-    def _fresh_buffers(self) -> dict[str, Tensor]:
-        return {name: self.module.get_buffer(name).clone() for name in self.buffers}
+    def _drop(self, microbatch: int, inputs: tuple[Tensor, ...], seed: Seed) -> tuple[Tensor, ...]:
+        """Run F without keeping activations, but the buffers that R needs."""
+        with torch.no_grad(), self.buffers.watch(microbatch), self._slice(microbatch, "drop"):
+            return self._call(inputs, microbatch, seed)
+
+    def _drop_if_repeatable(
+        self, microbatch: int, inputs: tuple[Tensor, ...], seed: Seed
+    ) -> tuple[Tensor, ...]:
+        """Run F as `_drop` does; if it changes state of the module that is no buffer, run it twice.
+
+        Raises
+        ------
+        ExecutionError
+            If the second forward, on the buffers of the first, changes this state too, or gives
+            another output.
+        """
+        same_seed = default_state(self.device) if seed is None else seed
+        before = self._module_state(microbatch)
+        outputs = self._drop(microbatch, inputs, seed)
+        after = self._module_state(microbatch)
+        changes = after.changes(before)
+        if changes:
+            with (
+                torch.no_grad(),
+                self.recompute_context(),
+                use_buffers(self.buffers.copies(microbatch)),
+                self._slice(microbatch, "drop"),
+            ):
+                repeated = self._call(inputs, microbatch, same_seed)
+            lasting = self._module_state(microbatch).changes(after)
+            if lasting or not same_tensors(outputs, repeated):
+                change = (lasting or changes)[0]
+                raise not_repeatable(self.index, change, bool(lasting), self.recompute_option)
+        self._repeatable.add(self.module.training)
+        return outputs
+
+    def _module_state(self, microbatch: int) -> ModuleState:
+        weights = None if self.versions is None else self.versions.weights(microbatch)
+        return ModuleState(self.module, weights)
+
+    def _watch(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward without R: earlier micro-batches may need buffers."""
+        return self.buffers.watch(None) if self.buffers.is_needed else _NO_CONTEXT
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: accumulate the parameters' gradients, return those of the inputs."""
@@ -228,11 +292,12 @@ class Stage(ModuleCaller):
             self._ignore_versions()
 
     def end_step(self) -> None:
-        """End a step: free what only a step needs."""
+        """End a step: free what only a step needs; its forwards have shown what they change."""
         if self.versions is not None:
             self.versions.clear()
         if self.slices is not None:
             self.slices.clear()
+        self.buffers.end_step()
 
     def after_optimizer_step(self, *, zero_grad: bool) -> None:
         """Note an optimizer step; of several in a step, each begins without gradients."""
@@ -305,6 +370,7 @@ class Stage(ModuleCaller):
         if self.slices is not None:
             self.slices.forget(microbatch)
         self._saved_inputs.pop(microbatch, None)
+        self.buffers.forget(microbatch)
         if microbatch in self._activations:
             self._release(microbatch)
 
@@ -313,6 +379,7 @@ class Stage(ModuleCaller):
         self._inputs.clear()
         self._counted_inputs.clear()
         self._saved_inputs.clear()
+        self.buffers.clear()
         while self._activations:
             self._release(next(iter(self._activations)))
         if self.slices is not None:
@@ -326,7 +393,6 @@ class Stage(ModuleCaller):
         leaves: tuple[Tensor, ...],
         seed: Seed,
         split: bool,
-        buffers: dict[str, Tensor] | None = None,
         mode: Mode = "train",
         offloads: bool = True,
     ) -> tuple[Tensor, ...]:
@@ -336,7 +402,7 @@ class Stage(ModuleCaller):
         if offloads and microbatch in self.offloaded:
             saved = SavedActivations(leaves, self.meter, self._kept_storages())
         with self._slice(microbatch, mode):
-            outputs = self._call(leaves, microbatch, seed, buffers, deferred, saved)
+            outputs = self._call(leaves, microbatch, seed, deferred, saved)
         edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
         counted = self._count(leaves) if saved is None else ()
         kept = _Activations(leaves, edges, deferred, counted, saved)
@@ -347,7 +413,7 @@ class Stage(ModuleCaller):
     def _slice(self, microbatch: int, mode: Mode) -> contextlib.AbstractContextManager[None]:
         """Return the context of a slice's forward, in which modules find keys and values."""
         if self.slices is None:
-            return _NO_SLICE
+            return _NO_CONTEXT
         return self.slices.forward(microbatch, mode, self.meter)
 
     def _count(self, tensors: tuple[Tensor, ...]) -> tuple[CountedTensor, ...]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -117,16 +118,27 @@ class _Raise(torch.autograd.Function):
         return gradient, None
 
 
+#: Calls of modules by kind; not their attributes, as a recomputed forward may change none.
+_CALLS: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+
+
 class Faulty(nn.Module):
     """Passes its input on; raises ``error`` in one forward or backward, counted from 0.
 
     A recompute counts as a forward.
     """
 
+    @property
+    def calls(self) -> dict[str, int]:
+        return _CALLS.setdefault(self, {"forward": 0, "backward": 0})
+
+    @calls.setter
+    def calls(self, calls: dict[str, int]) -> None:
+        _CALLS[self] = calls
+
     def __init__(self, error: BaseException, **calls: int) -> None:
         super().__init__()
         self.error, self.failing_calls = error, calls
-        self.calls = {"forward": 0, "backward": 0}
 
     def count(self, kind: str) -> None:
         self.calls[kind] += 1

@@ -15,6 +15,7 @@ from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.setup.devices_and_stages import make_stages
 from pipeexec.experts.stage import ForwardExpertStage
 from pipeexec.stages.activation_bytes import ActivationCounter
+from pipeexec.stages.forward_buffers import Buffers
 from pipeexec.stages.module_call import Seed
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
@@ -55,7 +56,7 @@ class _ForwardStage(Stage):
         seed: Seed,
         recomputed: bool,
         split: bool = False,
-        again: bool = False,
+        again: Buffers | None = None,
     ) -> Values:
         """Run F; keep nothing."""
         if not torch.is_inference_mode_enabled():  # of this thread, which may be a worker's
