@@ -55,6 +55,7 @@ from pipeexec.profiling.stage_bytes import optimizer_bytes, with_stage_bytes
 from pipeexec.profiling.task_seconds import mean_task_seconds
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
 from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
+from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import Costs
@@ -185,7 +186,11 @@ class Calibration:
         """Return a pipeline that runs a schedule on all replicas; ``source`` knows its shapes."""
         pipeline = self.pipeline
         graph = lower_for_replicas(pipeline.graph, schedule, pipeline.shares, **options)
-        return (source or pipeline).with_graph(graph)
+        calibrated = (source or pipeline).with_graph(graph)
+        for stage in calibrated._runner.stages:
+            if isinstance(stage, Stage):
+                stage.must_be_repeatable = False  # its gradients are not used
+        return calibrated
 
     def _schedule(self, n_sequences: int, split: int) -> Schedule:
         """Return the schedule of so many sequences; they are micro-batches without slices."""

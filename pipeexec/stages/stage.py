@@ -120,6 +120,8 @@ class Stage(ModuleCaller):
             contextlib.nullcontext
         )
         self.recompute_option = "recompute='never'"
+        #: Whether to refuse a forward that is recomputed and changes state that is no buffer.
+        self.must_be_repeatable = True
         self._repeatable: set[bool] = set()  # training modes in which F is known to be
         self.needs_input_grad = index > 0
         # Inputs of micro-batches to be recomputed.
@@ -172,8 +174,8 @@ class Stage(ModuleCaller):
             self._keep_inputs(microbatch, inputs)
             if self.ddp is not None:
                 self.ddp.sync_buffers()
-            is_repeatable = self.module.training in self._repeatable
-            run = self._drop if is_repeatable else self._drop_if_repeatable
+            is_checked = not self.must_be_repeatable or self.module.training in self._repeatable
+            run = self._drop if is_checked else self._drop_if_repeatable
             outputs = run(microbatch, inputs, seed)
         else:
             with self._watch():

@@ -356,6 +356,13 @@ def test_steps_that_recompute_no_microbatch() -> None:
     check(Number, ps.lower(ps.schedule("1f1b", 2, 1), recompute="except_last"))
 
 
+def test_a_profile_needs_no_right_gradients() -> None:
+    """It recomputes whatever the graph does, for its times."""
+    with pipeline(stages_of(Number), graph_of("1f1b", "never")) as subject:
+        px.measure(subject, *batch(), n_steps=1, warm_up=0)
+        subject.step(*batch())
+
+
 def test_only_a_suspect_runs_twice() -> None:
     """A forward that leaves no state runs once; one that leaves some, twice in the first step."""
     counts: dict[str, list[int]] = {}
