@@ -132,7 +132,11 @@ class Stages(Sequence[SplitStage | None]):
             + ("" if stage is None else f" ({sum(p.numel() for p in stage.parameters()):,})")
             for names, stage in zip(self.modules, self, strict=True)
         )
-        return f"<Stages of {type(self.model).__name__}, by {self.way}: {'; '.join(parts)}>"
+        text = f"<Stages of {type(self.model).__name__}, by {self.way}: {'; '.join(parts)}"
+        if self.differences:
+            rows = ", ".join(f"{mode} {x:.1g}" for mode, x in self.differences.items())
+            text += f"; differences in {self.check_seconds:.2g} s: {rows}"
+        return f"{text}>"
 
     def _repr_html_(self) -> str:
         from pipesim.plot.html_parts import note_html, table_html
