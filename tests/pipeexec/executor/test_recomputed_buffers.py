@@ -6,10 +6,12 @@ Loss, gradients and buffers are those of the unsplit model with the same micro-b
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from ranks import Ranks
 from small_pipelines import gradients, mse, pipeline, unsplit
 from stateful_layers import BUFFER_LAYERS, Counter, add_in_place, stateful_stages
@@ -69,9 +71,10 @@ def check(graph: ps.TaskGraph, name: str, n_steps: int = 2) -> None:
             assert_buffers_equal(stages, same)
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", BUFFER_LAYERS)
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    covering(product(BUFFER_LAYERS, SCHEDULES, ["always", "except_last", "never"])),
+)
 def test_equal_to_the_unsplit_model(name: str, schedule: str, recompute: str) -> None:
     check(graph_of(schedule, recompute), name)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from small_pipelines import gradients, pipeline, unsplit
 from torch import Tensor, nn
 
@@ -297,9 +299,10 @@ def refuse(kind: type[nn.Module], match: str, schedule: str, recompute: str = "a
         float(subject.evaluate(*batch()).loss)
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    covering(product(REFUSED, SCHEDULES, ["always", "except_last"])),
+)
 def test_attributes_that_each_forward_changes(name: str, schedule: str, recompute: str) -> None:
     kind, attribute = REFUSED[name]
     refuse(
@@ -311,16 +314,21 @@ def test_attributes_that_each_forward_changes(name: str, schedule: str, recomput
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "schedule"), covering(product(REFUSED, SCHEDULES)))
 def test_without_recompute_all_run(name: str, schedule: str) -> None:
     """As the message says."""
     check(REFUSED[name][0], graph_of(schedule, "never"))
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [NumberAsBuffer, ClampedCopy, Cached, Results])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "recompute"),
+    covering(
+        product(
+            [NumberAsBuffer, ClampedCopy, Cached, Results], SCHEDULES,
+            ["always", "except_last", "never"],
+        )
+    ),
+)  # fmt: skip
 def test_buffers_caches_and_results_run(
     kind: type[nn.Module], schedule: str, recompute: str
 ) -> None:
