@@ -15,11 +15,16 @@ def _needs(flow: DataFlow, calls: Sequence[range], stage: int) -> Sources:
     """Return the origins of the values that a stage needs.
 
     They are those of its calls, of values that the forward reads before the last of them, of the
-    state that it keeps, and of the output of the last stage.
+    state that it keeps, and of the output of the last stage. If the forward reads values, other
+    batches may take another way: then the stage needs all integers, which cannot be NaN.
     """
     own, is_last = calls[stage], stage == len(calls) - 1
     needs = flow.output if is_last else frozenset()
-    reads = (x.sources for x in flow.reads if is_last or x.before <= own[-1])
+    reads = [x.sources for x in flow.reads if is_last or x.before <= own[-1]]
+    if reads:
+        reads.append(
+            frozenset(x for x in flow.integers if x.number <= own[-1] or x.kind == "input")
+        )
     owners = state_owners(flow, calls)
     state = (x.sources | {x.source} for x in flow.state if owners[x.module] == stage)
     return needs.union(*reads, *state, *(flow.calls[k].needs for k in own))

@@ -250,6 +250,14 @@ class SplitStage(nn.Module):
             for module, key, value in before:
                 _restore_attribute(module, key, value)
             return self._sent()
+        except RuntimeError as error:
+            if "leaf Variable" not in str(error):  # of an operation in place
+                raise
+            raise ExecutionError(
+                f"stage {self.number} writes in place to a value that it has received, which the "
+                "forward of the sample did not; let the model write to a clone(), or split with a "
+                "sample that takes this way"
+            ) from error
         finally:
             self._values = {}
 

@@ -50,7 +50,7 @@ __all__ = [
 _READERS = frozenset({
     Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,
     Tensor.__repr__, Tensor.__format__, Tensor.storage, Tensor.untyped_storage,
-    Tensor.__reduce_ex__,
+    Tensor.__reduce_ex__, Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset,
 })  # fmt: skip
 #: Those by which the forward may also write, unseen.
 _WRITERS = frozenset({
@@ -200,6 +200,8 @@ class DataFlow(NamedTuple):
         Modules around calls, and attributes that they have in the middle of the forward.
     ran
         Modules around calls that the forward calls.
+    integers
+        Values of integers and booleans, of which a missing one would not show as NaN.
     records
         Arguments and result of each call.
     """
@@ -212,6 +214,7 @@ class DataFlow(NamedTuple):
     state: tuple[StateWrite, ...] = ()
     transient: frozenset[tuple[str, str]] = frozenset()
     ran: frozenset[str] = frozenset()
+    integers: Sources = _NONE
     records: tuple[Record, ...] = ()
 
 
@@ -230,6 +233,7 @@ def merged(first: DataFlow, second: DataFlow) -> DataFlow:
         tuple(dict.fromkeys((*first.state, *second.state))),
         first.transient | second.transient,
         first.ran | second.ran,
+        first.integers | second.integers,
         first.records,
     )
 
@@ -267,6 +271,7 @@ class _Follow(TorchDispatchMode):
         self._around: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
         self.transient: set[tuple[str, str]] = set()
         self.ran: set[str] = set()
+        self.integers: set[Source] = set()
         self._random_states = _random_states()
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
@@ -288,6 +293,8 @@ class _Follow(TorchDispatchMode):
         """Note that a tensor is a value: an input, a parameter, or what a call returns."""
         self.sources[tensor] = frozenset({source})
         self._views[tensor] = source
+        if source.kind in _VALUES and not (tensor.is_floating_point() or tensor.is_complex()):
+            self.integers.add(source)
         self._values_in(tensor).add(source)
 
     def _values_in(self, tensor: Tensor) -> set[Source]:
@@ -580,6 +587,7 @@ def follow(
         tuple(mode.state),
         frozenset(mode.transient),
         frozenset(mode.ran),
+        frozenset(mode.integers),
         tuple(mode.records),
     )
     return flow, tuple(x.detach().clone() for x in tensors_in(output))
