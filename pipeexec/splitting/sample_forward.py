@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeexec.nesting import Arguments, Leaf, leaves, mapped, tensors_in
 from pipeexec.splitting.balance.call_weights import CallWeights
 from pipeexec.splitting.model_state import ModelState, unchanged
-from pipeexec.splitting.stand_in import on_meta, to_meta, with_zeros
+from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
 from pipeexec.splitting.tracing.data_flow import DataFlow, Read, Source, follow, merged
 from pipeexec.splitting.tracing.exported_model import export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
@@ -293,8 +292,7 @@ def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
         rows = leaves(record.result)
         args, kwargs = _own(*record.arguments)
         try:
-            with torch.no_grad(), _disable_current_modes():
-                computed = leaves(empty[call.name](*args, **kwargs))
+            computed = leaves(run_without_data(empty[call.name], args, kwargs))
         except Exception:  # of operations that need values, or have no kernel without data
             computed = []
         if [_outline(x) for x in rows] == [_outline(x) for x in computed]:

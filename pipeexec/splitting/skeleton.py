@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
+from pipeexec.splitting.stand_in import run_without_data
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source
 from pipesim.errors import ExecutionError
 
@@ -123,8 +122,7 @@ class Skeleton:
         ]
         args, kwargs = with_tensors((args, kwargs), tensors)
         try:
-            with torch.no_grad(), _disable_current_modes():
-                return self._module(self.names[number], training)(*args, **kwargs)
+            return run_without_data(self._module(self.names[number], training), args, kwargs)
         except Exception as error:  # of the user's code
             raise ExecutionError(
                 f"the shape of what {self.names[number]!r} of another stage returns is not known: "

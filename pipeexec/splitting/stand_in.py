@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipeexec.nesting import mapped
+from pipeexec.nesting import mapped, tensors_in
 
-__all__ = ["StandIn", "missing", "on_meta", "to_meta", "with_zeros"]
+__all__ = ["StandIn", "missing", "on_meta", "run_without_data", "to_meta", "with_zeros"]
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -65,6 +67,42 @@ def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.
 def to_meta(values: Any) -> Any:
     """Return nested values whose tensors have no data."""
     return mapped(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
+
+
+class _AnyType(TorchDispatchMode):
+    """Runs operations in bfloat16 that refuse other types without data.
+
+    Some take these types with data, such as `torch.nn.functional.grouped_mm`.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            given = [x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+            if not given or func._schema.is_mutable:
+                raise
+            args, kwargs = _with_type((args, kwargs), torch.bfloat16)
+            dtype = reduce(torch.promote_types, given)
+            return _with_type(func(*args, **kwargs), kwargs.get("out_dtype") or dtype)
+
+
+def _with_type(values: Any, dtype: torch.dtype) -> Any:
+    """Return nested values with floating-point tensors of a type."""
+    return mapped(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+    )
+
+
+def run_without_data(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return the result of a module and arguments that have no data."""
+    with torch.no_grad(), _disable_current_modes():  # type: ignore[no-untyped-call]
+        try:
+            return module(*args, **kwargs)
+        except RuntimeError:
+            with _AnyType():  # type: ignore[no-untyped-call]
+                return module(*args, **kwargs)
 
 
 class StandIn(nn.Module):

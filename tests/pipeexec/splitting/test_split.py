@@ -477,3 +477,27 @@ def test_a_stage_alone_has_the_weights_of_the_model(name):
     assert all(torch.equal(expected[name], of_stages[name]) for name in expected)
     torch.manual_seed(1)
     assert px.split(make, 2, sample=sample).check(sample) < 1e-6
+
+
+class Grouped(nn.Module):
+    """Two experts, each for half of the samples, by an operation that groups their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([torch.eye(16), 2 * torch.eye(16)]))
+
+    def forward(self, x):
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, self.weight, offs=ends)
+
+
+def test_operations_that_are_stricter_without_data():
+    """Without data, `grouped_mm` refuses 32 bits; later stages receive one tensor all the same."""
+    model = nn.Sequential(Grouped(), Grouped(), Grouped(), Grouped())
+    stages = px.split(model, 4, sample=torch.ones(4, 16))
+    values, n_sent = (torch.ones(6, 16),), []
+    for stage in stages[:-1]:
+        values = stage(*values)
+        n_sent.append(len([x for x in values if x.numel()]))
+    assert n_sent == [1, 1, 1]
+    assert stages.check(torch.ones(6, 16)) == 0
