@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
+from pipeexec.splitting.model_state import same_python_draws
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source
 from pipesim.errors import ExecutionError
 
@@ -123,7 +124,7 @@ class Skeleton:
         ]
         args, kwargs = with_tensors((args, kwargs), tensors)
         try:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), _disable_current_modes(), same_python_draws():
                 return self._module(self.names[number], training)(*args, **kwargs)
         except Exception as error:  # of the user's code
             raise ExecutionError(
