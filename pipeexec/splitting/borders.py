@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from pipeexec.splitting.skeleton import Border
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source, Sources
@@ -58,37 +58,38 @@ def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
             if source.kind == "inside" and source.number not in own:
                 name, place = flow.calls[source.number].name, _place(flow, source)
                 raise ArgumentError(
-                    f"stage {stage} reads a tensor that {name!r} of another stage computes and "
-                    f"does not return, such as a cache{place}; switch that off in the model, or "
-                    "return the tensor"
+                    f"stage {stage} reads a tensor, {place}, that {name!r} of another stage "
+                    "computes and does not return, such as a cache; switch that off, let "
+                    f"{name!r} return it, or {_one_stage(flow, {source}, source.number)}"
                 )
             if source.kind == "parameter":
-                _check_parameter(source.name, stage, {flow.calls[k].name for k in own}, flow)
+                _check_parameter(source, stage, {flow.calls[k].name for k in own}, flow)
             if source.kind == "random" and drawn.setdefault(source, stage) != stage:
                 raise ArgumentError(
                     f"stages {drawn[source]} and {stage} both need the result of "
-                    f"{source.name}, which the model's forward calls outside of its blocks; they "
-                    "would draw different numbers. Call it inside a module, such as nn.Dropout in "
-                    "place of F.dropout"
+                    f"{source.name}, which the forward calls outside of its blocks, "
+                    f"{_place(flow, source)}; they would draw different numbers. Call it in the "
+                    "forward of a module, such as nn.Dropout in place of F.dropout"
                 )
         _check_aliases(flow, calls, stage, needs)
     _check_state(flow, calls)
 
 
 def _place(flow: DataFlow, source: Source) -> str:
-    """Return where the forward reads a source, as text."""
-    place = next((x.place for x in flow.reads if source in x.sources), "")
-    return f", at {place}" if place else ""
+    """Return where the forward first uses a source, as text."""
+    return f"at {flow.places[source]}" if source in flow.places else "for the model's output"
 
 
-def _check_parameter(name: str, stage: int, own: set[str], flow: DataFlow) -> None:
+def _check_parameter(source: Source, stage: int, own: set[str], flow: DataFlow) -> None:
     """Raise if a stage reads a parameter of a module inside a block of another stage."""
-    owner = next((x.name for x in flow.calls if name.startswith(f"{x.name}.")), None)
+    name = source.name
+    rows = ((k, x.name) for k, x in enumerate(flow.calls) if name.startswith(f"{x.name}."))
+    first, owner = next(rows, (0, None))
     if owner is not None and owner not in own and "." in name.removeprefix(f"{owner}."):
         raise ArgumentError(
-            f"stage {stage} reads {name!r}, a parameter inside of {owner!r} of another stage; pass "
-            f"it as an argument, read it in {owner!r} and return the result, or cut so that one "
-            "stage has both"
+            f"stage {stage} reads {name!r}, {_place(flow, source)}, a parameter inside of "
+            f"{owner!r} of another stage; read it in {owner!r} and return the result, or "
+            f"{_one_stage(flow, {source}, first)}"
         )
 
 
@@ -97,12 +98,24 @@ def _check_aliases(flow: DataFlow, calls: Sequence[range], stage: int, needs: So
     received = {x for x in needs if x.kind == "input" or _is_earlier(x, calls[stage])}
     for aliases in flow.aliases if stage else ():
         if received & aliases.sources:
-            names = " and ".join(_described(x, flow) for x in sorted(aliases.sources))
+            names = " and ".join(
+                dict.fromkeys(_described(x, flow) for x in sorted(aliases.sources))
+            )
+            first = min(0 if x.kind == "input" else x.number for x in aliases.sources)
             raise ArgumentError(
                 f"the forward writes in place, at {aliases.place}, to memory of {names} that other "
                 f"tensors share, and stage {stage} receives them as tensors of their own; write to "
-                "a clone(), or cut so that one stage has all of it"
+                f"a clone(), or {_one_stage(flow, aliases.sources, first)}"
             )
+
+
+def _one_stage(flow: DataFlow, sources: Set[Source], first: int) -> str:
+    """Return which modules a stage must have, from a call on, to have all uses of values."""
+    name = repr(flow.calls[first].name)
+    if flow.output & sources or any(x.sources & sources for x in flow.reads):
+        return f"cut so that one stage has {name} and all modules after it"
+    last = max((k for k, x in enumerate(flow.calls) if x.needs & sources), default=first)
+    return f"cut so that one stage has {name} to {flow.calls[last].name!r}"
 
 
 def _is_earlier(source: Source, own: range) -> bool:
@@ -125,7 +138,8 @@ def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
         if source.kind == "parameter" and len(calls) > 1:
             raise ArgumentError(
                 f"the forward changes the parameter {source.name!r} outside of its blocks, at "
-                f"{place}, while micro-batches of a step need one value; change it after steps"
+                f"{place}, but all micro-batches of a step need one value; change it between "
+                "steps, outside of the forward"
             )
         users = [k for k in range(len(calls)) if source in _needs(flow, calls, k)]
         if users != [owners[write.module]]:

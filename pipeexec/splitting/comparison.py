@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeexec.nesting import mapped, tensors_in
 from pipeexec.splitting.model_state import unchanged
+from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 __all__ = ["Differences", "compared", "own_tensors", "tolerance"]
@@ -69,6 +70,7 @@ def compared(
     run_stages: Callable[[], Any],
     parameters: Parameters,
     loss_fn: Loss | None,
+    draws: str = "",
 ) -> Differences:
     """Run a model and its stages, each from the same state, and compare.
 
@@ -82,6 +84,8 @@ def compared(
         Each trained parameter of the model, with its copies in stages.
     loss_fn
         Loss of an output; by default the sum of squares of all floating-point values.
+    draws
+        Where the model's forward draws random numbers, for a message.
 
     Raises
     ------
@@ -103,21 +107,22 @@ def compared(
         raise
     except Exception as error:  # of the user's code, with other values than in the model
         raise ExecutionError(
-            "stages fail where the model does not: "
-            f"{type(error).__name__}: {str(error).strip():.300}"
+            f"stages fail where the model does not: {type(error).__name__}: "
+            f"{str(error).strip():.100}{line_of_error(error)}; modules of other stages are "
+            "stand-ins there: let the forward use their results alone, not their types or methods"
         ) from error
     differences = _differences(whole, parts)
     if differences.largest != 0 and _differences(whole, result(run_model, alone)).largest != 0:
         raise ArgumentError(
-            "two forwards of the model differ, with equal states of torch's random numbers, so "
-            "that its stages cannot be compared with it; let it draw no other random numbers, "
-            "and keep nothing but buffers from one forward to the next"
+            f"two forwards of {type(model).__name__} differ, with equal states of torch's random "
+            "numbers, so that its stages cannot be compared with it; let it draw no other random "
+            "numbers, and keep nothing but buffers from one forward to the next"
         )
     if not torch.equal(whole.random_state, parts.random_state):
         raise ArgumentError(
-            "the stages draw other random numbers than the model, as its forward draws some "
-            "outside of its modules, such as F.dropout; call model.eval() and split again, to "
-            "compare without dropout"
+            f"the stages draw other random numbers than {type(model).__name__}, as its forward "
+            f"draws some outside of its modules{draws}; use a module such as nn.Dropout, or call "
+            "model.eval() and split again, to compare without dropout"
         )
     return differences
 
@@ -134,9 +139,13 @@ def _result(
         try:
             own = dict(zip(map(id, leaves), torch.autograd.grad(loss, leaves, allow_unused=True),
                            strict=True))  # fmt: skip
+        except PipeError:
+            raise
         except Exception as error:  # such as that of reentrant checkpoints
             raise ArgumentError(
-                f"gradients of the model cannot be compared: {str(error).strip():.200}"
+                f"gradients of {type(model).__name__} cannot be compared by torch.autograd.grad: "
+                f"{str(error).strip():.80}; let that work for its parameters, such as by "
+                "use_reentrant=False of checkpoints"
             ) from error
         gradients = [_sum([own.get(id(p)) for p in row]) for row in parameters]
     return _Result(

@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 
-__all__ = ["CONTAINERS", "ModelState", "attributes", "contents", "refill", "unchanged"]
+__all__ = [
+    "CONTAINERS", "ModelState", "attributes", "contents", "refill", "same_python_draws",
+    "unchanged",
+]  # fmt: skip
 
 #: Types whose contents are state.
 CONTAINERS = (list, dict, set, deque)
@@ -226,13 +229,21 @@ def unchanged(*models: nn.Module, guard: bool = True) -> Iterator[None]:
     parameters = {id(x): x for model in models for x in model.parameters()}
     devices = {x.get_device() for x in parameters.values() if x.is_cuda}
     mode = _ParameterGuard(parameters.values())
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - of the user's code
-    with torch.random.fork_rng(sorted(devices)):
+    with same_python_draws(), torch.random.fork_rng(sorted(devices)):
         try:
             with mode if guard else nullcontext():
                 yield
         finally:
             state.restore()
             mode.restore()
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
+
+
+@contextmanager
+def same_python_draws() -> Iterator[None]:
+    """Let the generators of Python and numpy be at the end as they were."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - of the user's code
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002

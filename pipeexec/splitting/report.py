@@ -15,6 +15,7 @@ from pipeexec.nesting import tensors_in
 from pipeexec.splitting.balance.call_weights import Seconds, detached, measured_seconds
 from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.split_stage import SplitStage
+from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, ExecutionError, check_list
@@ -201,8 +202,9 @@ def _stage_rows(
             try:
                 row, values = _stage_row(stage, inputs)
             except Exception as error:  # of the user's code
+                text = f"{type(error).__name__}: {str(error).strip():.150}{line_of_error(error)}"
                 raise ExecutionError(
-                    f"stage {number} fails: {type(error).__name__}: {error!s:.300}"
+                    f"stage {number} fails: {text}; give a batch that the model takes"
                 ) from error
             is_last = number + 1 == len(stages)
             rows.append(

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, Leaf, leaves, mapped, tensors_in
 from pipeexec.splitting.balance.call_weights import CallWeights
-from pipeexec.splitting.model_state import ModelState, unchanged
+from pipeexec.splitting.model_state import ModelState, same_python_draws, unchanged
 from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
+from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipeexec.splitting.tracing.data_flow import DataFlow, Read, Source, follow, merged
 from pipeexec.splitting.tracing.exported_model import export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
@@ -138,19 +139,20 @@ def _followed(
                 if mode == own:
                     raise
                 refused[mode] = str(error)
-        changing = frozenset().union(*stateful.values())
+        changing = frozenset().union(*stateful.values(), *(x.drawing for x in flows.values()))
         is_known, calls = calls >= changing, calls | changing
     flow = flows[own]
     for mode, other in flows.items():
         if reason := _other_way(flow, other):
-            refused[mode] = reason
+            refused[mode] = f"{reason}; {_advice(own, mode)}"
             del stateful[mode]
         else:
             flow = merged(flow, other)
-    if _differ(outputs.get(Mode(True, True), ()), outputs.get(Mode(True, False), ())):
-        refused[Mode(training=True, grad=False)] = (
-            "without gradients, its forward returns other values than with them, so that it cannot "
-            "be recomputed: choose recompute='never'"
+    with_grad, without = Mode(training=True, grad=True), Mode(training=True, grad=False)
+    if without not in refused and _differ(outputs.get(with_grad, ()), outputs[without]):
+        refused[without] = (
+            "the model returns other values without gradients than with them, so that its forward "
+            "cannot run again; lower the schedule with recompute='never'"
         )
     empty = {x.name: on_meta(model.get_submodule(x.name)) for x in flow.calls}
     carried = frozenset(_carried(empty, flow))
@@ -159,6 +161,14 @@ def _followed(
     return SampleForward(
         uncut, flow, model, args, kwargs, refused, empty, carried, stateful, frozenset(once)
     )
+
+
+def _advice(own: Mode, mode: Mode) -> str:
+    """Return how to run the stages of a model in a mode in which its forward takes another way."""
+    if own.training == mode.training:
+        advice = "let it not depend on torch.is_grad_enabled()"
+        return advice + (", or lower the schedule with recompute='never'" if own.training else "")
+    return f"call model.{'train' if mode.training else 'eval'}() and split again"
 
 
 class _Followed(NamedTuple):
@@ -231,14 +241,14 @@ def _flow(
                 break
     if written:
         raise ArgumentError(
-            f"a block changes its parameter {written[0]!r} in the forward, while micro-batches of "
-            "a step need one value; change it after steps"
+            f"a block changes its parameter {written[0]!r} in the forward, but all micro-batches "
+            "of a step need one value; change it between steps, outside of the forward"
         )
     if cut:
         raise ArgumentError(
             f"the forward of {type(model).__name__} changes {' and '.join(sorted(cut))} outside of "
-            "its blocks, where each stage would change its own; keep it in a block, or in a buffer "
-            "that operations change"
+            "its blocks, where each stage would change its own; change it in a block, or make it a "
+            "buffer that the forward changes by an operation in place"
         )
     if first is not None and first is not flow and not _other_way(first, flow):
         flow = merged(flow, first)
@@ -270,10 +280,12 @@ def _written_parameters(
 
 def _other_way(flow: DataFlow, other: DataFlow) -> str:
     """Return how the calls of a forward differ from those of another; empty if they do not."""
-    calls = [x.name for x in flow.calls], [x.name for x in other.calls]
-    for first, second in zip_longest(*calls):
+    names = [x.name for x in flow.calls], [x.name for x in other.calls]
+    for first, second in zip_longest(*names):
         if first != second:
-            return f"its forward calls {second!r} where that of the sample called {first!r}"
+            calls = "ends" if second is None else f"calls {second!r}"
+            called = "ended" if first is None else f"called {first!r}"
+            return f"its forward {calls} where that of the sample {called}"
     for call, a, b in zip(flow.calls, flow.records, other.records, strict=True):
         if len(tensors_in(a.result)) != len(tensors_in(b.result)):
             return f"{call.name!r} returns another number of tensors"
@@ -292,7 +304,8 @@ def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
         rows = leaves(record.result)
         args, kwargs = _own(*record.arguments)
         try:
-            computed = leaves(run_without_data(empty[call.name], args, kwargs))
+            with same_python_draws():
+                computed = leaves(run_without_data(empty[call.name], args, kwargs))
         except Exception:  # of operations that need values, or have no kernel without data
             computed = []
         if [_outline(x) for x in rows] == [_outline(x) for x in computed]:
@@ -333,7 +346,8 @@ def exported_forward(forward: SampleForward) -> SampleForward:
             reason = "fewer than two operations of the graph have parameters"
         except Exception as error:  # of the user's code, and whatever torch.export raises
             exported = None
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+            text = str(error).strip().partition("\n")[0]
+            reason = f"{type(error).__name__}: {text:.120}"
     if exported is None or len(exported.blocks) < 2:
         uncut = forward.uncut._replace(ways_failed=(*failed[:-1], (_EXPORT, reason)))
         return forward._replace(uncut=uncut)
@@ -352,5 +366,6 @@ def _failing_forward(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # of the user's code, or of what follows it
         raise ExecutionError(
             f"the forward of {type(model).__name__} fails on the sample: "
-            f"{type(error).__name__}: {error!s:.300}"
+            f"{type(error).__name__}: {str(error).strip():.150}{line_of_error(error)}; give a "
+            "sample that the model takes"
         ) from error

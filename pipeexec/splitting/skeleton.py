@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
+from pipeexec.splitting.model_state import same_python_draws
 from pipeexec.splitting.stand_in import run_without_data
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source
 from pipesim.errors import ExecutionError
@@ -122,7 +123,8 @@ class Skeleton:
         ]
         args, kwargs = with_tensors((args, kwargs), tensors)
         try:
-            return run_without_data(self._module(self.names[number], training), args, kwargs)
+            with same_python_draws():
+                return run_without_data(self._module(self.names[number], training), args, kwargs)
         except Exception as error:  # of the user's code
             raise ExecutionError(
                 f"the shape of what {self.names[number]!r} of another stage returns is not known: "

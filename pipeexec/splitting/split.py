@@ -200,6 +200,7 @@ def split(
         way=uncut.way,
         ways_failed=uncut.ways_failed,
         sample=sample,
+        draws=tuple(place for x, place in flow.places.items() if x.kind == "random"),
     )
     if check_type("check", check, bool) and source is None and None not in parts and len(parts) > 1:
         result.check_all_modes(refused)
@@ -244,9 +245,9 @@ def _forward_to_cut(
     if not forward.flow.calls:
         failed = dict(forward.uncut.ways_failed).get("torch.export", "no data")
         raise ArgumentError(
-            "the model cannot be cut: its forward calls no module that has parameters, and "
-            f"torch.export does not help ({failed}); let modules have the parameters and use "
-            "them, such as nn.Linear"
+            f"{type(model).__name__} cannot be cut: its forward calls no module that has "
+            f"parameters, and torch.export does not help ({failed:.120}); let modules have the "
+            "parameters and use them, such as nn.Linear"
         )
     return forward
 
@@ -286,7 +287,7 @@ def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[M
                 refused[mode] = (
                     f"stages {' and '.join(map(str, sorted(stages[name])))} call {name!r}, which "
                     "changes buffers or attributes of its own, and each would have others; cut so "
-                    "that one stage has all its calls, or give each call a module"
+                    "that one stage has all its calls, or make a module of its own for each call"
                 )
                 if mode == Mode(forward.model.training, grad=True):
                     raise ArgumentError(refused[mode])

@@ -21,6 +21,7 @@ from pipeexec.nesting import Arguments, tensors_in, with_tensors
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.skeleton import Border, Skeleton
 from pipeexec.splitting.stand_in import StandIn, missing
+from pipeexec.splitting.tracing.code_lines import present_line
 from pipeexec.splitting.tracing.data_flow import Source
 from pipeexec.splitting.tracing.exported_model import ExportedModel
 from pipesim.errors import ArgumentError, ExecutionError
@@ -85,7 +86,7 @@ class _Origins:
         if name in self._n_hooks and _n_hooks(self.modules[name]) != self._n_hooks[name]:
             raise ExecutionError(
                 f"{name!r} of the model has got or lost hooks since pipeexec.split, which its copy "
-                f"in the stage has not; add them to stage.model.get_submodule({name!r}) instead"
+                f"in the stage has not; change those of stage.model.get_submodule({name!r}) instead"
             )
 
 
@@ -117,8 +118,8 @@ def _restore_attribute(module: nn.Module, key: str, before: _Attribute | None) -
 def _refuse_call(name: str, *_: Any, **__: Any) -> None:
     """Raise for the call of a module that the sample did not call."""
     raise ExecutionError(
-        f"the forward calls {name!r}, which that of the sample did not; stages of a split model "
-        "take one way: let all batches take it, or split with a sample that does"
+        f"the forward calls {name!r}, at {present_line()}, which that of the sample did not; "
+        "stages take one way: let all batches take it, or split with a sample that does"
     )
 
 
@@ -265,8 +266,7 @@ class SplitStage(nn.Module):
         mode = next(x for x in self._skeleton.refused
                     if x == (self.training, torch.is_grad_enabled()))  # fmt: skip
         raise ExecutionError(
-            f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}; split the "
-            "model in that mode"
+            f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}"
         )
 
     def _begin(self, values: Sequence[Tensor]) -> Arguments:
@@ -314,13 +314,13 @@ class SplitStage(nn.Module):
         if value.tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ExecutionError(
                 f"stage {self.number} cannot send {self._described(source)}: it is a tensor of "
-                "torch.inference_mode; let the model use torch.no_grad"
+                "torch.inference_mode; let the forward use torch.no_grad in its place"
             )
         if _version(value.tensor) != value.version:
             raise ExecutionError(
                 f"stage {self.number} cannot send {self._described(source)}: it was changed in "
-                "place after that, which the forward of the sample did not; let the model write "
-                "to a clone()"
+                "place after that, which the forward of the sample did not; let the forward write "
+                "to a clone(), or split with a sample for which it writes"
             )
         return value.tensor
 
@@ -333,12 +333,17 @@ class SplitStage(nn.Module):
     def _next_number(self, name: str) -> int:
         """Return the number of the next call; raise if it is none of the sample's."""
         number, names = self._n_calls, self._skeleton.names
-        if number >= len(names) or names[number] != name:
-            expected = repr(names[number]) if number < len(names) else "no module any more"
+        if not self._values:
             raise ExecutionError(
-                f"the forward calls {name!r} where that of the sample called {expected}; stages of "
-                "a split model take one way: let all batches take it, or split with a sample that "
-                "does"
+                f"the backward calls {name!r} again, as the model's forward has a checkpoint of "
+                "several modules; let it checkpoint each of them alone"
+            )
+        if number >= len(names) or names[number] != name:
+            expected = f"called {names[number]!r}" if number < len(names) else "ended"
+            raise ExecutionError(
+                f"the forward calls {name!r}, at {present_line()}, where that of the sample "
+                f"{expected}; stages take one way: let all batches take it, or split with a sample "
+                "that does"
             )
         self._n_calls += 1
         return number
@@ -348,8 +353,8 @@ class SplitStage(nn.Module):
         if self._n_calls < len(self._skeleton.names):
             raise ExecutionError(
                 f"the forward returns without calling {self._skeleton.names[self._n_calls]!r}, "
-                "which that of the sample called; stages of a split model take one way: let all "
-                "batches take it, or split with a sample that does"
+                "which that of the sample called; stages take one way: let all batches take it, or "
+                "split with a sample that does"
             )
 
     def note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -397,13 +402,15 @@ class SplitStage(nn.Module):
         )
         device = next(iter(self._values.values())).tensor.device
         arguments = tensors_in((args, kwargs)) if call.changed or call.same else ()
-        same, tensors = dict(call.same), []
+        same, repeated, tensors = dict(call.same), dict(call.repeated), []
         for position, empty in enumerate(tensors_in(result)):
             source = Source("output", number, position)
             if position in same:
                 tensors.append(arguments[same[position]])
                 if source in self._values:
                     tensors[-1].copy_(self._values[source].tensor)
+            elif position in repeated:
+                tensors.append(tensors[repeated[position]])
             elif source in self._values:
                 tensors.append(self._for_code(source))
             else:

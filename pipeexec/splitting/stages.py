@@ -105,10 +105,12 @@ class Stages(Sequence[SplitStage | None]):
         way: str,
         ways_failed: tuple[tuple[str, str], ...],
         sample: Any,
+        draws: tuple[str, ...] = (),
     ) -> None:
         self.model, self.modules, self.tied, self.blocks = model, tuple(modules), tied, blocks
         self.way, self.ways_failed = way, ways_failed
         self._stages, self._ordered, self._batch = tuple(stages), ordered, sample
+        self._draws = draws
         self.differences: dict[str, float] = {}
         self.not_checked: dict[str, str] = {}
         self.check_seconds = 0.0
@@ -363,6 +365,7 @@ class Stages(Sequence[SplitStage | None]):
             lambda: self(own_tensors(batch)),
             list(places.values()),
             loss_fn,
+            f", at {self._draws[0]}" if self._draws else "",
         )
 
     def check_all_modes(self, refused: Collection[tuple[bool, bool]]) -> None:
@@ -395,9 +398,10 @@ class Stages(Sequence[SplitStage | None]):
             self.differences[mode] = differences.largest
             if not differences.largest <= tolerance(self.model):
                 raise ExecutionError(
-                    f"the stages differ from the model in {mode} mode: {differences}; the model's "
-                    "forward keeps or reads values in a way that px.split does not see. Report it "
-                    "with the model, or give check=False to run the stages nevertheless"
+                    f"the stages differ from {type(self.model).__name__} in {mode} mode: "
+                    f"{differences}; its forward reads or keeps facts that px.split does not see, "
+                    "such as strides, requires_grad or new buffers. Let it not, or give "
+                    "check=False to run the stages nevertheless"
                 )
         self.check_seconds = time.perf_counter() - began
 

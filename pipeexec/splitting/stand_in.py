@@ -59,7 +59,7 @@ def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.
         memo[id(buffer)] = replace(buffer)
     for part in module.modules():
         for value in vars(part).values():  # such as the weight of `nn.utils.weight_norm`
-            if isinstance(value, Tensor) and not value.is_leaf:
+            if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = replace(value.detach())
     return copy.deepcopy(module, memo)
 
@@ -97,7 +97,7 @@ def _with_type(values: Any, dtype: torch.dtype) -> Any:
 
 def run_without_data(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the result of a module and arguments that have no data."""
-    with torch.no_grad(), _disable_current_modes():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _disable_current_modes():
         try:
             return module(*args, **kwargs)
         except RuntimeError:
@@ -130,9 +130,15 @@ class StandIn(nn.Module):
             if name.startswith("__"):  # such as __deepcopy__: not that of the other module
                 raise
             value = getattr(self.__dict__["_module_without_data"], name)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                return missing(value.shape, value.dtype, torch.device("cpu"))  # of the last call
             if not isinstance(value, (Tensor, nn.Module)):
                 return value
             return getattr(self._module_of_missing(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        module: Any = self._module_of_missing()
+        return module[key]
 
     def _module_of_missing(self) -> nn.Module:
         """Return the module with missing values, which the model's code may use in vain."""

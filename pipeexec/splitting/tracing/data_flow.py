@@ -10,12 +10,10 @@ numbers, shapes or indices, and those of whose shape nothing is known without th
 
 from __future__ import annotations
 
-import linecache
 import random
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.model_state import attributes, contents
 from pipeexec.splitting.stand_in import to_meta
+from pipeexec.splitting.tracing.code_lines import present_line
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
 from pipesim.errors import ArgumentError
 
@@ -62,7 +61,8 @@ _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 #: Arguments of operations whose values must be in a range, such as those of `embedding`.
 _INDICES = frozenset({"index", "indices", "offsets", "target"})
 _VALUES = frozenset({"input", "output", "argument"})
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+#: Kinds of sources whose first use is named in messages.
+_PLACED = frozenset({"inside", "parameter", "random"})
 
 
 class Source(NamedTuple):
@@ -108,12 +108,15 @@ class Call(NamedTuple):
         Positions of those that it changes in place, among the tensors of its arguments.
     same
         Positions of tensors of its output that are tensors of its arguments, and of these.
+    repeated
+        Positions of tensors of its output that are there before, and the first position of each.
     """
 
     name: str
     needs: Sources
     changed: frozenset[int] = frozenset()
     same: frozenset[tuple[int, int]] = frozenset()
+    repeated: frozenset[tuple[int, int]] = frozenset()
 
 
 class Record(NamedTuple):
@@ -202,8 +205,13 @@ class DataFlow(NamedTuple):
         Modules around calls that the forward calls.
     integers
         Values of integers and booleans, of which a missing one would not show as NaN.
+    drawing
+        Modules that are no calls, and draw random numbers.
     records
         Arguments and result of each call.
+    places
+        Lines of the forward that first use sources: tensors inside calls, parameters and random
+        numbers.
     """
 
     calls: tuple[Call, ...]
@@ -215,15 +223,20 @@ class DataFlow(NamedTuple):
     transient: frozenset[tuple[str, str]] = frozenset()
     ran: frozenset[str] = frozenset()
     integers: Sources = _NONE
+    drawing: frozenset[str] = frozenset()
     records: tuple[Record, ...] = ()
+    places: Mapping[Source, str] = MappingProxyType({})
 
 
 def merged(first: DataFlow, second: DataFlow) -> DataFlow:
     """Return the data flow of either of two forwards with the same calls; records of the first."""
     calls = tuple(
-        Call(a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same)
+        Call(
+            a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same,
+            a.repeated & b.repeated,
+        )
         for a, b in zip(first.calls, second.calls, strict=True)
-    )
+    )  # fmt: skip
     return DataFlow(
         calls,
         first.output | second.output,
@@ -234,7 +247,9 @@ def merged(first: DataFlow, second: DataFlow) -> DataFlow:
         first.transient | second.transient,
         first.ran | second.ran,
         first.integers | second.integers,
+        first.drawing | second.drawing,
         first.records,
+        {**second.places, **first.places},
     )
 
 
@@ -272,6 +287,10 @@ class _Follow(TorchDispatchMode):
         self.transient: set[tuple[str, str]] = set()
         self.ran: set[str] = set()
         self.integers: set[Source] = set()
+        self.places: dict[Source, str] = {}
+        #: Modules that run and are no calls though they are not cut, and those of them that draw.
+        self.running: list[str] = []
+        self.drawing: set[str] = set()
         self._random_states = _random_states()
 
     def sources_of(self, values: Iterable[Tensor]) -> Sources:
@@ -311,7 +330,14 @@ class _Follow(TorchDispatchMode):
         sources = self.sources_of(tensors)
         self.is_noting = False
         if sources:
-            self.reads.append(Read(len(self.calls), sources, _place()))
+            self._note_places(sources)
+            self.reads.append(Read(len(self.calls), sources, present_line()))
+
+    def _note_places(self, sources: Sources) -> None:
+        """Note the line that uses sources for the first time."""
+        for source in sources - self.places.keys():
+            if source.kind in _PLACED:
+                self.places[source] = present_line()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -323,6 +349,8 @@ class _Follow(TorchDispatchMode):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 name = func.name().removeprefix("aten::")
                 sources |= {Source("random", next(self.draws), name=name)}
+                self.drawing.update(self.running[-1:])
+            self._note_places(sources)
             self.read(_tensors_read(func, args, kwargs, results, written))
             self._note_views(tensors_in((args, kwargs)), results)
         else:
@@ -366,7 +394,7 @@ class _Follow(TorchDispatchMode):
         before = self.written.get(key, (tensor, _NONE))[1]
         self.written[key] = tensor, before | sources
         if self.inside is None:
-            self._writers.setdefault(key, {})[self._views.get(tensor)] = _place()
+            self._writers.setdefault(key, {})[self._views.get(tensor)] = present_line()
             self._note_written(key, sources)
 
     def _note_written(self, key: int, sources: Sources) -> None:
@@ -376,7 +404,7 @@ class _Follow(TorchDispatchMode):
         self.values_written |= values
         for source in sharing - values:
             now = frozenset(x for x in sources if x != source)
-            self.state.append(StateWrite(source, len(self.calls), now, _place()))
+            self.state.append(StateWrite(source, len(self.calls), now, present_line()))
 
     def watch_around(self, model: nn.Module, calls: Iterable[str]) -> list[RemovableHandle]:
         """Watch which modules around calls run, and which of their attributes are replaced."""
@@ -418,21 +446,22 @@ class _Follow(TorchDispatchMode):
             self.sources[now] = sources | {own}
         self.is_noting = False
 
-    def check_random_states(self) -> None:
+    def check_random_states(self, place: str) -> None:
         """Raise if the code outside of calls has drawn random numbers of Python or numpy."""
         if self._random_states != _random_states():
             raise ArgumentError(
-                "the forward draws random numbers of Python or numpy outside of its blocks, and "
-                "each stage would draw others; draw them of torch and inside of a block"
+                "the forward draws random numbers of Python or numpy outside of its blocks, before "
+                f"{place}, and each stage would draw others; draw them inside of a block"
             )
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin a call."""
-        self.check_random_states()
+        self.check_random_states(present_line())
         self.note_replaced()
         self.is_noting = True
         tensors = tensors_in((args, kwargs))
         self.calls.append(Call(name, self.sources_of(tensors)))
+        self._note_places(self.calls[-1].needs)
         with _disable_current_modes():
             self._arguments_before = to_meta((args, kwargs))
         self._changed.clear()
@@ -449,6 +478,8 @@ class _Follow(TorchDispatchMode):
             self.records.append(Record(self._arguments_before, to_meta(output)))
         arguments, same = tensors_in((args, kwargs)), set()
         positions = {id(x): k for k, x in enumerate(arguments)}
+        firsts: dict[int, int] = {}
+        repeated = set()
         for position, tensor in enumerate(tensors_in(output)):
             key, source = storage_of(tensor), Source("output", number, position)
             if id(tensor) in positions:  # other stages copy the output to the argument
@@ -458,6 +489,9 @@ class _Follow(TorchDispatchMode):
                 self.sources[tensor] = frozenset({source})
                 if key in self.written or self._changed:
                     self.written[key] = tensor, frozenset({source})
+                continue
+            if (first := firsts.setdefault(id(tensor), position)) != position:
+                repeated.add((position, first))
                 continue
             if key not in self._values:
                 self.written.pop(key, None)
@@ -471,7 +505,9 @@ class _Follow(TorchDispatchMode):
             self.sources[tensor] = frozenset({source})
             self._values_in(tensor).add(source)
         changed = frozenset(self._changed - {argument for _, argument in same})
-        self.calls[-1] = self.calls[-1]._replace(changed=changed, same=frozenset(same))
+        self.calls[-1] = self.calls[-1]._replace(
+            changed=changed, same=frozenset(same), repeated=frozenset(repeated)
+        )
         self._arguments.clear()
         self._note_transient()
         self._random_states = _random_states()
@@ -522,19 +558,10 @@ class _Readers(TorchFunctionMode):
             self.mode.set_data(*args)
         if func in _HOOKS and not self.mode.inside:
             raise ArgumentError(
-                f"the forward gives a tensor a hook outside of its blocks, at {_place()}, which "
-                "several stages would run; register it inside a block"
+                f"the forward gives a tensor a hook outside of its blocks, at {present_line()}, "
+                "which several stages would run; register it inside a block"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _place() -> str:
-    """Return the line of the model's code that runs now, and its file."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"`{linecache.getline(file, line).strip():.80}` ({Path(file).name}, line {line})"
 
 
 def follow(
@@ -568,12 +595,16 @@ def follow(
         enter, leave = _hooks(name, mode)
         handles.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(modules[name].register_forward_hook(leave, with_kwargs=True))
+    for name in set(uncut) - set(called):
+        enter, leave = _running_hooks(name, mode.running)
+        handles.append(modules[name].register_forward_pre_hook(enter))
+        handles.append(modules[name].register_forward_hook(leave))
     handles += mode.watch_around(model, called)
     try:
         with mode, _Readers(mode):
             output = model(*args, **kwargs)
             mode.note_replaced()
-            mode.check_random_states()
+            mode.check_random_states("its end")
     finally:
         for handle in handles:
             handle.remove()
@@ -588,7 +619,9 @@ def follow(
         frozenset(mode.transient),
         frozenset(mode.ran),
         frozenset(mode.integers),
+        frozenset(mode.drawing),
         tuple(mode.records),
+        mode.places,
     )
     return flow, tuple(x.detach().clone() for x in tensors_in(output))
 
@@ -601,6 +634,18 @@ def _hooks(name: str, mode: _Follow) -> tuple[Any, Any]:
 
     def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         mode.leave(args, kwargs, output)
+
+    return enter, leave
+
+
+def _running_hooks(name: str, running: list[str]) -> tuple[Any, Any]:
+    """Return the hooks before and after a module, which has its name at the end of a list."""
+
+    def enter(*_: object) -> None:
+        running.append(name)
+
+    def leave(*_: object) -> None:
+        running.pop()
 
     return enter, leave
 
