@@ -456,6 +456,13 @@ class Functions(nn.Module):
         return x.reshape(x.shape[0], 2, 2)
 
 
+class Dropping(Functions):
+    """One whose graph holds for one mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, training=self.training))
+
+
 class Branching(Functions):
     """One that torch.export refuses."""
 
@@ -860,7 +867,7 @@ REFUSALS: dict[str, Refusal] = {
     "functions alone": Refusal(
         "calls no module that has parameters",
         lambda: split(Branching()),
-        ["Branching", "torch.export does not help (", "let modules have the parameters"],
+        ["Branching", "torch.export does not help (", "let modules have parameters"],
         [lambda: check(Modules())],
     ),
     "a shape of torch.export": Refusal(
@@ -868,6 +875,19 @@ REFUSALS: dict[str, Refusal] = {
         lambda: split(Functions())(torch.ones(2, 2, 2)),
         ["(2, 2, 2)", "(any, 4)", "split again with a sample of this shape"],
         [lambda: split(Functions())(torch.ones(2, WIDTH))],
+    ),
+    "a mode of torch.export": Refusal(
+        " cannot run in ",
+        lambda: evaluated(split(Dropping())),
+        ["stage 0", "evaluation mode", "torch.export has one mode, and Dropping",
+         "call model.eval() and split again"],
+        [lambda: evaluation_equals(Dropping())],
+    ),
+    "a mode of torch.export in training": Refusal(
+        " cannot run in ",
+        lambda: trained_in_evaluation(split(Dropping().eval())),
+        ["stage 0", "training mode", "call model.train() and split again"],
+        [lambda: trained_in_evaluation(split(Dropping()))],
     ),
     "a block that the sample did not call": Refusal(
         ", which that of the sample did not; stages take one way",
