@@ -178,7 +178,9 @@ def verdict(family: Family, dtype: str, n: int) -> tuple[str, str, str]:
     except Exception as error:
         return mode, described(error), f"in training mode: {message}" if message else ""
     remarks = [f"in training mode: {message}"] if message else []
-    remarks += [f"not compared by the split in {k} mode: {x}" for k, x in stages.not_checked.items()]
+    remarks += [
+        f"not compared by the split in {k} mode: {x}" for k, x in stages.not_checked.items()
+    ]
     worst = difference(observed, whole_step(family, dtype, training=training))
     kind = "equal" if worst <= TOLERANCES[dtype] else "SILENT:"
     return mode, f"{kind} {worst:.0e}", "; ".join(remarks)

@@ -353,7 +353,39 @@ def exported_forward(forward: SampleForward) -> SampleForward:
         return forward._replace(uncut=uncut)
     names = exported.blocks
     uncut = UncutModules(names, frozenset(names), _EXPORT, failed)
-    return _followed(uncut, exported, args, kwargs)
+    result = _followed(uncut, exported, args, kwargs)
+    own, other = (Mode(x, grad=True) for x in (model.training, not model.training))
+    if _has_other_graph(model, exported, args, kwargs, other):
+        mode = "training" if other.training else "evaluation"
+        reason = (
+            f"the graph of torch.export has one mode, and {type(model).__name__} computes other "
+            f"values in {mode} mode; {_advice(own, other)}"
+        )
+        result.refused.update({other._replace(grad=grad): reason for grad in (True, False)})
+    return result
+
+
+def _has_other_graph(
+    model: nn.Module,
+    exported: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: Mode,
+) -> bool:
+    """Return whether a model computes other outputs or buffers in a mode than its graph does."""
+    results = []
+    for module in (model, exported):
+        with unchanged(model, exported), torch.no_grad():
+            if module.training != mode.training:
+                module.train(mode.training)
+            own_args, own_kwargs = _own(args, kwargs)
+            try:
+                output = module(*own_args, **own_kwargs)
+            except Exception:  # of the user's code
+                return True
+            tensors = (*tensors_in(output), *model.buffers())
+            results.append([x.clone() for x in tensors])
+    return len(results[0]) != len(results[1]) or _differ(*results)
 
 
 @contextmanager

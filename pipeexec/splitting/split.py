@@ -246,8 +246,8 @@ def _forward_to_cut(
         failed = dict(forward.uncut.ways_failed).get("torch.export", "no data")
         raise ArgumentError(
             f"{type(model).__name__} cannot be cut: its forward calls no module that has "
-            f"parameters, and torch.export does not help ({failed:.120}); let modules have the "
-            "parameters and use them, such as nn.Linear"
+            f"parameters, and torch.export does not help ({failed:.150}); let modules have "
+            "parameters, such as nn.Linear"
         )
     return forward
 

@@ -255,9 +255,8 @@ class SplitStage(nn.Module):
             if "leaf Variable" not in str(error):  # of an operation in place
                 raise
             raise ExecutionError(
-                f"stage {self.number} writes in place to a value that it has received, which the "
-                "forward of the sample did not; let the model write to a clone(), or split with a "
-                "sample that takes this way"
+                f"stage {self.number} writes in place to a value that it received, unlike the "
+                "sample's forward; write to a clone(), or split with a sample that takes this way"
             ) from error
         finally:
             self._values = {}

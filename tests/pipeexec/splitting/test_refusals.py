@@ -470,6 +470,13 @@ class Functions(nn.Module):
         return x.reshape(x.shape[0], 2, 2)
 
 
+class Dropping(Functions):
+    """One whose graph holds for one mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, training=self.training))
+
+
 class Branching(Functions):
     """One that torch.export refuses."""
 
@@ -874,7 +881,7 @@ REFUSALS: dict[str, Refusal] = {
     "functions alone": Refusal(
         "calls no module that has parameters",
         lambda: split(Branching()),
-        ["Branching", "torch.export does not help (", "let modules have the parameters"],
+        ["Branching", "torch.export does not help (", "let modules have parameters"],
         [lambda: check(Modules())],
     ),
     "a shape of torch.export": Refusal(
@@ -884,10 +891,23 @@ REFUSALS: dict[str, Refusal] = {
         [lambda: split(Functions())(torch.ones(2, WIDTH))],
     ),
     "a write that the sample did not do": Refusal(
-        "writes in place to a value that it has received",
+        "writes in place to a value that it received",
         lambda: run_doubling(X[:2]),
         ["stage 1", "write to a clone()", "split with a sample that takes this way"],
         [lambda: run_doubling(X[4:])],
+    ),
+    "a mode of torch.export": Refusal(
+        " cannot run in ",
+        lambda: evaluated(split(Dropping())),
+        ["stage 0", "evaluation mode", "torch.export has one mode, and Dropping",
+         "call model.eval() and split again"],
+        [lambda: evaluation_equals(Dropping())],
+    ),
+    "a mode of torch.export in training": Refusal(
+        " cannot run in ",
+        lambda: trained_in_evaluation(split(Dropping().eval())),
+        ["stage 0", "training mode", "call model.train() and split again"],
+        [lambda: trained_in_evaluation(split(Dropping()))],
     ),
     "a block that the sample did not call": Refusal(
         ", which that of the sample did not; stages take one way",
