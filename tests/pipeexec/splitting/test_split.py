@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -501,3 +503,19 @@ def test_operations_that_are_stricter_without_data():
         n_sent.append(len([x for x in values if x.numel()]))
     assert n_sent == [1, 1, 1]
     assert stages.check(torch.ones(6, 16)) == 0
+
+
+def test_activations_of_the_sample_are_freed():
+    """Records of calls without data keep no graph of autograd, which would keep activations."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Square(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            kept.append(weakref.ref(y))
+            return y * y  # autograd saves y
+
+    stages = px.split(nn.Sequential(Square(8, 8), Square(8, 8)), 2, sample=torch.ones(4, 8))
+    gc.collect()
+    assert kept
+    assert not [x for x in kept if x() is not None], stages
