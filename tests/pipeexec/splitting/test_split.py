@@ -26,7 +26,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.errors import ArgumentError, PipeError
+from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 
 def words(n: int = 4, length: int = 6) -> torch.Tensor:
@@ -519,3 +519,28 @@ def test_activations_of_the_sample_are_freed():
     gc.collect()
     assert kept
     assert not [x for x in kept if x() is not None], stages
+
+
+class LayerDrop(nn.Module):
+    """Skips blocks at random in training; the random numbers are drawn in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            probability = torch.rand([])
+            scale = 0.0 if self.training and probability < 0.5 else 1.0
+            x = x + scale * block(x)
+        return x
+
+
+def test_random_numbers_that_only_another_mode_reads():
+    """A model in evaluation mode is split; its stages refuse the training mode."""
+    with pytest.raises(ArgumentError, match="both need the result of rand"):
+        px.split(LayerDrop(), 3, sample=torch.ones(4, 8))
+    stages = px.split(LayerDrop().eval(), 3, sample=torch.ones(4, 8))
+    assert torch.equal(stages(torch.ones(2, 8)), stages.model(torch.ones(2, 8)))
+    with pytest.raises(ExecutionError, match=r"cannot run in training mode.*result of rand"):
+        stages[0].train()(torch.ones(4, 8))
