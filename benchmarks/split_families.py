@@ -30,11 +30,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,19 +199,22 @@ def verdict(
     return mode, f"{kind} {worst:.0e}", "; ".join(remarks)
 
 
-def rows(names: list[str]) -> Iterator[list[str]]:
-    """Yield a row for each family and type."""
-    for name in names:
-        family = FAMILIES[name]
-        for dtype in TYPES:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                whole = cache(partial(whole_step, family, dtype))
-                first, second = (verdict(family, dtype, n, whole) for n in (2, 3))
-            remarks = dict.fromkeys(filter(None, (family.remark, first[2], second[2])))
-            row = [family.kind, name, dtype, first[0], first[1], second[1], "; ".join(remarks)]
-            print(" | ".join(row), file=sys.stderr, flush=True)
-            yield row
+def rows(name: str) -> list[list[str]]:
+    """Return a row for each type of a family."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    family, result = FAMILIES[name], []
+    for dtype in TYPES:
+        whole = cache(partial(whole_step, family, dtype))
+        first, second = (verdict(family, dtype, n, whole) for n in (2, 3))
+        remarks = dict.fromkeys(filter(None, (family.remark, first[2], second[2])))
+        row = [family.kind, name, dtype, first[0], first[1], second[1], "; ".join(remarks)]
+        print(" | ".join(row), file=sys.stderr, flush=True)
+        result.append(row)
+    return result
 
 
 def main() -> None:
@@ -218,11 +223,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="FAMILY", choices=list(FAMILIES))
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    table_rows = list(rows(options.only or list(FAMILIES)))
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        table_rows = [row for part in pool.map(rows, options.only or FAMILIES) for row in part]
     counts = Counter(cell.split()[0].strip(":") for row in table_rows for cell in row[4:6])
     counts["the model fails"] = counts.pop("the", 0)
     columns = ("kind", "family", "type", "mode", "2 stages", "3 stages", "remark")

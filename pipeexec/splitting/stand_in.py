@@ -97,7 +97,7 @@ def _with_type(values: Any, dtype: torch.dtype) -> Any:
 
 def run_without_data(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the result of a module and arguments that have no data."""
-    with torch.no_grad(), _disable_current_modes():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _disable_current_modes():
         try:
             return module(*args, **kwargs)
         except RuntimeError:

@@ -108,12 +108,15 @@ class Call(NamedTuple):
         Positions of those that it changes in place, among the tensors of its arguments.
     same
         Positions of tensors of its output that are tensors of its arguments, and of these.
+    constant
+        Positions of tensors of its output that need no gradient.
     """
 
     name: str
     needs: Sources
     changed: frozenset[int] = frozenset()
     same: frozenset[tuple[int, int]] = frozenset()
+    constant: frozenset[int] = frozenset()
 
 
 class Record(NamedTuple):
@@ -218,9 +221,12 @@ class DataFlow(NamedTuple):
 def merged(first: DataFlow, second: DataFlow) -> DataFlow:
     """Return the data flow of either of two forwards with the same calls; records of the first."""
     calls = tuple(
-        Call(a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same)
+        Call(
+            a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same,
+            a.constant & b.constant,
+        )
         for a, b in zip(first.calls, second.calls, strict=True)
-    )
+    )  # fmt: skip
     return DataFlow(
         calls,
         first.output | second.output,
@@ -464,7 +470,11 @@ class _Follow(TorchDispatchMode):
             self.sources[tensor] = frozenset({source})
             self._values_in(tensor).add(source)
         changed = frozenset(self._changed - {argument for _, argument in same})
-        self.calls[-1] = self.calls[-1]._replace(changed=changed, same=frozenset(same))
+        rows = enumerate(tensors_in(output))
+        constant = frozenset(position for position, tensor in rows if not tensor.requires_grad)
+        self.calls[-1] = self.calls[-1]._replace(
+            changed=changed, same=frozenset(same), constant=constant
+        )
         self._arguments.clear()
         self._note_transient()
         self._random_states = _random_states()

@@ -544,3 +544,52 @@ def test_random_numbers_that_only_another_mode_reads():
     assert torch.equal(stages(torch.ones(2, 8)), stages.model(torch.ones(2, 8)))
     with pytest.raises(ExecutionError, match=r"cannot run in training mode.*result of rand"):
         stages[0].train()(torch.ones(4, 8))
+
+
+class Biased(nn.Module):
+    """Blocks that pass on a bias of zeros, and note whether it needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(3))
+
+    def forward(self, x):
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+class BiasedBlock(nn.Module):
+    """A block of `Biased`: its second output needs a gradient for large inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.needed = nn.Linear(8, 8), []
+
+    def forward(self, x, bias):
+        bias = torch.zeros(1, 8) if bias is None else bias
+        self.needed.append(bias.requires_grad)
+        return self.linear(x) + bias, bias if x.sum() < 1e3 else bias + self.linear.bias
+
+
+def test_values_that_need_no_gradient():
+    """A later stage receives them as the model has them: torch chooses kernels by that."""
+    model = Biased()
+    stages = px.split(model, 3, sample=torch.ones(4, 8))
+    graph = ps.lower(ps.schedule("1f1b", 3, 2))
+    with px.Pipeline(stages, graph, ["cpu"] * 3, lambda x, y: (x - y).square().mean()) as pipeline:
+        pipeline.step(torch.ones(4, 8), torch.zeros(4, 8))
+    assert not any(x for stage in stages for block in stage.model.blocks
+                   for x in getattr(block, "needed", ()))  # fmt: skip
+    with pytest.raises(ExecutionError, match="needs a gradient, which the sample's did not"):
+        stages[0](torch.full((4, 8), 1e3))
+
+
+def test_parameters_that_are_trained_later():
+    """Values of frozen blocks need gradients after the blocks are trained."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[0].requires_grad_(False)
+    stages = px.split(model, 3, sample=torch.ones(4, 8))
+    model[0].requires_grad_(True)
+    assert stages.check(torch.ones(2, 8)) == 0
