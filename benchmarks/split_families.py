@@ -19,7 +19,8 @@ A verdict is
   to the largest element of all gradients;
 - "refused", with the message of an error of `pipesim.errors`;
 - "SILENT", if the difference is larger than 1e-5, or than 0.03 in 16 bits;
-- "BARE", for any other error.
+- "BARE", for any other error;
+- "the model fails", if the unsplit model does.
 
 ``python benchmarks/split_families.py`` prints the table and writes it. ``--only GPT-2 Llama`` runs
 some families, and writes nothing.
@@ -29,11 +30,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +47,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.nesting import leaves, tensors_in
+from pipeexec.nesting import leaves
 from pipesim.errors import PipeError, StageError
 
 sys.path.append(str(ROOT / "tests" / "helpers"))
@@ -52,6 +56,7 @@ from model_families import FAMILIES, Family
 OUT = ROOT / "results" / "benchmarks" / "split_families.txt"
 N_MICROBATCHES, N_SAMPLES = 2, 2
 TYPES = ("float32", "bfloat16", "autocast")
+VERDICTS = ("equal", "refused", "SILENT", "BARE", "the model fails")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03}
 
 
@@ -103,7 +108,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def whole_step(family: Family, dtype: str, *, training: bool) -> Result:
+def whole_step(family: Family, dtype: str, training: bool) -> Result:
     """Return the result of the unsplit model."""
     model, number = make(family, dtype)
     model.train(training)
@@ -123,9 +128,10 @@ def split_step(stages: px.Stages, batch: dict[str, Tensor], dtype: str) -> Resul
     """Return the result of a step of the stages."""
     graph = ps.lower(ps.schedule("1f1b", len(stages), N_MICROBATCHES), tied=stages.tied_stages)
     devices = ["cpu"] * len(stages)
-    with px.Pipeline(stages, graph, devices, loss_fn, pin_threads=False) as pipeline:
-        with autocast(dtype):
-            result = pipeline.step(batch, torch.zeros(N_SAMPLES * N_MICROBATCHES))
+    targets = torch.zeros(N_SAMPLES * N_MICROBATCHES)
+    pipeline = px.Pipeline(stages, graph, devices, loss_fn, pin_threads=False)
+    with pipeline, autocast(dtype):
+        result = pipeline.step(batch, targets)
     return Result(result.loss, gradients_of(stages.model))
 
 
@@ -162,9 +168,18 @@ def split(family: Family, dtype: str, n: int) -> tuple[px.Stages, str]:
     return px.split(model.eval(), n, sample=sample), message
 
 
-def verdict(family: Family, dtype: str, n: int) -> tuple[str, str, str]:
-    """Return the mode of the step, the verdict, and a remark."""
+def verdict(
+    family: Family, dtype: str, n: int, whole: Callable[[bool], Result]
+) -> tuple[str, str, str]:
+    """Return the mode of the step, the verdict, and a remark.
+
+    ``whole`` returns the result of the unsplit model in training or evaluation mode.
+    """
     mode, message = "", ""
+    try:
+        whole(False)
+    except Exception as error:
+        return mode, "the model fails", f"{type(error).__name__}: {error!s:.80}"
     try:
         stages, message = split(family, dtype, n)
         model, number = make(family, dtype)
@@ -178,26 +193,28 @@ def verdict(family: Family, dtype: str, n: int) -> tuple[str, str, str]:
     except Exception as error:
         return mode, described(error), f"in training mode: {message}" if message else ""
     remarks = [f"in training mode: {message}"] if message else []
-    remarks += [
-        f"not compared by the split in {k} mode: {x}" for k, x in stages.not_checked.items()
-    ]
-    worst = difference(observed, whole_step(family, dtype, training=training))
+    remarks += [f"no check by the split in {k} mode: {x}" for k, x in stages.not_checked.items()]
+    worst = difference(observed, whole(training))
     kind = "equal" if worst <= TOLERANCES[dtype] else "SILENT:"
     return mode, f"{kind} {worst:.0e}", "; ".join(remarks)
 
 
-def rows(names: list[str]) -> Iterator[list[str]]:
-    """Yield a row for each family and type."""
-    for name in names:
-        family = FAMILIES[name]
-        for dtype in TYPES:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                first, second = (verdict(family, dtype, n) for n in (2, 3))
-            remarks = dict.fromkeys(filter(None, (family.remark, first[2], second[2])))
-            row = [family.kind, name, dtype, first[0], first[1], second[1], "; ".join(remarks)]
-            print(" | ".join(row), file=sys.stderr, flush=True)
-            yield row
+def rows(name: str) -> list[list[str]]:
+    """Return a row for each type of a family."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    family, result = FAMILIES[name], []
+    for dtype in TYPES:
+        whole = cache(partial(whole_step, family, dtype))
+        first, second = (verdict(family, dtype, n, whole) for n in (2, 3))
+        remarks = dict.fromkeys(filter(None, (family.remark, first[2], second[2])))
+        row = [family.kind, name, dtype, first[0], first[1], second[1], "; ".join(remarks)]
+        print(" | ".join(row), file=sys.stderr, flush=True)
+        result.append(row)
+    return result
 
 
 def main() -> None:
@@ -206,18 +223,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="FAMILY", choices=list(FAMILIES))
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    table_rows = list(rows(options.only or list(FAMILIES)))
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        table_rows = [row for part in pool.map(rows, options.only or FAMILIES) for row in part]
     counts = Counter(cell.split()[0].strip(":") for row in table_rows for cell in row[4:6])
+    counts["the model fails"] = counts.pop("the", 0)
     columns = ("kind", "family", "type", "mode", "2 stages", "3 stages", "remark")
     lines = [
         *header(["torch", "transformers"]),
         "equal: largest difference of the loss and of gradients, relative",
         f"{len({row[1] for row in table_rows})} families; splits: "
-        + ", ".join(f"{counts[x]} {x}" for x in ("equal", "refused", "SILENT", "BARE")),
+        + ", ".join(f"{counts[x]} {x}" for x in VERDICTS),
         "",
         *table(columns, table_rows, n_left=len(columns)),
     ]

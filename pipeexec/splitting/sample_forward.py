@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, Leaf, leaves, mapped, tensors_in
 from pipeexec.splitting.balance.call_weights import CallWeights
+from pipeexec.splitting.borders import check_flow
 from pipeexec.splitting.model_state import ModelState, same_python_draws, unchanged
 from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
 from pipeexec.splitting.tracing.code_lines import line_of_error
@@ -60,6 +61,8 @@ class SampleForward(NamedTuple):
         Modules that change attributes or buffers of theirs, by mode.
     once
         Modules around calls, and attributes that the first forward alone sets.
+    flows
+        Data flow of each mode that stages may run in; first that of the model's mode.
     """
 
     uncut: UncutModules
@@ -72,6 +75,29 @@ class SampleForward(NamedTuple):
     carried: frozenset[int]
     stateful: dict[Mode, frozenset[str]]
     once: frozenset[tuple[str, str]]
+    flows: dict[Mode, DataFlow]
+
+    def for_stages(self, calls: Sequence[range]) -> SampleForward:
+        """Return the forward with the modes that stages of these calls can run in.
+
+        Raises
+        ------
+        ArgumentError
+            If they cannot run in the mode of the model.
+        """
+        (own, flow), *others = self.flows.items()
+        check_flow(flow, calls)
+        flows, refused, stateful = {own: flow}, dict(self.refused), dict(self.stateful)
+        for mode, other in others:
+            both = merged(flow, other)
+            try:
+                check_flow(both, calls)
+            except ArgumentError as error:
+                refused[mode] = str(error)
+                del stateful[mode]
+            else:
+                flow, flows[mode] = both, other
+        return self._replace(flow=flow, flows=flows, refused=refused, stateful=stateful)
 
     def weights(self, kind: str, *, has_data: bool, optimizer_bytes: float) -> list[float]:
         """Return the weight of each call; see `CallWeights`."""
@@ -142,10 +168,10 @@ def _followed(
         changing = frozenset().union(*stateful.values(), *(x.drawing for x in flows.values()))
         is_known, calls = calls >= changing, calls | changing
     flow = flows[own]
-    for mode, other in flows.items():
+    for mode, other in list(flows.items()):
         if reason := _other_way(flow, other):
             refused[mode] = f"{reason}; {_advice(own, mode)}"
-            del stateful[mode]
+            del stateful[mode], flows[mode]
         else:
             flow = merged(flow, other)
     with_grad, without = Mode(training=True, grad=True), Mode(training=True, grad=False)
@@ -156,10 +182,11 @@ def _followed(
         )
     empty = {x.name: on_meta(model.get_submodule(x.name)) for x in flow.calls}
     carried = frozenset(_carried(empty, flow))
-    reads = (_read_of_result(flow, number) for number in sorted(carried))
+    reads = [_read_of_result(flow, number) for number in sorted(carried)]
     flow = flow._replace(reads=(*flow.reads, *reads))
+    flows[own] = flows[own]._replace(reads=(*flows[own].reads, *reads))
     return SampleForward(
-        uncut, flow, model, args, kwargs, refused, empty, carried, stateful, frozenset(once)
+        uncut, flow, model, args, kwargs, refused, empty, carried, stateful, frozenset(once), flows
     )
 
 

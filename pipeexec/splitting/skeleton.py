@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
@@ -81,6 +82,15 @@ class Skeleton:
         self.names = tuple(call.name for call in flow.calls)
         self.dtypes = tuple(x.dtype for x in tensors_in(arguments))
         self.empty, self._is_training = empty, model.training
+        # Values that need no gradient, whichever parameters are trained later.
+        trains = not torch.is_inference_mode_enabled() and all(
+            x.requires_grad for x in model.parameters() if x.is_floating_point()
+        )
+        self.constant = frozenset(
+            Source("output", number, position)
+            for number, call in enumerate(flow.calls if trains else ())
+            for position in call.constant
+        )
         self._other_mode: dict[str, nn.Module] = {}
         # Results of calls by number, mode and form of the arguments; all stages may add some.
         self._results: dict[Any, Any] = {}

@@ -14,7 +14,7 @@ from pipeexec.data_parallel.compiled_modules import check_not_compiled
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.balance.cuts import Balance, Balancing, Cuts, first_calls
 from pipeexec.splitting.batch_form import ordered_batch, sample_arguments
-from pipeexec.splitting.borders import borders, check_flow, outer_parameters, state_owners
+from pipeexec.splitting.borders import borders, outer_parameters, state_owners
 from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
 from pipeexec.splitting.sample_forward import (
     Mode,
@@ -164,14 +164,14 @@ def split(
         )
     is_whole = isinstance(stages, Integral) and stages == 1
     forward = _forward_to_cut(model, args, kwargs, has_data=source is None, is_whole=is_whole)
-    uncut, flow = forward.uncut, forward.flow
-    names = [call.name for call in flow.calls]
+    uncut, names = forward.uncut, [call.name for call in forward.flow.calls]
     weights = cache(
         partial(forward.weights, has_data=source is None, optimizer_bytes=optimizer_bytes)
     )
     starts = first_calls(names, uncut.blocks, stages, Balancing(balance, limit, weights))
     calls = [range(a, b) for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
-    check_flow(flow, calls)
+    forward = forward.for_stages(calls)
+    flow = forward.flow
     body = model if source is not None else forward.model
     if len(calls) > 1:
         check_hooks(body, names, calls)

@@ -275,7 +275,8 @@ class SplitStage(nn.Module):
         if device != self._device:
             self._set_missing(device)
         for source, value in zip(whole, values, strict=False):
-            self._values[source] = _Value(value)
+            is_constant = source in self._skeleton.constant and value.requires_grad
+            self._values[source] = _Value(value.detach() if is_constant else value)
         for number, empty in zip(shapes, values[len(whole) :], strict=True):
             source, dtype = Source("input", number), self._skeleton.dtypes[number]
             is_written = source in self._written
@@ -378,6 +379,12 @@ class SplitStage(nn.Module):
     def _keep(self, source: Source, tensor: Tensor) -> None:
         """Keep a value that the next stage receives."""
         if source in self._kept:
+            if source in self._skeleton.constant and tensor.requires_grad:
+                raise ExecutionError(
+                    f"{self._described(source)} needs a gradient, which the sample's did not; let "
+                    "the model return it with a gradient for all batches, or split with such a "
+                    "sample"
+                )
             self._values[source] = _Value(tensor.clone() if source in self._written else tensor)
 
     def call_shared(

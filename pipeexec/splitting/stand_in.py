@@ -65,8 +65,8 @@ def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.
 
 
 def to_meta(values: Any) -> Any:
-    """Return nested values whose tensors have no data."""
-    return mapped(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
+    """Return nested values whose tensors have neither data nor a graph of autograd."""
+    return mapped(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, values)
 
 
 class _AnyType(TorchDispatchMode):

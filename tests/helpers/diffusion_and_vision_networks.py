@@ -114,9 +114,7 @@ class _AdaptiveBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.condition = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -124,7 +122,7 @@ class _AdaptiveBlock(nn.Module):
         a, b, c, d, e, f = self.condition(F.silu(condition))[:, None].chunk(6, dim=-1)
         y = self.norm1(x) * (1 + a) + b
         x = x + c * self.attention(y, y, y, need_weights=False)[0]
-        return x + f * self.mlp(self.norm2(x) * (1 + d) + e)
+        return x + f * self.down(F.gelu(self.up(self.norm2(x) * (1 + d) + e)))
 
 
 class DiffusionTransformer(nn.Module):
@@ -251,9 +249,7 @@ class _StochasticDepth(nn.Module):
 
 
 class _InvertedResidual(nn.Module):
-    def __init__(
-        self, n_in: int, n_out: int, stride: int, rate: float = 0.0, squeeze: int = 0
-    ) -> None:
+    def __init__(self, n_in: int, n_out: int, stride: int, rate: float, squeeze: int) -> None:
         super().__init__()
         hidden = 2 * n_in
         self.expand = _conv(n_in, hidden, 1)
@@ -330,10 +326,8 @@ class _Mixed(nn.Module):
 
     def __init__(self, n_in: int) -> None:
         super().__init__()
-        self.branch1, self.branch3 = (
-            _conv(n_in, 4, 1),
-            nn.Sequential(_conv(n_in, 4, 1), _conv(4, 8)),
-        )
+        self.branch1 = _conv(n_in, 4, 1)
+        self.branch3 = nn.Sequential(_conv(n_in, 4, 1), _conv(4, 8))
         self.branch_pool = _conv(n_in, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -240,8 +240,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "RWKV": Family(
         "state space", "RwkvForCausalLM", "RwkvConfig",
-        {**_IDS, "hidden_size": 16, "num_hidden_layers": 4, "context_length": 32},
-        ("input_ids", "labels"),
+        {**_IDS, "hidden_size": 16, "num_hidden_layers": 4, "context_length": 32,
+         "rescale_every": 0, "use_cache": False},
+        ("input_ids", "labels"), "rescale_every=0: its forward changes no weights",
     ),
     "RecurrentGemma": _decoder(
         "RecurrentGemma", {**_GROUPED, "lru_width": 32, "head_dim": 8,

@@ -110,6 +110,8 @@ class Call(NamedTuple):
         Positions of tensors of its output that are tensors of its arguments, and of these.
     repeated
         Positions of tensors of its output that are there before, and the first position of each.
+    constant
+        Positions of tensors of its output that need no gradient.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Call(NamedTuple):
     changed: frozenset[int] = frozenset()
     same: frozenset[tuple[int, int]] = frozenset()
     repeated: frozenset[tuple[int, int]] = frozenset()
+    constant: frozenset[int] = frozenset()
 
 
 class Record(NamedTuple):
@@ -234,6 +237,7 @@ def merged(first: DataFlow, second: DataFlow) -> DataFlow:
         Call(
             a.name, a.needs | b.needs, a.changed | b.changed, a.same & b.same,
             a.repeated & b.repeated,
+            a.constant & b.constant,
         )
         for a, b in zip(first.calls, second.calls, strict=True)
     )  # fmt: skip
@@ -505,8 +509,13 @@ class _Follow(TorchDispatchMode):
             self.sources[tensor] = frozenset({source})
             self._values_in(tensor).add(source)
         changed = frozenset(self._changed - {argument for _, argument in same})
+        rows = enumerate(tensors_in(output))
+        constant = frozenset(position for position, tensor in rows if not tensor.requires_grad)
         self.calls[-1] = self.calls[-1]._replace(
-            changed=changed, same=frozenset(same), repeated=frozenset(repeated)
+            changed=changed,
+            same=frozenset(same),
+            repeated=frozenset(repeated),
+            constant=constant,
         )
         self._arguments.clear()
         self._note_transient()

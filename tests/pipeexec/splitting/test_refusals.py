@@ -342,6 +342,15 @@ def run_doubling(sample: Tensor) -> None:
     run(px.split(build(doubles_positive), 2, sample=sample))
 
 
+def thawed(*, before_split: bool) -> None:
+    """Run a model of which the first blocks are trained, whenever that is decided."""
+    model = build()
+    model.blocks[:2].requires_grad_(requires_grad=before_split)
+    stages = split(model)
+    model.blocks[:2].requires_grad_()
+    run(stages)
+
+
 def check(model: nn.Module, stages: Any = 2) -> None:
     assert split(model, stages).check(X + 1) < 1e-6
 
@@ -889,6 +898,12 @@ REFUSALS: dict[str, Refusal] = {
         lambda: split(Functions())(torch.ones(2, 2, 2)),
         ["(2, 2, 2)", "(any, 4)", "split again with a sample of this shape"],
         [lambda: split(Functions())(torch.ones(2, WIDTH))],
+    ),
+    "a gradient that the sample did not need": Refusal(
+        "needs a gradient, which the sample's did not",
+        lambda: thawed(before_split=False),
+        ["'blocks.1'", "split with such a sample"],
+        [lambda: thawed(before_split=True)],
     ),
     "a write that the sample did not do": Refusal(
         "writes in place to a value that it received",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.errors import ArgumentError, PipeError
+from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 
 def words(n: int = 4, length: int = 6) -> torch.Tensor:
@@ -501,3 +503,93 @@ def test_operations_that_are_stricter_without_data():
         n_sent.append(len([x for x in values if x.numel()]))
     assert n_sent == [1, 1, 1]
     assert stages.check(torch.ones(6, 16)) == 0
+
+
+def test_activations_of_the_sample_are_freed():
+    """Records of calls without data keep no graph of autograd, which would keep activations."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Square(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            kept.append(weakref.ref(y))
+            return y * y  # autograd saves y
+
+    stages = px.split(nn.Sequential(Square(8, 8), Square(8, 8)), 2, sample=torch.ones(4, 8))
+    gc.collect()
+    assert kept
+    assert not [x for x in kept if x() is not None], stages
+
+
+class LayerDrop(nn.Module):
+    """Skips blocks at random in training; the random numbers are drawn in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            probability = torch.rand([])
+            scale = 0.0 if self.training and probability < 0.5 else 1.0
+            x = x + scale * block(x)
+        return x
+
+
+def test_random_numbers_that_only_another_mode_reads():
+    """A model in evaluation mode is split; its stages refuse the training mode."""
+    with pytest.raises(ArgumentError, match="both need the result of rand"):
+        px.split(LayerDrop(), 3, sample=torch.ones(4, 8))
+    stages = px.split(LayerDrop().eval(), 3, sample=torch.ones(4, 8))
+    assert torch.equal(stages(torch.ones(2, 8)), stages.model(torch.ones(2, 8)))
+    with pytest.raises(ExecutionError, match=r"cannot run in training mode.*result of rand"):
+        stages[0].train()(torch.ones(4, 8))
+
+
+class Biased(nn.Module):
+    """Blocks that pass on a bias of zeros, and note whether it needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(3))
+
+    def forward(self, x):
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+class BiasedBlock(nn.Module):
+    """A block of `Biased`: its second output needs a gradient for large inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.needed = nn.Linear(8, 8), []
+
+    def forward(self, x, bias):
+        bias = torch.zeros(1, 8) if bias is None else bias
+        self.needed.append(bias.requires_grad)
+        return self.linear(x) + bias, bias if x.sum() < 1e3 else bias + self.linear.bias
+
+
+def test_values_that_need_no_gradient():
+    """A later stage receives them as the model has them: torch chooses kernels by that."""
+    model = Biased()
+    stages = px.split(model, 3, sample=torch.ones(4, 8))
+    graph = ps.lower(ps.schedule("1f1b", 3, 2))
+    with px.Pipeline(stages, graph, ["cpu"] * 3, lambda x, y: (x - y).square().mean()) as pipeline:
+        pipeline.step(torch.ones(4, 8), torch.zeros(4, 8))
+    assert not any(x for stage in stages for block in stage.model.blocks
+                   for x in getattr(block, "needed", ()))  # fmt: skip
+    with pytest.raises(ExecutionError, match="needs a gradient, which the sample's did not"):
+        stages[0](torch.full((4, 8), 1e3))
+
+
+def test_parameters_that_are_trained_later():
+    """Values of frozen blocks need gradients after the blocks are trained."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[0].requires_grad_(False)
+    stages = px.split(model, 3, sample=torch.ones(4, 8))
+    model[0].requires_grad_(True)
+    assert stages.check(torch.ones(2, 8)) == 0
