@@ -80,11 +80,11 @@ class _AnyType(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            given = [x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-            if not given or func._schema.is_mutable:
+            dtypes = [x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+            if not dtypes or func._schema.is_mutable:
                 raise
             args, kwargs = _with_type((args, kwargs), torch.bfloat16)
-            dtype = reduce(torch.promote_types, given)
+            dtype = reduce(torch.promote_types, dtypes)
             return _with_type(func(*args, **kwargs), kwargs.get("out_dtype") or dtype)
 
 

@@ -342,13 +342,22 @@ def run_doubling(sample: Tensor) -> None:
     run(px.split(build(doubles_positive), 2, sample=sample))
 
 
-def thawed(*, before_split: bool) -> None:
-    """Run a model of which the first blocks are trained, whenever that is decided."""
+class Detaches(nn.Linear):
+    """A block without a gradient, if the batch begins below zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.detach() if float(x.detach()[0, 0]) < 0 else y
+
+
+def detaching() -> Model:
     model = build()
-    model.blocks[:2].requires_grad_(requires_grad=before_split)
-    stages = split(model)
-    model.blocks[:2].requires_grad_()
-    run(stages)
+    model.blocks[0], model.blocks[1] = nn.Identity(), Detaches(WIDTH, WIDTH)
+    return model
+
+
+def run_detaching(sample: Tensor, batch: Tensor) -> None:
+    run(px.split(detaching(), ["blocks.2"], sample=sample), batch)
 
 
 def check(model: nn.Module, stages: Any = 2) -> None:
@@ -901,9 +910,9 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "a gradient that the sample did not need": Refusal(
         "needs a gradient, which the sample's did not",
-        lambda: thawed(before_split=False),
+        lambda: run_detaching(X[:2], X.abs()),
         ["'blocks.1'", "split with such a sample"],
-        [lambda: thawed(before_split=True)],
+        [lambda: run_detaching(X.abs(), X.abs())],
     ),
     "a write that the sample did not do": Refusal(
         "writes in place to a value that it received",
