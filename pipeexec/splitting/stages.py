@@ -38,6 +38,8 @@ class Stages(Sequence[SplitStage | None]):
         Function of a batch, which returns it with its tensors in the order of `arguments`.
     sample
         The sample that the model was cut with.
+    draws
+        Lines of the forward that draw random numbers outside of modules.
 
     Attributes
     ----------
@@ -380,6 +382,20 @@ class Stages(Sequence[SplitStage | None]):
         ------
         ExecutionError
             If they differ.
+
+        See Also
+        --------
+        check : Compare them for another batch, in the present mode.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import pipeexec as px
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> stages = px.split(model, 2, sample=torch.ones(8, 4), check=False)
+        >>> stages.check_all_modes(refused=())
+        >>> stages.differences
+        {'training': 0.0, 'evaluation': 0.0}
         """
         began = time.perf_counter()
         modules = [self.model, *self._local()]
