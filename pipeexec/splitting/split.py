@@ -203,7 +203,7 @@ def split(
         draws=tuple(place for x, place in flow.places.items() if x.kind == "random"),
     )
     if check_type("check", check, bool) and source is None and None not in parts and len(parts) > 1:
-        result.check_all_modes(refused)
+        result._check_all_modes(refused)
     return result
 
 

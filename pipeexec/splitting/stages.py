@@ -370,7 +370,7 @@ class Stages(Sequence[SplitStage | None]):
             f", at {self._draws[0]}" if self._draws else "",
         )
 
-    def check_all_modes(self, refused: Collection[tuple[bool, bool]]) -> None:
+    def _check_all_modes(self, refused: Collection[tuple[bool, bool]]) -> None:
         """Compare the stages with the model for the sample, in the modes that stages can run in.
 
         Parameters
@@ -382,20 +382,6 @@ class Stages(Sequence[SplitStage | None]):
         ------
         ExecutionError
             If they differ.
-
-        See Also
-        --------
-        check : Compare them for another batch, in the present mode.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> stages = px.split(model, 2, sample=torch.ones(8, 4), check=False)
-        >>> stages.check_all_modes(refused=())
-        >>> stages.differences
-        {'training': 0.0, 'evaluation': 0.0}
         """
         began = time.perf_counter()
         modules = [self.model, *self._local()]
