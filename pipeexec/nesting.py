@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-__all__ = ["Arguments", "Leaf", "call_arguments", "leaves", "mapped", "tensors_in", "with_tensors"]
+__all__ = [
+    "Arguments", "Leaf", "call_arguments", "leaves", "mapped", "own_tensors", "tensors_in",
+    "with_tensors",
+]  # fmt: skip
 
 
 #: Positional and keyword arguments of a call.
@@ -61,6 +64,11 @@ def with_tensors(value: Any, tensors: Sequence[Tensor | None]) -> Any:
     """Return a nested value with other tensors, in order."""
     rest = iter(tensors)
     return mapped(lambda x: next(rest) if isinstance(x, Tensor) else x, value)
+
+
+def own_tensors(value: Any) -> Any:
+    """Return a nested value with copies of its tensors, which a caller may write to."""
+    return mapped(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
 
 
 def call_arguments(batch: Any) -> Arguments:

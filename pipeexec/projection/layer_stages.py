@@ -60,9 +60,9 @@ def layer_stages(model: nn.Module | Callable[[], nn.Module], sample: Any) -> Lay
     cut = partial(split, model, sample=sample)
     no_values: dict[str, Any] = {} if isinstance(model, nn.Module) else {"only": ()}
     try:
-        whole = cut(2, **no_values)  # a model of functions alone is cut, too
+        whole = cut(2, check=False, **no_values)  # a model of functions alone is cut, too
     except ArgumentError:
-        whole = cut(1, **no_values)
+        whole = cut(1, check=False, **no_values)
     counts = _counts(whole)
     try:
         stages = cut(counts, **no_values)

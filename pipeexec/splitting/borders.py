@@ -11,23 +11,24 @@ from pipesim.errors import ArgumentError
 __all__ = ["borders", "check_flow", "outer_parameters", "state_owners"]
 
 
-def _needs(flow: DataFlow, calls: Sequence[range], stage: int) -> Sources:
-    """Return the origins of the values that a stage needs.
+def _needs(flow: DataFlow, calls: Sequence[range]) -> list[Sources]:
+    """Return the origins of the values that each stage needs.
 
     They are those of its calls, of values that the forward reads before the last of them, of the
     state that it keeps, and of the output of the last stage. If the forward reads values, other
     batches may take another way: then the stage needs all integers, which cannot be NaN.
     """
-    own, is_last = calls[stage], stage == len(calls) - 1
-    needs = flow.output if is_last else frozenset()
-    reads = [x.sources for x in flow.reads if is_last or x.before <= own[-1]]
-    if reads:
-        reads.append(
-            frozenset(x for x in flow.integers if x.number <= own[-1] or x.kind == "input")
-        )
-    owners = state_owners(flow, calls)
-    state = (x.sources | {x.source} for x in flow.state if owners[x.module] == stage)
-    return needs.union(*reads, *state, *(flow.calls[k].needs for k in own))
+    owners, result = state_owners(flow, calls), []
+    for stage, own in enumerate(calls):
+        is_last = stage == len(calls) - 1
+        needs = flow.output if is_last else frozenset()
+        reads = [x.sources for x in flow.reads if is_last or x.before <= own[-1]]
+        if reads:
+            integers = (x for x in flow.integers if x.number <= own[-1] or x.kind == "input")
+            reads.append(frozenset(integers))
+        state = (x.sources | {x.source} for x in flow.state if owners[x.module] == stage)
+        result.append(needs.union(*reads, *state, *(flow.calls[k].needs for k in own)))
+    return result
 
 
 def state_owners(flow: DataFlow, calls: Sequence[range]) -> dict[str, int]:
@@ -44,16 +45,18 @@ def state_owners(flow: DataFlow, calls: Sequence[range]) -> dict[str, int]:
     }
 
 
-def outer_parameters(flow: DataFlow, calls: Sequence[range], stage: int) -> frozenset[str]:
-    """Return the parameters that a stage needs outside of calls."""
-    return frozenset(x.name for x in _needs(flow, calls, stage) if x.kind == "parameter")
+def outer_parameters(flow: DataFlow, calls: Sequence[range]) -> list[frozenset[str]]:
+    """Return the parameters that each stage needs outside of calls."""
+    return [
+        frozenset(x.name for x in needs if x.kind == "parameter") for needs in _needs(flow, calls)
+    ]
 
 
 def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
     """Raise if stages need values that do not pass from module to module."""
     drawn: dict[Source, int] = {}
-    for stage, own in enumerate(calls):
-        needs = _needs(flow, calls, stage)
+    all_needs = _needs(flow, calls)
+    for stage, (own, needs) in enumerate(zip(calls, all_needs, strict=True)):
         for source in sorted(needs):
             if source.kind == "inside" and source.number not in own:
                 name, place = flow.calls[source.number].name, _place(flow, source)
@@ -72,7 +75,7 @@ def check_flow(flow: DataFlow, calls: Sequence[range]) -> None:
                     "forward of a module, such as nn.Dropout in place of F.dropout"
                 )
         _check_aliases(flow, calls, stage, needs)
-    _check_state(flow, calls)
+    _check_state(flow, calls, all_needs)
 
 
 def _place(flow: DataFlow, source: Source) -> str:
@@ -130,7 +133,7 @@ def _described(source: Source, flow: DataFlow) -> str:
     return f"the output of {name}" if source.kind == "output" else f"an argument of {name}"
 
 
-def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
+def _check_state(flow: DataFlow, calls: Sequence[range], all_needs: Sequence[Sources]) -> None:
     """Raise if a parameter or buffer that changes outside of calls has several stages."""
     owners = state_owners(flow, calls)
     for write in flow.state:
@@ -141,7 +144,7 @@ def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
                 f"{place}, but all micro-batches of a step need one value; change it between "
                 "steps, outside of the forward"
             )
-        users = [k for k in range(len(calls)) if source in _needs(flow, calls, k)]
+        users = [k for k, needs in enumerate(all_needs) if source in needs]
         if users != [owners[write.module]]:
             numbers = " and ".join(map(str, users))
             raise ArgumentError(
@@ -154,9 +157,9 @@ def _check_state(flow: DataFlow, calls: Sequence[range]) -> None:
 def borders(flow: DataFlow, calls: Sequence[range], n_inputs: int) -> list[Border]:
     """Return the values that each stage receives; the first one all inputs."""
     result = [Border(tuple(Source("input", k) for k in range(n_inputs)))]
+    all_needs = _needs(flow, calls)
     for stage, own in enumerate(calls[1:], start=1):
-        later = (_needs(flow, calls, k) for k in range(stage, len(calls)))
-        needs = sorted(frozenset().union(*later))
+        needs = sorted(frozenset().union(*all_needs[stage:]))
         values = (x for x in needs if _is_earlier(x, own))
         inputs = [x for x in needs if x.kind == "input"]
         shapes = (k for k in range(n_inputs) if Source("input", k) not in inputs)

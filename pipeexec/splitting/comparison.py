@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.nesting import mapped, tensors_in
+from pipeexec.nesting import tensors_in
 from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["Differences", "compared", "own_tensors", "tolerance"]
+__all__ = ["Differences", "compared", "tolerance"]
 
 Loss = Callable[[Any], Tensor]
 #: Each trained parameter of a model, with its copies.
@@ -50,11 +50,6 @@ class _Result(NamedTuple):
     gradients: list[Tensor | None]
     buffers: list[Tensor]
     random_state: Tensor
-
-
-def own_tensors(values: Any) -> Any:
-    """Return nested values with copies of their tensors, which a forward may write to."""
-    return mapped(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 def tolerance(model: nn.Module) -> float:

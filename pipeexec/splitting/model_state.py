@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
+from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
 
 __all__ = [
     "CONTAINERS", "ModelState", "attributes", "contents", "refill", "same_python_draws",
@@ -22,14 +23,12 @@ __all__ = [
 
 #: Types whose contents are state.
 CONTAINERS = (list, dict, set, deque)
-#: Attributes that torch keeps in every module.
-_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module that are not torch's, and its buffers."""
     for key, value in (*module.__dict__.items(), *module._buffers.items()):
-        if key not in _OF_TORCH:
+        if key not in MODULE_ATTRIBUTES:
             yield key, value
 
 

@@ -11,33 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.nesting import Arguments, Leaf, leaves, mapped, tensors_in
+from pipeexec.nesting import Leaf, leaves, own_tensors, tensors_in
 from pipeexec.splitting.balance.call_weights import CallWeights
 from pipeexec.splitting.borders import check_flow
 from pipeexec.splitting.model_state import ModelState, same_python_draws, unchanged
 from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
 from pipeexec.splitting.tracing.code_lines import line_of_error
-from pipeexec.splitting.tracing.data_flow import DataFlow, Read, Source, follow, merged
+from pipeexec.splitting.tracing.data_flow import DataFlow, Mode, Read, Source, follow, merged
 from pipeexec.splitting.tracing.exported_model import export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["Mode", "SampleForward", "exported_forward", "sample_forward"]
+__all__ = ["SampleForward", "exported_forward", "sample_forward"]
 
 _EXPORT = "torch.export"
 #: Forwards after which state that still changes counts as such: what is set once changes before.
 _MOST_FORWARDS = 3
-
-
-class Mode(NamedTuple):
-    """Mode of a forward: whether it is for training, and whether autograd records it."""
-
-    training: bool
-    grad: bool
-
-    def __str__(self) -> str:
-        mode = "training" if self.training else "evaluation"
-        return f"{mode} mode {'with' if self.grad else 'without'} gradients"
 
 
 class SampleForward(NamedTuple):
@@ -130,14 +119,8 @@ def sample_forward(
             return sample_forward(empty, *to_meta((args, kwargs)), has_data=True)
         model = with_zeros(model)
     with _failing_forward(model), unchanged(model):
-        uncut = uncut_modules(model, *_own(args, kwargs))
+        uncut = uncut_modules(model, *own_tensors((args, kwargs)))
     return _followed(uncut, model, args, kwargs)
-
-
-def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return arguments whose tensors a forward may write to."""
-    values: Arguments = mapped(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
-    return values
 
 
 def _followed(
@@ -254,7 +237,8 @@ def _flow(
             model.train(mode.training)
         for _ in range(_MOST_FORWARDS):  # until one changes the same as the one before it
             state, before = ModelState(model), stateful
-            flow, output = follow(model, uncut, *_own(args, kwargs), calls | stateful)
+            own_args, own_kwargs = own_tensors((args, kwargs))
+            flow, output = follow(model, uncut, own_args, own_kwargs, calls | stateful)
             changed = {names[key]: attributes for key, attributes in state.changed().items()}
             inner = {x for x in changed if any(_is_in(x, name) for name in uncut)}
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
@@ -329,7 +313,7 @@ def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
     """
     for number, (call, record) in enumerate(zip(flow.calls, flow.records, strict=True)):
         rows = leaves(record.result)
-        args, kwargs = _own(*record.arguments)
+        args, kwargs = own_tensors(record.arguments)
         try:
             with same_python_draws():
                 computed = leaves(run_without_data(empty[call.name], args, kwargs))
@@ -369,7 +353,7 @@ def exported_forward(forward: SampleForward) -> SampleForward:
     failed = (*forward.uncut.ways_failed, (forward.uncut.way, "these are fewer than two"))
     with unchanged(model):
         try:
-            exported = export_model(model, *_own(args, kwargs))
+            exported = export_model(model, *own_tensors((args, kwargs)))
             reason = "fewer than two operations of the graph have parameters"
         except Exception as error:  # of the user's code, and whatever torch.export raises
             exported = None
@@ -405,7 +389,7 @@ def _has_other_graph(
         with unchanged(model, exported), torch.no_grad():
             if module.training != mode.training:
                 module.train(mode.training)
-            own_args, own_kwargs = _own(args, kwargs)
+            own_args, own_kwargs = own_tensors((args, kwargs))
             try:
                 output = module(*own_args, **own_kwargs)
             except Exception:  # of the user's code

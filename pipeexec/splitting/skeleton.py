@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from pipeexec.nesting import Arguments, leaves, tensors_in, with_tensors
 from pipeexec.splitting.model_state import same_python_draws
 from pipeexec.splitting.stand_in import run_without_data
-from pipeexec.splitting.tracing.data_flow import DataFlow, Source
+from pipeexec.splitting.tracing.data_flow import DataFlow, Mode, Source
 from pipesim.errors import ExecutionError
-
-if TYPE_CHECKING:
-    from pipeexec.splitting.sample_forward import Mode
 
 __all__ = ["Border", "Skeleton"]
 

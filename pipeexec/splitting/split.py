@@ -17,7 +17,6 @@ from pipeexec.splitting.batch_form import ordered_batch, sample_arguments
 from pipeexec.splitting.borders import borders, outer_parameters, state_owners
 from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
 from pipeexec.splitting.sample_forward import (
-    Mode,
     SampleForward,
     exported_forward,
     sample_forward,
@@ -27,6 +26,7 @@ from pipeexec.splitting.split_facts import SplitFacts
 from pipeexec.splitting.split_stage import SplitStage, check_hooks
 from pipeexec.splitting.stages import Stages
 from pipeexec.splitting.tied import Shared, copies, shared_parameters, tied_groups
+from pipeexec.splitting.tracing.data_flow import Mode
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -179,7 +179,7 @@ def split(
     skeleton = Skeleton(
         body, frozenset(uncut.names), flow, forward.empty, forward.carried, refused, arguments
     )
-    outer = [outer_parameters(flow, calls, k) for k in range(len(calls))]
+    outer = outer_parameters(flow, calls)
     outer[0] |= _unused_parameters(body, frozenset(names), outer)
     shared = shared_parameters(body, flow, calls, outer)
     parts = _make_stages(

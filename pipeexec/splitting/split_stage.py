@@ -22,8 +22,9 @@ from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.skeleton import Border, Skeleton
 from pipeexec.splitting.stand_in import StandIn, missing
 from pipeexec.splitting.tracing.code_lines import present_line
-from pipeexec.splitting.tracing.data_flow import Source
+from pipeexec.splitting.tracing.data_flow import Mode, Source
 from pipeexec.splitting.tracing.exported_model import ExportedModel
+from pipeexec.stages.forward_buffers import tensor_version
 from pipesim.errors import ArgumentError, ExecutionError
 
 if TYPE_CHECKING:
@@ -42,12 +43,7 @@ class _Value:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, _version(tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; tensors of inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
+        self.tensor, self.version = tensor, tensor_version(tensor)
 
 
 class _Origins:
@@ -235,9 +231,11 @@ class SplitStage(nn.Module):
 
     def forward(self, *values: Tensor) -> Any:
         """Return the values that the next stage receives; of the last stage, the model's output."""
-        mode = self.training, torch.is_grad_enabled()
-        if mode in self._skeleton.refused:  # a `Mode` is such a pair
-            self._refuse_mode()
+        mode = Mode(self.training, torch.is_grad_enabled())
+        if mode in self._skeleton.refused:
+            raise ExecutionError(
+                f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}"
+            )
         self._n_calls = 0
         before = [(module, key, _attribute(module, key)) for module, key in self._transient]
         try:
@@ -260,13 +258,6 @@ class SplitStage(nn.Module):
             ) from error
         finally:
             self._values = {}
-
-    def _refuse_mode(self) -> None:
-        mode = next(x for x in self._skeleton.refused
-                    if x == (self.training, torch.is_grad_enabled()))  # fmt: skip
-        raise ExecutionError(
-            f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}"
-        )
 
     def _begin(self, values: Sequence[Tensor]) -> Arguments:
         """Take the values of the stage before, and return the arguments of the model."""
@@ -316,7 +307,7 @@ class SplitStage(nn.Module):
                 f"stage {self.number} cannot send {self._described(source)}: it is a tensor of "
                 "torch.inference_mode; let the forward use torch.no_grad in its place"
             )
-        if _version(value.tensor) != value.version:
+        if tensor_version(value.tensor) != value.version:
             raise ExecutionError(
                 f"stage {self.number} cannot send {self._described(source)}: it was changed in "
                 "place after that, which the forward of the sample did not; let the forward write "
@@ -402,10 +393,8 @@ class SplitStage(nn.Module):
         Arguments that the call changes are changed.
         """
         number = self._next_number(name)
-        call, result = (
-            self._skeleton.flow.calls[number],
-            self._skeleton.empty_result(number, self.training, args, kwargs),
-        )
+        call = self._skeleton.flow.calls[number]
+        result = self._skeleton.empty_result(number, self.training, args, kwargs)
         device = next(iter(self._values.values())).tensor.device
         arguments = tensors_in((args, kwargs)) if call.changed or call.same else ()
         same, repeated, tensors = dict(call.same), dict(call.repeated), []

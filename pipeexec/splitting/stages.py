@@ -11,8 +11,8 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from pipeexec.nesting import call_arguments, tensors_in
-from pipeexec.splitting.comparison import Differences, compared, own_tensors, tolerance
+from pipeexec.nesting import call_arguments, own_tensors, tensors_in
+from pipeexec.splitting.comparison import Differences, compared, tolerance
 from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.report import StagesReport, stages_report
 from pipeexec.splitting.split_stage import SplitStage

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from pipeexec.stages.forward_buffers import tensor_version
 from pipesim.errors import ExecutionError
 
-__all__ = ["ModuleState", "StateChange", "not_repeatable", "same_tensors"]
+__all__ = ["MODULE_ATTRIBUTES", "ModuleState", "StateChange", "not_repeatable", "same_tensors"]
 
 #: Attributes that all modules have: tables of parameters, modules and hooks.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _MAX_DEPTH = 4  # of containers and objects in an attribute
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -80,15 +80,12 @@ class ModuleState:
         modules = dict(module.named_modules())
         for path, part in modules.items():
             for name, value in list(vars(part).items()):
-                if name not in _MODULE_ATTRIBUTES:
+                if name not in MODULE_ATTRIBUTES:
                     self._add(StateChange(path, part, name, value), _state(value, set()))
         for name, parameter in (weights or dict(module.named_parameters())).items():
             path, _, key = name.rpartition(".")
-            if (
-                isinstance(modules[path], (nn.Embedding, nn.EmbeddingBag))
-                and modules[path].max_norm
-            ):
-                continue  # limits the norms of rows in place, which changes nothing the second time
+            if _limits_norms(modules[path]):
+                continue
             state = (id(parameter), tensor_version(parameter))
             self._add(StateChange(path, modules[path], key, parameter), state)
 

@@ -36,6 +36,7 @@ __all__ = [
     "Aliases",
     "Call",
     "DataFlow",
+    "Mode",
     "Read",
     "Record",
     "Source",
@@ -63,6 +64,17 @@ _INDICES = frozenset({"index", "indices", "offsets", "target"})
 _VALUES = frozenset({"input", "output", "argument"})
 #: Kinds of sources whose first use is named in messages.
 _PLACED = frozenset({"inside", "parameter", "random"})
+
+
+class Mode(NamedTuple):
+    """Mode of a forward: whether it is for training, and whether autograd records it."""
+
+    training: bool
+    grad: bool
+
+    def __str__(self) -> str:
+        mode = "training" if self.training else "evaluation"
+        return f"{mode} mode {'with' if self.grad else 'without'} gradients"
 
 
 class Source(NamedTuple):
