@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeexec.nesting import tensors_in
+from pipeexec.nesting import tensors_in, with_tensors
 from pipeexec.splitting.model_state import attributes, contents
 from pipeexec.splitting.stand_in import to_meta
 from pipeexec.splitting.tracing.code_lines import present_line
@@ -119,7 +119,7 @@ class Call(NamedTuple):
     changed
         Positions of those that it changes in place, among the tensors of its arguments.
     same
-        Positions of tensors of its output that are tensors of its arguments, and of these.
+        Positions of tensors of its output that are changed tensors of its arguments, and of these.
     repeated
         Positions of tensors of its output that are there before, and the first position of each.
     constant
@@ -486,10 +486,21 @@ class _Follow(TorchDispatchMode):
             self._arguments.setdefault(storage_of(tensor), []).append(position)
         self.inside, self.is_noting = Source("inside", len(self.calls) - 1), False
 
-    def leave(self, args: Any, kwargs: Any, output: Any) -> None:
-        """End a call."""
+    def leave(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """End a call; return its output, with views of arguments that the call returns as they are.
+
+        Else the code's uses of an argument and of the output could not be told apart.
+        """
         number = len(self.calls) - 1
         self.is_noting = True
+        returned = set(map(id, tensors_in(output)))
+        passed = {
+            id(x): x.view_as(x)
+            for k, x in enumerate(tensors_in((args, kwargs)))
+            if id(x) in returned and k not in self._changed
+        }
+        if passed:
+            output = with_tensors(output, [passed.get(id(x), x) for x in tensors_in(output)])
         with _disable_current_modes():
             self.records.append(Record(self._arguments_before, to_meta(output)))
         arguments, same = tensors_in((args, kwargs)), set()
@@ -498,13 +509,12 @@ class _Follow(TorchDispatchMode):
         repeated = set()
         for position, tensor in enumerate(tensors_in(output)):
             key, source = storage_of(tensor), Source("output", number, position)
-            if id(tensor) in positions:  # other stages copy the output to the argument
+            if id(tensor) in positions:  # changed: other stages copy the output to the argument
                 same.add((position, positions[id(tensor)]))
                 self._note_written(key, frozenset({source}))
                 self._values_in(tensor).add(source)
                 self.sources[tensor] = frozenset({source})
-                if key in self.written or self._changed:
-                    self.written[key] = tensor, frozenset({source})
+                self.written[key] = tensor, frozenset({source})
                 continue
             if (first := firsts.setdefault(id(tensor), position)) != position:
                 repeated.add((position, first))
@@ -533,6 +543,7 @@ class _Follow(TorchDispatchMode):
         self._note_transient()
         self._random_states = _random_states()
         self.inside, self.is_noting = None, False
+        return output
 
 
 def _random_states() -> tuple[object, ...]:
@@ -653,8 +664,8 @@ def _hooks(name: str, mode: _Follow) -> tuple[Any, Any]:
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         mode.enter(name, args, kwargs)
 
-    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        mode.leave(args, kwargs, output)
+    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return mode.leave(args, kwargs, output)
 
     return enter, leave
 
