@@ -13,6 +13,10 @@ from pathlib import Path
 
 __all__ = ["stall_trap"]
 
+#: How much later than the text is due the stacks are written without Python's lock, in seconds.
+#: Stacks read while their threads run may be freed meanwhile, which kills the process.
+_LATE = 5.0
+
 #: Columns of the first line of /proc/stat, in hundredths of a second of all cores together.
 _COLUMNS = "user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"
 
@@ -32,13 +36,15 @@ def stall_trap(seconds: float = 5.0) -> Iterator[None]:
     """Write what this process and the machine do, each time that a block is ``seconds`` older.
 
     The text goes to standard error, which a failure of the test shows with that of other processes:
-    the stack of every thread, also if one keeps Python's lock, the time of each thread on a core,
-    and the seconds that the cores were busy, idle and stolen by other machines.
+    the stack of every thread, also if one keeps Python's lock for 5 s more, the time of the process
+    on a core, and the seconds that the cores were busy, idle and stolen by other machines.
     """
     start, before, is_over = time.monotonic(), _machine_seconds(), threading.Event()
+    file = sys.__stderr__ or sys.stderr
 
     def watch() -> None:
         while not is_over.wait(seconds):
+            faulthandler.dump_traceback_later(seconds + _LATE, file=file)
             spent = {k: x - before[k] for k, x in _machine_seconds().items()}
             cores = ", ".join(f"{name} {x:.2f}" for name, x in spent.items())
             load = " ".join(f"{x:.2f}" for x in os.getloadavg())
@@ -48,13 +54,14 @@ def stall_trap(seconds: float = 5.0) -> Iterator[None]:
                 f"{cores}\n"
             )
             sys.stderr.flush()
+            faulthandler.dump_traceback(file)
 
     thread = threading.Thread(target=watch, name="stall trap", daemon=True)
     thread.start()
-    faulthandler.dump_traceback_later(seconds, repeat=True, file=sys.__stderr__ or sys.stderr)
+    faulthandler.dump_traceback_later(seconds + _LATE, file=file)
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         is_over.set()
         thread.join()
+        faulthandler.cancel_dump_traceback_later()

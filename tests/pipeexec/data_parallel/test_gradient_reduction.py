@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import sys
 import time
 from collections import Counter
 from itertools import product
@@ -240,10 +242,12 @@ def _embedding_case(processes: Any) -> None:
 
 
 def _slow_case(processes: Any) -> None:
-    """Fail after a time that the trap notes."""
+    """Fail once the trap has begun to write; the end of its block waits for the rest."""
+    processes.barrier()
+    length = os.fstat(sys.stderr.fileno()).st_size
     with stall_trap(0.2):
-        processes.barrier()
-        time.sleep(0.7)
+        while os.fstat(sys.stderr.fileno()).st_size == length:
+            time.sleep(0.05)
     raise ValueError("on purpose")
 
 
