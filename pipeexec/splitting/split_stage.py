@@ -259,6 +259,10 @@ class SplitStage(nn.Module):
         finally:
             self._values = {}
 
+    def is_running(self) -> bool:
+        """Return whether the forward of the stage runs."""
+        return bool(self._values)
+
     def _begin(self, values: Sequence[Tensor]) -> Arguments:
         """Take the values of the stage before, and return the arguments of the model."""
         whole, shapes = self._receives
@@ -514,7 +518,9 @@ class _Copies:
 
     def _stand_in(self, name: str) -> StandIn:
         """Return a stand-in, with the parameters that the forward itself reads."""
-        result = StandIn(self.skeleton.empty[name], partial(self.stage.answer, name))
+        result = StandIn(
+            self.skeleton.empty[name], partial(self.stage.answer, name), self.stage.is_running
+        )
         for key, parameter in self.skeleton.model.get_submodule(name)._parameters.items():
             if parameter is not None and id(parameter) in self.needed:
                 result._parameters[key] = self.tied.get(id(parameter), parameter)

@@ -108,7 +108,9 @@ def run_without_data(module: nn.Module, args: Any, kwargs: Any) -> Any:
 class StandIn(nn.Module):
     """Takes the place of a module of another stage, and returns received or empty values.
 
-    It has no parameters. Other attributes are those of the module that it stands for.
+    It has no parameters. Other attributes are those of the module that it stands for. So is its
+    class while the stage runs: the model's code may ask for it by ``isinstance``. Other code, such
+    as `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, must not take it for that module.
 
     Parameters
     ----------
@@ -116,12 +118,29 @@ class StandIn(nn.Module):
         Result of `on_meta` for the module.
     answer
         Called with the arguments of the call; returns its result.
+    is_running
+        Returns whether the stage runs its forward.
     """
 
-    def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, answer: Callable[..., Any], is_running: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self.__dict__["_module_without_data"] = module
         self.__dict__["_answer"] = answer
+        self.__dict__["_is_running"] = is_running
+
+    @property
+    def __class__(self) -> Any:
+        """The class of the module that it stands for, while the stage runs."""
+        is_running = self.__dict__.get("_is_running")
+        if is_running is None or not is_running():
+            return type(self)
+        return type(self.__dict__["_module_without_data"])
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("a stand-in keeps its class")
 
     def __getattr__(self, name: str) -> Any:
         try:

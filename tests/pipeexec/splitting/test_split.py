@@ -593,3 +593,42 @@ def test_parameters_that_are_trained_later():
     stages = px.split(model, 3, sample=torch.ones(4, 8))
     model[0].requires_grad_(True)
     assert stages.check(torch.ones(2, 8)) == 0
+
+
+class Doubled(nn.Linear):
+    """A layer whose output the model doubles."""
+
+
+class ByClass(nn.Module):
+    """Asks for the class of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Doubled(8, 8), nn.Linear(8, 8), Doubled(8, 8)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if isinstance(block, Doubled):
+                x = 2 * x
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_forward_asks_for_the_class_of_a_block(schedule):
+    """Blocks of other stages answer as the block itself; so hooks by class are on all blocks."""
+    x, model = torch.ones(4, 8), ByClass()
+    stages = px.split(model, 3, sample=x)
+    assert stages.check(x) == 0
+    assert [sum(isinstance(block, Doubled) for block in y.model.blocks) for y in stages] == [
+        1,
+        0,
+        1,
+    ]
+    loss = model(x).square().mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    graph = ps.lower(ps.schedule(schedule, 3, 2))
+    with px.Pipeline(stages, graph, ["cpu"] * 3, lambda x, _: x.square().mean()) as pipeline:
+        pipeline.step(x, x)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
