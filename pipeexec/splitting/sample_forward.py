@@ -18,11 +18,11 @@ from pipeexec.splitting.model_state import ModelState, same_python_draws, unchan
 from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
 from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipeexec.splitting.tracing.data_flow import DataFlow, Mode, Read, Source, follow, merged
-from pipeexec.splitting.tracing.exported_model import export_model
+from pipeexec.splitting.tracing.exported_model import called_module, export_model
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["SampleForward", "exported_forward", "sample_forward"]
+__all__ = ["SampleForward", "exported_forward", "graph_forward", "sample_forward"]
 
 _EXPORT = "torch.export"
 #: Forwards after which state that still changes counts as such: what is set once changes before.
@@ -315,7 +315,7 @@ def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
         rows = leaves(record.result)
         args, kwargs = own_tensors(record.arguments)
         try:
-            with same_python_draws():
+            with same_python_draws(), torch.random.fork_rng([]):
                 computed = leaves(run_without_data(empty[call.name], args, kwargs))
         except Exception:  # of operations that need values, or have no kernel without data
             computed = []
@@ -345,26 +345,88 @@ def _read_of_result(flow: DataFlow, number: int) -> Read:
 
 
 def exported_forward(forward: SampleForward) -> SampleForward:
-    """Return modules and data flow of the model's graph, by torch.export.
+    """Return modules and data flow of the model's graph, cut at its operations with parameters.
 
-    If that fails, return the given ones, with the reason.
+    If there is no graph, return the given ones, with the reason.
     """
-    model, args, kwargs = forward.model, forward.args, forward.kwargs
-    failed = (*forward.uncut.ways_failed, (forward.uncut.way, "these are fewer than two"))
+    uncut = forward.uncut
+    failed = (*uncut.ways_failed, (uncut.way, "these are fewer than two"))
+    try:
+        return _of_graph(
+            forward.model,
+            forward.args,
+            forward.kwargs,
+            UncutModules((), frozenset(), _EXPORT, failed),
+        )
+    except _NoGraph as error:
+        failed = (*uncut.ways_failed, (_EXPORT, str(error)))
+        return forward._replace(uncut=uncut._replace(ways_failed=failed))
+
+
+def graph_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleForward:
+    """Return modules and data flow of the model's graph, cut where modules of the model are.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no graph, or if it would lack what the forward does.
+    ExecutionError
+        If the forward fails.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ArgumentError(
+                f"{name or 'the model'!r} has a backward hook, which a graph of torch.export does "
+                "not run; remove it, or give by='modules'"
+            )
+    with _failing_forward(model), unchanged(model):
+        state = ModelState(model)
+        uncut = uncut_modules(model, *own_tensors((args, kwargs)))
+        changed = state.changed()
+    for name, module in model.named_modules():
+        for key in changed.get(id(module), ()):
+            if key not in module._buffers:
+                raise ArgumentError(
+                    f"the forward changes {f'{name}.{key}'.lstrip('.')!r}, which a graph of "
+                    "torch.export does not do; make it a buffer, or give by='modules'"
+                )
+    try:
+        return _of_graph(model, args, kwargs, uncut._replace(way=f"{_EXPORT}, {uncut.way}"))
+    except _NoGraph as error:
+        raise ArgumentError(
+            f"torch.export makes no graph of {type(model).__name__} to cut ({error}); change the "
+            "forward as that says, or give by='modules'"
+        ) from error
+
+
+class _NoGraph(Exception):
+    """There is no graph that can be cut; the text is the reason."""
+
+
+def _of_graph(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], uncut: UncutModules
+) -> SampleForward:
+    """Return modules and data flow of a model's graph, whose parts are calls of uncut modules.
+
+    Raises
+    ------
+    _NoGraph
+        If torch.export fails, or if fewer than two modules result.
+    """
     with unchanged(model):
         try:
-            exported = export_model(model, *own_tensors((args, kwargs)))
-            reason = "fewer than two operations of the graph have parameters"
+            exported = export_model(model, *own_tensors((args, kwargs)), uncut.names)
         except Exception as error:  # of the user's code, and whatever torch.export raises
-            exported = None
             text = str(error).strip().partition("\n")[0]
-            reason = f"{type(error).__name__}: {text:.120}"
-    if exported is None or len(exported.blocks) < 2:
-        uncut = forward.uncut._replace(ways_failed=(*failed[:-1], (_EXPORT, reason)))
-        return forward._replace(uncut=uncut)
-    names = exported.blocks
-    uncut = UncutModules(names, frozenset(names), _EXPORT, failed)
-    result = _followed(uncut, exported, args, kwargs)
+            raise _NoGraph(f"{type(error).__name__}: {text:.120}") from error
+    names = exported.names
+    if len(names) < 2:
+        raise _NoGraph("fewer than two operations of the graph have parameters")
+    graph = UncutModules(names, frozenset(names), _EXPORT, uncut.ways_failed)
+    if all(called_module(x) in uncut.names for x in names):
+        blocks = frozenset(x for x in names if called_module(x) in uncut.blocks)
+        graph = graph._replace(blocks=blocks, way=uncut.way)
+    result = _followed(graph, exported, args, kwargs)
     own, other = (Mode(x, grad=True) for x in (model.training, not model.training))
     if _has_other_graph(model, exported, args, kwargs, other):
         mode = "training" if other.training else "evaluation"
@@ -383,7 +445,7 @@ def _has_other_graph(
     kwargs: dict[str, Any],
     mode: Mode,
 ) -> bool:
-    """Return whether a model computes other outputs or buffers in a mode than its graph does."""
+    """Return whether a model computes or draws others in a mode than its graph: outputs, buffers."""
     results = []
     for module in (model, exported):
         with unchanged(model, exported), torch.no_grad():
@@ -394,7 +456,7 @@ def _has_other_graph(
                 output = module(*own_args, **own_kwargs)
             except Exception:  # of the user's code
                 return True
-            tensors = (*tensors_in(output), *model.buffers())
+            tensors = (*tensors_in(output), *model.buffers(), torch.get_rng_state())
             results.append([x.clone() for x in tensors])
     return len(results[0]) != len(results[1]) or _differ(*results)
 

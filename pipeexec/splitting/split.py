@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_value
 from pipeexec.splitting.sample_forward import (
     SampleForward,
     exported_forward,
+    graph_forward,
     sample_forward,
 )
 from pipeexec.splitting.skeleton import Skeleton
@@ -30,14 +32,19 @@ from pipeexec.splitting.tracing.data_flow import Mode
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
+    ExecutionError,
     check_count,
     check_list,
+    check_name,
     check_type,
     number,
 )
 from pipesim.timeline.memory_limit import memory_limit_bytes
 
 __all__ = ["split"]
+
+#: What is cut: the calls of a model's modules, or the graph of its operations.
+By = Literal["modules", "graph"]
 
 
 def split(
@@ -49,6 +56,7 @@ def split(
     memory_limit: float | str | None = None,
     optimizer_bytes: float = 2.0,
     only: Sequence[int] | None = None,
+    by: By = "modules",
     check: bool = True,
 ) -> Stages:
     """Cut a model into stages.
@@ -100,6 +108,15 @@ def split(
     only
         Numbers of the stages of this process; the others are None. By default all. With an empty
         list no stage is made; the result tells where the model is cut.
+    by
+        What is cut:
+
+        - ``"modules"``: the model's own forward, between calls of its modules;
+        - ``"graph"``: the graph of torch.export, at the same places. Its operations have no code
+          between them, so that what the forward reads, writes or decides in Python is as it was for
+          the sample. It takes models that the first way refuses, such as those whose blocks change
+          state that the forward reads. It holds for one mode and for the shapes of the sample, as
+          above; modules of it that are compiled have all operations of a stage.
     check
         Whether to compare the stages with the model for the sample, in training and in evaluation
         mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
@@ -118,6 +135,7 @@ def split(
         - If a stage needs more than ``memory_limit``; the message has the least possible limit.
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
+        - With ``by="graph"``, if torch.export refuses the model, or the function that makes it.
     ExecutionError
         - If the model's forward fails on the sample, or, to measure it, its backward.
         - If the stages differ from the model.
@@ -163,15 +181,66 @@ def split(
             "it: a tensor, a tuple of positional arguments, or a dict of keyword arguments"
         )
     is_whole = isinstance(stages, Integral) and stages == 1
-    forward = _forward_to_cut(model, args, kwargs, has_data=source is None, is_whole=is_whole)
+    has_all = check_type("check", check, bool) and source is None and only is None
+    check_name("by", by, get_args(By))
+    refusals = partial(_graph_advice, None if by == "graph" or not has_all else partial(
+        split, model, stages, sample=sample, balance=balance, memory_limit=memory_limit,
+        optimizer_bytes=optimizer_bytes, by="graph",
+    ))  # fmt: skip
+    with refusals():
+        if by == "graph" and not is_whole:
+            if source is not None:
+                raise ArgumentError("by='graph' needs a model with data; give the model itself")
+            forward = graph_forward(model, args, kwargs)
+        else:
+            forward = _forward_to_cut(
+                model, args, kwargs, has_data=source is None, is_whole=is_whole
+            )
     uncut, names = forward.uncut, [call.name for call in forward.flow.calls]
     weights = cache(
         partial(forward.weights, has_data=source is None, optimizer_bytes=optimizer_bytes)
     )
     starts = first_calls(names, uncut.blocks, stages, Balancing(balance, limit, weights))
     calls = [range(a, b) for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
-    forward = forward.for_stages(calls)
-    flow = forward.flow
+    with refusals():
+        forward = forward.for_stages(calls)
+        chosen = _checked_stages(only, len(calls))
+        result, refused = _stages(model, forward, calls, chosen, source, sample)
+        if check and source is None and None not in result and len(result) > 1:
+            result._check_all_modes(refused, must_compare=by == "graph")
+    return result
+
+
+@contextmanager
+def _graph_advice(split_graph: Callable[[], Stages] | None) -> Iterator[None]:
+    """Add to a refusal that the model's graph can be cut, if it can be."""
+    try:
+        yield
+    except (ArgumentError, ExecutionError) as error:
+        if split_graph is not None and _is_equal(split_graph):
+            raise type(error)(f"{error}; or give by='graph', which can cut this model") from error
+        raise
+
+
+def _is_equal(split_graph: Callable[[], Stages]) -> bool:
+    """Return whether a split succeeds, and its stages were compared with the model."""
+    try:
+        return bool(split_graph().differences)
+    except Exception:  # whatever torch.export or the user's code raises
+        return False
+
+
+def _stages(
+    model: nn.Module,
+    forward: SampleForward,
+    calls: Sequence[range],
+    chosen: set[int],
+    source: DeferredModel | None,
+    sample: Any,
+) -> tuple[Stages, dict[Mode, str]]:
+    """Return the stages of these calls, of which the chosen ones are made, and refused modes."""
+    flow, uncut, names = forward.flow, forward.uncut, [call.name for call in forward.flow.calls]
+    arguments = sample_arguments(model, sample)
     body = model if source is not None else forward.model
     if len(calls) > 1:
         check_hooks(body, names, calls)
@@ -182,15 +251,13 @@ def split(
     outer = outer_parameters(flow, calls)
     outer[0] |= _unused_parameters(body, frozenset(names), outer)
     shared = shared_parameters(body, flow, calls, outer)
-    parts = _make_stages(
-        skeleton, forward, calls, outer, shared, _checked_stages(only, len(calls)), source
-    )
+    parts = _make_stages(skeleton, forward, calls, outer, shared, chosen, source)
     tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
     facts = SplitFacts(len(parts), ordered, tied)
     for index, stage in enumerate(parts):
         if stage is not None:
             stage.number, stage.facts = index, facts
-    result = Stages(
+    stages = Stages(
         model,
         parts,
         [tuple(dict.fromkeys(names[k] for k in own)) for own in calls],
@@ -202,9 +269,7 @@ def split(
         sample=sample,
         draws=tuple(place for x, place in flow.places.items() if x.kind == "random"),
     )
-    if check_type("check", check, bool) and source is None and None not in parts and len(parts) > 1:
-        result._check_all_modes(refused)
-    return result
+    return stages, refused
 
 
 def _checked_model(

@@ -183,8 +183,8 @@ class SplitStage(nn.Module):
         self._origins = _Origins()
         # Parameters of other stages outside of calls: their module, key, shape and type.
         self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
-        # Modules outside of calls, and attributes of theirs: those that a forward sets for a time,
-        # and those that the first one sets, which the last stage gives to the model.
+        # Modules, and attributes of theirs: those that a forward sets for a time, and those that
+        # the first one sets, which the last stage gives to the model.
         self._transient: list[tuple[nn.Module, str]] = []
         self._once: list[tuple[nn.Module, str, str]] = []
         self._device = torch.device("cpu")

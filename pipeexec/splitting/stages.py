@@ -370,16 +370,22 @@ class Stages(Sequence[SplitStage | None]):
             f", at {self._draws[0]}" if self._draws else "",
         )
 
-    def _check_all_modes(self, refused: Collection[tuple[bool, bool]]) -> None:
+    def _check_all_modes(
+        self, refused: Collection[tuple[bool, bool]], *, must_compare: bool
+    ) -> None:
         """Compare the stages with the model for the sample, in the modes that stages can run in.
 
         Parameters
         ----------
         refused
             Modes in which they cannot: whether for training, and whether with gradients.
+        must_compare
+            Whether stages that cannot be compared are an error.
 
         Raises
         ------
+        ArgumentError
+            If they must be compared, and cannot.
         ExecutionError
             If they differ.
         """
@@ -395,6 +401,8 @@ class Stages(Sequence[SplitStage | None]):
                 try:
                     differences = self._compared(self._batch, None)
                 except ArgumentError as error:  # they cannot be compared
+                    if must_compare:
+                        raise
                     self.not_checked[mode] = str(error)
                     continue
             self.differences[mode] = differences.largest

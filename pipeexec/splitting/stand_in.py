@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipeexec.nesting import mapped, tensors_in
@@ -17,8 +17,18 @@ __all__ = ["StandIn", "missing", "on_meta", "run_without_data", "to_meta", "with
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers have no data."""
-    return _with_tensors(module, lambda x: torch.empty_like(x, device="meta"))
+    """Return a copy of a module whose parameters and buffers have no data.
+
+    Graphs in it make tensors without data, too, and so draw no random numbers.
+    """
+    result = _with_tensors(module, lambda x: torch.empty_like(x, device="meta"))
+    for part in result.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", torch.device("meta"))
+            part.recompile()
+    return result
 
 
 def with_zeros(module: nn.Module) -> nn.Module:

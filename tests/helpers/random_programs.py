@@ -345,14 +345,14 @@ def main() -> None:
         model = random_case(seed).make
         instructions, kinds = map(list, model.args)  # type: ignore[attr-defined]
         for configuration in CONFIGURATIONS:
-            text = verdict(random_case(seed), *configuration)
+            text = verdict(random_case(seed), configuration)
             print(f"{seed}: {configuration}: {text}")
             if is_right(text):
                 continue
             kind = text[:6]
             instructions = _shrunk(
                 instructions, kinds,
-                lambda case, x=configuration, kind=kind: verdict(case, *x).startswith(kind),
+                lambda case, x=configuration, kind=kind: verdict(case, x).startswith(kind),
             )  # fmt: skip
             break
         print("  blocks:", ", ".join(kinds))

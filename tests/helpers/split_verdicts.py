@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -53,11 +53,13 @@ class Configuration(NamedTuple):
     schedule: str = "1f1b"
     recompute: str = "never"
     n_replicas: int = 1
+    by: Literal["modules", "graph"] = "modules"
 
     def __str__(self) -> str:
         texts = [f"{self.n_stages} stages", self.schedule]
         texts += ["recompute"] * (self.recompute == "always")
         texts += [f"{self.n_replicas} replicas"] * (self.n_replicas > 1)
+        texts += ["graph"] * (self.by == "graph")
         return ", ".join(texts)
 
 
@@ -126,13 +128,7 @@ def output_loss(output: Any, target: Tensor) -> Tensor:
     return total
 
 
-def verdict(
-    case: Case,
-    n_stages: int,
-    schedule: str = "1f1b",
-    recompute: str = "never",
-    n_replicas: int = 1,
-) -> str:
+def verdict(case: Case, configuration: Configuration) -> str:
     """Train a model in two steps with and without a split, and compare.
 
     The model runs the micro-batches one by one. Each replica has a model of its own, which takes
@@ -155,7 +151,6 @@ def verdict(
         - ``"SILENT: ..."`` with the first difference of each of these;
         - ``"BARE: ..."`` with an error of another kind, also if a `StageError` has it as its cause.
     """
-    configuration = Configuration(n_stages, schedule, recompute, n_replicas)
     with _settings():
         try:
             expected = _train_whole(case, _orders(configuration))
@@ -323,7 +318,8 @@ def _train_split(case: Case, configuration: Configuration) -> dict[str, Any]:
     model = _make(case)
     _seed()
     before, objects = _state(model), _objects(model)
-    stages = px.split(model, configuration.n_stages, sample=_batch(case, _SAMPLES, 99))
+    sample = _batch(case, _SAMPLES, 99)
+    stages = px.split(model, configuration.n_stages, sample=sample, by=configuration.by)
     change = _difference(_state(model), before, 0.0) or _replaced(model, objects)
     results: dict[str, Any] = {"split": change or "no change"}
     graph = _lowered(configuration, stages.tied_stages)
@@ -462,7 +458,7 @@ def _print_table(cases: Sequence[Case], chosen: Callable[[int], Sequence[Configu
     width = max(len(case.name) for case in cases)
     print(f"{'model':{width}}  {'  '.join(f'{kind:>7}' for kind in kinds)}  messages")
     for index, case in enumerate(cases):
-        texts = {x: verdict(case, *x) for x in chosen(index)}
+        texts = {x: verdict(case, x) for x in chosen(index)}
         counts = Counter(text.partition(":")[0] for text in texts.values())
         totals += counts
         row = "  ".join(f"{counts[kind]:7}" for kind in kinds)
@@ -478,6 +474,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--all", action="store_true", help="every configuration")
     parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), metavar="N")
     parser.add_argument("--group", default="", help="beginning of the names of models")
+    parser.add_argument("--by", default="modules", help="way to cut")
     parser.add_argument("--seeds", type=int, default=0, help="number of random models instead")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES.values() if case.name.startswith(options.group)]
@@ -486,6 +483,7 @@ def main(arguments: Sequence[str]) -> None:
 
         cases = [random_case(seed) for seed in range(options.seeds)]
     everything = configurations() if options.all else list(CONFIGURATIONS[: options.first])
+    everything = [x._replace(by=options.by) for x in everything]
     if options.seeds and not options.all:
         _print_table(cases, lambda index: [everything[index % len(everything)]])
     else:

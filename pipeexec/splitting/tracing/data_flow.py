@@ -215,7 +215,8 @@ class DataFlow(NamedTuple):
     state
         Buffers and parameters that change outside of calls.
     transient
-        Modules around calls, and attributes that they have in the middle of the forward.
+        Modules, and attributes that they have in the middle of the forward alone: of those around
+        calls any, of others the mode.
     ran
         Modules around calls that the forward calls.
     integers
@@ -300,6 +301,7 @@ class _Follow(TorchDispatchMode):
         self._buffers: dict[str, tuple[nn.Module, str, Tensor | None]] = {}
         #: Modules outside of calls, by their names, and their attributes before the forward.
         self._around: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        self._training: dict[str, tuple[nn.Module, bool]] = {}  # modes before the forward
         self.transient: set[tuple[str, str]] = set()
         self.ran: set[str] = set()
         self.integers: set[Source] = set()
@@ -425,6 +427,7 @@ class _Follow(TorchDispatchMode):
     def watch_around(self, model: nn.Module, calls: Iterable[str]) -> list[RemovableHandle]:
         """Watch which modules around calls run, and which of their attributes are replaced."""
         handles = []
+        self._training = {name: (x, x.training) for name, x in model.named_modules()}
         inner = {id(x) for name in calls for x in model.get_submodule(name).modules()}
         for prefix, module in model.named_modules():
             if id(module) in inner:
@@ -440,11 +443,24 @@ class _Follow(TorchDispatchMode):
         return handles
 
     def _note_transient(self) -> None:
-        """Note attributes of modules around calls that are others than before the forward."""
+        """Note attributes of modules around calls, and modes, that the forward has changed."""
         for name, (module, before) in self._around.items():
             for key, signature in _signatures(module).items():
                 if before.get(key) != signature:
                     self.transient.add((name, key))
+        for name, (module, training) in self._training.items():
+            if module.training != training:
+                self.transient.add((name, "training"))
+
+    def check_modes(self) -> None:
+        """Raise if the forward leaves a module in another mode than it had."""
+        for name, (module, training) in self._training.items():
+            if module.training != training:
+                raise ArgumentError(
+                    f"the forward leaves {name or 'the model'!r} in another mode than it had "
+                    f"(training={module.training}), and stages that run other code would not; set "
+                    "modes outside of the forward, or let it set them back"
+                )
 
     def note_replaced(self) -> None:
         """Note buffers that are other tensors than before."""
@@ -637,6 +653,7 @@ def follow(
             output = model(*args, **kwargs)
             mode.note_replaced()
             mode.check_random_states("its end")
+            mode.check_modes()
     finally:
         for handle in handles:
             handle.remove()

@@ -1,7 +1,8 @@
-"""Models whose forward calls functions with parameters, and no modules: cut by torch.export."""
+"""Models cut by torch.export: those of functions with parameters alone, and others by request."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -115,3 +116,88 @@ def test_models_that_cannot_be_exported(model, sample, message):
     """The error has the reason."""
     with pytest.raises(ArgumentError, match=f"calls no module that has parameters, and {message}"):
         px.split(model, 2, sample=sample)
+
+
+class Counted(nn.Module):
+    """Blocks with dropout, writes in place, numbers that are read, and a buffer of the model."""
+
+    def __init__(self, *, is_tied: bool = False, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embed(words) * mask[..., None]
+        for block in self.blocks:
+            y = block(x)
+            y.mul_(2)
+            x = x + y / x.shape[0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("cuts", [2, [1, 1, 2], ["embed", "blocks.1", "head"]], ids=str)
+def test_the_graph_is_cut_where_the_modules_are(cuts, is_tied):
+    """Both ways have equal stages: modules, parameters of the model, and outputs."""
+    torch.manual_seed(0)
+    model = Counted(is_tied=is_tied)
+    ways = [px.split(model, cuts, sample=batch(2), by=by) for by in ("modules", "graph")]
+    assert ways[0].modules == ways[1].modules
+    assert ways[0].blocks == ways[1].blocks
+    assert ways[1].way == f"torch.export, {ways[0].way}"
+    assert ways[0].tied_stages == ways[1].tied_stages
+    numbers = [[len(list(stage.parameters())) for stage in stages] for stages in ways]
+    assert numbers[0] == numbers[1]
+    for stages in ways:
+        own = {id(p) for stage in stages for p in stage.parameters()}
+        assert {id(p) for p in model.parameters()} <= own
+    assert max(stages.check(batch(3)) for stages in ways) <= 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_graph_trains_as_the_model_does(schedule):
+    """Loss, gradients, the model's buffer, and the keys of the state."""
+    torch.manual_seed(0)
+    model, inputs = Counted(is_tied=True, dropout=0.0), batch(8)
+
+    def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    whole = copy.deepcopy(model)
+    parts = [{key: x[k : k + 2] for key, x in inputs.items()} for k in range(0, 8, 2)]
+    losses = [loss_fn(whole(**part), part["words"]) for part in parts]
+    (sum(losses) / 4).backward()
+    stages = px.split(model, 2, sample=batch(2), by="graph")
+    graph = ps.lower(ps.schedule(schedule, 2, 4), tied=stages.tied_stages)
+    with px.Pipeline(stages, graph, ["cpu"] * 2, loss_fn) as pipeline:
+        result = pipeline.step(inputs, inputs["words"])
+        assert set(pipeline.state_dict()) == set(model.state_dict())
+    torch.testing.assert_close(result.loss, torch.stack(losses).mean().detach())
+    assert model.calls == whole.calls == 4
+    for parameter, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_module_that_is_called_again():
+    """Each call has its own part of the graph, with the name of the module and a number."""
+
+    class Repeating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = torch.tanh(self.block(x))
+            return self.head(x)
+
+    stages = px.split(Repeating(), ["block", "block@2"], sample=torch.ones(2, WIDTH), by="graph")
+    assert stages.modules == (("block", "block@1"), ("block@2", "head"))
+    assert stages.tied_stages == ((0, 1),)

@@ -10,6 +10,7 @@ import ast
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -665,6 +666,47 @@ def asks_gradient(m: Model, x: Tensor) -> Tensor:
     return m.blocks[3](y) * (2 if x.grad_fn is not None else 3)
 
 
+class Counting(nn.Linear):
+    """A block that counts its calls, in Python or in a buffer."""
+
+    def __init__(self, *sizes: int, is_buffer: bool = False) -> None:
+        super().__init__(*sizes)
+        if is_buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def leaves_mode(m: Model, x: Tensor) -> Tensor:
+    m.blocks[1].eval()
+    return plain(m, x)
+
+
+def sets_mode_back(m: Model, x: Tensor) -> Tensor:
+    training = m.blocks[1].training
+    m.blocks[1].eval()
+    x = plain(m, x)
+    m.blocks[1].train(training)
+    return x
+
+
+def with_generator(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) + torch.rand(WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def with_fixed_numbers(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) + torch.arange(WIDTH) / WIDTH
+
+
+def cut_graph(model: nn.Module) -> None:
+    """Cut the graph of a model; the stages are equal to it."""
+    assert px.split(model, 2, sample=X, by="graph").check(X + 1) < 1e-6
+
+
 def maker(change: Callable[[nn.Linear], object]) -> Callable[[], nn.Module]:
     """Return a function that makes a model and changes its first layer."""
 
@@ -1094,6 +1136,49 @@ REFUSALS: dict[str, Refusal] = {
         ["got tensor("],
         [lambda: split(build()).check(X, lambda y: y.sum())],
     ),
+    "a mode that stays": Refusal(
+        "in another mode than it had (",
+        lambda: cut(leaves_mode),
+        ["'blocks.1'", "training=False", "set modes outside of the forward", "set them back"],
+        [lambda: cut(sets_mode_back), cut],
+    ),
+    "a model whose graph can be cut": Refusal(
+        "; or give by='graph', which can cut this model",
+        lambda: cut(with_dropout),
+        ["(test_refusals.py, line "],
+        [lambda: cut_graph(build(with_dropout))],
+    ),
+    "a graph without data": Refusal(
+        "by='graph' needs a model with data",
+        lambda: split(maker(defined), by="graph"),
+        ["give the model itself"],
+        [lambda: cut_graph(maker(defined)())],
+    ),
+    "a backward hook and a graph": Refusal(
+        " has a backward hook, which a graph of torch.export does not run",
+        lambda: cut_graph(hooked("blocks.0", backward=True)),
+        ["'blocks.0'", "remove it", "by='modules'"],
+        [lambda: cut_graph(build()), lambda: check(hooked("blocks.0", backward=True))],
+    ),
+    "state and a graph": Refusal(
+        "which a graph of torch.export does not do",
+        lambda: cut_graph(build(plain, Counting)),
+        ["'blocks.0.calls'", "make it a buffer", "by='modules'"],
+        [lambda: cut_graph(build(plain, partial(Counting, is_buffer=True))),
+         lambda: cut(plain, Counting)],
+    ),
+    "no graph": Refusal(
+        "torch.export makes no graph of ",
+        lambda: cut_graph(build(by_sum((0, 2, 1, 3)))),
+        ["Model", "data-dependent", "by='modules'"],
+        [lambda: cut_graph(build()), lambda: px.split(build(by_sum((0, 2, 1, 3))), 2, sample=X)],
+    ),
+    "a generator in a graph": Refusal(
+        "the graph keeps an object that the forward makes, a generator",
+        lambda: cut_graph(build(with_generator)),
+        ["torch.export makes no graph of Model", "by='modules'"],
+        [lambda: cut_graph(build(with_fixed_numbers)), lambda: cut(with_generator)],
+    ),
     "a constructor that takes memory": Refusal(
         "takes the memory of a tensor",
         lambda: split(maker(by_numpy)),
@@ -1146,7 +1231,8 @@ def test_the_advice_of_a_refusal_works(name: str) -> None:
     with pytest.raises(PipeError) as caught:
         wrong()
     message = str(caught.value)
-    assert len(re.sub(r"`.*` \(\S+, line \d+\)", "", message)) <= MOST_CHARACTERS
+    own = re.sub(r"`.*` \(\S+, line \d+\)|; or give by='graph', .*", "", message)
+    assert len(own) <= MOST_CHARACTERS
     assert all(part in message for part in (text, *parts)), message
     for follow in right:
         follow()
