@@ -377,7 +377,7 @@ def graph_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if module._backward_hooks or module._backward_pre_hooks:
             raise ArgumentError(
                 f"{name or 'the model'!r} has a backward hook, which a graph of torch.export does "
-                "not run; remove it, or give by='modules'"
+                "not run; remove it, or give way='modules'"
             )
     with _failing_forward(model), unchanged(model):
         state = ModelState(model)
@@ -388,14 +388,14 @@ def graph_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             if key not in module._buffers:
                 raise ArgumentError(
                     f"the forward changes {f'{name}.{key}'.lstrip('.')!r}, which a graph of "
-                    "torch.export does not do; make it a buffer, or give by='modules'"
+                    "torch.export does not do; make it a buffer, or give way='modules'"
                 )
     try:
         return _of_graph(model, args, kwargs, uncut._replace(way=f"{_EXPORT}, {uncut.way}"))
     except _NoGraph as error:
         raise ArgumentError(
             f"torch.export makes no graph of {type(model).__name__} to cut ({error}); change the "
-            "forward as that says, or give by='modules'"
+            "forward as that says, or give way='modules'"
         ) from error
 
 
@@ -415,7 +415,8 @@ def _of_graph(
     """
     with unchanged(model):
         try:
-            exported = export_model(model, *own_tensors((args, kwargs)), uncut.names)
+            own_args, own_kwargs = own_tensors((args, kwargs))
+            exported = export_model(model, own_args, own_kwargs, uncut.names)
         except Exception as error:  # of the user's code, and whatever torch.export raises
             text = str(error).strip().partition("\n")[0]
             raise _NoGraph(f"{type(error).__name__}: {text:.120}") from error
@@ -445,7 +446,7 @@ def _has_other_graph(
     kwargs: dict[str, Any],
     mode: Mode,
 ) -> bool:
-    """Return whether a model computes or draws others in a mode than its graph: outputs, buffers."""
+    """Return whether a model computes other outputs or buffers than its graph, or draws others."""
     results = []
     for module in (model, exported):
         with unchanged(model, exported), torch.no_grad():

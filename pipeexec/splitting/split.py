@@ -44,7 +44,7 @@ from pipesim.timeline.memory_limit import memory_limit_bytes
 __all__ = ["split"]
 
 #: What is cut: the calls of a model's modules, or the graph of its operations.
-By = Literal["modules", "graph"]
+Way = Literal["modules", "graph"]
 
 
 def split(
@@ -56,7 +56,7 @@ def split(
     memory_limit: float | str | None = None,
     optimizer_bytes: float = 2.0,
     only: Sequence[int] | None = None,
-    by: By = "modules",
+    way: Way = "modules",
     check: bool = True,
 ) -> Stages:
     """Cut a model into stages.
@@ -108,15 +108,14 @@ def split(
     only
         Numbers of the stages of this process; the others are None. By default all. With an empty
         list no stage is made; the result tells where the model is cut.
-    by
+    way
         What is cut:
 
         - ``"modules"``: the model's own forward, between calls of its modules;
-        - ``"graph"``: the graph of torch.export, at the same places. Its operations have no code
-          between them, so that what the forward reads, writes or decides in Python is as it was for
-          the sample. It takes models that the first way refuses, such as those whose blocks change
-          state that the forward reads. It holds for one mode and for the shapes of the sample, as
-          above; modules of it that are compiled have all operations of a stage.
+        - ``"graph"``: the graph of torch.export, at the same places. Stages run its operations, and
+          none of the model's code. It takes some models that the first way refuses, such as those
+          that draw random numbers between their blocks. It has the present mode of the model, and
+          the shapes of the sample but for the number of samples.
     check
         Whether to compare the stages with the model for the sample, in training and in evaluation
         mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
@@ -135,7 +134,8 @@ def split(
         - If a stage needs more than ``memory_limit``; the message has the least possible limit.
         - If a module keeps tensors that another stage reads, such as a cache of keys and values.
         - If random numbers are drawn outside of modules, and several stages need the result.
-        - With ``by="graph"``, if torch.export refuses the model, or the function that makes it.
+        - With ``way="graph"``, if torch.export refuses the model, if its forward does what a graph
+          does not, if the stages cannot be compared with it, and for a function that makes it.
     ExecutionError
         - If the model's forward fails on the sample, or, to measure it, its backward.
         - If the stages differ from the model.
@@ -182,15 +182,15 @@ def split(
         )
     is_whole = isinstance(stages, Integral) and stages == 1
     has_all = check_type("check", check, bool) and source is None and only is None
-    check_name("by", by, get_args(By))
-    refusals = partial(_graph_advice, None if by == "graph" or not has_all else partial(
+    check_name("way", way, get_args(Way))
+    refusals = partial(_graph_advice, None if way == "graph" or not has_all else partial(
         split, model, stages, sample=sample, balance=balance, memory_limit=memory_limit,
-        optimizer_bytes=optimizer_bytes, by="graph",
+        optimizer_bytes=optimizer_bytes, way="graph",
     ))  # fmt: skip
     with refusals():
-        if by == "graph" and not is_whole:
+        if way == "graph" and not is_whole:
             if source is not None:
-                raise ArgumentError("by='graph' needs a model with data; give the model itself")
+                raise ArgumentError("way='graph' needs a model with data; give the model itself")
             forward = graph_forward(model, args, kwargs)
         else:
             forward = _forward_to_cut(
@@ -207,7 +207,7 @@ def split(
         chosen = _checked_stages(only, len(calls))
         result, refused = _stages(model, forward, calls, chosen, source, sample)
         if check and source is None and None not in result and len(result) > 1:
-            result._check_all_modes(refused, must_compare=by == "graph")
+            result._check_all_modes(refused, must_compare=way == "graph")
     return result
 
 
@@ -218,7 +218,7 @@ def _graph_advice(split_graph: Callable[[], Stages] | None) -> Iterator[None]:
         yield
     except (ArgumentError, ExecutionError) as error:
         if split_graph is not None and _is_equal(split_graph):
-            raise type(error)(f"{error}; or give by='graph', which can cut this model") from error
+            raise type(error)(f"{error}; or give way='graph', which can cut this model") from error
         raise
 
 
@@ -253,7 +253,8 @@ def _stages(
     shared = shared_parameters(body, flow, calls, outer)
     parts = _make_stages(skeleton, forward, calls, outer, shared, chosen, source)
     tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
-    facts = SplitFacts(len(parts), ordered, tied)
+    draws = tuple(place for x, place in flow.places.items() if x.kind == "random")
+    facts = SplitFacts(len(parts), ordered, tied, draws)
     for index, stage in enumerate(parts):
         if stage is not None:
             stage.number, stage.facts = index, facts
@@ -261,13 +262,11 @@ def _stages(
         model,
         parts,
         [tuple(dict.fromkeys(names[k] for k in own)) for own in calls],
-        ordered,
-        tied,
+        facts,
         tuple(name for name in names if name in uncut.blocks or not uncut.blocks),
         way=uncut.way,
         ways_failed=uncut.ways_failed,
         sample=sample,
-        draws=tuple(place for x, place in flow.places.items() if x.kind == "random"),
     )
     return stages, refused
 

@@ -11,10 +11,9 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from pipeexec.nesting import call_arguments, own_tensors, tensors_in
-from pipeexec.splitting.comparison import Differences, compared, tolerance
-from pipeexec.splitting.model_state import unchanged
+from pipeexec.nesting import tensors_in
 from pipeexec.splitting.report import StagesReport, stages_report
+from pipeexec.splitting.split_facts import SplitFacts
 from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, ExecutionError, check_count, check_function
@@ -34,12 +33,10 @@ class Stages(Sequence[SplitStage | None]):
     ----------
     stages
         Module of each stage; None for stages of other processes.
-    ordered
-        Function of a batch, which returns it with its tensors in the order of `arguments`.
+    facts
+        Facts about the split.
     sample
         The sample that the model was cut with.
-    draws
-        Lines of the forward that draw random numbers outside of modules.
 
     Attributes
     ----------
@@ -100,19 +97,17 @@ class Stages(Sequence[SplitStage | None]):
         model: nn.Module,
         stages: Sequence[SplitStage | None],
         modules: Sequence[tuple[str, ...]],
-        ordered: Callable[[Any], Any],
-        tied: tuple[TiedGroup, ...],
+        facts: SplitFacts,
         blocks: tuple[str, ...],
         *,
         way: str,
         ways_failed: tuple[tuple[str, str], ...],
         sample: Any,
-        draws: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.modules, self.tied, self.blocks = model, tuple(modules), tied, blocks
+        self.model, self.modules, self.blocks = model, tuple(modules), blocks
+        self.tied: tuple[TiedGroup, ...] = facts.tied
         self.way, self.ways_failed = way, ways_failed
-        self._stages, self._ordered, self._batch = tuple(stages), ordered, sample
-        self._draws = draws
+        self._stages, self._facts, self._batch = tuple(stages), facts, sample
         self.differences: dict[str, float] = {}
         self.not_checked: dict[str, str] = {}
         self.check_seconds = 0.0
@@ -194,7 +189,7 @@ class Stages(Sequence[SplitStage | None]):
         >>> [tensor.shape for tensor in stages.arguments(torch.ones(2, 4))]
         [torch.Size([2, 4])]
         """
-        return tensors_in(self._ordered(batch))
+        return tensors_in(self._facts.ordered(batch))
 
     def ordered(self, batch: Any) -> Any:
         """Return a batch whose tensors are in the order of `arguments`.
@@ -227,14 +222,11 @@ class Stages(Sequence[SplitStage | None]):
         >>> stages.ordered(torch.ones(2, 4)).shape
         torch.Size([2, 4])
         """
-        return self._ordered(batch)
+        return self._facts.ordered(batch)
 
     def __call__(self, batch: Any) -> Any:
         """Return the output of all stages, one after the other."""
-        values: Any = self.arguments(batch)
-        for stage in self._local():
-            values = stage(*values)
-        return values
+        return self._facts.run(self._local(), batch)
 
     def _local(self) -> list[SplitStage]:
         """Return all stages, if they are in this process."""
@@ -350,25 +342,8 @@ class Stages(Sequence[SplitStage | None]):
         """
         if loss_fn is not None:
             check_function("loss_fn", loss_fn, "loss_fn(output), which returns a tensor")
-        self.arguments(batch)
-        self._local()  # before the model runs
-        return self._compared(batch, loss_fn).largest
-
-    def _compared(self, batch: Any, loss_fn: Callable[[Any], Tensor] | None) -> Differences:
-        args, kwargs = call_arguments(batch)
-        places = {id(p): [p] for p in self.model.parameters() if p.requires_grad}
-        for group in self.tied:
-            first, *others = (self._parameter(stage, name) for stage, name in group)
-            places[id(first)] += others
-        return compared(
-            self.model,
-            self._local(),
-            lambda: self.model(*own_tensors(args), **own_tensors(kwargs)),
-            lambda: self(own_tensors(batch)),
-            list(places.values()),
-            loss_fn,
-            f", at {self._draws[0]}" if self._draws else "",
-        )
+        self.arguments(batch)  # before the model runs
+        return self._facts.compared(self._local(), batch, loss_fn).largest
 
     def _check_all_modes(
         self, refused: Collection[tuple[bool, bool]], *, must_compare: bool
@@ -389,37 +364,17 @@ class Stages(Sequence[SplitStage | None]):
         ExecutionError
             If they differ.
         """
-        began = time.perf_counter()
-        modules = [self.model, *self._local()]
+        began, stages = time.perf_counter(), self._local()
         for training, mode in ((True, "training"), (False, "evaluation")):
             if (training, True) in refused:
                 continue
-            with unchanged(*modules):
-                for module in modules:
-                    if module.training != training:
-                        module.train(training)
-                try:
-                    differences = self._compared(self._batch, None)
-                except ArgumentError as error:  # they cannot be compared
-                    if must_compare:
-                        raise
-                    self.not_checked[mode] = str(error)
-                    continue
-            self.differences[mode] = differences.largest
-            if not differences.largest <= tolerance(self.model):
-                raise ExecutionError(
-                    f"the stages differ from {type(self.model).__name__} in {mode} mode: "
-                    f"{differences}; its forward reads or keeps facts that px.split does not see, "
-                    "such as strides, requires_grad or new buffers. Let it not, or give "
-                    "check=False to run the stages nevertheless"
-                )
+            try:
+                self.differences[mode] = self._facts.check(stages, self._batch, training=training)
+            except ArgumentError as error:  # they cannot be compared
+                if must_compare:
+                    raise
+                self.not_checked[mode] = str(error)
         self.check_seconds = time.perf_counter() - began
-
-    def _parameter(self, stage: int, name: str) -> nn.Parameter:
-        """Return a parameter of a stage of this process."""
-        part = self._stages[stage]
-        assert part is not None, "all stages have run"
-        return part.get_parameter(name)
 
 
 def _n_parameters(stage: nn.Module | None) -> str:

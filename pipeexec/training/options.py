@@ -71,6 +71,7 @@ class TrainingOptions:
     on_evaluation: EvaluationHook | None = None
     on_checkpoint: CheckpointHook | None = None
     progress: bool | None = None
+    check: bool = True
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "epochs", "evaluate_every", "checkpoint_every"):
@@ -78,6 +79,7 @@ class TrainingOptions:
                 check_count(name, value)
         check_count("keep", self.keep)
         check_flag("resume", self.resume)
+        check_flag("check", self.check)
         if self.progress is not None:
             check_flag("progress", self.progress)
         for name in ("on_step", "on_evaluation", "on_checkpoint"):

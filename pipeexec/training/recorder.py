@@ -13,6 +13,7 @@ from pipeexec.profiling.measure import profile
 from pipeexec.training.batch_source import BatchSource
 from pipeexec.training.checkpoint import load_training, save_training
 from pipeexec.training.evaluate import evaluate
+from pipeexec.training.first_batch import check_first_batch
 from pipeexec.training.log_row import batch_counts, log_row, predicted_columns
 from pipeexec.training.options import MEASURE, TrainingOptions
 from pipeexec.training.progress_bar import ProgressBar
@@ -142,8 +143,12 @@ class Recorder:
         self._began, self.hooks_called = perf_counter(), False
 
     def before_step(self, inputs: Any, targets: Any) -> None:
-        """Count the samples of the next step; before the first one, measure costs."""
+        """Count the samples of the next step; before the first one, check stages, measure costs."""
         pipeline, step = self._pipeline, self.run.n_steps + 1
+        if self._options.check and self.run.n_steps == self.run.first_step:
+            seconds = perf_counter()
+            check_first_batch(pipeline, inputs)
+            self._began += perf_counter() - seconds
         if self._costs == MEASURE and self.run.costs is None:
             seconds = perf_counter()
             with preserved_random_states():

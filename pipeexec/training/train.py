@@ -44,6 +44,7 @@ def train(
     on_evaluation: EvaluationHook | None = None,
     on_checkpoint: CheckpointHook | None = None,
     progress: bool | None = None,
+    check: bool = True,
 ) -> TrainingRun:
     """Train for many steps: log, evaluate, save checkpoints, and continue where a run ended.
 
@@ -96,6 +97,10 @@ def train(
         the training ends with an `ExecutionError`, and without a checkpoint.
     progress
         Whether to show a progress bar; by default in terminals and notebooks.
+    check
+        Whether to compare stages of `pipeexec.split` with their model for the first micro-batch, in
+        training mode: outputs, gradients of the sum of their squares, and buffers. It takes two
+        forwards and backwards. Stages in other processes, on GPUs or compiled are not compared.
 
     Returns
     -------
@@ -108,6 +113,8 @@ def train(
         For arguments that do not fit together, and batches that ``pipeline.step`` does not accept.
     RunDirectoryError
         If ``directory`` is in use, of another training, or damaged.
+    ExecutionError
+        If the stages differ from their model by more than rounding.
     StageError, StallError, PeerError, ExecutionError
         As ``pipeline.step``. The files of the steps before stay.
 
@@ -158,6 +165,6 @@ def train(
         options = TrainingOptions(
             n_steps, epochs, scheduler, evaluation, evaluate_every, directory, checkpoint_every,
             keep, resume, objects, record, costs, timelines, on_step, on_evaluation, on_checkpoint,
-            progress,
+            progress, check,
         )  # fmt: skip
         return run_loop(pipeline, batches, options)

@@ -53,13 +53,13 @@ class Configuration(NamedTuple):
     schedule: str = "1f1b"
     recompute: str = "never"
     n_replicas: int = 1
-    by: Literal["modules", "graph"] = "modules"
+    way: Literal["modules", "graph"] = "modules"
 
     def __str__(self) -> str:
         texts = [f"{self.n_stages} stages", self.schedule]
         texts += ["recompute"] * (self.recompute == "always")
         texts += [f"{self.n_replicas} replicas"] * (self.n_replicas > 1)
-        texts += ["graph"] * (self.by == "graph")
+        texts += ["graph"] * (self.way == "graph")
         return ", ".join(texts)
 
 
@@ -319,7 +319,7 @@ def _train_split(case: Case, configuration: Configuration) -> dict[str, Any]:
     _seed()
     before, objects = _state(model), _objects(model)
     sample = _batch(case, _SAMPLES, 99)
-    stages = px.split(model, configuration.n_stages, sample=sample, by=configuration.by)
+    stages = px.split(model, configuration.n_stages, sample=sample, way=configuration.way)
     change = _difference(_state(model), before, 0.0) or _replaced(model, objects)
     results: dict[str, Any] = {"split": change or "no change"}
     graph = _lowered(configuration, stages.tied_stages)
@@ -474,7 +474,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--all", action="store_true", help="every configuration")
     parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), metavar="N")
     parser.add_argument("--group", default="", help="beginning of the names of models")
-    parser.add_argument("--by", default="modules", help="way to cut")
+    parser.add_argument("--way", default="modules", help="way to cut")
     parser.add_argument("--seeds", type=int, default=0, help="number of random models instead")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES.values() if case.name.startswith(options.group)]
@@ -483,7 +483,7 @@ def main(arguments: Sequence[str]) -> None:
 
         cases = [random_case(seed) for seed in range(options.seeds)]
     everything = configurations() if options.all else list(CONFIGURATIONS[: options.first])
-    everything = [x._replace(by=options.by) for x in everything]
+    everything = [x._replace(way=options.way) for x in everything]
     if options.seeds and not options.all:
         _print_table(cases, lambda index: [everything[index % len(everything)]])
     else:

@@ -287,12 +287,13 @@ def _move_writes(parts: Sequence[_Operations]) -> None:
     """
     places = {x: k for k, part in enumerate(parts) for x in part.nodes}
     for node in list(parts[-1].nodes):
-        if str(node.target) != "aten.copy_.default" or node.users:
+        inputs = node.all_input_nodes
+        if str(node.target) != "aten.copy_.default" or node.users or len(inputs) != 2:
             continue
-        buffer, value = node.args
+        buffer, value = inputs
         changed = value
-        while isinstance(changed, fx.Node) and changed in places and _writes(changed):
-            changed = changed.args[0]
+        while changed in places and _writes(changed):
+            changed = changed.all_input_nodes[0]
         readers = {places[x] for x in buffer.users if x is not node}
         if changed is buffer:
             parts[-1].nodes.remove(node)

@@ -147,13 +147,13 @@ def logits_loss(output: dict[str, Tensor], targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output["logits"].flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("n_replicas", [1, 2])
-def test_blocks_of_split_models(n_replicas: int, backend: Backend) -> None:
+@pytest.mark.parametrize(("n_replicas", "way"), [(1, "modules"), (2, "modules"), (2, "graph")])
+def test_blocks_of_split_models(n_replicas: int, way: Any, backend: Backend) -> None:
     """Each block is compiled, in copies of the stage too; the names of the state stay."""
     torch.manual_seed(0)
     model = Language(3)
     whole = copy.deepcopy(model)
-    stages = px.split(model, 2, sample=WORDS)
+    stages = px.split(model, 2, sample=WORDS, way=way)
     for stage in stages:
         assert stage is not None
         stage.compile(backend=backend)

@@ -148,7 +148,7 @@ def test_the_graph_is_cut_where_the_modules_are(cuts, is_tied):
     """Both ways have equal stages: modules, parameters of the model, and outputs."""
     torch.manual_seed(0)
     model = Counted(is_tied=is_tied)
-    ways = [px.split(model, cuts, sample=batch(2), by=by) for by in ("modules", "graph")]
+    ways = [px.split(model, cuts, sample=batch(2), way=way) for way in ("modules", "graph")]
     assert ways[0].modules == ways[1].modules
     assert ways[0].blocks == ways[1].blocks
     assert ways[1].way == f"torch.export, {ways[0].way}"
@@ -174,7 +174,7 @@ def test_a_graph_trains_as_the_model_does(schedule):
     parts = [{key: x[k : k + 2] for key, x in inputs.items()} for k in range(0, 8, 2)]
     losses = [loss_fn(whole(**part), part["words"]) for part in parts]
     (sum(losses) / 4).backward()
-    stages = px.split(model, 2, sample=batch(2), by="graph")
+    stages = px.split(model, 2, sample=batch(2), way="graph")
     graph = ps.lower(ps.schedule(schedule, 2, 4), tied=stages.tied_stages)
     with px.Pipeline(stages, graph, ["cpu"] * 2, loss_fn) as pipeline:
         result = pipeline.step(inputs, inputs["words"])
@@ -198,6 +198,6 @@ def test_a_module_that_is_called_again():
                 x = torch.tanh(self.block(x))
             return self.head(x)
 
-    stages = px.split(Repeating(), ["block", "block@2"], sample=torch.ones(2, WIDTH), by="graph")
+    stages = px.split(Repeating(), ["block", "block@2"], sample=torch.ones(2, WIDTH), way="graph")
     assert stages.modules == (("block", "block@1"), ("block@2", "head"))
     assert stages.tied_stages == ((0, 1),)

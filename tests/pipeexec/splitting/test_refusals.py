@@ -704,7 +704,7 @@ def with_fixed_numbers(m: Model, x: Tensor) -> Tensor:
 
 def cut_graph(model: nn.Module) -> None:
     """Cut the graph of a model; the stages are equal to it."""
-    assert px.split(model, 2, sample=X, by="graph").check(X + 1) < 1e-6
+    assert px.split(model, 2, sample=X, way="graph").check(X + 1) < 1e-6
 
 
 def maker(change: Callable[[nn.Linear], object]) -> Callable[[], nn.Module]:
@@ -1143,40 +1143,40 @@ REFUSALS: dict[str, Refusal] = {
         [lambda: cut(sets_mode_back), cut],
     ),
     "a model whose graph can be cut": Refusal(
-        "; or give by='graph', which can cut this model",
+        "; or give way='graph', which can cut this model",
         lambda: cut(with_dropout),
         ["(test_refusals.py, line "],
         [lambda: cut_graph(build(with_dropout))],
     ),
     "a graph without data": Refusal(
-        "by='graph' needs a model with data",
-        lambda: split(maker(defined), by="graph"),
+        "way='graph' needs a model with data",
+        lambda: split(maker(defined), way="graph"),
         ["give the model itself"],
         [lambda: cut_graph(maker(defined)())],
     ),
     "a backward hook and a graph": Refusal(
         " has a backward hook, which a graph of torch.export does not run",
         lambda: cut_graph(hooked("blocks.0", backward=True)),
-        ["'blocks.0'", "remove it", "by='modules'"],
+        ["'blocks.0'", "remove it", "way='modules'"],
         [lambda: cut_graph(build()), lambda: check(hooked("blocks.0", backward=True))],
     ),
     "state and a graph": Refusal(
         "which a graph of torch.export does not do",
         lambda: cut_graph(build(plain, Counting)),
-        ["'blocks.0.calls'", "make it a buffer", "by='modules'"],
+        ["'blocks.0.calls'", "make it a buffer", "way='modules'"],
         [lambda: cut_graph(build(plain, partial(Counting, is_buffer=True))),
          lambda: cut(plain, Counting)],
     ),
     "no graph": Refusal(
         "torch.export makes no graph of ",
         lambda: cut_graph(build(by_sum((0, 2, 1, 3)))),
-        ["Model", "data-dependent", "by='modules'"],
+        ["Model", "data-dependent", "way='modules'"],
         [lambda: cut_graph(build()), lambda: px.split(build(by_sum((0, 2, 1, 3))), 2, sample=X)],
     ),
     "a generator in a graph": Refusal(
         "the graph keeps an object that the forward makes, a generator",
         lambda: cut_graph(build(with_generator)),
-        ["torch.export makes no graph of Model", "by='modules'"],
+        ["torch.export makes no graph of Model", "way='modules'"],
         [lambda: cut_graph(build(with_fixed_numbers)), lambda: cut(with_generator)],
     ),
     "a constructor that takes memory": Refusal(
@@ -1231,7 +1231,7 @@ def test_the_advice_of_a_refusal_works(name: str) -> None:
     with pytest.raises(PipeError) as caught:
         wrong()
     message = str(caught.value)
-    own = re.sub(r"`.*` \(\S+, line \d+\)|; or give by='graph', .*", "", message)
+    own = re.sub(r"`.*` \(\S+, line \d+\)|; or give way='graph', .*", "", message)
     assert len(own) <= MOST_CHARACTERS
     assert all(part in message for part in (text, *parts)), message
     for follow in right:

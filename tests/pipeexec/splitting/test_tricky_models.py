@@ -52,7 +52,7 @@ def test_a_split_is_equal_or_refused(case: Case, configuration: Configuration) -
 @pytest.mark.parametrize("case", [*CASES.values()][:: 1 if "FAULTS" in os.environ else 8], ids=str)
 def test_a_graph_is_equal_or_refused(case: Case) -> None:
     """The same holds for the graph of torch.export."""
-    text = verdict(case, Configuration(2, by="graph"))
+    text = verdict(case, Configuration(2, way="graph"))
     assert is_right(text), text
 
 

@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipeexec as px
 import pipesim as ps
 from pipeexec.training import interrupts
-from pipesim.errors import ArgumentError, PipeError, ResumeWarning, RunDirectoryError, StageError
+from pipesim.errors import (
+    ArgumentError,
+    ExecutionError,
+    PipeError,
+    ResumeWarning,
+    RunDirectoryError,
+    StageError,
+)
 
 COSTS = ps.Costs(forward=1e-3, backward=2e-3)
 
@@ -501,3 +508,44 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert "loss" in shown
     assert "(predicted" in shown
     assert capsys.readouterr().err == ""  # no terminal
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("form", ["batch", "microbatches", "replicas"])
+def test_the_first_batch_is_compared_with_the_model(form):
+    """Stages that are no longer the model's train only without the check; the rest stays."""
+    words = torch.arange(8).reshape(4, 2) % 7
+    stages = px.split(Tied(), 2, sample=words)
+    graph = ps.lower(
+        ps.schedule("1f1b", 2, 2), tied=stages.tied_stages, n_replicas=1 + (form == "replicas")
+    )
+    parts = px.Microbatches([words[:1], words[1:]])
+    batch = (parts, parts) if form == "microbatches" else (words, words)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    with px.Pipeline(stages, graph, ["cpu"] * graph.n_devices, loss, pin_threads=False) as subject:
+        state = torch.get_rng_state()
+        assert px.train(subject, [batch], progress=False).n_steps == 1
+        assert torch.equal(torch.get_rng_state(), state)
+        with torch.no_grad():
+            stages[1].get_parameter(stages.tied[0][1][1]).add_(0.5)
+        with pytest.raises(ExecutionError, match="differ from Tied in training mode: outputs by"):
+            px.train(subject, [batch], progress=False)
+        assert px.train(subject, [batch], progress=False, check=False).n_steps == 1
