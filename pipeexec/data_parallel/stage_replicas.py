@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipeexec.data_parallel.compiled_modules import compile_copy
+from pipeexec.nesting import leaves
+from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
 from pipesim.errors import ArgumentError
 
 __all__ = [
@@ -58,6 +61,7 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
 
 
 def _copy_stage(stage: nn.Module, index: int) -> nn.Module:
+    _check_references(stage, index)
     try:
         replica = copy.deepcopy(stage)
     except Exception as error:  # a user's module may raise anything
@@ -68,6 +72,33 @@ def _copy_stage(stage: nn.Module, index: int) -> nn.Module:
         ) from error
     compile_copy(stage, replica, index)
     return replica
+
+
+def _check_references(stage: nn.Module, index: int) -> None:
+    """Raise if a stage refers to trained parameters that are not its own.
+
+    A copy of the stage would have copies of them, which no step changes.
+    """
+    own = {id(p) for p in stage.parameters()}
+    for name, module in stage.named_modules():
+        for key, value in vars(module).items():
+            parameters = () if key in MODULE_ATTRIBUTES else _parameters_in(value)
+            if any(p.requires_grad and not p.is_meta and id(p) not in own for p in parameters):
+                raise ArgumentError(
+                    f"stage {index} cannot be copied, as each path of a bidirectional placement "
+                    f"needs, and each further replica in one process: {key!r} of "
+                    f"{name or 'the stage'!r} refers to trained parameters that are not its own; "
+                    "let it be a module or parameter of the stage, or let one stage have both"
+                )
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters in an attribute, and those of modules in it."""
+    for leaf in leaves(value):
+        if isinstance(leaf.value, nn.Module):
+            yield from leaf.value.parameters()
+        elif isinstance(leaf.value, nn.Parameter):
+            yield leaf.value
 
 
 def _copies(modules: Sequence[nn.Module], n_stages: int) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -112,7 +143,10 @@ def sync_from_first(modules: Sequence[nn.Module], n_stages: int) -> None:
         for module, first_module in zip(replica.modules(), stage.modules(), strict=True):
             module.training = first_module.training
         for buffer, first_buffer in zip(replica.buffers(), stage.buffers(), strict=True):
-            buffer.copy_(first_buffer)
+            if any(n > 1 and not k for n, k in zip(buffer.shape, buffer.stride(), strict=True)):
+                buffer.data = first_buffer.clone()  # elements with one memory cannot be written
+            else:
+                buffer.copy_(first_buffer)
         for parameter, first in zip(replica.parameters(), stage.parameters(), strict=True):
             parameter.copy_(first)
             parameter.requires_grad_(first.requires_grad)

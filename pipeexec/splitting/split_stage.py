@@ -190,6 +190,8 @@ class SplitStage(nn.Module):
         self._device = torch.device("cpu")
         self.model = _Copies(self, parameters, copies, changed).copied("", skeleton.model)
         self._set_missing(self._device)
+        # Parameters outside of calls, whose requires_grad a forward may set for a time.
+        self._outer = [p for key, p in self.model.named_parameters() if key in parameters]
         modules = dict(self.model.named_modules())
         for name, key in sorted(skeleton.flow.transient - once):
             if name in modules:
@@ -238,6 +240,7 @@ class SplitStage(nn.Module):
             )
         self._n_calls = 0
         before = [(module, key, _attribute(module, key)) for module, key in self._transient]
+        trained = [p.requires_grad for p in self._outer]
         try:
             args, kwargs = self._begin(values)
             output = self.model(*args, **kwargs)
@@ -248,6 +251,9 @@ class SplitStage(nn.Module):
         except _StageEnd:
             for module, key, value in before:
                 _restore_attribute(module, key, value)
+            for parameter, is_trained in zip(self._outer, trained, strict=True):
+                if parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
             return self._sent()
         except RuntimeError as error:
             if "leaf Variable" not in str(error):  # of an operation in place

@@ -111,6 +111,15 @@ def test_stages_that_cannot_be_copied() -> None:
         pipeline(stages, ps.lower(CHIMERA))
 
 
+def test_stages_that_refer_to_parameters_of_others() -> None:
+    """A copy would have parameters that no step changes."""
+    stages = cut(dense(2), [1, 1])
+    stages[1].first = [stages[0]]  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"stage 1 cannot be copied, .*: 'first' of 'the stage"):
+        pipeline(stages, ps.lower(CHIMERA))
+    pipeline(stages, ps.lower(ps.schedule("1f1b", 2, 4))).close()
+
+
 def test_weights_are_no_activations() -> None:
     """Versions of weights do not count as held; devices count the peak over their stages."""
     stages = [nn.Linear(64, 64) for _ in range(2)]

@@ -50,6 +50,21 @@ def test_a_split_is_equal_or_refused(case: Case, configuration: Configuration) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("construction: ExpandedBuffers", "equal"),
+        ("construction: BlockThatKnowsModel", "refused: ArgumentError: stage 1 cannot be copied"),
+        ("modes: GradientsSwitchedOff", "equal"),
+    ],
+)
+def test_replicas_of_split_models(name: str, expected: str) -> None:
+    """Copies of stages need memory, parameters and requires_grad of their own."""
+    text = verdict(CASES[name], Configuration(2, n_replicas=2))
+    assert text.startswith(expected), text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES.values()][:: 1 if "FAULTS" in os.environ else 8], ids=str)
 def test_a_graph_is_equal_or_refused(case: Case) -> None:
     """The same holds for the graph of torch.export."""
