@@ -217,6 +217,12 @@ def rows(name: str) -> list[list[str]]:
     return result
 
 
+def _with_number(cell: str, reasons: dict[str, int]) -> str:
+    """Return a verdict with the number of its reason, which stands below the table."""
+    kind, colon, reason = cell.partition(": ")
+    return f"{kind} ({reasons.setdefault(reason, len(reasons) + 1)})" if colon else cell
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT)
@@ -227,6 +233,9 @@ def main() -> None:
         table_rows = [row for part in pool.map(rows, options.only or FAMILIES) for row in part]
     counts = Counter(cell.split()[0].strip(":") for row in table_rows for cell in row[4:6])
     counts["the model fails"] = counts.pop("the", 0)
+    reasons: dict[str, int] = {}
+    for row in table_rows:
+        row[4:6] = [_with_number(cell, reasons) for cell in row[4:6]]
     columns = ("kind", "family", "type", "mode", "2 stages", "3 stages", "remark")
     lines = [
         *header(["torch", "transformers"]),
@@ -235,6 +244,8 @@ def main() -> None:
         + ", ".join(f"{counts[x]} {x}" for x in VERDICTS),
         "",
         *table(columns, table_rows, n_left=len(columns)),
+        "",
+        *(f"({number}) {reason}" for reason, number in reasons.items()),
     ]
     publish(lines, None if options.only else options.out)
 

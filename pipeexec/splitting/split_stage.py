@@ -10,8 +10,10 @@ stage needs.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -458,6 +460,23 @@ def _without_containers(module: nn.Module) -> Iterator[nn.Module]:
         yield from _without_containers(child)
 
 
+class _Method:
+    """Method of a module for a part of it, which does not keep the module in memory.
+
+    That of a copied part is of the module's copy.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._owner(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        owner = self._owner()
+        return _Method(MethodType(self._function, memo.get(id(owner), owner)))
+
+
 class _Copies:
     """Copies the modules of a model for one stage.
 
@@ -496,8 +515,12 @@ class _Copies:
             self.stage._origins.add(name, module)
             calls = (k for k, x in enumerate(self.skeleton.names) if x == name)
             if any(k not in self.stage._own for k in calls):
-                result.forward = partial(self.stage.call_shared, name, result.forward)
-            result.register_forward_hook(partial(self.stage.note, name), with_kwargs=True)
+                forward = result.forward
+                if isinstance(forward, MethodType) and forward.__self__ is result:
+                    forward = _Method(forward)
+                result.forward = partial(_Method(self.stage.call_shared), name, forward)
+            note = partial(_Method(self.stage.note), name)
+            result.register_forward_hook(note, with_kwargs=True)
             return result
         result = _copied_top(module)
         if name not in self.skeleton.flow.ran:
@@ -524,9 +547,8 @@ class _Copies:
 
     def _stand_in(self, name: str) -> StandIn:
         """Return a stand-in, with the parameters that the forward itself reads."""
-        result = StandIn(
-            self.skeleton.empty[name], partial(self.stage.answer, name), self.stage.is_running
-        )
+        answer = partial(_Method(self.stage.answer), name)
+        result = StandIn(self.skeleton.empty[name], answer, _Method(self.stage.is_running))
         for key, parameter in self.skeleton.model.get_submodule(name)._parameters.items():
             if parameter is not None and id(parameter) in self.needed:
                 result._parameters[key] = self.tied.get(id(parameter), parameter)

@@ -2124,9 +2124,9 @@ def _double_output_gradient(_: nn.Module, outputs: tuple[Tensor, ...]) -> tuple[
     return tuple(2 * x for x in outputs)
 
 
-def _double_in_place(parameter: Tensor) -> None:
+def _add_to_gradient(parameter: Tensor) -> None:
     if parameter.grad is not None:
-        parameter.grad.mul_(2)
+        parameter.grad.add_(0.01)  # the same in every order of backwards
 
 
 class InnerSequential(nn.Module):
@@ -2220,7 +2220,7 @@ HOOKS: dict[str, tuple[Callable[[Any], None], type[nn.Module]]] = {
     "hook of a parameter": (
         lambda m: m.blocks[1].weight.register_hook(lambda g: 2 * g), Blocks),
     "post-accumulate hook of a parameter": (
-        lambda m: m.blocks[1].weight.register_post_accumulate_grad_hook(_double_in_place), Blocks),
+        lambda m: m.blocks[1].weight.register_post_accumulate_grad_hook(_add_to_gradient), Blocks),
     "hook that counts calls of a block": (
         lambda m: m.blocks[1].register_forward_hook(_count), Blocks),
     "hook that counts calls of the model": (

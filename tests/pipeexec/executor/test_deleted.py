@@ -253,7 +253,6 @@ def test_a_pipeline_of_a_feature_is_freed(devices: list[Any], feature: str) -> N
     assert left == []
 
 
-@pytest.mark.xfail(strict=True, reason="hooks in the model of a split stage refer to the stage")
 def test_a_pipeline_of_split_stages_is_freed(devices: list[Any]) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     stages = px.split(model, 2, sample=torch.zeros(4, 16))
