@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
 from itertools import product, starmap, zip_longest
 from types import NoneType
 from typing import Any, NamedTuple
@@ -413,7 +414,7 @@ def _of_graph(
     _NoGraph
         If torch.export fails, or if fewer than two modules result.
     """
-    with unchanged(model):
+    with unchanged(model), redirect_stderr(StringIO()):  # torch prints the graphs of its errors
         try:
             own_args, own_kwargs = own_tensors((args, kwargs))
             exported = export_model(model, own_args, own_kwargs, uncut.names)

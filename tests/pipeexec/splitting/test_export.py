@@ -185,6 +185,26 @@ def test_a_graph_trains_as_the_model_does(schedule):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
+class Deciding(Counted):
+    """Draws for two stages, and decides by numbers that it reads: neither way can cut it."""
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        drawn = F.dropout(torch.ones_like(mask))
+        x = super().forward(words, mask * drawn)
+        if sum(map(sum, (mask > 0).tolist())) > 3:
+            x = 2 * x
+        return x * drawn[..., None]
+
+
+def test_a_refusal_prints_nothing(capfd):
+    """Torch prints graphs that it cannot export."""
+    for way, message in (("modules", "both need the result of"), ("graph", "makes no graph")):
+        with pytest.raises(ArgumentError, match=message) as caught:
+            px.split(Deciding(), 2, sample=batch(2), way=way)
+        assert "give way='graph'" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_module_that_is_called_again():
     """Each call has its own part of the graph, with the name of the module and a number."""
 
