@@ -198,7 +198,8 @@ def test_the_plan_of_the_docs_is_the_steps(gpu_script: ModuleType) -> None:
         assert f"| `gpu-{name}` | {call.limit:g} s | {seconds:g} s |" in text
     lines = re.findall(r"^python3 benchmarks/gpu.py .*$", text, re.MULTILINE)
     assert [line.split("--call ")[1].split()[0] for line in lines] == list(steps.CALLS)
-    assert all(len(line) < 2000 for line in lines)
+    assert all(len(line) < 2000 and line.endswith('--pack "$OUT"') for line in lines)
+    assert "the folder that comes back from the machine" in text  # what OUT is
 
 
 def test_the_two_calls_fit_into_a_quarter_of_an_hour(gpu_script: ModuleType) -> None:
