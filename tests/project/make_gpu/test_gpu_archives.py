@@ -20,20 +20,21 @@ def _runner(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     limit: float | None = None,
+    **changes: str,
 ) -> Any:
-    """Return a runner of steps that pass, fail, are killed, hang and pass."""
+    """Return a runner of steps that pass, fail, are killed, hang and pass, but for ``changes``."""
     codes = {"warm-up": PASSES, "environment": PASSES, "overlap": FAILS, "gpipe": IS_KILLED,
-             "host": PASSES, "memory": HANGS, "soak": PASSES}  # fmt: skip
+             "host": PASSES, "memory": HANGS, "soak": PASSES, **changes}  # fmt: skip
 
     def command(name: str, out: Path, dry: bool, brief: bool) -> list[str]:
         report = f"open({str(out / f'{name}.txt')!r}, 'w').write('measured');"
-        return [sys.executable, "-c", report + codes[name]]
+        return [sys.executable, "-c", report + codes[name], str(out)]
 
     monkeypatch.setattr(gpu_script, "command_of", command)
     monkeypatch.setattr(gpu_script, "ROOT", folder)
     steps = part("steps")
     for name in codes:
-        short = steps.step_called(name)._replace(limit=1.0 if name == "memory" else 30.0)
+        short = steps.step_called(name)._replace(limit=1.0 if codes[name] == HANGS else 30.0)
         kept = steps._PREPARATION if name in steps._PREPARATION else steps.STEPS
         monkeypatch.setitem(kept, name, short)
     (folder / "packed").mkdir(parents=True)
@@ -80,6 +81,50 @@ def test_an_archive_is_whole_while_a_step_runs(
     runner.names = ["warm-up", "environment", "host"]
     runner.run()
     assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(contents[-1])
+
+
+def test_a_step_says_that_it_runs_and_that_it_is_stopped(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With the last line of its output."""
+    runner = _runner(gpu_script, monkeypatch, tmp_path)
+    runner.names = ["warm-up", "memory"]
+    monkeypatch.setattr(part("process"), "_INTERVAL", 0.1)
+    monkeypatch.setattr(gpu_script, "_BEAT", 0.3)
+    runner.run()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
+    assert 1 <= sum(bool(re.fullmatch(r"memory +0\.\d s +(slow)?", line)) for line in lines) <= 3
+    assert re.fullmatch(r"memory +stopping +\d+\.\d s +slow", lines[-2])
+    assert lines[-1].split()[1] == "cut"
+
+
+def test_no_silence_is_longer_than_fifteen_seconds(gpu_script: ModuleType) -> None:
+    """Neither while a step runs nor while it is stopped, and with it the reader of clocks."""
+    process, clocks = part("process"), part("clocks")
+    assert gpu_script._BEAT + process._INTERVAL <= 15
+    assert process._ASKED + process._STACKS + process._KILLED + 3 * clocks._END <= 15
+
+
+@pytest.mark.slow
+def test_a_reader_of_clocks_that_does_not_end_is_killed(
+    gpu_script: ModuleType, tmp_path: Path
+) -> None:
+    """As ``nvidia-smi`` may hang where the GPU does."""
+    code = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("1980, 2619", flush=True)
+time.sleep(20)
+"""
+    file = tmp_path / "host.clocks.csv"
+    with part("clocks").sampled_clocks(file, [sys.executable, "-c", code]):
+        give_up = time.perf_counter() + 30
+        while not (file.is_file() and "1980,2619" in file.read_text()):
+            assert time.perf_counter() < give_up
+            time.sleep(0.02)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 15
 
 
 def test_a_limit_cuts_what_is_under_way(
