@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gpu_modules import FAILS, HANGS, IS_KILLED, PASSES, part
+from gpu_modules import FAILS, HANGS, IS_KILLED, MISSES, PASSES, part
 
 
 def _runner(
@@ -81,6 +81,50 @@ def test_an_archive_is_whole_while_a_step_runs(
     runner.names = ["warm-up", "environment", "host"]
     runner.run()
     assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(contents[-1])
+
+
+def test_an_archive_is_written_while_a_step_runs(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the step waits for the archive that has what it has written."""
+    archive = str(tmp_path / "packed" / "gpu.tar.gz")
+    waits = f"""
+import tarfile, time
+for _ in range(100):
+    with tarfile.open({archive!r}) as archive:
+        if "host.txt" in archive.getnames():
+            raise SystemExit(0)
+    time.sleep(0.1)
+raise SystemExit("it was not packed")
+"""
+    runner = _runner(gpu_script, monkeypatch, tmp_path, host=waits)
+    runner.names = ["warm-up", "host"]
+    monkeypatch.setattr(part("process"), "_INTERVAL", 0.1)
+    assert [(o.status, o.remark) for o in runner.run()] == [("passed", "fine"), ("passed", "")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "status"),
+    [
+        ("warm-up", FAILS, "failed"),
+        ("warm-up", HANGS, "cut"),
+        ("environment", FAILS, "failed"),
+        ("environment", MISSES.replace("host", "environment"), "missed"),
+    ],
+    ids=["a warm-up that fails", "a warm-up that hangs", "an environment that fails",
+         "an environment that misses"],
+)  # fmt: skip
+def test_a_first_step_that_does_not_pass_ends_nothing(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    code: str, status: str,
+) -> None:  # fmt: skip
+    """All others run, in their order."""
+    runner = _runner(gpu_script, monkeypatch, tmp_path, **{name: code})
+    runner.names = ["warm-up", "environment", "host", "soak"]
+    assert [(o.step, o.status) for o in runner.run()] == [
+        (x, status if x == name else "passed") for x in runner.names
+    ]
 
 
 def test_a_step_says_that_it_runs_and_that_it_is_stopped(
