@@ -238,26 +238,62 @@ def test_an_interrupt_leaves_what_was_written(
     assert [o.remark for o in part("outcomes").outcomes_in(tmp_path / "out")][-1] == outcome.remark
 
 
+def _errors(cuda_graph: bool) -> dict[str, Any]:
+    """Return a row of the table of errors."""
+    zeros = ("error", "error_mean", "error_low", "error_high", "host_share", "bubble_predicted",
+             "bubble_measured")  # fmt: skip
+    return {
+        "slices": 2, "schedule": "gpipe", "cuda_graph": cuda_graph, "overlap": True,
+        "dtype": "float32", "data_sheet": None, "predicted": 1e-3, "measured": 1e-3, "note": "",
+        **dict.fromkeys(zeros, 0.0), "n_steps": 3,
+    }  # fmt: skip
+
+
+def _write_rows(folder: Path, step: str, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows of a table to the results of a step."""
+    with (folder / f"{step}.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps({"kind": kind, **row, "began": 10.0, "ended": 20.0}) + "\n")
+
+
+def test_the_page_begins_with_what_matters_most(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overlay, sentence to quote, errors and noise floor, what failed; other figures come last."""
+    publishing = part("publishing")
+    figures = [("gpipe-ablation", "b"), ("overlay-2-slices-graph", "a"), ("overlay-4-slices", "c")]
+    monkeypatch.setattr(publishing, "_figures", lambda *_: iter(figures))
+    noise = {"schedule": "1f1b", "slices": 2, "measured_ratio": 0.01, "error_difference": 0.02}
+    _write_rows(tmp_path, "validation-2", "errors", [_errors(cuda_graph=True)])
+    _write_rows(tmp_path, "validation-2", "noise", [noise])
+    for step, status in (("validation-2", "missed"), ("host", "failed")):
+        part("outcomes").Outcome(step, status, 1.0, "ValueError: bad", "H100").save(tmp_path)
+    (tmp_path / "validation-2.txt").write_text("ok     one\nMISSED gpipe: error of 7 %\n")
+    publishing.publish(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    order = [
+        "# Results of `make gpu`", "![a](figures/overlay-2-slices-graph.png)",
+        "On H100, in 2 slices, 1 rows of 1 schedules were predicted", "## Makespan",
+        "| 2 | gpipe | True |", "Noise floor: the same row (1f1b, 2 slices)", "## What failed",
+        "- `validation-2`: gpipe: error of 7 %", "- `host` failed: ValueError: bad", "## Steps",
+        "![b](", "![c](",
+    ]  # fmt: skip
+    assert sorted(order, key=page.index) == order
+    assert page.index("![a](") == page.index("![")
+    assert page.count("![") == 3
+
+
 @pytest.mark.parametrize("lacks", ["slices are green contexts",
                                    "a captured step stays on its slices"])  # fmt: skip
 def test_a_premise_that_fails_marks_rows(
     gpu_script: ModuleType, tmp_path: Path, lacks: str
 ) -> None:
     """And ends nothing: rows of makespans say on the page what they rest on."""
-    out, errors = tmp_path / "out", []
+    out, errors = tmp_path / "out", [_errors(cuda_graph) for cuda_graph in (True, False)]
     out.mkdir()
-    for cuda_graph in (True, False):
-        errors.append({
-            "slices": 2, "schedule": "gpipe", "cuda_graph": cuda_graph, "overlap": True,
-            "dtype": "float32", "data_sheet": None, "predicted": 1e-3, "measured": 1e-3, "note": "",
-            **dict.fromkeys(("error", "error_mean", "error_low", "error_high", "host_share",
-                             "bubble_predicted", "bubble_measured"), 0.0), "n_steps": 3,
-        })  # fmt: skip
     probes = [{"probe": name, "met": name != lacks} for name in part("steps").PREMISES]
-    times = {"began": 10.0, "ended": 20.0}
     for step, kind, rows in (("validation-2", "errors", errors), ("environment",) * 2 + (probes,)):
-        text = "".join(json.dumps({"kind": kind, **row, **times}) + "\n" for row in rows)
-        (out / f"{step}.jsonl").write_text(text)
+        _write_rows(out, step, kind, rows)
         status = "missed" if step == "environment" else "passed"
         part("outcomes").Outcome(step, status, 1.0, "", is_dry=True).save(out)
     (out / "environment.txt").write_text(f"MISSED {lacks}: no: 1 SM\n")

@@ -51,6 +51,14 @@ def test_features_agree_in_a_dry_run(tmp_path: Path) -> None:
     assert all(row["error"] == 0.0 and row["seconds"] > 0 for row in table)
 
 
+def test_ten_features_are_compared() -> None:
+    """Those that matter most first; the names are those of the table in the results."""
+    assert list(part("features").FEATURES) == [
+        "px.split", "px.train", "clipped gradients", "experts", "offload", "sequence slices",
+        "tied parameters", "gradient scaler", "accumulate=True", "host threads",
+    ]  # fmt: skip
+
+
 def raises(_: object) -> list[torch.Tensor]:
     raise ValueError("no such feature")
 
