@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,11 +22,11 @@ def _runner(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     limit: float | None = None,
-    **changes: str,
+    changes: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a runner of steps that pass, fail, are killed, hang and pass, but for ``changes``."""
     codes = {"warm-up": PASSES, "environment": PASSES, "overlap": FAILS, "gpipe": IS_KILLED,
-             "host": PASSES, "memory": HANGS, "soak": PASSES, **changes}  # fmt: skip
+             "host": PASSES, "memory": HANGS, "soak": PASSES, **(changes or {})}  # fmt: skip
 
     def command(name: str, out: Path, dry: bool, brief: bool) -> list[str]:
         report = f"open({str(out / f'{name}.txt')!r}, 'w').write('measured');"
@@ -97,10 +99,86 @@ for _ in range(100):
     time.sleep(0.1)
 raise SystemExit("it was not packed")
 """
-    runner = _runner(gpu_script, monkeypatch, tmp_path, host=waits)
+    runner = _runner(gpu_script, monkeypatch, tmp_path, changes={"host": waits})
     runner.names = ["warm-up", "host"]
     monkeypatch.setattr(part("process"), "_INTERVAL", 0.1)
     assert [(o.status, o.remark) for o in runner.run()] == [("passed", "fine"), ("passed", "")]
+
+
+#: A command whose steps say that they run. The first word that it is given is its folder, the
+#: second one the step that does not end, and the third one a step that is never begun.
+_COMMAND = """
+import sys, time
+from pathlib import Path
+import gpu
+from on_gpu import process
+
+folder, endless, unbegun = Path(sys.argv[1]), *sys.argv[2:]
+process._INTERVAL = 0.1
+
+def command(name, out, dry, brief):
+    wait = "while os.getppid() == parent: time.sleep(0.05)" if name == endless else ""
+    code = f"import os, time; parent = os.getppid(); print('{name} runs', flush=True)\\n{wait}"
+    return [sys.executable, "-S", "-c", code]
+
+def step(name, own=gpu.Runner._step):
+    while name == unbegun:
+        time.sleep(1.0)
+    return own(runner, name)
+
+gpu.command_of = command
+runner = gpu.Runner(["host", "memory", "soak"], folder / "out", folder, None, None, None)
+runner._step = step
+runner.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("endless", "unbegun", "ended"),
+    [("warm-up", "", []), ("host", "", ["warm-up"]), ("", "soak", ["warm-up", "host", "memory"])],
+    ids=["in the warm-up", "in a step", "between steps"],
+)
+def test_a_command_that_is_killed_leaves_a_page(
+    gpu_script: ModuleType, tmp_path: Path, endless: str, unbegun: str, ended: list[str]
+) -> None:
+    """With all steps that ended, and the one that was under way and its output until then."""
+    (tmp_path / "out").mkdir()
+    archive, unpacked = tmp_path / "gpu.tar.gz", tmp_path / "unpacked"
+    environment = gpu_script.environment_of_steps()
+    command = [sys.executable, "-c", _COMMAND, str(tmp_path), endless, unbegun]
+    wanted = {endless or ended[-1]: f"{endless or ended[-1]} runs"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for name in ended:
+                assert process.stdout.readline().split()[:2] == [name, "passed"]
+            give_up = time.perf_counter() + 60
+            while wanted.items() - _logs(archive).items():
+                assert time.perf_counter() < give_up
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    assert gpu_script.main(["--unpack", str(archive), "--out", str(unpacked)]) == 0
+    wanted = dict.fromkeys(ended, "passed") | ({endless: "cut"} if endless else {})
+    assert {o.step: o.status for o in part("outcomes").outcomes_in(unpacked)} == wanted
+    page = (unpacked / "README.md").read_text()
+    for name, status in wanted.items():
+        assert re.search(rf"^{name} +{status} ", page, re.MULTILINE)
+        assert (unpacked / f"{name}.log").read_text() == f"{name} runs\n"
+    failures = page.split("## What failed")[1].split("## Steps")[0].strip()
+    under_way = f"- `{endless}` cut: it was under way when this was written"
+    assert failures == (under_way if endless else "Nothing.")
+
+
+def _logs(archive: Path) -> dict[str, str]:
+    """Return what each step of an archive has printed; it is whole at any time."""
+    if not archive.is_file():
+        return {}
+    with tarfile.open(archive) as members:
+        logs = {name[:-4]: members.extractfile(name) for name in members.getnames()
+                if name.endswith(".log")}  # fmt: skip
+        return {name: log.read().decode().strip() for name, log in logs.items() if log is not None}
 
 
 @pytest.mark.slow
@@ -120,7 +198,7 @@ def test_a_first_step_that_does_not_pass_ends_nothing(
     code: str, status: str,
 ) -> None:  # fmt: skip
     """All others run, in their order."""
-    runner = _runner(gpu_script, monkeypatch, tmp_path, **{name: code})
+    runner = _runner(gpu_script, monkeypatch, tmp_path, changes={name: code})
     runner.names = ["warm-up", "environment", "host", "soak"]
     assert [(o.step, o.status) for o in runner.run()] == [
         (x, status if x == name else "passed") for x in runner.names
@@ -309,9 +387,9 @@ def test_a_premise_that_fails_marks_rows(
     part("publishing").publish(out)
     page = (out / "README.md").read_text()
     text, graphs_alone = part("steps").PREMISES[lacks]
-    rows = [line for line in page.splitlines() if line.startswith("| 2 | gpipe")]
-    assert [row.endswith(f"| {text} |") for row in rows] == [True, not graphs_alone]
-    assert all("| 1980 | 400 | 0x4 |" in row for row in rows)
+    lines = [line for line in page.splitlines() if line.startswith("| 2 | gpipe")]
+    assert [line.endswith(f"| {text} |") for line in lines] == [True, not graphs_alone]
+    assert all("| 1980 | 400 | 0x4 |" in line for line in lines)
     assert f"- `environment`: {lacks}: no: 1 SM" in page
     assert page.index("median error of 0.0%") < page.index("## What failed")
 

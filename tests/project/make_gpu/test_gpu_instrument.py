@@ -241,27 +241,33 @@ def test_events_without_times_are_no_nodes(stand_in: ModuleType, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_part_that_raises_fails_its_step_on_the_stand_in(
-    stand_in: ModuleType, tmp_path: Path
+    stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A target that is missed does not."""
-    module, values = part("features"), iter(torch.ones(2) * k for k in range(1, 10))
-    module.FEATURES = {"differs": lambda _: [next(values)]}
+    values = iter(torch.ones(2) * k for k in range(1, 10))
+    table = {"differs": lambda _: [next(values)]}
+    monkeypatch.setattr(part("features"), "FEATURES", table)
     assert stand_in.run("features", tmp_path) == ""
     assert "MISSED differs: 5.0e-01" in (tmp_path / "features.txt").read_text()
-    module.FEATURES["bad"] = raises
+    table["bad"] = raises
     assert stand_in.run("features", tmp_path) == "bad: ValueError: no such feature"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lacks_kernels", [True, False])
 def test_the_stand_in_needs_no_kernels(
-    stand_in: ModuleType, tmp_path: Path, lacks_kernels: bool
+    stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks_kernels: bool
 ) -> None:
     """Whatever else a comparison with CUPTI raises fails the step."""
-    module = part("instrument")
-    compare = (lambda: spans_of({"traceEvents": []})) if lacks_kernels else (lambda: raises(None))
-    module.cost_of_events = module.contention = lambda *_: None
-    module.events_beside_cupti = lambda *_: compare()
+
+    def compare(*_: object) -> None:
+        if lacks_kernels:
+            spans_of({"traceEvents": []})
+        raises(None)
+
+    for name in ("cost_of_events", "contention"):
+        monkeypatch.setattr(part("instrument"), name, lambda *_: None)
+    monkeypatch.setattr(part("instrument"), "events_beside_cupti", compare)
     names = [] if lacks_kernels else ["eager", "graph"]
     assert stand_in.run("instrument", tmp_path).splitlines() == [
         f"events beside CUPTI, {name}: ValueError: no such feature" for name in names
