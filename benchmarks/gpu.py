@@ -130,7 +130,7 @@ class Runner:
         with nullcontext() if self.gpu is None else sampled_clocks(self.out / f"{name}{CLOCKS}"):
             ended = run_process(
                 command, self.out / f"{name}.log", seconds, environment, ROOT, meanwhile,
-                answers=bool(step_called(name).module),
+                beat.stopping, answers=bool(step_called(name).module),
             )  # fmt: skip
         status, remark = status_of(ended, self.out / f"{name}.txt")
         return self._outcome(name, status, ended.seconds, remark)
@@ -167,8 +167,15 @@ class _Beat:
 
     def __call__(self, passed: float, line: str) -> None:
         if passed >= self.due:
-            print(f"{self.name:<14} {'':8} {passed:6.1f} s  {line[:120]}", flush=True)
+            self._print("", passed, line)
             self.due = passed + _BEAT
+
+    def stopping(self, passed: float, line: str) -> None:
+        """Print that the step is stopped, which may take as long as a beat."""
+        self._print("stopping", passed, line)
+
+    def _print(self, status: str, passed: float, line: str) -> None:
+        print(f"{self.name:<14} {status:<8} {passed:6.1f} s  {line[:120]}", flush=True)
 
 
 def environment_of_steps(site: Path | None = None) -> dict[str, str]:

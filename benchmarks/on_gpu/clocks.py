@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
 
@@ -21,6 +21,8 @@ _QUERY = {
 }  # fmt: skip
 _COMMAND = ("nvidia-smi", "--id=0", f"--query-gpu={','.join(_QUERY)}",
             "--format=csv,noheader,nounits", "--loop-ms=500")  # fmt: skip
+#: Seconds that ``nvidia-smi`` has to end, once it is asked and once it is killed, and its reader.
+_END = 1.0
 #: Reasons that are no throttling: none, and an idle GPU.
 _AT_EASE = {0, 1}
 
@@ -40,9 +42,12 @@ def sampled_clocks(file: Path, command: Sequence[str] = _COMMAND) -> Iterator[No
     try:
         yield
     finally:
-        process.terminate()
-        process.wait()
-        reader.join(2.0)
+        for stop in (process.terminate, process.kill):
+            stop()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END)
+                break
+        reader.join(_END)
 
 
 def _write(process: subprocess.Popen[str], file: Path) -> None:

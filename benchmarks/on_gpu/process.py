@@ -22,7 +22,7 @@ ASKS = signal.SIGUSR1
 
 #: Seconds in which a process prints stacks when it is asked, in which the fault handler does, and
 #: in which a process that was killed ends.
-_ASKED, _STACKS, _KILLED = 2.0, 4.0, 10.0
+_ASKED, _STACKS, _KILLED = 2.0, 4.0, 5.0
 #: Seconds between two calls of ``meanwhile``.
 _INTERVAL = 5.0
 
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 def run_process(
     command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str],
     folder: Path, meanwhile: Callable[[float, str], None] = lambda seconds, line: None,
-    answers: bool = False,
+    stopping: Callable[[float, str], None] = lambda seconds, line: None, answers: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a command in ``folder`` for so many seconds at most, and write its output to ``log``.
 
@@ -46,7 +46,8 @@ def run_process(
     which Python's fault handler writes the stack of every thread, and SIGKILL. The fault handler
     needs no lock, so that it shows a process that hangs; it may crash at threads that run. The
     answer needs Python's lock, so that it shows a process that runs. ``meanwhile`` is called
-    every 5 s, with the seconds so far and the last line of the log.
+    every 5 s, with the seconds so far and the last line of the log; ``stopping`` is called with
+    them before the first signal.
     """
     start = perf_counter()
     with log.open("w") as file:
@@ -64,7 +65,10 @@ def run_process(
         finally:
             if process.poll() is None:
                 stopped_in = _last_line(log)
-                stopped_in += _stop(process, answers)
+                try:
+                    stopping(perf_counter() - start, stopped_in)
+                finally:
+                    stopped_in += _stop(process, answers)
     line = _last_line(log) if stopped_in is None else stopped_in
     return Ended(code, perf_counter() - start, line)
 

@@ -84,12 +84,12 @@ def _page(
     folder: Path, outcomes: list[Outcome], tables: dict[str, pd.DataFrame],
     figures: list[tuple[str, str]],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the lines of the page: picture, table of errors, what failed, then everything else."""
+    """Yield the lines: overlay, sentence to quote, table of errors, what failed, then the rest."""
     page = "docs/how_to/validate_a_gpu_run.md"
     yield "# Results of `make gpu`\n"
-    yield f"{quotable(outcomes, tables)}\n"
     overlays = [figure for figure in figures if figure[0].startswith("overlay")]
-    yield from (_image(*figure) for figure in overlays[:1])
+    yield from (f"{_image(*figure)}\n" for figure in overlays[:1])
+    yield quotable(outcomes, tables)
     if "errors" in tables:
         yield "\n## Makespan: data sheet, calibrated, measured\n"
         yield ("Milliseconds. `data sheet`: predicted from nominal rates alone; nothing measured "

@@ -87,7 +87,7 @@ CALLS = {
         ("validation-2", "instrument", "host", "memory", "peers", "validation-4", "bfloat16",
          "gpipe", "overlap", "environment", "sanitizer"), 520.0,
     ),
-    "second": Call(("features",), 190.0),
+    "second": Call(("features",), 165.0),
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A dry run takes other branches than a GPU: CPU workers, no CUDA graphs, no slices. Here slices are
 `FakeGpu`, whose work runs at once on the CPU. Times mean nothing, and targets are not looked at:
-a step fails if it raises. Left out are the steps whose calls need a driver.
+a step fails if it raises, or if one of its parts does. `NO_KERNELS` is the exception. Left out are
+the steps whose calls need a driver.
 
 ``PYTHONPATH=tests/helpers python tests/project/make_gpu/steps_on_stand_in.py STEP...``
 runs some steps, or all of `STEPS`.
@@ -41,6 +42,8 @@ ANSWERS: dict[str, Any] = {
     "synchronize": None, "empty_cache": None, "memory_allocated": 0, "memory_reserved": 0,
     "get_device_name": "NVIDIA H100 80GB HBM3", "_sleep": None,
 }  # fmt: skip
+#: Raised by parts that compare events with CUPTI's kernels, as the stand-in runs no kernels.
+NO_KERNELS = "RuntimeError: CUPTI reported 0 kernels"
 
 
 def slices(device: object, n: int, *, link: object = None) -> list[FakeGpu]:
@@ -64,6 +67,20 @@ class Bench(bench.Bench):  # type: ignore[misc, name-defined]
         return 1
 
 
+class Report(report.Report):  # type: ignore[misc, name-defined]
+    """A step's, with the parts that raised: targets missed while an exception is handled."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.raised: list[str] = []
+
+    def check(self, is_met: bool, line: str) -> None:
+        """Add a line of text, and note whether a part raised."""
+        super().check(is_met, line)
+        if sys.exception() is not None and NO_KERNELS not in line:
+            self.raised.append(line)
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put stand-ins in the place of CUDA, slices, and checks that devices are GPUs."""
     for name in steps.STEPS:  # their annotations name torch's own classes
@@ -78,8 +95,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def run(name: str, folder: Path) -> str:
-    """Run a step; return what it raised, empty for nothing or missed targets."""
-    step, page = steps.step_called(name), report.Report(folder / f"{name}.txt")
+    """Run a step; return what it or its parts raised, empty for nothing or missed targets."""
+    step, page = steps.step_called(name), Report(folder / f"{name}.txt")
     call = getattr(importlib.import_module(step.module), step.function)
     try:
         with warnings.catch_warnings():
@@ -87,7 +104,7 @@ def run(name: str, folder: Path) -> str:
             call(Bench(folder / name), page, *step.arguments)
     except Exception:
         return traceback.format_exc()
-    return ""
+    return "\n".join(page.raised)
 
 
 def main(names: Sequence[str]) -> int:

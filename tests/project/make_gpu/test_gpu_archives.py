@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from gpu_modules import FAILS, HANGS, IS_KILLED, PASSES, part
+from gpu_modules import FAILS, HANGS, IS_KILLED, MISSES, PASSES, part
 
 
 def _runner(
@@ -20,20 +22,21 @@ def _runner(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     limit: float | None = None,
+    changes: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a runner of steps that pass, fail, are killed, hang and pass."""
+    """Return a runner of steps that pass, fail, are killed, hang and pass, but for ``changes``."""
     codes = {"warm-up": PASSES, "environment": PASSES, "overlap": FAILS, "gpipe": IS_KILLED,
-             "host": PASSES, "memory": HANGS, "soak": PASSES}  # fmt: skip
+             "host": PASSES, "memory": HANGS, "soak": PASSES, **(changes or {})}  # fmt: skip
 
     def command(name: str, out: Path, dry: bool, brief: bool) -> list[str]:
         report = f"open({str(out / f'{name}.txt')!r}, 'w').write('measured');"
-        return [sys.executable, "-c", report + codes[name]]
+        return [sys.executable, "-c", report + codes[name], str(out)]
 
     monkeypatch.setattr(gpu_script, "command_of", command)
     monkeypatch.setattr(gpu_script, "ROOT", folder)
     steps = part("steps")
     for name in codes:
-        short = steps.step_called(name)._replace(limit=1.0 if name == "memory" else 30.0)
+        short = steps.step_called(name)._replace(limit=1.0 if codes[name] == HANGS else 30.0)
         kept = steps._PREPARATION if name in steps._PREPARATION else steps.STEPS
         monkeypatch.setitem(kept, name, short)
     (folder / "packed").mkdir(parents=True)
@@ -80,6 +83,170 @@ def test_an_archive_is_whole_while_a_step_runs(
     runner.names = ["warm-up", "environment", "host"]
     runner.run()
     assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(contents[-1])
+
+
+def test_an_archive_is_written_while_a_step_runs(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the step waits for the archive that has what it has written."""
+    archive = str(tmp_path / "packed" / "gpu.tar.gz")
+    waits = f"""
+import tarfile, time
+for _ in range(100):
+    with tarfile.open({archive!r}) as archive:
+        if "host.txt" in archive.getnames():
+            raise SystemExit(0)
+    time.sleep(0.1)
+raise SystemExit("it was not packed")
+"""
+    runner = _runner(gpu_script, monkeypatch, tmp_path, changes={"host": waits})
+    runner.names = ["warm-up", "host"]
+    monkeypatch.setattr(part("process"), "_INTERVAL", 0.1)
+    assert [(o.status, o.remark) for o in runner.run()] == [("passed", "fine"), ("passed", "")]
+
+
+#: A command whose steps say that they run. The first word that it is given is its folder, the
+#: second one the step that does not end, and the third one a step that is never begun.
+_COMMAND = """
+import sys, time
+from pathlib import Path
+import gpu
+from on_gpu import process
+
+folder, endless, unbegun = Path(sys.argv[1]), *sys.argv[2:]
+process._INTERVAL = 0.1
+
+def command(name, out, dry, brief):
+    wait = "while os.getppid() == parent: time.sleep(0.05)" if name == endless else ""
+    code = f"import os, time; parent = os.getppid(); print('{name} runs', flush=True)\\n{wait}"
+    return [sys.executable, "-S", "-c", code]
+
+def step(name, own=gpu.Runner._step):
+    while name == unbegun:
+        time.sleep(1.0)
+    return own(runner, name)
+
+gpu.command_of = command
+runner = gpu.Runner(["host", "memory", "soak"], folder / "out", folder, None, None, None)
+runner._step = step
+runner.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("endless", "unbegun", "ended"),
+    [("warm-up", "", []), ("host", "", ["warm-up"]), ("", "soak", ["warm-up", "host", "memory"])],
+    ids=["in the warm-up", "in a step", "between steps"],
+)
+def test_a_command_that_is_killed_leaves_a_page(
+    gpu_script: ModuleType, tmp_path: Path, endless: str, unbegun: str, ended: list[str]
+) -> None:
+    """With all steps that ended, and the one that was under way and its output until then."""
+    (tmp_path / "out").mkdir()
+    archive, unpacked = tmp_path / "gpu.tar.gz", tmp_path / "unpacked"
+    environment = gpu_script.environment_of_steps()
+    command = [sys.executable, "-c", _COMMAND, str(tmp_path), endless, unbegun]
+    wanted = {endless or ended[-1]: f"{endless or ended[-1]} runs"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for name in ended:
+                assert process.stdout.readline().split()[:2] == [name, "passed"]
+            give_up = time.perf_counter() + 60
+            while wanted.items() - _logs(archive).items():
+                assert time.perf_counter() < give_up
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    assert gpu_script.main(["--unpack", str(archive), "--out", str(unpacked)]) == 0
+    wanted = dict.fromkeys(ended, "passed") | ({endless: "cut"} if endless else {})
+    assert {o.step: o.status for o in part("outcomes").outcomes_in(unpacked)} == wanted
+    page = (unpacked / "README.md").read_text()
+    for name, status in wanted.items():
+        assert re.search(rf"^{name} +{status} ", page, re.MULTILINE)
+        assert (unpacked / f"{name}.log").read_text() == f"{name} runs\n"
+    failures = page.split("## What failed")[1].split("## Steps")[0].strip()
+    under_way = f"- `{endless}` cut: it was under way when this was written"
+    assert failures == (under_way if endless else "Nothing.")
+
+
+def _logs(archive: Path) -> dict[str, str]:
+    """Return what each step of an archive has printed; it is whole at any time."""
+    if not archive.is_file():
+        return {}
+    with tarfile.open(archive) as members:
+        logs = {name[:-4]: members.extractfile(name) for name in members.getnames()
+                if name.endswith(".log")}  # fmt: skip
+        return {name: log.read().decode().strip() for name, log in logs.items() if log is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "status"),
+    [
+        ("warm-up", FAILS, "failed"),
+        ("warm-up", HANGS, "cut"),
+        ("environment", FAILS, "failed"),
+        ("environment", MISSES.replace("host", "environment"), "missed"),
+    ],
+    ids=["a warm-up that fails", "a warm-up that hangs", "an environment that fails",
+         "an environment that misses"],
+)  # fmt: skip
+def test_a_first_step_that_does_not_pass_ends_nothing(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    code: str, status: str,
+) -> None:  # fmt: skip
+    """All others run, in their order."""
+    runner = _runner(gpu_script, monkeypatch, tmp_path, changes={name: code})
+    runner.names = ["warm-up", "environment", "host", "soak"]
+    assert [(o.step, o.status) for o in runner.run()] == [
+        (x, status if x == name else "passed") for x in runner.names
+    ]
+
+
+def test_a_step_says_that_it_runs_and_that_it_is_stopped(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With the last line of its output."""
+    runner = _runner(gpu_script, monkeypatch, tmp_path)
+    runner.names = ["warm-up", "memory"]
+    monkeypatch.setattr(part("process"), "_INTERVAL", 0.1)
+    monkeypatch.setattr(gpu_script, "_BEAT", 0.3)
+    runner.run()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
+    assert 1 <= sum(bool(re.fullmatch(r"memory +0\.\d s +(slow)?", line)) for line in lines) <= 3
+    assert re.fullmatch(r"memory +stopping +\d+\.\d s +slow", lines[-2])
+    assert lines[-1].split()[1] == "cut"
+
+
+def test_no_silence_is_longer_than_fifteen_seconds(gpu_script: ModuleType) -> None:
+    """Neither while a step runs nor while it is stopped, and with it the reader of clocks."""
+    process, clocks = part("process"), part("clocks")
+    assert gpu_script._BEAT + process._INTERVAL <= 15
+    assert process._ASKED + process._STACKS + process._KILLED + 3 * clocks._END <= 15
+
+
+@pytest.mark.slow
+def test_a_reader_of_clocks_that_does_not_end_is_killed(
+    gpu_script: ModuleType, tmp_path: Path
+) -> None:
+    """As ``nvidia-smi`` may hang where the GPU does."""
+    code = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("1980, 2619", flush=True)
+time.sleep(20)
+"""
+    file = tmp_path / "host.clocks.csv"
+    with part("clocks").sampled_clocks(file, [sys.executable, "-c", code]):
+        give_up = time.perf_counter() + 30
+        while not (file.is_file() and "1980,2619" in file.read_text()):
+            assert time.perf_counter() < give_up
+            time.sleep(0.02)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 15
 
 
 def test_a_limit_cuts_what_is_under_way(
@@ -149,26 +316,62 @@ def test_an_interrupt_leaves_what_was_written(
     assert [o.remark for o in part("outcomes").outcomes_in(tmp_path / "out")][-1] == outcome.remark
 
 
+def _errors(cuda_graph: bool) -> dict[str, Any]:
+    """Return a row of the table of errors."""
+    zeros = ("error", "error_mean", "error_low", "error_high", "host_share", "bubble_predicted",
+             "bubble_measured")  # fmt: skip
+    return {
+        "slices": 2, "schedule": "gpipe", "cuda_graph": cuda_graph, "overlap": True,
+        "dtype": "float32", "data_sheet": None, "predicted": 1e-3, "measured": 1e-3, "note": "",
+        **dict.fromkeys(zeros, 0.0), "n_steps": 3,
+    }  # fmt: skip
+
+
+def _write_rows(folder: Path, step: str, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows of a table to the results of a step."""
+    with (folder / f"{step}.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps({"kind": kind, **row, "began": 10.0, "ended": 20.0}) + "\n")
+
+
+def test_the_page_begins_with_what_matters_most(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overlay, sentence to quote, errors and noise floor, what failed; other figures come last."""
+    publishing = part("publishing")
+    figures = [("gpipe-ablation", "b"), ("overlay-2-slices-graph", "a"), ("overlay-4-slices", "c")]
+    monkeypatch.setattr(publishing, "_figures", lambda *_: iter(figures))
+    noise = {"schedule": "1f1b", "slices": 2, "measured_ratio": 0.01, "error_difference": 0.02}
+    _write_rows(tmp_path, "validation-2", "errors", [_errors(cuda_graph=True)])
+    _write_rows(tmp_path, "validation-2", "noise", [noise])
+    for step, status in (("validation-2", "missed"), ("host", "failed")):
+        part("outcomes").Outcome(step, status, 1.0, "ValueError: bad", "H100").save(tmp_path)
+    (tmp_path / "validation-2.txt").write_text("ok     one\nMISSED gpipe: error of 7 %\n")
+    publishing.publish(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    order = [
+        "# Results of `make gpu`", "![a](figures/overlay-2-slices-graph.png)",
+        "On H100, in 2 slices, 1 rows of 1 schedules were predicted", "## Makespan",
+        "| 2 | gpipe | True |", "Noise floor: the same row (1f1b, 2 slices)", "## What failed",
+        "- `validation-2`: gpipe: error of 7 %", "- `host` failed: ValueError: bad", "## Steps",
+        "![b](", "![c](",
+    ]  # fmt: skip
+    assert sorted(order, key=page.index) == order
+    assert page.index("![a](") == page.index("![")
+    assert page.count("![") == 3
+
+
 @pytest.mark.parametrize("lacks", ["slices are green contexts",
                                    "a captured step stays on its slices"])  # fmt: skip
 def test_a_premise_that_fails_marks_rows(
     gpu_script: ModuleType, tmp_path: Path, lacks: str
 ) -> None:
     """And ends nothing: rows of makespans say on the page what they rest on."""
-    out, errors = tmp_path / "out", []
+    out, errors = tmp_path / "out", [_errors(cuda_graph) for cuda_graph in (True, False)]
     out.mkdir()
-    for cuda_graph in (True, False):
-        errors.append({
-            "slices": 2, "schedule": "gpipe", "cuda_graph": cuda_graph, "overlap": True,
-            "dtype": "float32", "data_sheet": None, "predicted": 1e-3, "measured": 1e-3, "note": "",
-            **dict.fromkeys(("error", "error_mean", "error_low", "error_high", "host_share",
-                             "bubble_predicted", "bubble_measured"), 0.0), "n_steps": 3,
-        })  # fmt: skip
     probes = [{"probe": name, "met": name != lacks} for name in part("steps").PREMISES]
-    times = {"began": 10.0, "ended": 20.0}
     for step, kind, rows in (("validation-2", "errors", errors), ("environment",) * 2 + (probes,)):
-        text = "".join(json.dumps({"kind": kind, **row, **times}) + "\n" for row in rows)
-        (out / f"{step}.jsonl").write_text(text)
+        _write_rows(out, step, kind, rows)
         status = "missed" if step == "environment" else "passed"
         part("outcomes").Outcome(step, status, 1.0, "", is_dry=True).save(out)
     (out / "environment.txt").write_text(f"MISSED {lacks}: no: 1 SM\n")
@@ -184,9 +387,9 @@ def test_a_premise_that_fails_marks_rows(
     part("publishing").publish(out)
     page = (out / "README.md").read_text()
     text, graphs_alone = part("steps").PREMISES[lacks]
-    rows = [line for line in page.splitlines() if line.startswith("| 2 | gpipe")]
-    assert [row.endswith(f"| {text} |") for row in rows] == [True, not graphs_alone]
-    assert all("| 1980 | 400 | 0x4 |" in row for row in rows)
+    lines = [line for line in page.splitlines() if line.startswith("| 2 | gpipe")]
+    assert [line.endswith(f"| {text} |") for line in lines] == [True, not graphs_alone]
+    assert all("| 1980 | 400 | 0x4 |" in line for line in lines)
     assert f"- `environment`: {lacks}: no: 1 SM" in page
     assert page.index("median error of 0.0%") < page.index("## What failed")
 

@@ -51,6 +51,14 @@ def test_features_agree_in_a_dry_run(tmp_path: Path) -> None:
     assert all(row["error"] == 0.0 and row["seconds"] > 0 for row in table)
 
 
+def test_ten_features_are_compared() -> None:
+    """Those that matter most first; the names are those of the table in the results."""
+    assert list(part("features").FEATURES) == [
+        "px.split", "px.train", "clipped gradients", "experts", "offload", "sequence slices",
+        "tied parameters", "gradient scaler", "accumulate=True", "host threads",
+    ]  # fmt: skip
+
+
 def raises(_: object) -> list[torch.Tensor]:
     raise ValueError("no such feature")
 
@@ -229,6 +237,42 @@ def test_events_without_times_are_no_nodes(stand_in: ModuleType, tmp_path: Path)
     counts = {row["events"]: row["event_records"] for row in rows(report, "graph-facts")}
     assert counts == {"with times": 2 * n_tasks + 2, "without times": 0}
     assert not report.missed
+
+
+@pytest.mark.slow
+def test_a_part_that_raises_fails_its_step_on_the_stand_in(
+    stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that is missed does not."""
+    values = iter(torch.ones(2) * k for k in range(1, 10))
+    table = {"differs": lambda _: [next(values)]}
+    monkeypatch.setattr(part("features"), "FEATURES", table)
+    assert stand_in.run("features", tmp_path) == ""
+    assert "MISSED differs: 5.0e-01" in (tmp_path / "features.txt").read_text()
+    table["bad"] = raises
+    assert stand_in.run("features", tmp_path) == "bad: ValueError: no such feature"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacks_kernels", [True, False])
+def test_the_stand_in_needs_no_kernels(
+    stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks_kernels: bool
+) -> None:
+    """Whatever else a comparison with CUPTI raises fails the step."""
+
+    def compare(*_: object) -> None:
+        if lacks_kernels:
+            spans_of({"traceEvents": []})
+        raises(None)
+
+    for name in ("cost_of_events", "contention"):
+        monkeypatch.setattr(part("instrument"), name, lambda *_: None)
+    monkeypatch.setattr(part("instrument"), "events_beside_cupti", compare)
+    names = [] if lacks_kernels else ["eager", "graph"]
+    assert stand_in.run("instrument", tmp_path).splitlines() == [
+        f"events beside CUPTI, {name}: ValueError: no such feature" for name in names
+    ]
+    assert (tmp_path / "instrument.txt").read_text().count("MISSED events beside CUPTI") == 2
 
 
 @pytest.mark.slow
