@@ -21,7 +21,8 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.executor.offload_waits import OffloadWaits
-from pipeexec.stages.offload import SavedActivations
+from pipeexec.stages import stage as stage_module
+from pipeexec.stages.offload import SavedActivations, module_storages
 from pipesim.errors import ArgumentError, ExecutionError, StageError
 from pipesim.ops import COPIES, Op
 from pipesim.timeline.task_bytes import static
@@ -244,6 +245,36 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         stages[2].fails = False
         assert pipeline.step(*batch()).loss.isfinite()
         assert not any(stage._activations or stage._saved_inputs for stage in pipeline.stages)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "counts"),
+    [("never", [1, 1, 1]), ("always", [0, 1, 1])],  # the first stage's inputs are the caller's
+)
+def test_storages_of_a_module_are_found_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, counts: list[int]
+) -> None:
+    """Not once a micro-batch. Weights that moved between two steps stay on the device."""
+    calls: list[nn.Module] = []
+
+    def counted(module: nn.Module) -> set[int]:
+        calls.append(module)
+        return module_storages(module)
+
+    monkeypatch.setattr(stage_module, "module_storages", counted)
+    stages = modules()
+    graph = ps.lower(ps.schedule("gpipe", 3, M), offload="all", recompute=recompute)
+    moved = []
+    with px.Pipeline(stages, graph, ["cpu"] * 3, mse) as pipeline:
+        pipeline.step(*batch())  # in which the first forwards get copies of their inputs
+        for _ in range(2):
+            calls.clear()
+            timeline = pipeline.step(*batch()).timeline
+            moved.append(timeline.nbytes[timeline.graph.op == Op.OFFLOAD].tolist())
+            assert [calls.count(stage) for stage in stages] == counts
+            for parameter in (x for stage in stages for x in stage.parameters()):
+                parameter.data = parameter.data.clone()
+    assert moved[0] == moved[1]
 
 
 def test_accumulated_and_evaluated() -> None:
