@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeGpu, FakeStream
+from fake_allocator import CountedGpu, FakeAllocator
+from fake_cuda import FakeCuda, FakeGpu
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 import pipeexec as px
 import pipesim as ps
@@ -252,7 +250,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     [("never", [1, 1, 1]), ("always", [0, 1, 1])],  # the first stage's inputs are the caller's
 )
 def test_storages_of_a_module_are_found_once_a_step(
-    monkeypatch: pytest.MonkeyPatch, recompute: str, counts: list[int]
+    monkeypatch: pytest.MonkeyPatch, recompute: Any, counts: list[int]
 ) -> None:
     """Not once a micro-batch. Weights that moved between two steps stay on the device."""
     calls: list[nn.Module] = []
@@ -288,58 +286,15 @@ def test_accumulated_and_evaluated() -> None:
         assert torch.isfinite(torch.as_tensor(pipeline.evaluate(*batch()).loss))
 
 
-class TakenBytes(TorchDispatchMode):
-    """Bytes taken from torch's allocator by a host that is a whole step ahead of the GPU.
+class WatchedAllocator(FakeAllocator):
+    """Notes the most bytes that are taken."""
 
-    Freed memory is free at once, but for memory that `torch.Tensor.record_stream` keeps for another
-    stream: the allocator would find no such stream at the end of its work.
-    """
+    peak = 0
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self.cuda, self.peak = cuda, 0
-        self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        self._kept: set[int] = set()
-        cuda.observers.append(self)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self._memory = {
-            key: memory
-            for key, memory in self._memory.items()
-            if key in self._kept or not memory[0].expired()
-        }
-        for x in tree_leaves(output):
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage._cdata not in self._memory:
-                reference = StorageWeakRef(storage)
-                number = self.cuda.current_stream().number
-                self._memory[storage._cdata] = (reference, storage.nbytes(), number)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes, _ in self._memory.values()))
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        output = super().__torch_dispatch__(*args)
+        self.peak = max(self.peak, self.active())
         return output
-
-    def kept(self, tensor: Tensor, stream: FakeStream) -> None:
-        """Note memory that is kept for a stream other than its own."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._memory and self._memory[key][2] != stream.number:
-            self._kept.add(key)
-
-    def recorded(self, event: Any, stream: Any) -> None:
-        """Do nothing, as in the next two."""
-
-    def waited(self, stream: Any, event: Any) -> None: ...
-
-    def synchronized(self, stream: Any) -> None: ...
-
-
-class _Gpu(FakeGpu):
-    """A stand-in whose copies on the host do not count."""
-
-    def to_host(self, data: Tensor) -> Tensor:
-        with _disable_current_modes():
-            return super().to_host(data)
 
 
 def taken_bytes(offload: str) -> int:
@@ -350,12 +305,12 @@ def taken_bytes(offload: str) -> int:
         cuda = FakeCuda()
         cuda.install(patch)
         x = torch.zeros(12 * 256, 64)
-        with px.Pipeline([stage], graph, [_Gpu()], mse) as pipeline:
+        with px.Pipeline([stage], graph, [CountedGpu()], mse) as pipeline:
             for _ in range(2):
                 pipeline.step(x, x)
-            with TakenBytes(cuda) as counter:
+            with WatchedAllocator(cuda) as allocator:
                 pipeline.step(x, x)
-    return counter.peak
+    return allocator.peak
 
 
 def test_memory_of_a_gpu_is_used_again() -> None:
