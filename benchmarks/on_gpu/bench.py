@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
 from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.demo_models.split import split
 from pipeexec.devices.device import DeviceLike
@@ -54,6 +55,7 @@ class Bench:
     def __init__(self, out: Path, dry: bool, brief: bool = True) -> None:
         self.out, self.dry, self.brief = out, dry, brief
         self._layers: dict[int, nn.Sequential] = {}
+        self._layer_costs: dict[int, LayerCosts] = {}
         self.gpu = torch.device("cpu" if dry else "cuda:0")
         self.dtype = torch.float32
         self.slice_counts = (2,) if dry else (2, 4) if brief else (2, 4, 8)
@@ -84,6 +86,13 @@ class Bench:
                 n_layers=n_blocks, d_model=self.width, n_heads=self.heads, sequence=self.sequence
             )
         return self._layers[n_blocks]
+
+    def layer_costs(self, n: int) -> LayerCosts:
+        """Return the work of the layers of ``n`` slices, a micro-batch; counted once, as above."""
+        if n not in self._layer_costs:
+            tokens, _ = self.batch(self.samples(n))
+            self._layer_costs[n] = layer_costs(self.layers(2 * n), tokens)
+        return self._layer_costs[n]
 
     def balance(self, n_stages: int, n_blocks: int) -> list[int]:
         """Return the layers of each stage; the first has the embedding, the last norm and head."""

@@ -13,6 +13,12 @@ def memory(bench: Bench, report: Report) -> None:
 
     Figures are drawn elsewhere, from these.
     """
+    with messages_timed_once(bench):
+        _measure(bench, report)
+
+
+def _measure(bench: Bench, report: Report) -> None:
+    """Do this for schedules with the same stages, one after the other."""
     n = bench.pick(4, 2)
     m = 2 * n
     batch = bench.batch(m * bench.samples(n))
@@ -24,7 +30,6 @@ def memory(bench: Bench, report: Report) -> None:
         graph = ps.lower(ps.schedule(schedule, n, m), offload=offload)
         with (
             noted_warnings(report.add),
-            messages_timed_once(bench),
             bench.pipeline(graph, bench.stages(n, 2 * n), optimizer=sgd) as subject,
         ):
             for _ in range(3):  # after two, waits for OFFLOADs are where memory is as predicted

@@ -16,10 +16,9 @@ import torch
 
 import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
-from pipeexec.demo_models.layer_costs import layer_costs
 from pipeexec.devices.gpu_slices.green_contexts import part_size
 
-__all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of"]
+__all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of", "slice_rate"]
 
 
 class DataSheet(NamedTuple):
@@ -29,6 +28,8 @@ class DataSheet(NamedTuple):
     ----------
     flops
         FP32 operations a second outside tensor cores.
+    bfloat16
+        bfloat16 operations a second of tensor cores, for dense matrices.
     bandwidth
         Bytes a second of its memory.
     n_sms, major
@@ -36,6 +37,7 @@ class DataSheet(NamedTuple):
     """
 
     flops: float
+    bfloat16: float
     bandwidth: float
     n_sms: int
     major: int
@@ -43,10 +45,10 @@ class DataSheet(NamedTuple):
 
 #: By a part of the name that the driver gives (NVIDIA's data sheets of H100, H200 and A100).
 SHEETS = {
-    "H100 80GB HBM3": DataSheet(67e12, 3.35e12, 132, 9),
-    "H100 PCIe": DataSheet(51e12, 2.0e12, 114, 9),
-    "H200": DataSheet(67e12, 4.8e12, 132, 9),
-    "A100-SXM4-80GB": DataSheet(19.5e12, 2.039e12, 108, 8),
+    "H100 80GB HBM3": DataSheet(67e12, 989e12, 3.35e12, 132, 9),
+    "H100 PCIe": DataSheet(51e12, 756e12, 2.0e12, 114, 9),
+    "H200": DataSheet(67e12, 989e12, 4.8e12, 132, 9),
+    "A100-SXM4-80GB": DataSheet(19.5e12, 312e12, 2.039e12, 108, 8),
 }
 #: Seconds of a kernel beside its work; assumed. The host launches a CUDA graph as a whole.
 OVERHEAD = 2e-6
@@ -60,6 +62,12 @@ def sheet_of(bench: Bench) -> tuple[str, DataSheet] | None:
     return next(((part, sheet) for part, sheet in SHEETS.items() if part in name), None)
 
 
+def slice_rate(sheet: DataSheet, n: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the operations a second of one of ``n`` slices: its share by multiprocessors."""
+    rate = sheet.bfloat16 if dtype == torch.bfloat16 else sheet.flops
+    return rate * part_size(sheet.n_sms, n, sheet.major) / sheet.n_sms
+
+
 def predicted(bench: Bench, sheet: DataSheet, counts: Sequence[int]) -> pd.DataFrame:
     """Return the makespan of each schedule (s) on each number of slices.
 
@@ -68,13 +76,8 @@ def predicted(bench: Bench, sheet: DataSheet, counts: Sequence[int]) -> pd.DataF
     rows: list[dict[str, Any]] = []
     for n in counts:
         m, n_blocks = 2 * n, 2 * n
-        tokens, _ = bench.batch(bench.samples(n))
-        layers = layer_costs(bench.layers(n_blocks), tokens)
-        n_sms = part_size(sheet.n_sms, n, sheet.major)
-        gpu = ps.GPU(
-            flops=sheet.flops * n_sms / sheet.n_sms, bandwidth=sheet.bandwidth / n,
-            overhead=OVERHEAD,
-        )  # fmt: skip
+        layers = bench.layer_costs(n)
+        gpu = ps.GPU(flops=slice_rate(sheet, n), bandwidth=sheet.bandwidth / n, overhead=OVERHEAD)
         for name, options in (item for group in GROUPS for item in group):
             for overlap in (True, False):
                 graph = lowered(name, n, m, overlap, **options)

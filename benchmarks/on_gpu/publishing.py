@@ -17,6 +17,7 @@ from on_gpu.packing import SUMMARY
 from on_gpu.report import MARKS, records_of
 from on_gpu.sources import commit, digest
 from on_gpu.steps import PREMISES, STEPS, WARM_UP
+from on_gpu.utilization import ABOUT, readable, utilization
 
 __all__ = ["publish", "quotable"]
 
@@ -30,6 +31,8 @@ def publish(folder: Path) -> None:
     tables = {kind: pd.DataFrame(rows) for kind, rows in _records(folder).items()}
     if "errors" in tables:
         tables["errors"]["remark"] = _remarks(tables)
+    if not (use := utilization(folder)).empty:
+        tables["utilization"] = use
     for kind, table in tables.items():
         table.to_csv(folder / f"{kind.replace(' ', '-')}.csv", index=False)
     figures = list(_figures(folder, folder / FIGURES))
@@ -100,6 +103,9 @@ def _page(
                "makespan.\n")  # fmt: skip
         yield _markdown(_errors(tables["errors"]))
         yield from (f"\nNoise floor: {text}." for text in _noise(tables))
+    if "utilization" in tables:
+        yield f"\n## Use of the slices\n\n{ABOUT}\n"
+        yield _markdown(readable(tables["utilization"]))
     yield "\n## What failed\n"
     yield from (list(_failures(folder, outcomes)) or ["Nothing."])
     yield f"\n## Steps\n\n[{page}](../../{page}) explains them.\n"

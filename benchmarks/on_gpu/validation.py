@@ -22,7 +22,7 @@ from on_gpu.bench import (
     sgd,
 )
 from on_gpu.gradients import GRADIENTS, gradient_error
-from on_gpu.prediction import predicted, sheet_of
+from on_gpu.prediction import predicted, sheet_of, slice_rate
 from on_gpu.report import Report
 from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.validation.result import Validation
@@ -51,6 +51,7 @@ def validation(bench: Bench, report: Report, n: int) -> None:
     if named_sheet is not None:
         table = predicted(bench, named_sheet[1], [n])
         sheet = {(row.schedule, row.overlap): row.makespan for row in table.itertuples()}
+    _record_work(bench, report, n)
     _title(report)
     measured: dict[tuple[bool, str], dict[str, Any]] = {}
     with messages_timed_once(bench):
@@ -70,10 +71,21 @@ def in_bfloat16(bench: Bench, report: Report, n: int) -> None:
     """Validate schedules of one placement on ``n`` slices, with bfloat16 on tensor cores."""
     bench.dtype = torch.bfloat16
     report.add(f"{n} slices; as validation-{n}, all in bfloat16; no gradients are compared")
+    _record_work(bench, report, n)
     _title(report)
     with messages_timed_once(bench):
         for cuda_graph in bench.kinds:
             _validated(bench, report, n, GROUPS[0], {}, cuda_graph=cuda_graph, overlap=True)
+
+
+def _record_work(bench: Bench, report: Report, n: int) -> None:
+    """Record the operations of a step, and those a second of a slice by the data sheet."""
+    layers, named_sheet = bench.layer_costs(n).layers, sheet_of(bench)
+    report.record(
+        "work", slices=n, dtype=str(bench.dtype).removeprefix("torch."),
+        flops=2 * n * sum(x.flops for layer in layers for x in (*layer.forward, *layer.backward)),
+        slice_rate=None if named_sheet is None else slice_rate(named_sheet[1], n, bench.dtype),
+    )  # fmt: skip
 
 
 def _noise_floor(

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeGpu, FakeStream
+from fake_allocator import CountedGpu, FakeAllocator
+from fake_cuda import FakeCuda, FakeGpu
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.executor.offload_waits import OffloadWaits
-from pipeexec.stages.offload import SavedActivations
+from pipeexec.stages import stage as stage_module
+from pipeexec.stages.offload import SavedActivations, module_storages
 from pipesim.errors import ArgumentError, ExecutionError, StageError
 from pipesim.ops import COPIES, Op
 from pipesim.timeline.task_bytes import static
@@ -246,6 +245,36 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         assert not any(stage._activations or stage._saved_inputs for stage in pipeline.stages)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "counts"),
+    [("never", [1, 1, 1]), ("always", [0, 1, 1])],  # the first stage's inputs are the caller's
+)
+def test_storages_of_a_module_are_found_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, recompute: Any, counts: list[int]
+) -> None:
+    """Not once a micro-batch. Weights that moved between two steps stay on the device."""
+    calls: list[nn.Module] = []
+
+    def counted(module: nn.Module) -> set[int]:
+        calls.append(module)
+        return module_storages(module)
+
+    monkeypatch.setattr(stage_module, "module_storages", counted)
+    stages = modules()
+    graph = ps.lower(ps.schedule("gpipe", 3, M), offload="all", recompute=recompute)
+    moved = []
+    with px.Pipeline(stages, graph, ["cpu"] * 3, mse) as pipeline:
+        pipeline.step(*batch())  # in which the first forwards get copies of their inputs
+        for _ in range(2):
+            calls.clear()
+            timeline = pipeline.step(*batch()).timeline
+            moved.append(timeline.nbytes[timeline.graph.op == Op.OFFLOAD].tolist())
+            assert [calls.count(stage) for stage in stages] == counts
+            for parameter in (x for stage in stages for x in stage.parameters()):
+                parameter.data = parameter.data.clone()
+    assert moved[0] == moved[1]
+
+
 def test_accumulated_and_evaluated() -> None:
     """Steps that accumulate offload as well; evaluations do not."""
     graph = ps.lower(ps.schedule("gpipe", 3, M), offload="all")
@@ -257,58 +286,15 @@ def test_accumulated_and_evaluated() -> None:
         assert torch.isfinite(torch.as_tensor(pipeline.evaluate(*batch()).loss))
 
 
-class TakenBytes(TorchDispatchMode):
-    """Bytes taken from torch's allocator by a host that is a whole step ahead of the GPU.
+class WatchedAllocator(FakeAllocator):
+    """Notes the most bytes that are taken."""
 
-    Freed memory is free at once, but for memory that `torch.Tensor.record_stream` keeps for another
-    stream: the allocator would find no such stream at the end of its work.
-    """
+    peak = 0
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self.cuda, self.peak = cuda, 0
-        self._memory: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        self._kept: set[int] = set()
-        cuda.observers.append(self)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self._memory = {
-            key: memory
-            for key, memory in self._memory.items()
-            if key in self._kept or not memory[0].expired()
-        }
-        for x in tree_leaves(output):
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage._cdata not in self._memory:
-                reference = StorageWeakRef(storage)
-                number = self.cuda.current_stream().number
-                self._memory[storage._cdata] = (reference, storage.nbytes(), number)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes, _ in self._memory.values()))
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        output = super().__torch_dispatch__(*args)
+        self.peak = max(self.peak, self.active())
         return output
-
-    def kept(self, tensor: Tensor, stream: FakeStream) -> None:
-        """Note memory that is kept for a stream other than its own."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._memory and self._memory[key][2] != stream.number:
-            self._kept.add(key)
-
-    def recorded(self, event: Any, stream: Any) -> None:
-        """Do nothing, as in the next two."""
-
-    def waited(self, stream: Any, event: Any) -> None: ...
-
-    def synchronized(self, stream: Any) -> None: ...
-
-
-class _Gpu(FakeGpu):
-    """A stand-in whose copies on the host do not count."""
-
-    def to_host(self, data: Tensor) -> Tensor:
-        with _disable_current_modes():
-            return super().to_host(data)
 
 
 def taken_bytes(offload: str) -> int:
@@ -319,12 +305,12 @@ def taken_bytes(offload: str) -> int:
         cuda = FakeCuda()
         cuda.install(patch)
         x = torch.zeros(12 * 256, 64)
-        with px.Pipeline([stage], graph, [_Gpu()], mse) as pipeline:
+        with px.Pipeline([stage], graph, [CountedGpu()], mse) as pipeline:
             for _ in range(2):
                 pipeline.step(x, x)
-            with TakenBytes(cuda) as counter:
+            with WatchedAllocator(cuda) as allocator:
                 pipeline.step(x, x)
-    return counter.peak
+    return allocator.peak
 
 
 def test_memory_of_a_gpu_is_used_again() -> None:

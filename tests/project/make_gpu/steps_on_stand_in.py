@@ -16,25 +16,28 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeGpu
+from fake_allocator import CountedGpu, FakeAllocator
+from fake_cuda import FakeCuda, FakeGpu, named_gpus
 from places import BENCHMARKS
 
 import pipeexec as px
 from pipeexec.executor.cuda_graph import step_capture
+from pipeexec.executor.memory import allocator_memory, probes
 
 sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("on_gpu.bench")
 report = importlib.import_module("on_gpu.report")
 steps = importlib.import_module("on_gpu.steps")
 
-STEPS = ("validation-2", "instrument", "host", "peers", "validation-4", "bfloat16", "features",
-         "gpipe", "overlap", "sanitizer", "soak")  # fmt: skip
+STEPS = ("validation-2", "instrument", "host", "memory", "peers", "validation-4", "bfloat16",
+         "features", "gpipe", "overlap", "sanitizer", "soak")  # fmt: skip
 #: Largest count of anything: steps, pixels, rounds.
 MOST = 16
 #: Functions of torch.cuda that need a driver, and what they return here.
@@ -48,7 +51,21 @@ NO_KERNELS = "RuntimeError: CUPTI reported 0 kernels"
 
 def slices(device: object, n: int, *, link: object = None) -> list[FakeGpu]:
     """Return stand-ins for slices; links are not imposed."""
-    return [FakeGpu() for _ in range(n)]
+    return [CountedGpu() for _ in range(n)]
+
+
+def sample_allocator(
+    cuda: FakeCuda,
+    *arguments: Any,
+    sample: Callable[..., allocator_memory.Allocated] = probes.sample_allocator,
+) -> allocator_memory.Allocated:
+    """Sample a stand-in for the allocator, on one GPU with all slices."""
+    with FakeAllocator(cuda) as memory, pytest.MonkeyPatch.context() as patch:
+        tasks_of = lambda tasks, devices: allocator_memory.sample_tasks(  # noqa: E731
+            tasks, named_gpus(*[0] * len(devices)), memory.allocated, memory.active
+        )
+        patch.setattr(probes, "sample_tasks", tasks_of)
+        return sample(*arguments)
 
 
 class Bench(bench.Bench):  # type: ignore[misc, name-defined]
@@ -86,7 +103,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in steps.STEPS:  # their annotations name torch's own classes
         if module := steps.step_called(name).module:
             importlib.import_module(module)
-    FakeCuda().install(patch)
+    cuda = FakeCuda()
+    cuda.install(patch)
+    patch.setattr(probes, "sample_allocator", partial(sample_allocator, cuda))
     for name, answer in ANSWERS.items():
         patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     patch.setattr(px, "slices", slices)

@@ -46,6 +46,9 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
     for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"):
         assert re.search(rf"\| 2 \| {name} \| False \| True \| float32 \| ([\d.]+ \| ){{3}}", page)
         assert re.search(rf"\| 2 \| {name} \| False \| [\d.e-]+ \|", page)  # gradients
+        assert re.search(
+            rf"\| 2 \| {name} \| False \| float32 \| [\d.e-]+ \| [\d.]+% ", page
+        )  # rates
     for figure in re.findall(r"\((figures/[^)]*)\)", page):
         assert (unpacked / figure).is_file()
         assert (unpacked / figure).with_suffix(".pdf").is_file()
@@ -53,7 +56,7 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
         "overlay-2-slices-eager", "overlap-gpipe", "gpipe-ablation",
     }  # fmt: skip
     kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet",
-             "noise"}  # fmt: skip
+             "noise", "utilization"}  # fmt: skip
     assert kinds <= {file.stem for file in unpacked.glob("*.csv")}
 
 
