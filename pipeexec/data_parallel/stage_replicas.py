@@ -11,7 +11,6 @@ from torch import nn
 
 from pipeexec.data_parallel.compiled_modules import compile_copy
 from pipeexec.nesting import leaves
-from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
 from pipesim.errors import ArgumentError
 
 __all__ = [
@@ -82,7 +81,7 @@ def _check_references(stage: nn.Module, index: int) -> None:
     own = {id(p) for p in stage.parameters()}
     for name, module in stage.named_modules():
         for key, value in vars(module).items():
-            parameters = () if key in MODULE_ATTRIBUTES else _parameters_in(value)
+            parameters = _parameters_in(value)
             if any(p.requires_grad and not p.is_meta and id(p) not in own for p in parameters):
                 raise ArgumentError(
                     f"stage {index} cannot be copied, as each path of a bidirectional placement "
