@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeexec.data_parallel.compiled_modules import compile_copy
 from pipeexec.nesting import leaves
@@ -16,6 +16,7 @@ from pipesim.errors import ArgumentError
 __all__ = [
     "RemoteStage",
     "check_hooks",
+    "is_expanded",
     "place_replicas",
     "sync_from_first",
 ]
@@ -100,6 +101,11 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
             yield leaf.value
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements have one address, as in stand-ins of parameters."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _copies(modules: Sequence[nn.Module], n_stages: int) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each stage that this process was given, with each of its copies."""
     first: dict[int, nn.Module] = {}
@@ -142,8 +148,8 @@ def sync_from_first(modules: Sequence[nn.Module], n_stages: int) -> None:
         for module, first_module in zip(replica.modules(), stage.modules(), strict=True):
             module.training = first_module.training
         for buffer, first_buffer in zip(replica.buffers(), stage.buffers(), strict=True):
-            if any(n > 1 and not k for n, k in zip(buffer.shape, buffer.stride(), strict=True)):
-                buffer.data = first_buffer.clone()  # elements with one memory cannot be written
+            if is_expanded(buffer):
+                buffer.data = first_buffer.clone()  # no operation can write to it
             else:
                 buffer.copy_(first_buffer)
         for parameter, first in zip(replica.parameters(), stage.parameters(), strict=True):

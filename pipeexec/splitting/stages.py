@@ -58,7 +58,8 @@ class Stages(Sequence[SplitStage | None]):
         - ``"base_model_pp_plan of the configuration"``: Hugging Face's plan for pipelines;
         - ``"calls of block"``: calls of one module, each of which takes an output of the last;
         - ``"modules that the forward calls"``: the largest ones;
-        - ``"torch.export"``: functions with parameters, of a model that calls no two modules.
+        - ``"torch.export"``: functions with parameters, of a model that calls no two modules;
+        - ``"torch.export, ..."``: one of these, for the graph that ``way="graph"`` cuts.
     ways_failed
         Ways that were tried before: pairs of a name, and why it was not taken.
     differences

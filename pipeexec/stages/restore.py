@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeexec.data_parallel.stage_replicas import is_expanded
 from pipeexec.stages.forward_buffers import Buffer, Slot, is_changed_in_place, tensor_version
 
 __all__ = ["preserved_buffers", "restore_afterwards", "restore_optimizer", "temporary_attribute"]
@@ -62,19 +63,14 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _copied(buffer: Buffer) -> Tensor | None:
     """Return a copy of a buffer; None if no operation can write to it."""
-    if not isinstance(buffer, Tensor) or buffer.is_meta or _is_expanded(buffer):
+    if not isinstance(buffer, Tensor) or buffer.is_meta or is_expanded(buffer):
         return None
     return buffer.detach().clone()
 
 
 def _with_memory(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state without expanded tensors."""
-    return {k: x for k, x in state.items() if not (isinstance(x, Tensor) and _is_expanded(x))}
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements have one address, as in stand-ins of parameters."""
-    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return {k: x for k, x in state.items() if not (isinstance(x, Tensor) and is_expanded(x))}
 
 
 @contextmanager

@@ -37,7 +37,6 @@ def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
     devices = {p.device.type for stage in stages for p in stage.parameters()}
     if devices != {"cpu"} or any(stage.compile_options is not None for stage in stages):
         return
-    batch = inputs
     if isinstance(inputs, Microbatches):
         batch = inputs[0]
     else:

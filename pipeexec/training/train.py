@@ -113,10 +113,9 @@ def train(
         For arguments that do not fit together, and batches that ``pipeline.step`` does not accept.
     RunDirectoryError
         If ``directory`` is in use, of another training, or damaged.
-    ExecutionError
-        If the stages differ from their model by more than rounding.
     StageError, StallError, PeerError, ExecutionError
-        As ``pipeline.step``. The files of the steps before stay.
+        As ``pipeline.step``. The files of the steps before stay. ``ExecutionError`` also if the
+        stages differ from their model by more than rounding.
 
     Warns
     -----
