@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeexec.demo_models.kernel_recorder import KernelRecorder
 from pipeexec.gpipe.layer_by_layer import DetachingShelf, backward_roots, isolated_layers
 from pipeexec.gpipe.skip import Key, Skippable
-from pipeexec.splitting.tracing.written_tensors import storage_of
+from pipeexec.splitting.tracing.operations import storage_of
 from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from pipeexec.nesting import mapped, tensors_in
 from pipeexec.splitting.operation_log import Draw, Operation, OperationLog, View
-from pipeexec.splitting.tracing.written_tensors import written_tensors
+from pipeexec.splitting.tracing.operations import written_tensors
 from pipesim.errors import ExecutionError
 
 __all__ = ["AsOnCpu", "ConstructorMode"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
+from pipeexec.splitting.missing import is_missing
+from pipeexec.splitting.tracing.operations import storage_of, written_tensors
 from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
 
 __all__ = [
@@ -69,7 +70,7 @@ class ModelState:
             id(value): value
             for module in modules.values()
             for _, value in attributes(module)
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and not is_missing(value)
         }
         self._tensors = [
             (x, x._version, x.detach().clone()) for x in tensors.values() if not x.is_meta

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, tensors_in, with_tensors
+from pipeexec.splitting.missing import ONE_WAY, is_missing, missing
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.skeleton import Border, Skeleton
-from pipeexec.splitting.stand_in import StandIn, missing
+from pipeexec.splitting.stand_in import StandIn
 from pipeexec.splitting.tracing.code_lines import present_line
 from pipeexec.splitting.tracing.data_flow import Mode, Source
 from pipeexec.splitting.tracing.exported_model import ExportedModel
@@ -117,7 +118,7 @@ def _refuse_call(name: str, *_: Any, **__: Any) -> None:
     """Raise for the call of a module that the sample did not call."""
     raise ExecutionError(
         f"the forward calls {name!r}, at {present_line()}, which that of the sample did not; "
-        "stages take one way: let all batches take it, or split with a sample that does"
+        + ONE_WAY
     )
 
 
@@ -247,6 +248,7 @@ class SplitStage(nn.Module):
             args, kwargs = self._begin(values)
             output = self.model(*args, **kwargs)
             self._check_end()
+            self._check_received("the forward returns", output)
             for module, name, key in self._once:
                 self._origins.set(name, key, module.__dict__.get(key))
             return output
@@ -345,8 +347,7 @@ class SplitStage(nn.Module):
             expected = f"called {names[number]!r}" if number < len(names) else "ended"
             raise ExecutionError(
                 f"the forward calls {name!r}, at {present_line()}, where that of the sample "
-                f"{expected}; stages take one way: let all batches take it, or split with a sample "
-                "that does"
+                f"{expected}; {ONE_WAY}"
             )
         self._n_calls += 1
         return number
@@ -356,8 +357,7 @@ class SplitStage(nn.Module):
         if self._n_calls < len(self._skeleton.names):
             raise ExecutionError(
                 f"the forward returns without calling {self._skeleton.names[self._n_calls]!r}, "
-                "which that of the sample called; stages take one way: let all batches take it, or "
-                "split with a sample that does"
+                f"which that of the sample called; {ONE_WAY}"
             )
 
     def note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -369,6 +369,7 @@ class SplitStage(nn.Module):
         self._origins.check_hooks(name)
         if name in self._stateful:
             self._origins.return_attributes(name, module)
+        self._check_received(f"{name!r} takes", (args, kwargs))
         for position, tensor in enumerate(tensors_in(output)):
             self._keep(Source("output", number, position), tensor)
         if changed := self._skeleton.flow.calls[number].changed:
@@ -378,6 +379,14 @@ class SplitStage(nn.Module):
         if self._sends is not None and number == self._own[-1]:
             raise _StageEnd
         return output
+
+    def _check_received(self, what: str, values: Any) -> None:
+        """Raise if a value is missing."""
+        if any(map(is_missing, tensors_in(values))):
+            raise ExecutionError(
+                f"{what} a value that stage {self.number} did not receive, as the forward of the "
+                f"sample did not need it there; {ONE_WAY}"
+            )
 
     def _keep(self, source: Source, tensor: Tensor) -> None:
         """Keep a value that the next stage receives."""

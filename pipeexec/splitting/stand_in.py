@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipeexec.nesting import mapped, tensors_in
+from pipeexec.splitting.missing import missing
 
-__all__ = ["StandIn", "missing", "on_meta", "run_without_data", "to_meta", "with_zeros"]
+__all__ = ["StandIn", "on_meta", "run_without_data", "to_meta", "with_zeros"]
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -39,24 +40,6 @@ def with_zeros(module: nn.Module) -> nn.Module:
     return _with_tensors(
         module, lambda x: torch.zeros((), dtype=x.dtype).expand(x.shape) if x.is_meta else x
     )
-
-
-def missing(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_written: bool = False
-) -> Tensor:
-    """Return a tensor in place of one that a stage does not have: no result may depend on it.
-
-    It is of NaN, or of the least integer. It has the memory of one element, if nothing writes to
-    it. A boolean is False.
-    """
-    value: float | bool = torch.nan
-    if dtype == torch.bool:
-        value = False
-    elif not (dtype.is_floating_point or dtype.is_complex):
-        value = torch.iinfo(dtype).min or torch.iinfo(dtype).max
-    if is_written:
-        return torch.full(tuple(shape), value, dtype=dtype, device=device)
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _with_tensors(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:

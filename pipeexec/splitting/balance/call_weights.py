@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.nesting import tensors_in
-from pipeexec.splitting.tracing.written_tensors import storage_of
+from pipeexec.splitting.tracing.operations import storage_of
 
 __all__ = ["CallWeights", "Seconds", "detached", "measured_seconds"]
 

@@ -29,7 +29,12 @@ from pipeexec.nesting import tensors_in, with_tensors
 from pipeexec.splitting.model_state import attributes, contents
 from pipeexec.splitting.stand_in import to_meta
 from pipeexec.splitting.tracing.code_lines import present_line
-from pipeexec.splitting.tracing.written_tensors import storage_of, written_tensors
+from pipeexec.splitting.tracing.operations import (
+    READERS,
+    read_tensors,
+    storage_of,
+    written_tensors,
+)
 from pipesim.errors import ArgumentError
 
 __all__ = [
@@ -46,21 +51,13 @@ __all__ = [
     "merged",
 ]
 
-#: Methods of tensors that read their values without an operation.
-_READERS = frozenset({
-    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,
-    Tensor.__repr__, Tensor.__format__, Tensor.storage, Tensor.untyped_storage,
-    Tensor.__reduce_ex__, Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset,
-})  # fmt: skip
-#: Those by which the forward may also write, unseen.
+#: Readers by which the forward may also write, unseen.
 _WRITERS = frozenset({
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage,
     Tensor.untyped_storage,
 })  # fmt: skip
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-#: Arguments of operations whose values must be in a range, such as those of `embedding`.
-_INDICES = frozenset({"index", "indices", "offsets", "target"})
 _VALUES = frozenset({"input", "output", "argument"})
 #: Kinds of sources whose first use is named in messages.
 _PLACED = frozenset({"inside", "parameter", "random"})
@@ -369,7 +366,7 @@ class _Follow(TorchDispatchMode):
                 sources |= {Source("random", next(self.draws), name=name)}
                 self.drawing.update(self.running[-1:])
             self._note_places(sources)
-            self.read(_tensors_read(func, args, kwargs, results, written))
+            self.read(read_tensors(func, args, kwargs))
             self._note_views(tensors_in((args, kwargs)), results)
         else:
             sources = frozenset({self.inside})
@@ -577,19 +574,6 @@ def _signatures(module: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _tensors_read(
-    func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], written: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the arguments whose values an operation reads, but for its results' values."""
-    named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
-    is_dynamic = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
-    names = _INDICES | {"mask"} if is_dynamic else _INDICES
-    indices = tensors_in([x for name, x in named.items() if name in names])
-    if (is_dynamic and not indices) or not (results or written):  # a shape, or a number
-        return tensors_in((args, kwargs))
-    return indices
-
-
 class _Readers(TorchFunctionMode):
     """Notes reads of tensors that are no operations."""
 
@@ -598,7 +582,7 @@ class _Readers(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READERS:
+        if func in READERS:
             self.mode.read(tensors_in((args, kwargs or {})))
         if func in _WRITERS:
             self.mode.may_write(args[0])

@@ -535,6 +535,40 @@ def by_sum(order: tuple[int, ...]) -> Forward:
     return forward
 
 
+def with_first(use: Callable[..., Tensor], lasts: bool = False) -> Forward:
+    """Return a forward that uses what its first block returned, at its end, if inputs are large."""
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        first = m.blocks[0](x)
+        y = m.blocks[2](m.blocks[1](first))
+        return use(m.blocks[3], first, y) if lasts or x.sum() > 1 else m.blocks[3](y)
+
+    return forward
+
+
+def reads_first(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
+    return block(y) * (2 if first.sum() > 0 else 3)
+
+
+def lists_first(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
+    return block(y) * len([x for x in first.tolist() if x[0] > 0])
+
+
+def writes_first(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
+    rows = torch.zeros_like(y)
+    rows[:] = first
+    return block(rows)
+
+
+def run_with_first(use: Callable[..., Tensor], sample: Tensor) -> None:
+    px.split(build(with_first(use)), 2, sample=sample)(X.abs())
+
+
+def right_with_first(use: Callable[..., Tensor]) -> list[Callable[[], object]]:
+    """Return runs whose samples, or all batches, use what the first block returned."""
+    return [lambda: run_with_first(use, X.abs()), lambda: cut(with_first(use, lasts=True))]
+
+
 def without_one(m: Model, x: Tensor) -> Tensor:
     for k in (0, 1, 2) if x.sum() > 1 else (0, 1, 3):
         x = m.blocks[k](x)
@@ -1001,6 +1035,39 @@ REFUSALS: dict[str, Refusal] = {
         lambda: px.split(build(by_sum((0, 1, 2))), 2, sample=-X.abs())(X.abs()),
         ["'blocks.3'", "let all batches take it", "split with a sample that does"],
         [lambda: px.split(build(by_sum((0, 1, 2))), 2, sample=X.abs())(X.abs()), cut],
+    ),
+    "a value that the sample did not read": Refusal(
+        "a value that its stage did not receive",
+        lambda: run_with_first(reads_first, -X.abs()),
+        ["`return block(y) * (2 if first.sum() > 0 else 3)` (test_refusals.py, line ",
+         "let all batches take it", "split with a sample that does"],
+        right_with_first(reads_first),
+    ),
+    "a value that the sample did not list": Refusal(
+        "a value that its stage did not receive",
+        lambda: run_with_first(lists_first, -X.abs()),
+        ["for x in first.tolist() if x[0] > 0", "(test_refusals.py, line "],
+        right_with_first(lists_first),
+    ),
+    "a value that the sample did not give a block": Refusal(
+        "as the forward of the sample did not need it there",
+        lambda: run_with_first(lambda block, first, y: block(y + first), -X.abs()),
+        ["'blocks.3' takes a value that stage 1", "let all batches take it",
+         "split with a sample that does"],
+        right_with_first(lambda block, first, y: block(y + first)),
+    ),
+    "a value that the sample did not write": Refusal(
+        "as the forward of the sample did not need it there",
+        lambda: run_with_first(writes_first, -X.abs()),
+        ["'blocks.3' takes a value that stage 1"],
+        right_with_first(writes_first),
+    ),
+    "a value that the sample did not return": Refusal(
+        "as the forward of the sample did not need it there",
+        lambda: run_with_first(lambda block, first, y: block(y) + first, -X.abs()),
+        ["the forward returns a value that stage 1", "let all batches take it",
+         "split with a sample that does"],
+        right_with_first(lambda block, first, y: block(y) + first),
     ),
     "another order in evaluation mode": Refusal(
         " cannot run in ",

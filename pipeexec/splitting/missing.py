@@ -1,0 +1,158 @@
+"""`missing`: tensors in place of values that a stage does not have, which cannot be read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pipeexec.nesting import tensors_in
+from pipeexec.splitting.tracing.code_lines import present_line
+from pipeexec.splitting.tracing.operations import (
+    READERS,
+    argument_tensors,
+    may_share_memory,
+    read_tensors,
+    written_tensors,
+)
+from pipesim.errors import ExecutionError
+
+__all__ = ["ONE_WAY", "is_missing", "missing"]
+
+#: Remedy where the forward of a batch takes another way than that of the sample.
+ONE_WAY = "stages take one way: let all batches take it, or split with a sample that does"
+
+_PACKAGE = str(Path(__file__).parents[1])
+#: Operations that write all elements of their first argument, and read none of them.
+_OVERWRITES = frozenset({
+    torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+})  # fmt: skip
+
+
+def missing(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_written: bool = False
+) -> Tensor:
+    """Return a tensor in place of one that a stage does not have: no result may depend on it.
+
+    It is of NaN, or of the least integer; a boolean is False. It has the memory of one element, if
+    nothing writes to it. A read of it, or of a tensor that is computed from it, raises
+    `ExecutionError`.
+    """
+    value: float | bool = torch.nan
+    if dtype == torch.bool:
+        value = False
+    elif not (dtype.is_floating_point or dtype.is_complex):
+        value = torch.iinfo(dtype).min or torch.iinfo(dtype).max
+    if is_written:
+        values = torch.full(tuple(shape), value, dtype=dtype, device=device)
+    else:
+        values = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    return _unread(values)
+
+
+def is_missing(tensor: Tensor) -> bool:
+    """Return whether a tensor is missing, is computed from a missing one, or has its values."""
+    if tensor.layout != torch.strided:  # without a storage
+        return False
+    return getattr(_plain(tensor).untyped_storage(), "is_missing", False)
+
+
+class _Unread(Tensor):
+    """A missing value, or one that is computed from it.
+
+    The storage of its values has the attribute ``is_missing``, until other values are written to
+    all of it. So has that of a tensor to which missing values were written.
+
+    Attributes
+    ----------
+    plain
+        The tensor that operations compute with.
+    """
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> _Unread:
+        result: _Unread = Tensor._make_wrapper_subclass(
+            cls, plain.shape, plain.stride(), plain.storage_offset(),
+            dtype=plain.dtype, layout=plain.layout, device=plain.device,
+        )  # fmt: skip
+        result.plain = plain
+        return result
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Unread:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS and any(map(is_missing, tensors_in((args, kwargs)))):
+            if not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+                _refuse_read()
+            args = _mapped(_plain, args)  # such as to count the bytes of saved tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = argument_tensors(args, kwargs)
+        lacks = any(map(is_missing, arguments))
+        if lacks and any(map(is_missing, read_tensors(func, args, kwargs))):
+            _refuse_read()
+        own = {key: _mapped(_plain, x) for key, x in kwargs.items()}
+        output = func(*(_mapped(_plain, x) for x in args), **own)
+        for tensor in written_tensors(func, args, kwargs):
+            _note_written(tensor, func, lacks and any(map(is_missing, arguments[1:])))
+        if not lacks and not may_share_memory(func):
+            return output
+        same = {id(_plain(x)): x for x in arguments}
+        return _mapped(lambda x: same[id(x)] if id(x) in same else _unread(x, lacks), output)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return an argument or the output of an operation with other tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(function, x) for x in value])
+    return value
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor that operations compute with."""
+    return tensor.plain if isinstance(tensor, _Unread) else tensor
+
+
+def _unread(tensor: Tensor, is_missing: bool = True) -> Tensor:
+    """Return a tensor of missing values; one that has no memory is returned as it is."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return tensor
+    if is_missing:
+        _set_missing(tensor, True)
+    return _Unread(tensor)
+
+
+def _set_missing(tensor: Tensor, value: bool) -> None:
+    tensor.untyped_storage().is_missing = value  # type: ignore[attr-defined]
+
+
+def _note_written(tensor: Tensor, function: Any, is_missing: bool) -> None:
+    """Note that an operation has written to a tensor, with missing values or others."""
+    plain = _plain(tensor)
+    is_whole = plain.nbytes == plain.untyped_storage().nbytes()
+    if is_missing or (function in _OVERWRITES and is_whole):
+        _set_missing(plain, is_missing)
+
+
+def _refuse_read() -> NoReturn:
+    """Raise for a read of a missing value."""
+    raise ExecutionError(
+        f"the forward reads, at {present_line()}, a value that its stage did not receive; {ONE_WAY}"
+    )
