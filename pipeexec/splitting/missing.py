@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ _OVERWRITES = frozenset({
     torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 })  # fmt: skip
+#: Names of functions that take a tensor for itself.
+_OF_OBJECT = frozenset({"__get__", "__set__", "__setitem__", "__reduce_ex__", "as_subclass"})
 
 
 def missing(
@@ -57,9 +60,10 @@ def missing(
 
 def is_missing(tensor: Tensor) -> bool:
     """Return whether a tensor is missing, is computed from a missing one, or has its values."""
-    if tensor.layout != torch.strided:  # without a storage
-        return False
-    return getattr(_plain(tensor).untyped_storage(), "is_missing", False)
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout != torch.strided:  # without a storage
+            return False
+        return getattr(_plain(tensor).untyped_storage(), "is_missing", False)
 
 
 class _Unread(Tensor):
@@ -94,6 +98,8 @@ class _Unread(Tensor):
             if not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
                 _refuse_read()
             args = _mapped(_plain, args)  # such as to count the bytes of saved tensors
+        elif not _is_of_object(func):
+            args, kwargs = _mapped(_as_unread, args), _mapped(_as_unread, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -106,8 +112,7 @@ class _Unread(Tensor):
         lacks = any(map(is_missing, arguments))
         if lacks and any(map(is_missing, read_tensors(func, args, kwargs))):
             _refuse_read()
-        own = {key: _mapped(_plain, x) for key, x in kwargs.items()}
-        output = func(*(_mapped(_plain, x) for x in args), **own)
+        output = func(*_mapped(_plain, args), **_mapped(_plain, kwargs))
         for tensor in written_tensors(func, args, kwargs):
             _note_written(tensor, func, lacks and any(map(is_missing, arguments[1:])))
         if not lacks and not may_share_memory(func):
@@ -116,12 +121,40 @@ class _Unread(Tensor):
         return _mapped(lambda x: same[id(x)] if id(x) in same else _unread(x, lacks), output)
 
 
+class _Overwritten(Tensor):
+    """A tensor of the model's code to which missing values were written.
+
+    It has this class from then on. What is computed from it is missing.
+    """
+
+    __torch_function__ = _Unread.__torch_function__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        result: Tensor = copy.deepcopy(self.as_subclass(Tensor), memo)
+        if is_missing(self):
+            _set_missing(result, True)
+        return result
+
+
+def _is_of_object(function: Any) -> bool:
+    """Return whether a function is of a tensor itself: it writes to it, or is of an attribute."""
+    name = function.__name__
+    return name in _OF_OBJECT or (name.endswith("_") and not name.endswith("__"))
+
+
+def _as_unread(tensor: Tensor) -> Tensor:
+    return _unread(tensor) if isinstance(tensor, _Overwritten) and is_missing(tensor) else tensor
+
+
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return an argument or the output of an operation with other tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(function, x) for x in value])
+        rows = [_mapped(function, x) for x in value]
+        return tuple(rows) if isinstance(value, tuple) else rows
+    if isinstance(value, dict):
+        return {key: _mapped(function, x) for key, x in value.items()}
     return value
 
 
@@ -149,6 +182,10 @@ def _note_written(tensor: Tensor, function: Any, is_missing: bool) -> None:
     is_whole = plain.nbytes == plain.untyped_storage().nbytes()
     if is_missing or (function in _OVERWRITES and is_whole):
         _set_missing(plain, is_missing)
+    if is_missing:
+        for owner in (tensor, tensor._base):
+            if type(owner) is Tensor:
+                owner.__class__ = _Overwritten
 
 
 def _refuse_read() -> NoReturn:

@@ -556,8 +556,14 @@ def lists_first(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
 
 def writes_first(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
     rows = torch.zeros_like(y)
-    rows[:] = first
-    return block(rows)
+    rows[1:] = first[1:]
+    return block(rows * 2)
+
+
+def reads_written(block: nn.Module, first: Tensor, y: Tensor) -> Tensor:
+    rows = torch.zeros_like(y)
+    rows += first
+    return block(y) * (2 if rows.max() > 0 else 3)
 
 
 def run_with_first(use: Callable[..., Tensor], sample: Tensor) -> None:
@@ -1061,6 +1067,12 @@ REFUSALS: dict[str, Refusal] = {
         lambda: run_with_first(writes_first, -X.abs()),
         ["'blocks.3' takes a value that stage 1"],
         right_with_first(writes_first),
+    ),
+    "a value that the sample did not write and read": Refusal(
+        "a value that its stage did not receive",
+        lambda: run_with_first(reads_written, -X.abs()),
+        ["`return block(y) * (2 if rows.max() > 0 else 3)` (test_refusals.py, line "],
+        right_with_first(reads_written),
     ),
     "a value that the sample did not return": Refusal(
         "as the forward of the sample did not need it there",
