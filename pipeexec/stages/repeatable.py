@@ -34,7 +34,7 @@ __all__ = ["MODULE_ATTRIBUTES", "ModuleState", "StateChange", "not_repeatable", 
 
 #: Attributes that all modules have: tables of parameters, modules and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "pipeexec"}
 _MAX_DEPTH = 4  # of containers and objects in an attribute
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

@@ -65,6 +65,13 @@ def test_replicas_of_split_models(name: str, expected: str) -> None:
 
 
 @pytest.mark.slow
+def test_results_that_stages_keep_are_no_state_of_a_recompute() -> None:
+    """Stages know results of other stages' calls by their numbers, which batches change."""
+    configuration = Configuration(3, "gpipe", recompute="always")
+    assert verdict(CASES["construction: NumberToBlock"], configuration) == "equal"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES.values()][:: 1 if "FAULTS" in os.environ else 8], ids=str)
 def test_a_graph_is_equal_or_refused(case: Case) -> None:
     """The same holds for the graph of torch.export."""
