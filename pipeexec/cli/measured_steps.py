@@ -87,11 +87,10 @@ class MeasuredSteps:
         RunDirectoryError
             If it cannot be written, or something else is there.
         """
-        from matplotlib.figure import Figure
-
         from pipesim.plot.comparisons import overlay
         from pipesim.plot.lanes import rows
         from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+        from pipesim.utils.packages import Figure
 
         path = check_path("path", path, "write")
         measured = {

@@ -138,7 +138,7 @@ def _fits_text(fits: pd.DataFrame) -> list[str]:
     """Return latency and bandwidth of messages."""
     if fits.empty:
         return []
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     pairs = [
         "all pairs" if source < 0 else f"{source} to {target}" for source, target, _ in fits.index
@@ -159,7 +159,7 @@ def _fits_text(fits: pd.DataFrame) -> list[str]:
 
 def _table_text(table: pd.DataFrame) -> str:
     """Return the table of a validation, in ms and MiB."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     mib = 1 << 20
     columns = {

@@ -59,7 +59,7 @@ def save_profile(
     transfers.to_csv(folder / TRANSFERS, index=False)
     fits.to_csv(folder / FITS)
     if figures and len(transfers):
-        from matplotlib.figure import Figure
+        from pipesim.utils.packages import Figure
 
         figure, ax = figure_with_axes(Figure, 7.16, 1, height=3.0)
         plot_transfers(transfers, ax=ax)
@@ -77,7 +77,7 @@ def load_profile(
         If the record of the run lists no such table, as in a run without a profile, or in one of an
         older version.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     tables = []
     for name, n_index in _INDEX.items():

@@ -121,7 +121,7 @@ def with_fits(
     transfers: pd.DataFrame, fitted: Mapping[tuple[Pair, str], Fit]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return transfers with columns of the seconds by the fit of their pair, and the fits."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     extended = transfers.assign(**{f"{state}_fit": math.nan for state in STATES})
     for pair, group in by_pair(transfers).items():

@@ -59,7 +59,7 @@ def measure_transfers(
         ``idle`` and ``loaded``. The last two are median seconds from the start of the SEND to the
         start of the task that uses the message.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     medians: dict[tuple[Pair, int, str], float] = {}
     for first, second in sorted({(min(pair), max(pair)) for pair in pairs}):

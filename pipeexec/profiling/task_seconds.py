@@ -40,7 +40,7 @@ def mean_task_seconds(
     with_split
         Whether I and W were measured.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     fields: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []

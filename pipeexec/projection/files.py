@@ -31,7 +31,7 @@ _KEY = "projection"
 
 def save_parts(path: Path | str, projection: Projection, record: Mapping[str, Any] | None) -> None:
     """Write the run directory of a projection; see `Projection.save`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     values = {
         "modules": projection.modules,
@@ -56,7 +56,7 @@ def save_parts(path: Path | str, projection: Projection, record: Mapping[str, An
 
 def load_parts(path: Path | str) -> dict[str, Any]:
     """Return the parameters of `Projection` from a run directory; see `Projection.load`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     path = check_path("path", path)
     record = read_record(path)

@@ -103,7 +103,7 @@ class Projection:
     @property
     def table(self) -> pd.DataFrame:
         """One row a layer: its modules, the columns of `layers` in seconds and bytes, `spread`."""
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         names = [", ".join(names) for names in self.modules]
         columns = {"modules": names, **self.layers.columns, "spread": self.spread}
@@ -370,7 +370,7 @@ class Projection:
         >>> table.index.tolist(), table["fits"].tolist()
         (['gpipe', '1f1b'], [True, True])
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         numbers = {"n_devices": n_devices, "n_microbatches": n_microbatches, "n_chunks": n_chunks}
         for name, count in numbers.items():

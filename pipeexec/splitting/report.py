@@ -105,7 +105,7 @@ class StagesReport:
     @cached_property
     def table(self) -> pd.DataFrame:
         """One row a stage, with the fields of `StageRow` (s, bytes)."""
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         index = pd.RangeIndex(len(self.rows), name="stage")
         return pd.DataFrame(list(self.rows), columns=StageRow._fields, index=index)

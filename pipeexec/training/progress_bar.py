@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 
+from pipesim.utils.packages import imported
 from pipesim.utils.units import significant
 
 __all__ = ["ProgressBar"]
@@ -26,11 +27,8 @@ class ProgressBar:
 
     def __init__(self, total: int | None, initial: int, show: bool | None) -> None:
         hidden = show is False or (show is None and not (sys.stderr.isatty() or _in_notebook()))
-        if hidden:  # tqdm.auto warns in notebooks without widgets
-            from tqdm import tqdm
-        else:
-            from tqdm.auto import tqdm
-        self._bar = tqdm(
+        # tqdm.auto warns in notebooks without widgets.
+        self._bar = imported("tqdm" if hidden else "tqdm.auto").tqdm(
             total=total, initial=initial, disable=hidden, unit="step", desc="train",
             dynamic_ncols=True,
         )  # fmt: skip

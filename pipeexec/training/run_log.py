@@ -102,7 +102,8 @@ class RunLog:
     def table(self) -> pd.DataFrame:
         """The rows, as a DataFrame."""
         import numpy as np
-        import pandas as pd
+
+        from pipesim.utils.packages import pandas as pd
 
         if not self.columns:
             return pd.DataFrame(columns=["step", "epoch", "loss"], dtype=float)

@@ -18,11 +18,10 @@ def save_prediction(predicted: Timeline, directory: Path) -> None:
 
 def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
     """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
-    from matplotlib.figure import Figure
-
     from pipesim.plot.comparisons import overlay
     from pipesim.plot.lanes import rows
     from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+    from pipesim.utils.packages import Figure
 
     folder = step_folder(directory, step)
     measured.save(folder / "timeline.csv")

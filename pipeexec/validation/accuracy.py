@@ -71,7 +71,7 @@ def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
     One row a step, repeat after repeat: ``repeat``, ``measured`` makespan, and `PARTS`, whose sum
     is the predicted makespan minus the measured one.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = []
     for number, repeat in enumerate(repeats):
@@ -96,7 +96,7 @@ def op_errors(repeats: Sequence[Repeat]) -> pd.DataFrame:
         - ``error``: mean of predicted over measured, minus 1.
         - ``low``, ``high``: ends of the 95 % interval of the error; see `interval_over`.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     predicted = [op_seconds(repeat.predicted) for repeat in repeats]
     measured = [[op_seconds(result.timeline) for result in repeat.results] for repeat in repeats]

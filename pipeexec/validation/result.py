@@ -97,7 +97,7 @@ class Validation:
         - ``bubble_predicted``, ``bubble_measured``: bubble fraction, 0 to 1.
         - ``memory_predicted``, ``memory_measured``: peak bytes of the fullest device.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         rows = {
             name: {
@@ -125,7 +125,7 @@ class Validation:
         - ``beyond_noise``: whether the measured difference is larger than the noise.
         - ``right``: whether both differences have the same sign.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         rows = []
         for (a, first), (b, second) in itertools.combinations(self.rows.items(), 2):
@@ -154,7 +154,7 @@ class Validation:
         parts of the error that `pipesim.analysis.error_attribution` explains. Rows of older run
         directories are left out.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         rows = {name: row.parts[["measured", *PARTS]].mean()
                 for name, row in self.rows.items() if row.parts is not None}  # fmt: skip
@@ -168,7 +168,7 @@ class Validation:
 
         Indexed by ``graph``, ``op`` and ``stage``. Rows of older run directories are left out.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         tables = {name: row.ops for name, row in self.rows.items() if row.ops is not None}
         return pd.concat(tables, names=["graph"]) if tables else pd.DataFrame()

@@ -151,7 +151,7 @@ def _read_row(
     path: Path, record: Mapping[str, Any], name: str, entries: Mapping[str, Any], costs: Costs
 ) -> Row:
     """Return a row from its folder and its entries in the record."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     folder = _folder(name)
     predicted, measured = (

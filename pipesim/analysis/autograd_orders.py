@@ -102,7 +102,7 @@ class AutogradOrders:
 
         Columns: ``makespan`` (s), ``peak_memory`` (bytes of the fullest device).
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         ranked = np.argsort(self.makespans, kind="stable")
         rows = {

@@ -144,7 +144,7 @@ def compare(
 
 def with_gaps(table: pd.DataFrame, timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     """Return a table of `table_of` with the column ``gap``, if it is known for a timeline."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     gaps = [_gap(timeline) for timeline in timelines.values()]
     if any(gap is not None for gap in gaps):
@@ -160,7 +160,7 @@ def _gap(timeline: Timeline) -> float | None:
 
 def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     """Return the table of `compare`, without its checks and warnings."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     first = next(iter(timelines.values())).makespan
     rows = {name: summary(timeline) for name, timeline in timelines.items()}
@@ -234,7 +234,7 @@ def known_results(timeline: Timeline) -> dict[str, float | bool]:
 
 def known_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, ExtensionArray]:
     """Return the columns of `known_results` that a row has; missing values are NA."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     types = {name: "boolean" if name == "fits" else "float64" for name in KNOWN_RESULTS}
     return {
@@ -315,7 +315,7 @@ class Comparison:
 
         Columns: ``count``, ``predicted``, ``measured`` (s), ``error`` (relative, signed).
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         frame = pd.DataFrame(
             {

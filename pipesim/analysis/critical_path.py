@@ -21,7 +21,7 @@ def device_table(timeline: Timeline) -> pd.DataFrame:
 
     The column ``peak_memory`` (bytes) exists if the timeline has costs.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     columns = {
         "busy": timeline.busy,

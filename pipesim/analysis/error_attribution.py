@@ -92,7 +92,7 @@ def error_parts(
     Values that a measurement does not show are those of the prediction: the latency of a message
     whose predicted arrival is before its RECV was reached.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     for timeline in (predicted, measured):
         timeline.check_complete("the parts of an error need")

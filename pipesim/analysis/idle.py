@@ -83,7 +83,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     TimelineError
         If tasks of the timeline did not run.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     timeline.check_complete("the causes of idle time need")
     exact = exact_sums(timeline, *causes_of_gaps(timeline))
@@ -112,7 +112,7 @@ def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     TimelineError
         If tasks of a timeline did not run.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = {
         name: idle_by_cause(timeline).sum() / (timeline.n_devices * timeline.makespan or 1.0)

@@ -85,7 +85,7 @@ class Gaps(NamedTuple):
 
 def find_gaps(timeline: Timeline) -> Gaps:
     """Return the gaps between compute tasks of each device, and before the end of the step."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     graph, start, end = timeline.graph, timeline.start, timeline.end
     n_devices, makespan = graph.n_devices, timeline.makespan

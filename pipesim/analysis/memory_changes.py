@@ -115,7 +115,7 @@ class _Search:
 
 def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.DataFrame:
     """Return changes of a timeline's configuration; see `Timeline.changes_that_fit`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     search = _Search(timeline, MOST_TASKS)
     changes = [x for x in _changes(search.start) if not (quick and x.kind == _SCHEDULE)]

@@ -67,7 +67,7 @@ class Calibration:
 
         Rows of one configuration count as one in the mean and in the median.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         rows = self.rows[["error", "error_left_out"]].abs()
         sizes = rows.groupby(self.rows["configuration"]).mean()

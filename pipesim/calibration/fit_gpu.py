@@ -139,7 +139,7 @@ def _result(
 
     ``number`` is the configuration of each row.
     """
-    from tqdm.auto import tqdm
+    from pipesim.utils.packages import tqdm
 
     shown = None if progress else True  # None is for a terminal alone
     with tqdm(desc="fit", unit=" predictions", leave=False, disable=shown) as bar:
@@ -195,7 +195,7 @@ class _Predictor:
 
 def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
     """Return the table of constants of a `Calibration`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     return pd.DataFrame(
         {
@@ -229,7 +229,7 @@ def _note(constant: int, constants: Constants, result: Fit) -> str:
 
 def _rows_table(steps: Sequence[MeasuredStep], number: Ints, result: Fit) -> pd.DataFrame:
     """Return the table of rows of a `Calibration`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     table = pd.DataFrame([step.settings for step in steps])
     if "label" not in table:

@@ -86,7 +86,7 @@ def measured_steps(
         seconds that are no finite number above 0; naming the row. `UnknownNameError` for an
         unknown column, with the nearest known one.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     if isinstance(rows, str | os.PathLike):
         tables = _read(check_path("rows", rows), need_seconds)

@@ -27,9 +27,8 @@ def write_accuracy(path: Path | None, fitted: Calibration) -> None:
     """Write measured over predicted seconds of left-out steps; nothing without a path."""
     if path is None:
         return
-    from matplotlib.figure import Figure
-
     from pipesim.plot.paper_figure import save
+    from pipesim.utils.packages import Figure
 
     figure = Figure(figsize=(_SQUARE, _SQUARE), layout="constrained")
     fitted.plot(ax=figure.add_subplot())
@@ -40,9 +39,8 @@ def write_plans(path: Path | None, plans: Plans) -> None:
     """Write memory over time of the configurations of a plan; nothing without a path."""
     if path is None:
         return
-    from matplotlib.figure import Figure
-
     from pipesim.plot.paper_figure import save
+    from pipesim.utils.packages import Figure
 
     figure = Figure(figsize=(_WIDTH, _SQUARE), layout="constrained")
     plans.plot(ax=figure.add_subplot())
@@ -71,12 +69,11 @@ def write_figure(
     """
     if path is None:
         return
-    from matplotlib.figure import Figure
-
     from pipesim.plot.charts import bars
     from pipesim.plot.idle_chart import idle as draw_idle
     from pipesim.plot.paper_figure import save
     from pipesim.plot.timelines import timeline as draw_timeline
+    from pipesim.utils.packages import Figure
 
     heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
     n_rows = len(heights)

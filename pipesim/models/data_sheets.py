@@ -171,7 +171,7 @@ def gpus() -> pd.DataFrame:
     >>> ps.gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
     [989400000000000.0, 0.6]
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = {
         name: {**vars(sheet), "source": SOURCES[sheet.source]}

@@ -212,7 +212,7 @@ class Layers:
         >>> ps.Layers.from_frame(frame).seconds
         array([ 3., 12.])
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         check_type("frame", frame, pd.DataFrame)
         names = [str(name) for name in frame.columns]
@@ -395,7 +395,7 @@ def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:
         return layers
     if isinstance(layers, str | os.PathLike):
         return Layers.read(check_path("layers", layers))
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     if isinstance(layers, pd.DataFrame):
         return Layers.from_frame(layers)

@@ -149,7 +149,7 @@ def transformers() -> pd.DataFrame:
     >>> ps.transformers().loc["llama3_8b", ["n_layers", "hidden_size"]].tolist()
     [32, 4096]
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = {name: _row(name, model) for name, model in _MODELS.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

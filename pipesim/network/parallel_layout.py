@@ -395,7 +395,7 @@ class Layout:
         ArgumentError
             As `lowering`.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         _ = self.lowering
         columns = {

@@ -165,7 +165,7 @@ def machines() -> pd.DataFrame:
     >>> float(ps.machines().loc["dgx_h100", "port_bandwidth"])
     450000000000.0
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = {
         name: {

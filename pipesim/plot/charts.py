@@ -60,7 +60,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     sign, scale = time_unit(timeline.makespan, unit)
     size_sign, size = byte_unit(float(held["nbytes"].max()))
     ax = axes_or_new(ax, 6)
-    from matplotlib import colormaps
+    from pipesim.utils.packages import matplotlib as mpl
 
     n_devices = timeline.n_devices
     for device in range(n_devices):
@@ -69,7 +69,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
             np.append(rows["time"], timeline.makespan) * scale,
             np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size,
             where="post",
-            color=colormaps["viridis"](0.85 * device / max(1, n_devices - 1)),
+            color=mpl.colormaps["viridis"](0.85 * device / max(1, n_devices - 1)),
             linestyle=_DASHES[device % len(_DASHES)] if n_devices <= FEW else "-",
             linewidth=1.4 if n_devices <= FEW else 0.8,
             label=f"device {device}" if device in thinned_ticks(n_devices, FEW) else "_",

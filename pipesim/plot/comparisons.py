@@ -108,9 +108,8 @@ def overlay(
     UnknownNameError
         For an unknown unit.
     """
-    from matplotlib.figure import Figure
-
     from pipesim.plot.task_boxes import legend_entries
+    from pipesim.utils.packages import Figure
 
     if not isinstance(comparisons, Mapping) or not comparisons:
         raise ArgumentError(

@@ -98,7 +98,7 @@ def idle(
 
 def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContainer:
     """Draw one cause's part of every bar; ``left`` and ``width`` have one entry a device."""
-    import matplotlib as mpl
+    from pipesim.utils.packages import matplotlib as mpl
 
     op, hatch = LOOKS[cause]
     (ink,) = text_colours(shades(np.array([op]), np.array([0])))

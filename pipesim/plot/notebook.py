@@ -61,7 +61,7 @@ def frame_html(item: Timeline | Comparison) -> str:
 
 def picture(item: Timeline | Comparison) -> Figure:
     """Return the figure of a timeline or comparison, two columns wide."""
-    from matplotlib.figure import Figure
+    from pipesim.utils.packages import Figure
 
     if isinstance(item, Comparison):
         figure, ax = figure_with_axes(

@@ -72,7 +72,7 @@ def figure(
     ArgumentError
         For another number of columns, or a height that is not positive.
     """
-    import matplotlib.pyplot as plt
+    from pipesim.utils.packages import pyplot as plt
 
     return figure_with_axes(plt.figure, width_of(columns), rows, height)
 
@@ -132,7 +132,7 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
     ArgumentError
         For another ending, or a file that cannot be written.
     """
-    import matplotlib as mpl
+    from pipesim.utils.packages import matplotlib as mpl
 
     whole = what.get_figure()
     if whole is None:

@@ -152,7 +152,7 @@ def panels(
     width = width_of(columns)
     end = max(map(end_of_axis, items))
     sign, scale = time_unit(end, unit)
-    import matplotlib.pyplot as plt
+    from pipesim.utils.packages import pyplot as plt
 
     lasting = [_lasting_transfers(item).any() for item in items]
     # A panel without messages that take time has no lanes for them beside one that has.

@@ -348,7 +348,7 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     >>> float(table.loc["gpipe", "bubble"])
     0.25
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     counts = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
     known_options = {name for info in _REGISTRY.values() for name in info.options}

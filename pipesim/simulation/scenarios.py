@@ -133,7 +133,7 @@ class Scenarios:
         percentile
         50              15.0  1.666667              0.4
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         checked = [number(level) for level in levels] if isinstance(levels, Iterable) else []
         if not checked or not all(x is not None and 0 <= x <= 100 for x in checked):
@@ -317,7 +317,7 @@ def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
     if not progress:
         yield lambda _: None
         return
-    from tqdm.auto import tqdm
+    from pipesim.utils.packages import tqdm
 
     with tqdm(total=n, unit="scenario", delay=1.0) as bar:
         yield bar.update

@@ -175,7 +175,7 @@ def run_rows(
     progress: bool,
 ) -> pd.DataFrame:
     """Run the rows whose results are missing, and return all as `sweep` does."""
-    from tqdm.auto import tqdm
+    from pipesim.utils.packages import tqdm
 
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
@@ -289,7 +289,7 @@ def _failed(message: str, *, again: bool = False) -> dict[str, Any]:
 
 def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     """Return the table of rows and their results."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     keys = list(dict.fromkeys(key for row in rows for key in row.shown))
     shown = {key: [cell_text(row.shown.get(key)) for row in rows] for key in keys}

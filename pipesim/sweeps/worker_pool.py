@@ -81,7 +81,7 @@ def _run_round(
     function: Callable[..., T], calls: Calls, started: list[str], n_jobs: int, backend: str | None
 ) -> Generator[tuple[str, T | LostCall]]:
     """Run calls in parallel; add to ``started`` the keys of calls that joblib has started."""
-    import joblib
+    from pipesim.utils.packages import joblib
 
     parallel, sends = _parallel(n_jobs, backend)
     unsent: list[tuple[str, LostCall]] = []
@@ -162,8 +162,9 @@ def _reason(error: Exception) -> str:
 
 def _parallel(n_jobs: int, backend: str | None) -> tuple[joblib.Parallel[Any], bool]:
     """Return joblib's Parallel for one round, and whether it sends calls to other processes."""
-    import joblib
     from joblib.parallel import get_active_backend
+
+    from pipesim.utils.packages import joblib
 
     with ExitStack() as stack:
         try:

@@ -120,7 +120,7 @@ def _decoded(data: bytes, path: Path) -> tuple[pd.DataFrame, dict[str, str]]:
     Few bytes may be many rows, and a row may have a long text. So the sizes are checked before
     anything is decoded, and those of texts before they are repeated.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
     pa = import_extra("pyarrow", "parquet", "a Parquet file")

@@ -106,7 +106,7 @@ def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
 
 def _frame(header: list[str], cells: list[list[str]]) -> pd.DataFrame:
     """Return a table with its columns of numbers converted, and lines of the file as index."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rows = pd.DataFrame(cells, columns=header, dtype=str)
     rows.index = pd.RangeIndex(_FIRST_LINE, _FIRST_LINE + len(rows), name="line")

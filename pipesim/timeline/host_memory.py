@@ -38,7 +38,7 @@ def peak_host_memory(timeline: Timeline) -> Floats:
 
 def host_memory(timeline: Timeline) -> pd.DataFrame:
     """Return the bytes that hosts hold over time; see `Timeline.host_memory`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     n_hosts = int(timeline.graph.host.max(initial=0)) + 1
     host, time, held = _held(timeline)

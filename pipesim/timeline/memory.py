@@ -178,7 +178,7 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     CostsError
         If the sum of the bytes of a device is not finite.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     graph, costs = timeline.graph, costs_of(timeline)
     held = static(graph, costs)

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
     """Return the bytes of each device at its peak; see `Timeline.memory_breakdown`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     graph, costs = timeline.graph, costs_of(timeline)
     peak = timeline.peak_memory  # checks that the sums are finite

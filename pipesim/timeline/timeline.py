@@ -867,7 +867,7 @@ class Timeline:
         0          F      0           0    0.0  1.0
         1     SEND_F      0           0    1.0  1.0
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         graph = self.graph
         names = np.array([op.name for op in Op], dtype=object)

@@ -121,7 +121,7 @@ def saved_timelines(path: Path, content: Mapping[str, Any]) -> dict[str, Timelin
 
 def _checked(item: object) -> tuple[str, pd.DataFrame, dict[str, str]]:
     """Return the name, the table and the settings of a timeline in JSON; check their types."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     parts = item if isinstance(item, dict) else {}
     name, columns, settings = (parts.get(key) for key in ("name", "columns", "settings"))

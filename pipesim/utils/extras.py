@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.interrupts import uninterrupted
+from pipesim.utils.packages import imported
 
 __all__ = ["EXTRAS", "import_extra", "install_command"]
 
@@ -49,8 +48,7 @@ def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> 
         If the package lacks a package of its own.
     """
     try:
-        with uninterrupted():
-            return importlib.import_module(module)
+        return imported(module)
     except ImportError as error:
         problem = f"cannot be imported here: {error}"
         if isinstance(error, ModuleNotFoundError):

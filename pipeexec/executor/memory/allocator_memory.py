@@ -175,7 +175,7 @@ class AllocatorSamples:
 
 def _running_sums(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFrame:
     """Return the bytes of each GPU after each change."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     frame = pd.DataFrame({"gpu": gpu, "time": time, "nbytes": change})
     frame = frame.sort_values(["gpu", "time"], kind="stable")

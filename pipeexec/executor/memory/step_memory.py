@@ -95,7 +95,7 @@ class StepMemory:
         ``total``: activations, gathered parameters, gradients beyond one a parameter. By device,
         then in order of time.
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         graph = self.timeline.graph
         kinds = self.activations, self.gradients, self.buffers, self.parameters

@@ -67,7 +67,7 @@ def compared(
     first: StepTensors, second: StepTensors, learning_rate: float, share: float
 ) -> pd.DataFrame:
     """Return a table of the largest differences by parameter; see `Equivalence`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     values = [x for step in (first, second) for x in step.gradients.values()]
     limit = share * max((float(x.abs().max()) for x in values if x.numel()), default=0.0)

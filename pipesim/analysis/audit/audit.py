@@ -118,7 +118,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     >>> float(row["seconds"]), bool(row["needed"])
     (0.0, False)
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(

@@ -27,7 +27,7 @@ _OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
 
 def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFrame:
     """Return the kernels of a shard; see `pipesim.Transformer.kernels` for its columns."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     rates = as_gpu(gpu)
     rows = [

@@ -127,7 +127,7 @@ def explanation(
     is_tied: bool = False,
 ) -> Explanation:
     """Return the explanation of two configurations from the parts of their steps and memory."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     differences = _differences(*seconds)
     steps = pd.DataFrame({"first": seconds[0], "second": seconds[1], "difference": differences})

@@ -27,7 +27,7 @@ _GIB = 2.0**30
 
 def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: bool) -> pd.DataFrame:
     """Return one row a ranked configuration; see `Plans.table`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     steps = np.array([row.step for row in rows])
     bounds = np.array([row.bound for row in rows])
@@ -46,7 +46,7 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
 
 def ruled_out_table(rows: Sequence[Evaluation]) -> pd.DataFrame:
     """Return one row a configuration that is not ranked; see `Plans.ruled_out`."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     columns: dict[str, Any] = {
         "status": [row.status for row in rows],

@@ -411,7 +411,7 @@ class Plans:
         ...     pathlib.Path(folder, "plans.csv").read_text()[:9]
         'rank,step'
         """
-        import pandas as pd
+        from pipesim.utils.packages import pandas as pd
 
         path = check_path("path", path, "write")
         tables = [self.table.reset_index(), self.ruled_out]

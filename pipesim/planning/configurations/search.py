@@ -236,6 +236,6 @@ def _shape(choice: PlanChoice) -> tuple[object, ...]:
 
 def _cores() -> int:
     """Return the number of cores that workers may use."""
-    import joblib
+    from pipesim.utils.packages import joblib
 
     return max(2, int(joblib.cpu_count()))

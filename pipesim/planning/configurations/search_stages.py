@@ -68,7 +68,7 @@ def run_search(search: Search, workers: Workers, progress: bool | None) -> None:
 
 def _bar(progress: bool | None, total: int | None, what: str) -> tqdm[NoReturn]:
     """Return a progress bar; by default it is shown on a terminal."""
-    from tqdm.auto import tqdm
+    from pipesim.utils.packages import tqdm
 
     hidden = None if progress is None else not progress
     return tqdm(total=total, disable=hidden, unit="configuration", desc=what)

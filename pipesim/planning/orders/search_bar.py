@@ -12,7 +12,7 @@ class SearchBar:
     """Progress bar of a search, with the best value and its gap."""
 
     def __init__(self, effort: Effort, progress: bool | None) -> None:
-        from tqdm.auto import tqdm
+        from pipesim.utils.packages import tqdm
 
         self._effort = effort
         counted = effort.evaluations is not None

@@ -122,7 +122,7 @@ def gap_rows(selection: Selection | None) -> pd.DataFrame:
     ArgumentError
         If the timeline has no such gap.
     """
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     if selection is None or selection.gap is None:
         return pd.DataFrame(columns=["device", "start", "end", *CAUSES])
@@ -144,6 +144,6 @@ def gap_rows(selection: Selection | None) -> pd.DataFrame:
 
 def _no_tasks() -> pd.DataFrame:
     """Return a table of tasks without rows."""
-    import pandas as pd
+    from pipesim.utils.packages import pandas as pd
 
     return pd.DataFrame(columns=list(COLUMNS), index=pd.RangeIndex(0, name="task"))
