@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,6 @@ from pipeexec.splitting.tracing.code_lines import present_line
 from pipeexec.splitting.tracing.operations import (
     READERS,
     argument_tensors,
-    may_share_memory,
     read_tensors,
     written_tensors,
 )
@@ -34,7 +34,7 @@ _OVERWRITES = frozenset({
     torch.ops.aten.zero_.default,
 })  # fmt: skip
 #: Names of functions that take a tensor for itself.
-_OF_OBJECT = frozenset({"__get__", "__set__", "__setitem__", "__reduce_ex__", "as_subclass"})
+_OF_OBJECT = frozenset({"__set__", "__setitem__", "__reduce_ex__", "as_subclass"})
 
 
 def missing(
@@ -46,16 +46,24 @@ def missing(
     nothing writes to it. A read of it, or of a tensor that is computed from it, raises
     `ExecutionError`.
     """
-    value: float | bool = torch.nan
-    if dtype == torch.bool:
-        value = False
-    elif not (dtype.is_floating_point or dtype.is_complex):
-        value = torch.iinfo(dtype).min or torch.iinfo(dtype).max
     if is_written:
-        values = torch.full(tuple(shape), value, dtype=dtype, device=device)
-    else:
-        values = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
-    return _unread(values)
+        return _unread(torch.full(tuple(shape), _value(dtype), dtype=dtype, device=device))
+    return _unread(_expanded(tuple(shape), dtype, device))
+
+
+@lru_cache(maxsize=1024)
+def _expanded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a missing value that nothing writes to."""
+    return torch.full((), _value(dtype), dtype=dtype, device=device).expand(shape)
+
+
+def _value(dtype: torch.dtype) -> float | bool:
+    """Return the elements of missing values of a type."""
+    if dtype == torch.bool:
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
 def is_missing(tensor: Tensor) -> bool:
@@ -63,45 +71,31 @@ def is_missing(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout != torch.strided:  # without a storage
             return False
-        return getattr(_plain(tensor).untyped_storage(), "is_missing", False)
+        return getattr(tensor.untyped_storage(), "is_missing", False)
 
 
 class _Unread(Tensor):
     """A missing value, or one that is computed from it.
 
-    The storage of its values has the attribute ``is_missing``, until other values are written to
-    all of it. So has that of a tensor to which missing values were written.
-
-    Attributes
-    ----------
-    plain
-        The tensor that operations compute with.
+    Its storage has the attribute ``is_missing``, until other values are written to all of it. So
+    has that of a tensor to which missing values were written.
     """
-
-    plain: Tensor
-
-    @staticmethod
-    def __new__(cls, plain: Tensor) -> _Unread:
-        result: _Unread = Tensor._make_wrapper_subclass(
-            cls, plain.shape, plain.stride(), plain.storage_offset(),
-            dtype=plain.dtype, layout=plain.layout, device=plain.device,
-        )  # fmt: skip
-        result.plain = plain
-        return result
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Unread:
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READERS and any(map(is_missing, tensors_in((args, kwargs)))):
-            if not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
-                _refuse_read()
-            args = _mapped(_plain, args)  # such as to count the bytes of saved tensors
-        elif not _is_of_object(func):
-            args, kwargs = _mapped(_as_unread, args), _mapped(_as_unread, kwargs)
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if func.__name__ == "__get__":  # of an attribute, such as the shape
+                return func(*args)
+            if func in READERS and any(map(is_missing, tensors_in((args, kwargs)))):
+                if not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+                    _refuse_read()  # else it counts bytes of saved tensors
+            elif not _is_of_object(func):
+                args, kwargs = _mapped(_as_unread, args), _mapped(_as_unread, kwargs)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -112,13 +106,14 @@ class _Unread(Tensor):
         lacks = any(map(is_missing, arguments))
         if lacks and any(map(is_missing, read_tensors(func, args, kwargs))):
             _refuse_read()
-        output = func(*_mapped(_plain, args), **_mapped(_plain, kwargs))
+        with torch._C._DisableTorchDispatch():
+            output = func(*args, **kwargs)
         for tensor in written_tensors(func, args, kwargs):
             _note_written(tensor, func, lacks and any(map(is_missing, arguments[1:])))
-        if not lacks and not may_share_memory(func):
+        if not lacks:
             return output
-        same = {id(_plain(x)): x for x in arguments}
-        return _mapped(lambda x: same[id(x)] if id(x) in same else _unread(x, lacks), output)
+        own = set(map(id, arguments))
+        return _mapped(lambda x: x if id(x) in own else _unread(x), output)
 
 
 class _Overwritten(Tensor):
@@ -150,6 +145,8 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return an argument or the output of an operation with other tensors."""
     if isinstance(value, Tensor):
         return function(value)
+    if value is None or isinstance(value, (int, float, str)):
+        return value
     if isinstance(value, (list, tuple)):
         rows = [_mapped(function, x) for x in value]
         return tuple(rows) if isinstance(value, tuple) else rows
@@ -158,18 +155,12 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor that operations compute with."""
-    return tensor.plain if isinstance(tensor, _Unread) else tensor
-
-
-def _unread(tensor: Tensor, is_missing: bool = True) -> Tensor:
-    """Return a tensor of missing values; one that has no memory is returned as it is."""
+def _unread(tensor: Tensor) -> Tensor:
+    """Return a tensor as one of missing values; one that has no memory is returned as it is."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return tensor
-    if is_missing:
-        _set_missing(tensor, True)
-    return _Unread(tensor)
+    _set_missing(tensor, True)
+    return Tensor._make_subclass(_Unread, tensor)
 
 
 def _set_missing(tensor: Tensor, value: bool) -> None:
@@ -178,14 +169,14 @@ def _set_missing(tensor: Tensor, value: bool) -> None:
 
 def _note_written(tensor: Tensor, function: Any, is_missing: bool) -> None:
     """Note that an operation has written to a tensor, with missing values or others."""
-    plain = _plain(tensor)
-    is_whole = plain.nbytes == plain.untyped_storage().nbytes()
-    if is_missing or (function in _OVERWRITES and is_whole):
-        _set_missing(plain, is_missing)
-    if is_missing:
-        for owner in (tensor, tensor._base):
-            if type(owner) is Tensor:
-                owner.__class__ = _Overwritten
+    with torch._C.DisableTorchFunctionSubclass():
+        is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+        if is_missing or (function in _OVERWRITES and is_whole):
+            _set_missing(tensor, is_missing)
+        if is_missing:
+            for owner in (tensor, tensor._base):
+                if type(owner) is Tensor:
+                    owner.__class__ = _Overwritten
 
 
 def _refuse_read() -> NoReturn:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ from pipeexec.splitting.stand_in import StandIn
 from pipeexec.splitting.tracing.code_lines import present_line
 from pipeexec.splitting.tracing.data_flow import Mode, Source
 from pipeexec.splitting.tracing.exported_model import ExportedModel
+from pipeexec.splitting.tracing.operations import argument_tensors
 from pipeexec.stages.forward_buffers import tensor_version
 from pipesim.errors import ArgumentError, ExecutionError
 
@@ -248,7 +249,7 @@ class SplitStage(nn.Module):
             args, kwargs = self._begin(values)
             output = self.model(*args, **kwargs)
             self._check_end()
-            self._check_received("the forward returns", output)
+            self._check_received("the forward returns", tensors_in(output))
             for module, name, key in self._once:
                 self._origins.set(name, key, module.__dict__.get(key))
             return output
@@ -369,8 +370,9 @@ class SplitStage(nn.Module):
         self._origins.check_hooks(name)
         if name in self._stateful:
             self._origins.return_attributes(name, module)
-        self._check_received(f"{name!r} takes", (args, kwargs))
-        for position, tensor in enumerate(tensors_in(output)):
+        outputs = tensors_in(output)
+        self._check_received(f"{name!r} takes", (*argument_tensors(args, kwargs), *outputs))
+        for position, tensor in enumerate(outputs):
             self._keep(Source("output", number, position), tensor)
         if changed := self._skeleton.flow.calls[number].changed:
             arguments = tensors_in((args, kwargs))
@@ -380,9 +382,9 @@ class SplitStage(nn.Module):
             raise _StageEnd
         return output
 
-    def _check_received(self, what: str, values: Any) -> None:
+    def _check_received(self, what: str, values: Iterable[Tensor]) -> None:
         """Raise if a value is missing."""
-        if any(map(is_missing, tensors_in(values))):
+        if any(map(is_missing, values)):
             raise ExecutionError(
                 f"{what} a value that stage {self.number} did not receive, as the forward of the "
                 f"sample did not need it there; {ONE_WAY}"
@@ -416,7 +418,6 @@ class SplitStage(nn.Module):
         number = self._next_number(name)
         call = self._skeleton.flow.calls[number]
         result = self._skeleton.empty_result(number, self.training, args, kwargs)
-        device = next(iter(self._values.values())).tensor.device
         arguments = tensors_in((args, kwargs)) if call.changed or call.same else ()
         same, repeated, tensors = dict(call.same), dict(call.repeated), []
         for position, empty in enumerate(tensors_in(result)):
@@ -431,7 +432,9 @@ class SplitStage(nn.Module):
                 tensors.append(self._for_code(source))
             else:
                 is_written = source in self._written
-                tensors.append(missing(empty.shape, empty.dtype, device, is_written=is_written))
+                tensors.append(
+                    missing(empty.shape, empty.dtype, self._device, is_written=is_written)
+                )
         for position in sorted(call.changed):
             source = Source("argument", number, position)
             if source in self._values:

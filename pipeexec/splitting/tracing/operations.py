@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "READERS", "argument_tensors", "may_share_memory", "read_tensors", "storage_of",
-    "written_tensors",
-]  # fmt: skip
+__all__ = ["READERS", "argument_tensors", "read_tensors", "storage_of", "written_tensors"]
 
 #: Methods of tensors that read their values without an operation.
 READERS = frozenset({
@@ -36,14 +33,11 @@ class _Facts(NamedTuple):
         Names of those whose values it reads, but for its results' values.
     written
         Names of those that it changes.
-    shares
-        Whether results may be arguments, or views of them.
     """
 
     names: tuple[str, ...]
     read: tuple[str, ...]
     written: tuple[str, ...]
-    shares: bool
 
 
 @cache
@@ -57,7 +51,7 @@ def _facts(function: Any) -> _Facts:
     returns_tensors = any("Tensor" in str(x.type) for x in schema.returns)
     if (is_dynamic and not read) or not (returns_tensors or written):  # a shape, or a number
         read = names
-    return _Facts(names, read, written, any(x.alias_info is not None for x in schema.returns))
+    return _Facts(names, read, written)
 
 
 def argument_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -91,11 +85,6 @@ def written_tensors(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if function is torch.ops.aten.native_batch_norm.default and args[5]:  # training
         return argument_tensors(args[3:5], {})  # running statistics; the schema lacks it
     return _tensors(_facts(function).written, function, args, kwargs)
-
-
-def may_share_memory(function: Any) -> bool:
-    """Return whether results of an operation may be arguments, or views of them."""
-    return _facts(function).shares
 
 
 def storage_of(tensor: Tensor) -> int:
