@@ -80,9 +80,9 @@ def test_functions_import_long_packages_from_one_place() -> None:
     modules = {module for module, _ in packages._MODULES.values()}
     root = Path(pipesim.__file__).parents[1]
     others = {
-        str(path.relative_to(root)): found
+        str(path.relative_to(root)): imports
         for package in ("pipesim", "pipeexec")
         for path in (root / package).rglob("*.py")
-        if (found := modules & _imports_of_functions(path))
+        if (imports := modules & _imports_of_functions(path))
     }
     assert not others
