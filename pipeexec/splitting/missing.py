@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -46,14 +47,14 @@ def missing(
     nothing writes to it. A read of it, or of a tensor that is computed from it, raises
     `ExecutionError`.
     """
-    if is_written:
+    if is_written or math.prod(shape) < 2:
         return _unread(torch.full(tuple(shape), _value(dtype), dtype=dtype, device=device))
     return _unread(_expanded(tuple(shape), dtype, device))
 
 
 @lru_cache(maxsize=1024)
 def _expanded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a missing value that nothing writes to."""
+    """Return a missing value of many elements, which have one memory: no operation writes to it."""
     return torch.full((), _value(dtype), dtype=dtype, device=device).expand(shape)
 
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["SplitStage", "check_hooks"]
 
 
+#: Parts of torch's errors of operations in place: on a value that was received, or is missing.
+_REFUSED_WRITES = "leaf Variable", "single memory location"
+
+
 class _StageEnd(BaseException):  # no error, and no handler of the model's code takes it for one
     """Ends a forward after the last module of a stage."""
 
@@ -261,10 +265,10 @@ class SplitStage(nn.Module):
                     parameter.requires_grad_(is_trained)
             return self._sent()
         except RuntimeError as error:
-            if "leaf Variable" not in str(error):  # of an operation in place
+            if not any(text in str(error) for text in _REFUSED_WRITES):
                 raise
             raise ExecutionError(
-                f"stage {self.number} writes in place to a value that it received, unlike the "
+                f"stage {self.number} writes in place to a value of another stage, unlike the "
                 "sample's forward; write to a clone(), or split with a sample that takes this way"
             ) from error
         finally:

@@ -997,10 +997,17 @@ REFUSALS: dict[str, Refusal] = {
         [lambda: run_detaching(X.abs(), X.abs())],
     ),
     "a write that the sample did not do": Refusal(
-        "writes in place to a value that it received",
+        "writes in place to a value of another stage",
         lambda: run_doubling(X[:2]),
         ["stage 1", "write to a clone()", "split with a sample that takes this way"],
         [lambda: run_doubling(X[4:])],
+    ),
+    "a write to a missing value": Refusal(
+        "writes in place to a value of another stage",
+        lambda: run_with_first(lambda block, first, y: block(y + first.mul_(2)), -X.abs()),
+        ["stage 1", "write to a clone()", "split with a sample that takes this way"],
+        [lambda: run_with_first(lambda block, first, y: block(y + first.mul_(2)), X.abs()),
+         lambda: cut(with_first(lambda block, first, y: block(y + 2 * first.clone()), True))],
     ),
     "a mode of torch.export": Refusal(
         " cannot run in ",
