@@ -34,7 +34,7 @@ check: $(STAMP)  ## lint and the quick tests, at the same time
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick
 
 test: lint  ## lint, then every test (docstring examples and notebooks included)
-	$(TESTS) -n 3 --durations=30
+	$(TESTS) -n 4 --durations=30
 
 quick: $(STAMP)  # beside mypy, which has one thread
 	$(TESTS) -n 2 -m 'not slow and not measures_time'
