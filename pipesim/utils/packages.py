@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pandas
     from matplotlib import pyplot as pyplot
     from matplotlib.figure import Figure as Figure
+    from ortools.sat.python import cp_model as cp_model
     from tqdm.auto import tqdm as tqdm
 
 __all__ = ["imported"]
@@ -25,6 +26,7 @@ __all__ = ["imported"]
 #: Module of each name, and its attribute if the name is not of the module itself.
 _MODULES = {
     "Figure": ("matplotlib.figure", "Figure"),
+    "cp_model": ("ortools.sat.python.cp_model", ""),
     "joblib": ("joblib", ""),
     "matplotlib": ("matplotlib", ""),
     "pandas": ("pandas", ""),

@@ -71,7 +71,7 @@ def _add_lane_sums(
     room: int,
 ) -> None:
     """Add the limit at the start of each task of a lane."""
-    from ortools.sat.python import cp_model
+    from pipesim.utils.packages import cp_model
 
     held = built.ticks.held.tolist()
     for i in range(int(built.problem.count[lane])):

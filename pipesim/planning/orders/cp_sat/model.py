@@ -23,7 +23,6 @@ from pipesim.planning.orders.cp_sat.precedence import (
     windows,
 )
 from pipesim.planning.orders.cp_sat.ticks import TickProblem
-from pipesim.utils.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -59,8 +58,7 @@ class OrderModel:
     def __init__(
         self, problem: OrderProblem, ticks: TickProblem, least: int, most: int, horizon: int
     ) -> None:
-        with uninterrupted():
-            from ortools.sat.python import cp_model
+        from pipesim.utils.packages import cp_model
 
         self.problem, self.ticks = problem, ticks
         self.least, self.most, self.horizon = least, most, horizon

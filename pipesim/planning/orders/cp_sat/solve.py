@@ -66,7 +66,7 @@ def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = N
     AssertionError
         If CP-SAT says that there is no order: the hint of the model is one, so that proves nothing.
     """
-    from ortools.sat.python import cp_model
+    from pipesim.utils.packages import cp_model
 
     solver = cp_model.CpSolver()
     _set_parameters(solver, effort)
