@@ -9,27 +9,29 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ClockBound", "align_clocks"]
+from pipesim.utils.csr import Ints
+
+__all__ = ["ClockBounds", "align_clocks"]
 
 #: Seconds by which clocks may break their bounds and still count as right. A call returns a little
 #: after its message has left.
 TOLERATED = 100e-6
 
 
-class ClockBound(NamedTuple):
-    """A message, which bounds the clock of rank ``target`` against that of rank ``source``.
+class ClockBounds(NamedTuple):
+    """Messages, each of which bounds the clock of rank ``target`` against that of rank ``source``.
 
-    ``sent`` is when the message was ready, by the clock of ``source`` (s). ``used`` is when its
+    ``sent`` is when a message was ready, by the clock of ``source`` (s). ``used`` is when its
     consumer started, by the clock of ``target`` (s).
     """
 
-    source: int
-    target: int
-    sent: float
-    used: float
+    source: Ints
+    target: Ints
+    sent: NDArray[np.float64]
+    used: NDArray[np.float64]
 
 
-def align_clocks(messages: list[ClockBound], n_ranks: int) -> tuple[NDArray[np.float64], float]:
+def align_clocks(messages: ClockBounds, n_ranks: int) -> tuple[NDArray[np.float64], float]:
     """Return what to add to each rank's clock, and the error that remains (s).
 
     A message cannot be used before it was sent. So messages from a to b bound how far b's clock
@@ -72,13 +74,14 @@ def align_clocks(messages: list[ClockBound], n_ranks: int) -> tuple[NDArray[np.f
     return offsets, max(0.0, float(residual))
 
 
-def _least(messages: list[ClockBound]) -> Mapping[tuple[int, int], float]:
+def _least(messages: ClockBounds) -> Mapping[tuple[int, int], float]:
     """Return the least advance of a target's clock against its source's, for each pair (s)."""
-    least: dict[tuple[int, int], float] = {}
-    for source, target, sent, used in messages:
-        pair = (source, target)
-        least[pair] = max(least.get(pair, -math.inf), sent - used)
-    return least
+    pairs, number = np.unique(
+        np.stack([messages.source, messages.target]), axis=1, return_inverse=True
+    )
+    least = np.full(pairs.shape[1], -np.inf)
+    np.maximum.at(least, number, messages.sent - messages.used)
+    return dict(zip(zip(*pairs.tolist(), strict=True), least.tolist(), strict=True))
 
 
 def _width(least: Mapping[tuple[int, int], float], a: int, b: int) -> float:

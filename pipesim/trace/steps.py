@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Action, Op
-from pipesim.trace.inferred_transfers import MeasuredTask
 from pipesim.trace.overlapped_ranges import split_overlapped
 from pipesim.trace.profiler_ranges import Range, Trace
 from pipesim.trace.ranks import check_threads
@@ -16,6 +16,7 @@ from pipesim.trace.working_times import working_times
 
 __all__ = [
     "ONE_PIPELINE",
+    "PlacedTask",
     "RankStep",
     "check_complete",
     "count_steps",
@@ -29,6 +30,20 @@ ONE_PIPELINE = (
 
 #: One step of one rank: the range of each action, and when it worked.
 RankStep = dict[Action, tuple[Range, Span]]
+
+
+class PlacedTask(NamedTuple):
+    """Device, start and end (s) of an action.
+
+    ``on_device``: whether a GPU recorded the times. ``other_half``: the other half of an overlapped
+    action.
+    """
+
+    device: int
+    start: float
+    end: float
+    on_device: bool = False
+    other_half: Action | None = None
 
 
 def cut_steps(trace: Trace) -> list[RankStep]:
@@ -124,7 +139,7 @@ def count_steps(files: Sequence[Path], steps: Sequence[Sequence[RankStep]], step
     return counts[0]
 
 
-def check_complete(tasks: Mapping[Action, MeasuredTask], n_devices: int) -> None:
+def check_complete(tasks: Mapping[Action, PlacedTask], n_devices: int) -> None:
     """Raise if a step lacks an action that every step has, or a rank has no stage."""
     device_of = _stage_devices(tasks)
     n_stages = max(device_of) + 1
@@ -145,7 +160,7 @@ def check_complete(tasks: Mapping[Action, MeasuredTask], n_devices: int) -> None
         raise TimelineError(f"rank {min(idle)} has no stage of the pipeline; leave out its trace")
 
 
-def _stage_devices(tasks: Mapping[Action, MeasuredTask]) -> dict[int, int]:
+def _stage_devices(tasks: Mapping[Action, PlacedTask]) -> dict[int, int]:
     """Return the device of each stage. Raise if a stage is on several."""
     device_of: dict[int, int] = {}
     for action, task in tasks.items():

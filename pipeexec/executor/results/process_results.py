@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
+from pipesim.timeline.collective_starts import align_collectives
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["ProcessResult", "align_collectives", "merge_results", "none_if_all_nan"]
+__all__ = ["ProcessResult", "merge_results", "none_if_all_nan"]
 
 Floats = NDArray[np.float64]
 
@@ -114,21 +115,6 @@ def _columns_before_run(n_tasks: int) -> list[Floats]:
     They are: start, end, bytes, time at which the host issued a task, and time that this took it.
     """
     return [np.full(n_tasks, value) for value in (np.nan, np.nan, 0.0, np.nan, np.nan)]
-
-
-def align_collectives(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """Return times in which members of a collective start when its last member arrives (rule 9).
-
-    Each member's measured start is its own arrival. It stays if a member has no time, as in another
-    process.
-    """
-    start = start.copy()
-    for row in range(len(graph.collectives)):
-        members = graph.collectives[row]
-        latest = start[members].max()
-        if not np.isnan(latest):  # clocks of two processes differ slightly: keep start <= end
-            start[members] = np.fmin(latest, end[members])
-    return start, end
 
 
 def merge_results(graph: TaskGraph, parts: Iterable[ProcessResult]) -> ProcessResult:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.executor.results.process_results import align_collectives, none_if_all_nan
+from pipeexec.executor.results.process_results import none_if_all_nan
 from pipesim.graph.graph import TaskGraph
+from pipesim.timeline.collective_starts import align_collectives
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Milestone", "Readings"]

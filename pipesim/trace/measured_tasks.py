@@ -1,0 +1,510 @@
+"""`MeasuredTasks`: the tasks of one measured step, from which its `Timeline` is built.
+
+A recording has the times of calls on each device, by the device's own clock. It seldom has every
+message. `timeline_of` aligns the clocks, adds the messages, and wires the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.pricing import message_bytes
+from pipesim.errors import AccuracyWarning, CapacityError, PipeError, TimelineError
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind, Tasks
+from pipesim.graph.verify import verify
+from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Op
+from pipesim.timeline.collective_starts import align_collectives
+from pipesim.timeline.timeline import Timeline
+from pipesim.trace.clock_offsets import ClockBounds, align_clocks
+from pipesim.trace.schedule_names import schedule_name
+from pipesim.utils.csr import Ints
+
+__all__ = ["MeasuredStep", "MeasuredTasks", "timeline_of"]
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+#: Largest residual, relative to the makespan, without a warning that the clocks disagree.
+_LARGE_RESIDUAL = 0.01
+_BACKWARDS = (Op.B, Op.I)
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredTasks:
+    """Columns of the tasks of one step; one entry a task.
+
+    Attributes
+    ----------
+    op, device, stage, replica
+        As in `pipesim.Tasks`.
+    microbatch
+        -1 for operations on a whole stage.
+    start, end
+        Seconds, by the clock of the task's device.
+    peer_stage, part
+        As in `pipesim.Tasks`; -1 for none.
+    on_device
+        Whether a GPU recorded the times, and not the program that called it.
+    other_half
+        The other half of an overlapped action; -1 for other tasks.
+    nbytes
+        Bytes of a message; NaN if unknown.
+    """
+
+    op: Ints
+    device: Ints
+    stage: Ints
+    microbatch: Ints
+    start: Floats
+    end: Floats
+    replica: Ints
+    peer_stage: Ints
+    part: Ints
+    on_device: Flags
+    other_half: Ints
+    nbytes: Floats
+
+    @classmethod
+    def of(
+        cls, op: Ints, device: Ints, stage: Ints, microbatch: Ints, start: Floats, end: Floats,
+        **columns: NDArray[np.generic],
+    ) -> MeasuredTasks:  # fmt: skip
+        """Return tasks; columns that are left out have the value of a task without them."""
+        n = len(op)
+        others = {
+            "replica": np.zeros(n, np.int64),
+            "peer_stage": np.full(n, -1),
+            "part": np.full(n, -1),
+            "on_device": np.zeros(n, bool),
+            "other_half": np.full(n, -1),
+            "nbytes": np.full(n, np.nan),
+        }
+        return cls(op, device, stage, microbatch, start, end, **{**others, **columns})
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def __getitem__(self, rows: Ints | Flags) -> MeasuredTasks:
+        """Return some rows; of overlapped actions, both halves or none."""
+        numbers = np.full(len(self) + 1, -1)  # the last entry is for tasks without another half
+        numbers[:-1][rows] = np.arange(len(self.op[rows]))
+        columns = {x.name: getattr(self, x.name)[rows] for x in fields(self)}
+        return replace(self, **columns | {"other_half": numbers[columns["other_half"]]})
+
+    def is_op(self, ops: Sequence[Op] | frozenset[Op]) -> Flags:
+        """Return whether each task has one of ``ops``."""
+        return np.isin(self.op, sorted(ops))
+
+    def keys(self, **columns: Ints | int) -> Ints:
+        """Return a number for each task that tells it from all others of its step.
+
+        ``columns`` replace those of the tasks, to compute the keys of other tasks.
+
+        Raises
+        ------
+        CapacityError
+            For numbers of stages, micro-batches and replicas too large to tell tasks apart.
+        """
+        key, size = np.zeros(1, np.int64), 1
+        for name in ("replica", "stage", "microbatch", "peer_stage", "part", "op"):
+            width = len(Op) if name == "op" else int(getattr(self, name).max(initial=0)) + 3
+            size *= width
+            if size >= 2**63:
+                raise CapacityError(
+                    "the numbers of stages, micro-batches and replicas are too large to tell tasks "
+                    "apart; number them from 0, without gaps"
+                )
+            key = key * width + (columns.get(name, getattr(self, name)) + 1)
+        return key
+
+
+class MeasuredStep(NamedTuple):
+    """The timeline of a measured step, and how well the clocks of its devices agree.
+
+    ``offsets`` has the seconds that were added to each device's clock. ``residual`` has those by
+    which the worst message is still used before it was sent.
+    """
+
+    timeline: Timeline
+    offsets: Floats
+    residual: float
+
+
+class _Messages(NamedTuple):
+    """Rows of the producers, the recorded ends (-1 for none) and the consumers of messages.
+
+    ``peer`` and ``origin`` are the ``peer_stage`` of the SEND and of the RECV.
+    """
+
+    producer: Ints
+    send: Ints
+    recv: Ints
+    consumer: Ints
+    peer: Ints
+    origin: Ints
+
+    def take(self, rows: Ints | Flags) -> _Messages:
+        """Return some messages."""
+        return _Messages(*(column[rows] for column in self))
+
+
+def timeline_of(
+    tasks: MeasuredTasks,
+    *,
+    n_devices: int,
+    output_bytes: float | Sequence[float] = 0.0,
+    gaps: str = "keep",
+    name: str = "",
+    stacklevel: int = 3,
+) -> MeasuredStep:
+    """Return the timeline of the tasks of a step, complete and each of them once.
+
+    Parameters
+    ----------
+    tasks, n_devices
+        Tasks on the devices 0 to ``n_devices - 1``.
+    output_bytes
+        Bytes of each message of unknown size, as in `Costs`.
+    gaps
+        ``"charge"`` adds time in which a device waited for no message to its next task.
+    name
+        Name of the timeline; by default that of the schedule with the same orders, or "measured".
+    stacklevel
+        Stack level of warnings.
+
+    Raises
+    ------
+    TimelineError
+        If no step could have run the tasks.
+
+    Warns
+    -----
+    AccuracyWarning
+        If a message is still used before it was sent, by more than 1 % of the makespan.
+    """
+    tasks = tasks[np.lexsort((tasks.end, tasks.op, tasks.end > tasks.start, tasks.start))]
+    offsets, residual = align_clocks(_clock_bounds(tasks), n_devices)
+    shift = offsets[tasks.device]
+    tasks = replace(tasks, start=tasks.start + shift, end=tasks.end + shift)
+    if gaps == "charge":
+        tasks = _charge_gaps(tasks)
+    begin = tasks.start.min()
+    tasks = replace(tasks, start=tasks.start - begin, end=tasks.end - begin)
+    tasks, stream, issue = _with_transfers(tasks)
+    moves = tasks.is_op(TRANSFERS)
+    # A message is issued right after the task whose result it carries, and received in the order
+    # of the senders. Of two tasks that start at once, the one without duration is first.
+    works = ~moves & (tasks.end > tasks.start)
+    order = np.lexsort((tasks.end, tasks.op, works, moves, issue))
+    tasks, stream = tasks[order], stream[order]
+    graph = _graph(tasks, stream, name)
+    by_stage = tuple(output_bytes) if isinstance(output_bytes, Sequence) else output_bytes
+    sizes = Costs(0.0, output_bytes=by_stage).per_stage("output_bytes", graph.n_stages)
+    rows = _rows_in(graph, tasks)
+    known = tasks.nbytes[rows]
+    nbytes = np.where(np.isnan(known), message_bytes(graph.kinds, sizes)[graph.kind], known)
+    times = align_collectives(graph, tasks.start[rows], tasks.end[rows])
+    timeline = Timeline(graph, *times, nbytes)
+    if residual > _LARGE_RESIDUAL * timeline.makespan:
+        warnings.warn(
+            f"after joining the clocks of the devices, a message is still used {residual:.2e} s "
+            "before it was sent: clocks drift, or times do not cover the work; times between "
+            "devices are no better than that",
+            AccuracyWarning,
+            stacklevel=stacklevel,
+        )
+    return MeasuredStep(timeline, offsets, residual)
+
+
+def _graph(tasks: MeasuredTasks, stream: Ints, name: str) -> TaskGraph:
+    """Return the verified graph of a step, its tasks in the order in which they were issued."""
+    ops = {Op(op) for op in np.unique(tasks.op)}
+    tied = tasks.stage[tasks.op == Op.REDUCE_TIED]
+    try:
+        graph = TaskGraph.build(
+            Tasks(
+                tasks.op,
+                tasks.device,
+                tasks.stage,
+                tasks.microbatch,
+                stream,
+                replica=tasks.replica,
+                overlapped=(tasks.other_half >= 0).astype(np.int64),
+                peer_stage=tasks.peer_stage,
+                part=tasks.part,
+            ),
+            name=name or schedule_name(tasks) or "measured",
+            hosts="per_device",
+            recompute="some" if Op.R in ops else "never",
+            tied=[np.unique(tied).tolist()] if len(tied) else (),
+            forward_only=ops.isdisjoint(_BACKWARDS),
+        )
+        verify(graph)
+    except PipeError as error:
+        raise TimelineError(f"the tasks are of no step that could run: {error}") from error
+    return graph
+
+
+def _rows_in(graph: TaskGraph, tasks: MeasuredTasks) -> Ints:
+    """Return the row of each task of a graph in the tasks that it was built from."""
+    names = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
+    columns = {name: getattr(graph, name).astype(np.int64) for name in names}
+    return _Finder(tasks).rows(tasks.keys(**columns))
+
+
+class _Finder:
+    """Finds tasks by their keys."""
+
+    def __init__(self, tasks: MeasuredTasks) -> None:
+        self.tasks, keys = tasks, tasks.keys()
+        self._order = np.argsort(keys)
+        self._keys = keys[self._order]
+
+    def rows(self, keys: Ints) -> Ints:
+        """Return the row of each key's task, -1 for none."""
+        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[place] == keys, self._order[place], -1)
+
+    def like(self, rows: Ints, **columns: Ints | int) -> Ints:
+        """Return the tasks that differ from those of ``rows`` in some columns, -1 for none."""
+        names = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
+        own = {name: getattr(self.tasks, name)[rows] for name in names}
+        return self.rows(self.tasks.keys(**own | columns))
+
+    def backward(self, rows: Ints, **columns: Ints | int) -> Ints:
+        """Return the B that is like tasks, or else the I, -1 for none."""
+        whole, part = (self.like(rows, op=op, **columns) for op in _BACKWARDS)
+        return np.where(whole >= 0, whole, part)
+
+
+def _messages(tasks: MeasuredTasks) -> _Messages:
+    """Return the messages between devices: outputs to the next stage, gradients back, skips."""
+    finder, parts = _Finder(tasks), []
+    for ops, send, recv, step in (
+        ((Op.F,), Op.SEND_F, Op.RECV_F, 1),
+        (_BACKWARDS, Op.SEND_B, Op.RECV_B, -1),
+    ):
+        rows = np.flatnonzero(tasks.is_op(ops))
+        target = tasks.stage[rows] + step
+        find = finder.like if ops == (Op.F,) else finder.backward
+        columns: dict[str, Ints | int] = {"op": Op.F} if ops == (Op.F,) else {}
+        none = np.full(len(rows), -1)
+        parts.append(
+            _Messages(
+                rows,
+                finder.like(rows, op=send),
+                finder.like(rows, op=recv, stage=target),
+                find(rows, stage=target, **columns),
+                none,
+                none,
+            )
+        )
+        # Messages of skips, where at least one end was recorded.
+        ends = np.flatnonzero(tasks.is_op((send, recv)) & (tasks.peer_stage >= 0))
+        is_send = tasks.op[ends] == send
+        source = np.where(is_send, tasks.stage[ends], tasks.peer_stage[ends])
+        target = np.where(is_send, tasks.peer_stage[ends], tasks.stage[ends])
+        columns = {**columns, "peer_stage": -1}
+        skips = _Messages(
+            find(ends, stage=source, **columns),
+            finder.like(ends, op=send, stage=source, peer_stage=target),
+            finder.like(ends, op=recv, stage=target, peer_stage=source),
+            find(ends, stage=target, **columns),
+            target,
+            source,
+        )
+        _, first = np.unique(np.stack(skips[:4]), axis=1, return_index=True)
+        parts.append(skips.take(first))
+    messages = _Messages(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    exists = (messages.producer >= 0) & (messages.consumer >= 0)
+    messages = messages.take(exists)
+    crosses = tasks.device[messages.producer] != tasks.device[messages.consumer]
+    return messages.take(crosses)
+
+
+def _half(tasks: MeasuredTasks, rows: Ints, *, last: bool) -> Ints:
+    """Return the first or last half of the overlapped actions of tasks, or the tasks themselves."""
+    other = tasks.other_half[rows]
+    is_first = tasks.op[rows] == Op.F
+    return np.where((other >= 0) & (is_first == last), other, rows)
+
+
+def _departures(tasks: MeasuredTasks, messages: _Messages) -> tuple[Floats, Floats]:
+    """Return when each message began to leave, and when it had left (s).
+
+    A recorded SEND begins when it was called, or when its producer had ended. It ends before its
+    message was used. Where the RECV was called later, or one call did several messages, only the
+    time in which both ends took part counts.
+    """
+    ready = tasks.end[_half(tasks, messages.producer, last=True)]
+    used = tasks.start[messages.consumer]
+    send, recv = messages.send, messages.recv
+    start = np.where(send >= 0, np.maximum(ready, tasks.start[send]), ready)
+    last = np.where(send >= 0, np.minimum(tasks.end[send], used), ready)
+    both = (send >= 0) & (recv >= 0) & (tasks.end[recv] > start)
+    moved = np.minimum(last, tasks.end[recv]) - np.maximum(start, tasks.start[recv])
+    sent = np.where(both, start + np.maximum(0.0, moved), np.maximum(start, last))
+    return start, sent
+
+
+def _clock_bounds(tasks: MeasuredTasks) -> ClockBounds:
+    """Return the messages and collectives that constrain the offsets between device clocks.
+
+    No member of a collective ends before the last one starts. Messages from the F and to the B of
+    an overlapped action are left out: the times at which it ended the F and started the B may be
+    guessed.
+    """
+    messages = _messages(tasks)
+    producer, consumer = messages.producer, messages.consumer
+    sure = _half(tasks, producer, last=True) == producer
+    sure &= _half(tasks, consumer, last=False) == consumer
+    producer, consumer = producer[sure], consumer[sure]
+    rows = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
+    _, group = np.unique(tasks[rows].keys(replica=-1), return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    rows, group = rows[order], group[order]
+    pairs = [(producer, consumer)]
+    for distance in range(1, int(np.bincount(group).max(initial=0))):  # members of one collective
+        same = group[distance:] == group[:-distance]
+        one, other = rows[distance:][same], rows[:-distance][same]
+        pairs += [(one, other), (other, one)]
+    source, target = (np.concatenate(x) for x in zip(*pairs, strict=True))
+    n = len(producer)
+    sent = np.concatenate([tasks.end[source[:n]], tasks.start[source[n:]]])
+    used = np.concatenate([tasks.start[target[:n]], tasks.end[target[n:]]])
+    return ClockBounds(tasks.device[source], tasks.device[target], sent, used)
+
+
+def _previous_ends(tasks: MeasuredTasks) -> Floats:
+    """Return, for each compute task, the end of the task before it on its device (s), or -inf."""
+    previous = np.full(len(tasks), -np.inf)
+    rows = np.flatnonzero(tasks.is_op(COMPUTE))
+    rows = rows[np.lexsort((tasks.end[rows], tasks.start[rows], tasks.device[rows]))]
+    same = tasks.device[rows[1:]] == tasks.device[rows[:-1]]
+    previous[rows[1:][same]] = tasks.end[rows[:-1][same]]
+    return previous
+
+
+def _consumers(tasks: MeasuredTasks, messages: _Messages, sent: Floats) -> Ints:
+    """Return the tasks that used messages.
+
+    An overlapped action used a message from its start, if it had left by then.
+    """
+    first = _half(tasks, messages.consumer, last=False)
+    return np.where(sent <= tasks.start[first], first, messages.consumer)
+
+
+def _charge_gaps(tasks: MeasuredTasks) -> MeasuredTasks:
+    """Start tasks where the task before them on their device ended, unless they waited.
+
+    A task waited if a message to it left after that end. Otherwise the device was busy between the
+    two: it posted and fetched messages, or ran the program between them.
+    """
+    previous, last_sent = _previous_ends(tasks), np.full(len(tasks), -np.inf)
+    messages = _messages(tasks)
+    _, sent = _departures(tasks, messages)
+    np.maximum.at(last_sent, _consumers(tasks, messages, sent), sent)
+    charged = np.isfinite(previous) & (last_sent <= previous)
+    return replace(tasks, start=np.where(charged, np.minimum(tasks.start, previous), tasks.start))
+
+
+def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
+    """Return the tasks with a SEND and a RECV for each message; their streams and issue times.
+
+    A recorded SEND keeps its times, within those of `_departures`. A missing SEND is placed at the
+    end of its producer and takes no time.
+
+    A recorded RECV shows when it was posted, seldom when the message arrived. Arrivals are:
+
+    - recorded, for a GPU's own communication;
+    - the start of the consumer, for a message whose device was idle when it left: the device
+      waited for it. The median of these is how long a message usually takes;
+    - else that long after the message left, or the start of the consumer, if that is sooner or if
+      the device was idle by then.
+    """
+    previous, messages = _previous_ends(tasks), _messages(tasks)
+    start, sent = _departures(tasks, messages)
+    order = np.argsort(start, kind="stable")
+    messages, start, sent = messages.take(order), start[order], sent[order]
+    producer, send, recv = messages.producer, messages.send, messages.recv
+    consumer = _consumers(tasks, messages, sent)
+    used, idle_since = tasks.start[consumer], previous[consumer]
+    waited = sent > idle_since
+    usual = max(0.0, float(np.median((used - sent)[waited]))) if waited.any() else 0.0
+
+    source, target = tasks.device[producer], tasks.device[consumer]
+    channel = source * (int(tasks.device.max()) + 1) + target
+    left, ends = _one_by_one(channel, start, np.maximum(start, sent))
+    arrival = np.where(ends + usual > idle_since, used, ends + usual)
+    recorded = (recv >= 0) & tasks.on_device[recv]
+    arrival = np.where(recorded, tasks.end[recv], arrival)
+    arrival = np.minimum(np.maximum(arrival, left), used)
+    posted = np.where(recv >= 0, np.maximum(left, tasks.start[recv]), left)
+    posted, arrival = _one_by_one(channel, np.minimum(posted, arrival), arrival)
+
+    rest = ~tasks.is_op(TRANSFERS)
+    forward = tasks.op[producer] == Op.F
+    sends = MeasuredTasks.of(
+        np.where(forward, Op.SEND_F, Op.SEND_B),
+        source,
+        tasks.stage[producer],
+        tasks.microbatch[producer],
+        left,
+        ends,
+        replica=tasks.replica[producer],
+        peer_stage=messages.peer,
+        nbytes=np.where(send >= 0, tasks.nbytes[send], tasks.nbytes[recv] * (recv >= 0)),
+    )
+    recvs = replace(
+        sends,
+        op=np.where(forward, Op.RECV_F, Op.RECV_B),
+        device=target,
+        stage=tasks.stage[messages.consumer],
+        start=posted,
+        end=arrival,
+        peer_stage=messages.origin,
+    )
+    kept = tasks[rest]
+    every = MeasuredTasks(
+        *(
+            np.concatenate([getattr(x, column.name) for x in (kept, sends, recvs)])
+            for column in fields(kept)
+        )
+    )
+    moved = kept.is_op(COLLECTIVES - {Op.GRAD_NORM})  # which is on the compute stream
+    gathers = (kept.op == Op.UNSHARD) & (kept.part >= 0)
+    stream = np.select(
+        [gathers, moved], [StreamKind.UNSHARD, StreamKind.COLLECTIVE], StreamKind.COMPUTE
+    )
+    streams = np.concatenate([stream, StreamKind.send(target), StreamKind.recv(source)])
+    return every, streams, np.concatenate([kept.start, left, left])
+
+
+def _one_by_one(channel: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+    """Return times of messages in order, each no earlier than the end of that before it.
+
+    ``channel`` is the stream of each message, ``end`` no earlier than ``start``.
+    """
+    if not len(channel):
+        return start, end
+    order = np.argsort(channel, kind="stable")
+    _, number = np.unique(channel[order], return_inverse=True)
+    value = end[order]
+    ranked = np.argsort(value, kind="stable")
+    rank = np.empty_like(ranked)
+    rank[ranked] = np.arange(len(rank))
+    # The greatest value so far of each channel: later channels have greater numbers.
+    latest = value[ranked[np.maximum.accumulate(number * len(rank) + rank) % len(rank)]]
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    previous = np.roll(latest, 1)
+    previous[first] = -np.inf
+    starts, ends = np.empty_like(start), np.empty_like(end)
+    starts[order], ends[order] = np.maximum(start[order], previous), latest
+    return starts, ends

@@ -1,0 +1,44 @@
+"""`schedule_name`: the named schedule whose orders the tasks of a measured step have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesim.errors import PipeError
+from pipesim.ops import SCHEDULED
+from pipesim.scheduling.registry import options_of_schedules, schedule
+
+if TYPE_CHECKING:
+    from pipesim.trace.measured_tasks import MeasuredTasks
+
+__all__ = ["schedule_name"]
+
+#: Options that follow from the number of stages of a device, and that number over the option.
+_CHUNKS = {"n_chunks": 1, "n_waves": 2}
+
+
+def schedule_name(tasks: MeasuredTasks) -> str | None:
+    """Return the name of the first schedule with the orders of the first replica, or None.
+
+    Recomputes are ignored: a schedule has the same orders with and without them. Schedules whose
+    orders depend on other options than the number of chunks are tried with the options' defaults.
+    """
+    rows = np.flatnonzero((tasks.replica == 0) & tasks.is_op(SCHEDULED))
+    rows = rows[np.lexsort((tasks.end[rows], tasks.start[rows], tasks.device[rows]))]
+    own = [column[rows] for column in (tasks.device, tasks.op, tasks.stage, tasks.microbatch)]
+    n_devices, n_stages, n_microbatches = (int(own[k].max()) + 1 for k in (0, 2, 3))
+    if n_stages % n_devices:
+        return None
+    for name, options in options_of_schedules().items():
+        chosen = {x: n_stages // n_devices // _CHUNKS[x] for x in options if x in _CHUNKS}
+        try:
+            known = schedule(name, n_devices, n_microbatches, **chosen)
+        except PipeError:  # not of these counts
+            continue
+        listed = np.isin(known.op, sorted(SCHEDULED))
+        others = [x[listed] for x in (known.device, known.op, known.stage, known.microbatch)]
+        if known.overlapped is None and all(map(np.array_equal, own, others)):
+            return name
+    return None
