@@ -27,7 +27,7 @@ from pipesim.utils.texts import checksum_mismatch, parse_json
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["arrow_table", "load", "save"]
+__all__ = ["arrow_table", "load", "read_frame", "save"]
 
 _WHAT = "a timeline from"
 #: Columns that are read.
@@ -95,6 +95,30 @@ def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
         raise
     except (PipeError, ValueError) as error:
         raise TimelineError(f"{path} is no whole timeline: {error}") from error
+
+
+def read_frame(data: bytes, path: Path, what: str) -> pd.DataFrame:
+    """Return the table in the bytes of any Parquet file; ``what`` it is, as an error says.
+
+    Raises
+    ------
+    TimelineError
+        For bytes that are no Parquet file.
+    CapacityError
+        For a table that is too large for memory.
+    """
+    pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
+    pa = import_extra("pyarrow", "parquet", "a Parquet file")
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(data))
+        names = [
+            metadata.row_group(0).column(k).path_in_schema for k in range(metadata.num_columns)
+        ]
+        check_content(_decoded_bytes(metadata, names), path, what)
+        frame: pd.DataFrame = pq.read_table(pa.BufferReader(data)).to_pandas()
+    except (pa.ArrowException, OSError) as error:
+        raise TimelineError(f"cannot read {what} {path}: {' '.join(str(error).split())}") from error
+    return frame
 
 
 def _check_bytes(data: bytes) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "OPTIONAL",
     "SECONDS_AND_BYTES",
     "SETTINGS",
+    "check_all_tasks",
     "check_rows",
     "check_shape",
     "from_rows",
@@ -129,7 +130,7 @@ def from_rows(
     _check_columns(rows)
     tasks = _tasks(rows)
     options = _options(settings)
-    _check_all_tasks(tasks, options["n_batches"], options["forward_only"])
+    check_all_tasks(tasks, options["n_batches"], options["forward_only"])
     graph = TaskGraph.wire(
         tasks,
         name=name,
@@ -226,10 +227,8 @@ def _is_stream(name: object) -> bool:
         return False
 
 
-def _check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
+def check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
     """Raise `TimelineError` if a task is missing, such as in a file that was cut between lines."""
-    if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
-        raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
     replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
     shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
     expected = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
@@ -242,6 +241,8 @@ def _check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
         exists[replica[rows], tasks.stage[rows], tasks.microbatch[rows]] = True
         for _, stage, microbatch in np.argwhere(~exists & expected):
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
+    if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
+        raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
     n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
     if n_steps not in (0, stages):
         raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")

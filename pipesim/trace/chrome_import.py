@@ -153,7 +153,7 @@ def _columns(placed: Mapping[Action, PlacedTask]) -> MeasuredTasks:
         ], dtype=np.int64,
     ).T  # fmt: skip
     times = np.array([(task.start, task.end) for task in placed.values()], np.float64).T
-    return MeasuredTasks.of(
+    return MeasuredTasks.make(
         *ints[:4],
         *times,
         peer_stage=ints[4],

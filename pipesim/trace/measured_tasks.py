@@ -20,7 +20,7 @@ from pipesim.errors import AccuracyWarning, CapacityError, PipeError, TimelineEr
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.graph.verify import verify
-from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, IN_REPLICA, OF_DEVICES, OF_STAGES, TRANSFERS, Op
 from pipesim.timeline.collective_starts import align_collectives
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.clock_offsets import ClockBounds, align_clocks
@@ -72,7 +72,7 @@ class MeasuredTasks:
     nbytes: Floats
 
     @classmethod
-    def of(
+    def make(
         cls, op: Ints, device: Ints, stage: Ints, microbatch: Ints, start: Floats, end: Floats,
         **columns: NDArray[np.generic],
     ) -> MeasuredTasks:  # fmt: skip
@@ -173,7 +173,8 @@ def timeline_of(
     output_bytes
         Bytes of each message of unknown size, as in `Costs`.
     gaps
-        ``"charge"`` adds time in which a device waited for no message to its next task.
+        Time in which a device waited for no message: ``"keep"`` leaves it, ``"stages"`` adds it to
+        the operations on whole stages beside it, ``"charge"`` also to any other task after it.
     name
         Name of the timeline; by default that of the schedule with the same orders, or "measured".
     stacklevel
@@ -193,12 +194,19 @@ def timeline_of(
     offsets, residual = align_clocks(_clock_bounds(tasks), n_devices)
     shift = offsets[tasks.device]
     tasks = replace(tasks, start=tasks.start + shift, end=tasks.end + shift)
+    if gaps != "keep":
+        tasks = _charge_stages(tasks)
     if gaps == "charge":
         tasks = _charge_gaps(tasks)
-    begin = tasks.start.min()
-    tasks = replace(tasks, start=tasks.start - begin, end=tasks.end - begin)
     tasks, stream, issue = _with_transfers(tasks)
+    begin = tasks.start.min()  # of a RECV: not its call, but when its message left
+    tasks = replace(tasks, start=tasks.start - begin, end=tasks.end - begin)
     moves = tasks.is_op(TRANSFERS)
+    # Megatron-LM sums tied gradients before it reduces the others, the graph after that (rule 3).
+    last = np.full(n_devices, -np.inf)
+    reduces = tasks.op == Op.REDUCE_GRAD
+    np.maximum.at(last, tasks.device[reduces], issue[reduces])
+    issue = np.where(tasks.op == Op.REDUCE_TIED, np.maximum(issue, last[tasks.device]), issue)
     # A message is issued right after the task whose result it carries, and received in the order
     # of the senders. Of two tasks that start at once, the one without duration is first.
     works = ~moves & (tasks.end > tasks.start)
@@ -208,8 +216,8 @@ def timeline_of(
     by_stage = tuple(output_bytes) if isinstance(output_bytes, Sequence) else output_bytes
     sizes = Costs(0.0, output_bytes=by_stage).per_stage("output_bytes", graph.n_stages)
     rows = _rows_in(graph, tasks)
-    known = tasks.nbytes[rows]
-    nbytes = np.where(np.isnan(known), message_bytes(graph.kinds, sizes)[graph.kind], known)
+    measured = tasks.nbytes[rows]
+    nbytes = np.where(np.isnan(measured), message_bytes(graph.kinds, sizes)[graph.kind], measured)
     times = align_collectives(graph, tasks.start[rows], tasks.end[rows])
     timeline = Timeline(graph, *times, nbytes)
     if residual > _LARGE_RESIDUAL * timeline.makespan:
@@ -366,20 +374,23 @@ def _clock_bounds(tasks: MeasuredTasks) -> ClockBounds:
     sure = _half(tasks, producer, last=True) == producer
     sure &= _half(tasks, consumer, last=False) == consumer
     producer, consumer = producer[sure], consumer[sure]
-    rows = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
-    _, group = np.unique(tasks[rows].keys(replica=-1), return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    rows, group = rows[order], group[order]
-    pairs = [(producer, consumer)]
-    for distance in range(1, int(np.bincount(group).max(initial=0))):  # members of one collective
-        same = group[distance:] == group[:-distance]
-        one, other = rows[distance:][same], rows[:-distance][same]
-        pairs += [(one, other), (other, one)]
+    member = np.flatnonzero(tasks.is_op(COLLECTIVES))
+    _, first, group = np.unique(_calls(tasks)[member], return_index=True, return_inverse=True)
+    first = member[first[group]]
+    pairs = [(producer, consumer), (first, member), (member, first)]
     source, target = (np.concatenate(x) for x in zip(*pairs, strict=True))
     n = len(producer)
     sent = np.concatenate([tasks.end[source[:n]], tasks.start[source[n:]]])
     used = np.concatenate([tasks.start[target[:n]], tasks.end[target[n:]]])
     return ClockBounds(tasks.device[source], tasks.device[target], sent, used)
+
+
+def _calls(tasks: MeasuredTasks) -> Ints:
+    """Return a number for each task that the members of one collective (rule 9) share, or STEPs."""
+    return tasks.keys(
+        replica=np.where(tasks.is_op(OF_STAGES - IN_REPLICA), -1, tasks.replica),
+        stage=np.where(tasks.is_op(OF_DEVICES | {Op.STEP}), -1, tasks.stage),
+    )
 
 
 def _previous_ends(tasks: MeasuredTasks) -> Floats:
@@ -401,17 +412,49 @@ def _consumers(tasks: MeasuredTasks, messages: _Messages, sent: Floats) -> Ints:
     return np.where(sent <= tasks.start[first], first, messages.consumer)
 
 
+def _last_sent(tasks: MeasuredTasks) -> Floats:
+    """Return when the last message to each task had left (s), -inf without messages."""
+    last_sent, messages = np.full(len(tasks), -np.inf), _messages(tasks)
+    _, sent = _departures(tasks, messages)
+    np.maximum.at(last_sent, _consumers(tasks, messages, sent), sent)
+    return last_sent
+
+
+def _charge_stages(tasks: MeasuredTasks) -> MeasuredTasks:
+    """Add the time beside operations on whole stages to them, unless a device waited for a message.
+
+    Before such an operation, a device copies gradients or prepares the call. Of a collective and
+    of all STEPs, the shortest such time of a member counts: another member may wait for what was
+    not recorded. After an UNSHARD, a device loads data. The first operation of a device begins with
+    the step.
+    """
+    start, end = tasks.start.copy(), tasks.end.copy()
+    rows = np.flatnonzero(~tasks.is_op(TRANSFERS))
+    rows = rows[np.lexsort((end[rows], start[rows], tasks.device[rows]))]
+    first = np.diff(tasks.device[rows], prepend=-1) > 0
+    _, latest = _one_by_one(tasks.device[rows], start[rows], end[rows])
+    before = np.where(first, start.min(), np.roll(latest, 1))
+    whole = tasks.is_op(OF_STAGES)[rows]
+    gap = np.maximum(0.0, start[rows] - before)[whole]
+    _, group = np.unique(_calls(tasks)[rows[whole]], return_inverse=True)
+    shortest = np.full(len(gap), np.inf)
+    np.minimum.at(shortest, group, gap)
+    start[rows[whole]] -= shortest[group]
+    follows = np.flatnonzero(~first & ~whole & np.roll(whole, 1))
+    own, task = rows[follows - 1], rows[follows]
+    idle = (end[own] == before[follows]) & (_last_sent(tasks)[task] <= end[own])
+    end[own[idle]] = np.maximum(end[own], tasks.start[task])[idle]
+    return replace(tasks, start=start, end=end)
+
+
 def _charge_gaps(tasks: MeasuredTasks) -> MeasuredTasks:
     """Start tasks where the task before them on their device ended, unless they waited.
 
     A task waited if a message to it left after that end. Otherwise the device was busy between the
     two: it posted and fetched messages, or ran the program between them.
     """
-    previous, last_sent = _previous_ends(tasks), np.full(len(tasks), -np.inf)
-    messages = _messages(tasks)
-    _, sent = _departures(tasks, messages)
-    np.maximum.at(last_sent, _consumers(tasks, messages, sent), sent)
-    charged = np.isfinite(previous) & (last_sent <= previous)
+    previous, last_sent = _previous_ends(tasks), _last_sent(tasks)
+    charged = ~tasks.is_op(OF_STAGES) & np.isfinite(previous) & (last_sent <= previous)
     return replace(tasks, start=np.where(charged, np.minimum(tasks.start, previous), tasks.start))
 
 
@@ -451,7 +494,7 @@ def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
 
     rest = ~tasks.is_op(TRANSFERS)
     forward = tasks.op[producer] == Op.F
-    sends = MeasuredTasks.of(
+    sends = MeasuredTasks.make(
         np.where(forward, Op.SEND_F, Op.SEND_B),
         source,
         tasks.stage[producer],

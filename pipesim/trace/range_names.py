@@ -10,7 +10,7 @@ from pathlib import Path
 from pipesim.errors import ArgumentError, TimelineError, suggestion
 from pipesim.ops import COPIES, OF_STAGES, Action, Op, Overlapped, parse_action
 
-__all__ = ["PATTERNS", "action_parser", "check_pattern"]
+__all__ = ["PATTERNS", "WORDS", "action_parser", "check_pattern"]
 
 #: Patterns for the names of ranges, tried in this order:
 #: 1. torch.distributed.pipelining, for all schedules that it runs from lists of actions;
@@ -31,12 +31,23 @@ _UNREAD = re.compile(
     rf"|(?:{'|'.join(op.name for op in sorted(COPIES))})[0-9]+)"
 )
 #: Other words for an operation, in capitals.
-_WORDS = {
+WORDS = {
     **Op.__members__,
     **dict.fromkeys(("FORWARD", "FWD"), Op.F),
     **dict.fromkeys(("BACKWARD", "BWD"), Op.B),
     **dict.fromkeys(("RECOMPUTE",), Op.R),
     **dict.fromkeys(("OPTIMIZER", "OPTIMIZER_STEP"), Op.STEP),
+    # Megatron-LM's timers (megatron/training/training.py and core/pipeline_parallel).
+    "FORWARD_COMPUTE": Op.F,
+    "BACKWARD_COMPUTE": Op.B,
+    "FORWARD_SEND": Op.SEND_F,
+    "FORWARD_RECV": Op.RECV_F,
+    "BACKWARD_SEND": Op.SEND_B,
+    "BACKWARD_RECV": Op.RECV_B,
+    "GRADS_REDUCE_SCATTER": Op.REDUCE_GRAD,
+    "PARAMS_ALL_GATHER": Op.UNSHARD,
+    "EMBEDDING_GRADS_ALL_REDUCE": Op.REDUCE_TIED,
+    "OPTIMIZER_CLIP_MAIN_GRAD": Op.GRAD_NORM,
 }
 #: Actions of torch that pipesim leaves out: they gather and free parameters.
 _IGNORED = frozenset({"UNSHARD", "RESHARD"})
@@ -90,10 +101,10 @@ def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapp
         word = (groups["op"] or "").upper()
         if word in _IGNORED:
             return None
-        if word not in _WORDS:
+        if word not in WORDS:
             raise TimelineError(
                 f"{path}: range {name!r} names no operation: {groups['op']!r}"
-                f"{suggestion(word, _WORDS)} (known: {', '.join(_WORDS)})"
+                f"{suggestion(word, WORDS)} (known: {', '.join(WORDS)})"
             )
         numbers = (groups.get("stage") or "0", groups["microbatch"] or "-1")
         try:
@@ -104,7 +115,7 @@ def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapp
                 f"{path}: range {name!r} has stage and micro-batch {' and '.join(numbers)}, which "
                 "are no whole numbers; have the groups match digits alone"
             ) from None
-        op = _WORDS[word]
+        op = WORDS[word]
         if microbatch < 0 and op not in OF_STAGES:
             raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
         return Action(stage, op, None if op in OF_STAGES else microbatch, peer)

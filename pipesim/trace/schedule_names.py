@@ -31,14 +31,17 @@ def schedule_name(tasks: MeasuredTasks) -> str | None:
     n_devices, n_stages, n_microbatches = (int(own[k].max()) + 1 for k in (0, 2, 3))
     if n_stages % n_devices:
         return None
+    n_chunks = n_stages // n_devices
     for name, options in options_of_schedules().items():
-        chosen = {x: n_stages // n_devices // _CHUNKS[x] for x in options if x in _CHUNKS}
+        chosen = {x: n_chunks // _CHUNKS[x] for x in options if x in _CHUNKS}
+        if chosen and n_chunks == 1:  # another schedule has these orders, under its usual name
+            continue
         try:
-            known = schedule(name, n_devices, n_microbatches, **chosen)
+            named = schedule(name, n_devices, n_microbatches, **chosen)
         except PipeError:  # not of these counts
             continue
-        listed = np.isin(known.op, sorted(SCHEDULED))
-        others = [x[listed] for x in (known.device, known.op, known.stage, known.microbatch)]
-        if known.overlapped is None and all(map(np.array_equal, own, others)):
+        listed = np.isin(named.op, sorted(SCHEDULED))
+        others = [x[listed] for x in (named.device, named.op, named.stage, named.microbatch)]
+        if named.overlapped is None and all(map(np.array_equal, own, others)):
             return name
     return None

@@ -301,6 +301,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.critical_path": lambda _: {"self": timeline()},
     "ps.Timeline.from_chrome": lambda to: {
         "paths": sorted(RANKS.iterdir())},
+    "ps.Timeline.from_table": lambda to: {"table": timeline().all_rows()},
     "ps.Timeline.idle_by_cause": lambda _: {"self": timeline()},
     "ps.Timeline.load": lambda to: {"path": _written(to / "timeline.csv", timeline().save)},
     "ps.Timeline.host_memory": lambda _: {"self": timeline()},

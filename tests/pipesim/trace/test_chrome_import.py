@@ -590,6 +590,6 @@ def test_orders_that_cannot_run(tmp_path: Path) -> None:
 
 def test_every_op_has_a_word() -> None:
     """A new operation can be imported at once."""
-    from pipesim.trace.range_names import _WORDS
+    from pipesim.trace.range_names import WORDS
 
-    assert set(_WORDS.values()) == set(Op)
+    assert set(WORDS.values()) == set(Op)

@@ -1,0 +1,399 @@
+"""Read a table of measured tasks, such as another framework or a study writes, as a `Timeline`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import (
+    ArgumentError,
+    TimelineError,
+    check_name,
+    check_text,
+    suggestion,
+)
+from pipesim.graph.tasks import Tasks
+from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
+from pipesim.timeline.arrow_tables import read_frame
+from pipesim.timeline.task_rows import check_all_tasks, check_rows
+from pipesim.trace.measured_tasks import MeasuredStep, MeasuredTasks, timeline_of
+from pipesim.trace.range_names import WORDS
+from pipesim.utils.csr import Ints
+from pipesim.utils.extras import import_extra
+from pipesim.utils.files import check_path, gunzip, read_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["COLUMNS", "UNITS", "read_step"]
+
+Floats = NDArray[np.float64]
+_WHAT = "a table of tasks from"
+#: Columns that are read, and what each has.
+COLUMNS = {
+    "op": "the operation",
+    "microbatch": "the micro-batch",
+    "stage": "the stage",
+    "device": "the device",
+    "start": "the start",
+    "end": "the end",
+    "duration": "the duration",
+    "replica": "the replica",
+    "chunk": "the chunk of the device",
+    "nbytes": "the bytes of a message",
+    "step": "the step",
+}
+#: Units of times, in seconds.
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+#: Other names of columns.
+_ALIASES = {"bytes": "nbytes"}
+#: Seconds by which tasks of a device may overlap, as times are rounded, and the share of the
+#: shorter task, as the next one may be called before the one before it has ended.
+_ROUNDED, _EARLY = 5e-6, 0.01
+#: Most steps that a message names.
+_SHOWN = 8
+#: Operations of which a table tells too little: their parts, or what they exchange.
+_UNREAD = (Op.ALL_TO_ALL, Op.DISPATCH, Op.REORDER, Op.RESHARD, Op.OFFLOAD, Op.RELOAD)
+
+
+def read_step(
+    table: object,
+    *,
+    columns: Mapping[str, str] | None = None,
+    ops: Mapping[str, str | None] | None = None,
+    unit: str = "s",
+    step: object = None,
+    gaps: str = "stages",
+    name: str = "",
+) -> MeasuredStep:
+    """Read one step, as `Timeline.from_table` does; return the offsets of the clocks, too."""
+    check_name("unit", unit, UNITS)
+    check_name("way with gaps", gaps, ("keep", "stages", "charge"))
+    check_text("name", name)
+    rows = _one_step(_renamed(_frame(table), columns), step)
+    rows, op = _with_operations(rows, ops)
+    start, end = _times(rows, UNITS[unit])
+    replica = _numbered(rows, "replica")
+    device, stage = _places(rows, replica)
+    microbatch = _integers(rows, "microbatch", lowest=-1)
+    needed = np.isin(op, sorted(set(Op) - OF_STAGES - TRANSFERS))
+    check_rows(rows, (microbatch >= 0) | ~needed, "is of a micro-batch, and has none")
+    microbatch = np.where(np.isin(op, sorted(OF_STAGES)), -1, microbatch)
+    tasks = MeasuredTasks.make(op, device, stage, microbatch, start, end, replica=replica)
+    if "nbytes" in rows:
+        nbytes = _floats(rows, "nbytes")
+        valid = np.isnan(nbytes) | ((nbytes >= 0) & (nbytes < np.inf))
+        check_rows(rows, valid, "has no valid nbytes")
+        tasks = replace(tasks, nbytes=nbytes)
+    tasks = _with_parts(_with_message_numbers(rows, tasks))
+    _check_tasks(rows, tasks)
+    n_devices = int(device.max()) + 1
+    return timeline_of(tasks, n_devices=n_devices, gaps=gaps, name=name, stacklevel=4)
+
+
+# The rows
+
+
+def _frame(table: object) -> pd.DataFrame:
+    """Return a table as a DataFrame: another library's table, or a file's."""
+    from pipesim.utils.packages import pandas as pd
+
+    if isinstance(table, pd.DataFrame):
+        frame = table
+    elif hasattr(table, "__arrow_c_stream__"):
+        frame = import_extra("pyarrow", "parquet", "an Arrow table").table(table).to_pandas()
+    else:
+        path = check_path("table", table)
+        data = read_bytes(path, _WHAT, TimelineError)
+        try:
+            if path.suffix == ".parquet":
+                frame = read_frame(data, path, _WHAT)
+            else:
+                zipped = data[:2] == b"\x1f\x8b"
+                text = gunzip(data, path, _WHAT, TimelineError) if zipped else data
+                exact: dict[str, Any] = (
+                    {} if pd.__version__ >= "3.1" else {"float_precision": "round_trip"}
+                )
+                frame = pd.read_csv(io.BytesIO(text), **exact)
+        except ValueError as error:  # among them UnicodeDecodeError, and those of pandas
+            raise TimelineError(f"cannot read {_WHAT} {path}: {error}") from error
+    if not len(frame):
+        raise TimelineError("the table has no rows; give one row a measured task")
+    return frame.rename_axis("row")
+
+
+def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:
+    """Return the columns that are read, under our names."""
+    columns = _mapping("columns", columns)
+    source = {str(x): str(x) for x in frame.columns if str(x) in COLUMNS}
+    for alias, own in _ALIASES.items():
+        if alias in frame and own not in source:
+            source[own] = alias
+    for own, other in columns.items():
+        check_name("column", own, COLUMNS)
+        if other not in frame:
+            near = suggestion(str(other), map(str, frame.columns))
+            raise TimelineError(f"columns: the table has no column {other!r}{near}")
+        source[own] = other
+    needed = ["op", "microbatch", "start"]
+    needed += [x for pair in (("stage", "device"), ("end", "duration")) if not source.keys() & pair
+               for x in pair[:1]]  # fmt: skip
+    for own in needed:
+        if own not in source:
+            listed = ", ".join(map(repr, map(str, frame.columns)))
+            raise TimelineError(
+                f"the table has no column {own!r}, {COLUMNS[own]}; its columns are {listed}: "
+                f"say which it is, such as columns={{{own!r}: {str(frame.columns[0])!r}}}"
+            )
+    twice = [own for own, other in source.items() if (frame.columns == other).sum() > 1]
+    if twice:
+        raise TimelineError(f"the table has several columns {source[twice[0]]!r}; leave one")
+    return frame[list(source.values())].set_axis(list(source), axis=1)
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    """Return an optional mapping; raise `ArgumentError` for another type."""
+    listed = {} if value is None else value
+    if not isinstance(listed, Mapping) or not all(isinstance(key, str) for key in listed):
+        raise ArgumentError(f"{name} must be a mapping whose keys are names, got {value!r}")
+    return listed
+
+
+def _one_step(rows: pd.DataFrame, step: object) -> pd.DataFrame:
+    """Return the rows of a step, by default of the last one, without their column ``step``."""
+    if "step" not in rows:
+        if step is not None:
+            raise ArgumentError(f"got step={step!r}, and the table has no column 'step'")
+        return rows
+    missing = rows["step"].isna()
+    check_rows(rows, ~missing, "has no step")
+    chosen = rows["step"].max() if step is None else step
+    own = rows["step"] == chosen
+    if not own.any():
+        steps = rows["step"].unique().tolist()
+        shown = ", ".join(map(repr, steps[:_SHOWN])) + (", ..." if len(steps) > _SHOWN else "")
+        raise ArgumentError(f"the table has no step {step!r}; it has {shown}")
+    return rows[own].drop(columns="step")
+
+
+def _with_operations(
+    rows: pd.DataFrame, ops: Mapping[str, str | None] | None
+) -> tuple[pd.DataFrame, Ints]:
+    """Return the rows of operations that are read, and the operation of each."""
+    ops = _mapping("ops", ops)
+    number, words = rows["op"].factorize(use_na_sentinel=False)
+    codes = np.full(len(words), -1)
+    for k, word in enumerate(map(str, words)):
+        named = word
+        if word in ops:
+            if ops[word] is None:
+                codes[k] = len(Op)  # left out
+                continue
+            named = str(ops[word])
+        op = WORDS.get(named.upper().replace("-", "_"))
+        if op is None and named is not word:
+            raise ArgumentError(f"ops: {named!r} is no operation{suggestion(named, WORDS)}")
+        if op is not None and op not in _UNREAD:
+            codes[k] = op
+    op = codes[number]
+    word = str(words[number[(op < 0).argmax()]])
+    check_rows(
+        rows,
+        op >= 0,
+        f"has an op that is not read{suggestion(word, WORDS)}; say which it is, such as "
+        f"ops={{{word!r}: 'F'}}; ops={{{word!r}: None}} leaves it out",
+    )
+    kept = op < len(Op)
+    if not kept.any():
+        raise TimelineError("ops leaves out all rows of the table; name at least F")
+    return rows[kept], op[kept]
+
+
+def _floats(rows: pd.DataFrame, column: str) -> Floats:
+    """Return a column of numbers, NaN for missing ones."""
+    from pipesim.utils.packages import pandas as pd
+
+    values = rows[column]
+    numbers = pd.to_numeric(values, errors="coerce")
+    is_text = numbers.isna() & values.notna()
+    if values.dtype == bool:
+        is_text[:] = True
+    check_rows(rows, ~is_text, f"has no number as {column}")
+    return numbers.to_numpy(np.float64, na_value=np.nan)
+
+
+def _integers(rows: pd.DataFrame, column: str, *, lowest: int = 0) -> Ints:
+    """Return a column of whole numbers; a missing micro-batch is -1."""
+    numbers = _floats(rows, column)
+    if lowest < 0:
+        numbers = np.nan_to_num(numbers, nan=-1.0)
+    valid = (numbers >= lowest) & (numbers < 2**31) & (numbers == np.floor(numbers))
+    check_rows(rows, valid, f"has no valid {column}, a whole number from 0")
+    return numbers.astype(np.int64)
+
+
+def _numbered(rows: pd.DataFrame, column: str) -> Ints:
+    """Return the number of each row's value among the values of a column, in order; 0 without."""
+    if column not in rows:
+        return np.zeros(len(rows), np.int64)
+    values = rows[column]
+    check_rows(rows, values.notna(), f"has no {column}")
+    try:
+        number, _ = values.factorize(sort=True)
+    except TypeError as error:  # texts and numbers
+        raise TimelineError(f"column {column!r} has values of different types") from error
+    return number.astype(np.int64)
+
+
+def _times(rows: pd.DataFrame, unit: float) -> tuple[Floats, Floats]:
+    """Return the start and end of each row (s)."""
+    columns = [x for x in ("start", "end", "duration") if x in rows]
+    raw = {x: _floats(rows, x) for x in columns}
+    if all(rows[x].dtype.kind in "iu" for x in columns):  # of any origin, to the last digit
+        origin = int(rows["start"].min())
+        raw["start"] = (rows["start"].to_numpy() - origin).astype(np.float64)
+        if "end" in raw:
+            raw["end"] = (rows["end"].to_numpy() - origin).astype(np.float64)
+    for column, values in raw.items():
+        check_rows(rows, np.isfinite(values), f"has no finite {column}")
+    start = raw["start"] * unit
+    end = raw["end"] * unit if "end" in raw else start + raw["duration"] * unit
+    is_ordered = end >= start
+    if "duration" in raw:
+        is_ordered &= raw["duration"] >= 0
+    check_rows(rows, is_ordered, "ends before it starts")
+    return start, end
+
+
+def _places(rows: pd.DataFrame, replica: Ints) -> tuple[Ints, Ints]:
+    """Return the device and the stage of each row."""
+    n_replicas = int(replica.max()) + 1
+    if "device" not in rows:
+        if "chunk" in rows:
+            raise TimelineError("the table has chunks of devices and no column 'device'")
+        stage = _integers(rows, "stage")
+        return replica * (int(stage.max()) + 1) + stage, stage
+    device = _numbered(rows, "device")
+    if "stage" in rows:
+        stage = _integers(rows, "stage")
+    else:
+        numbers = [np.unique(device[replica == r]) for r in range(n_replicas)]
+        sizes = {len(x) for x in numbers}
+        if len(sizes) > 1:
+            raise TimelineError(
+                f"the replicas have {' and '.join(map(str, sorted(sizes)))} devices; each is a "
+                "whole pipeline, so that they have as many"
+            )
+        position = np.empty_like(device)
+        for r, listed in enumerate(numbers):
+            position[replica == r] = np.searchsorted(listed, device[replica == r])
+        chunk = _integers(rows, "chunk") if "chunk" in rows else np.zeros_like(device)
+        stage = chunk * sizes.pop() + position
+    # The device of each stage of each replica: that of its first row.
+    home = np.full((n_replicas, int(stage.max()) + 1), -1)
+    home[replica[::-1], stage[::-1]] = device[::-1]
+    check_rows(rows, home[replica, stage] == device, "has its stage on another device than before")
+    if n_replicas > 1 and (home == home[0]).all():  # numbered within the replica
+        device = replica * (int(device.max()) + 1) + device
+    return device, stage
+
+
+# The tasks
+
+
+def _with_message_numbers(rows: pd.DataFrame, tasks: MeasuredTasks) -> MeasuredTasks:
+    """Number messages without micro-batch: the k-th of a stage is that of its k-th F or B."""
+    microbatch = tasks.microbatch.copy()
+    for op in sorted(TRANSFERS):
+        own = np.flatnonzero((tasks.op == op) & (microbatch < 0))
+        if not len(own):
+            continue
+        place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
+        of_forward = op in (Op.SEND_F, Op.RECV_F)
+        works = np.isin(tasks.op, (Op.F,) if of_forward else (Op.B, Op.I))
+        works &= np.isin(place, place[own])
+        partner = np.flatnonzero(works)
+        own, partner = (x[np.lexsort((tasks.start[x], place[x]))] for x in (own, partner))
+        if not np.array_equal(place[own], place[partner]):
+            counts = [np.bincount(place[x], minlength=place.max() + 1) for x in (own, partner)]
+            wrong = np.flatnonzero(counts[0] != counts[1])[0]
+            check_rows(
+                rows,
+                ~np.isin(np.arange(len(tasks)), own[place[own] == wrong]),
+                f"is one of {counts[0][wrong]} {op} of its stage without micro-batch, for "
+                f"{counts[1][wrong]} {'F' if of_forward else 'B'}; number them, or leave {op} out",
+            )
+        microbatch[own] = microbatch[partner]
+    return replace(tasks, microbatch=microbatch)
+
+
+def _with_parts(tasks: MeasuredTasks) -> MeasuredTasks:
+    """Return the tasks with the parts of operations on whole stages, in order of time.
+
+    - Several REDUCE_GRADs of a stage are its buckets.
+    - An UNSHARD gathers parameters for the next F or backward of its stage, or after its STEP.
+    - All tied stages are one group.
+    """
+    part, microbatch = tasks.part.copy(), tasks.microbatch.copy()
+    place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
+    part[tasks.op == Op.REDUCE_TIED] = 0
+    own = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
+    own = own[np.lexsort((tasks.start[own], place[own]))]
+    _, first, count = np.unique(place[own], return_index=True, return_counts=True)
+    bucket = np.arange(len(own)) - np.repeat(first, count)
+    part[own] = np.where(np.repeat(count, count) > 1, bucket, -1)
+
+    gathers = tasks.op == Op.UNSHARD
+    passes = np.flatnonzero(np.isin(tasks.op, (Op.F, Op.B, Op.I)) | gathers)
+    passes = passes[np.lexsort((~gathers[passes], tasks.start[passes], place[passes]))]
+    position = np.where(gathers[passes], len(passes), np.arange(len(passes)))
+    following = np.minimum.accumulate(position[::-1])[::-1]  # the next F or backward
+    own, user = passes[gathers[passes]], np.append(passes, -1)[following[gathers[passes]]]
+    own, user = (x[(user >= 0) & (place[own] == place[user])] for x in (own, user))
+    part[own], microbatch[own] = tasks.op[user] != Op.F, microbatch[user]
+    return replace(tasks, part=part, microbatch=microbatch)
+
+
+def _check_tasks(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
+    """Raise `TimelineError` for the first row that is in no pipeline, or a missing task."""
+    keys = tasks.keys()
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    again = first[number] != np.arange(len(tasks))
+    if again.any():
+        row = int(again.argmax())
+        earlier = rows.index[first[number[row]]]
+        check_rows(rows, ~again, f"is the same task as row {earlier}, {_action(tasks, row)}")
+    last = int(tasks.stage.max())
+    onward = np.isin(tasks.op, (Op.SEND_F, Op.RECV_B)) & (tasks.stage == last)
+    back = np.isin(tasks.op, (Op.RECV_F, Op.SEND_B)) & (tasks.stage == 0)
+    check_rows(rows, ~(onward | back), "is of a message to no stage")
+    works = np.flatnonzero(tasks.is_op(COMPUTE - {Op.STEP}))
+    works = works[np.lexsort((tasks.end[works], tasks.start[works], tasks.device[works]))]
+    one, other = works[:-1], works[1:]
+    overlap = np.minimum(tasks.end[one], tasks.end[other]) - tasks.start[other]
+    shorter = np.minimum(*((tasks.end - tasks.start)[x] for x in (one, other)))
+    wrong = (tasks.device[one] == tasks.device[other]) & (
+        overlap > np.maximum(_ROUNDED, _EARLY * shorter)
+    )
+    if wrong.any():
+        k = int(wrong.argmax())
+        check_rows(
+            rows,
+            np.arange(len(rows)) != other[k],
+            f"starts {overlap[k]:.3g} s before row {rows.index[one[k]]} ends, "
+            f"{_action(tasks, one[k])} on the same device, which runs one after the other",
+        )
+    columns = tasks.op, tasks.device, tasks.stage, tasks.microbatch, np.zeros_like(tasks.op)
+    forward_only = not np.isin(tasks.op, (Op.B, Op.I, Op.W)).any()
+    check_all_tasks(Tasks(*columns, replica=tasks.replica), 1, forward_only)
+
+
+def _action(tasks: MeasuredTasks, row: int) -> Action:
+    """Return the action of a task."""
+    microbatch = int(tasks.microbatch[row])
+    return Action(int(tasks.stage[row]), Op(tasks.op[row]), None if microbatch < 0 else microbatch)

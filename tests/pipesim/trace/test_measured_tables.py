@@ -1,0 +1,293 @@
+"""Timelines from tables of measured tasks, against tables drawn by hand and simulated steps."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, TimelineError
+from pipesim.trace.measured_table import read_step
+
+#: Stage, operation, micro-batch and start of 1F1B on two stages; F takes 1 s, B 2 s.
+ROWS = [
+    (0, "F", 0, 10.0),
+    (0, "F", 1, 11.0),
+    (1, "F", 0, 11.5),
+    (1, "B", 0, 12.5),
+    (0, "B", 0, 15.0),
+    (1, "F", 1, 14.5),
+    (1, "B", 1, 15.5),
+    (0, "B", 1, 18.0),
+]
+SECONDS = {"F": 1.0, "B": 2.0}
+
+
+def table(rows: list[tuple[Any, ...]] = ROWS) -> pd.DataFrame:
+    """Return the table drawn above."""
+    frame = pd.DataFrame(rows, columns=["stage", "op", "microbatch", "start"])
+    return frame.assign(duration=frame["op"].map(SECONDS).astype(float))
+
+
+def times(timeline: ps.Timeline) -> dict[str, tuple[float, float]]:
+    """Return start and end of each task of the first replica."""
+    graph = timeline.graph
+    return {
+        str(graph.task(k)): (float(timeline.start[k]), float(timeline.end[k]))
+        for k in np.flatnonzero(graph.replica == 0).tolist()
+    }
+
+
+def test_by_hand() -> None:
+    """Messages leave when their data is ready; a device that is idle by then waits for them."""
+    timeline = ps.Timeline.from_table(table())
+    assert times(timeline) == {
+        "0F0": (0, 1), "0F1": (1, 2), "1F0": (1.5, 2.5), "1B0": (2.5, 4.5),
+        "0B0": (5, 7), "1F1": (4.5, 5.5), "1B1": (5.5, 7.5), "0B1": (8, 10),
+        "0SEND_F0": (1, 1), "1RECV_F0": (1, 1.5), "0SEND_F1": (2, 2), "1RECV_F1": (2, 2.5),
+        "1SEND_B0": (4.5, 4.5), "0RECV_B0": (4.5, 5),
+        "1SEND_B1": (7.5, 7.5), "0RECV_B1": (7.5, 8),
+    }  # fmt: skip
+    assert timeline.name == "1f1b"
+    for engine in ("compiled", "simpy"):
+        replayed = ps.replay(timeline, engine=engine)
+        assert {x: t for x, t in times(replayed).items() if "RECV" not in x} == {
+            x: t for x, t in times(timeline).items() if "RECV" not in x
+        }
+    costs = ps.Costs.from_timeline(timeline)
+    assert (costs.forward, costs.backward) == ((1.0, 1.0), (2.0, 2.0))
+    assert timeline.idle_by_cause().to_numpy().sum() == pytest.approx(timeline.idle.sum())
+    predicted = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2), step="none"), costs)
+    assert ps.Comparison(predicted, timeline).makespan_error == pytest.approx(0)
+
+
+def _as_rows(timeline: ps.Timeline) -> pd.DataFrame:
+    """Return the compute tasks of a timeline as another program would write them."""
+    rows = timeline.all_rows()
+    rows = rows[rows["op"].isin(["F", "B", "I", "W"])]
+    return rows[["device", "stage", "op", "microbatch", "start", "end"]].sample(
+        frac=1.0, random_state=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpipe", {}),
+        ("1f1b", {}),
+        ("eager_1f1b", {}),
+        ("interleaved_1f1b", {"n_chunks": 2}),
+        ("looped_bfs", {"n_chunks": 3}),
+        ("zb_h1", {}),
+        ("zbv", {}),
+        ("hanayo", {"n_waves": 2}),
+    ],
+)
+def test_a_simulated_step_comes_back(name: str, options: dict[str, int]) -> None:
+    """Rows may be in any order."""
+    graph = ps.lower(ps.schedule(name, 4, 8, **options), step="none")
+    halves = {"input_grad": 1.0, "weight_grad": 0.875}
+    costs = ps.Costs(1.0, 2.0, **halves, network=ps.Network(latency=0.25))
+    simulated = ps.simulate(graph, costs)
+    timeline = ps.Timeline.from_table(_as_rows(simulated))
+    assert timeline.name == name
+    assert timeline.makespan == simulated.makespan
+    assert ps.replay(timeline).makespan == pytest.approx(simulated.makespan)
+    ps.Comparison(simulated, timeline)  # of the same tasks
+
+
+def test_devices_without_stages_and_chunks() -> None:
+    """Chunk c of device d is stage ``c * n_devices + d``, in each replica."""
+    simulated = ps.simulate(
+        ps.lower(ps.schedule("interleaved_1f1b", 2, 4, n_chunks=2)), ps.Costs(1, 2)
+    )
+    rows = _as_rows(simulated)
+    rows["chunk"] = rows["stage"] // 2
+    both = pd.concat([rows.assign(replica=r, device=rows["device"] + 2 * r) for r in range(2)])
+    timeline = ps.Timeline.from_table(both.drop(columns="stage"))
+    assert (timeline.n_devices, timeline.graph.n_stages, timeline.graph.n_replicas) == (4, 4, 2)
+    assert timeline.name == "interleaved_1f1b"
+    numbered = both.assign(device=both["device"] % 2)  # each replica counts from 0
+    again = ps.Timeline.from_table(numbered)
+    np.testing.assert_array_equal(again.graph.device, timeline.graph.device)
+
+
+@pytest.mark.parametrize("form", ["csv", "csv.gz", "parquet", "arrow"])
+def test_files_and_their_words(tmp_path: Path, form: str) -> None:
+    """Names of columns and operations, and the unit, are another program's."""
+    frame = table().rename(columns={"microbatch": "mb", "start": "ts"})
+    frame["op"] = frame["op"].map({"F": "forward-compute", "B": "bwd_step"})
+    frame["ts"] = (frame["ts"] * 1000).astype("int64") + 10**18
+    frame["duration"] = (frame["duration"] * 1000).astype("int64")
+    frame.loc[len(frame)] = [0, "layernorm", 0, 10**18, 5]
+    frame = pd.concat([frame.assign(step=4, duration=7), frame.assign(step=5)])
+    path = tmp_path / f"tasks.{form}"
+    source: object = path
+    if form == "parquet":
+        frame.to_parquet(path)
+    elif form == "arrow":
+        pyarrow = pytest.importorskip("pyarrow")
+        source = pyarrow.Table.from_pandas(frame)
+    else:
+        text = frame.to_csv(index=False).encode()
+        path.write_bytes(gzip.compress(text) if form == "csv.gz" else text)
+    timeline = ps.Timeline.from_table(
+        source,
+        columns={"microbatch": "mb", "start": "ts"},
+        ops={"bwd_step": "B", "layernorm": None},
+        unit="ms",
+        name="mine",
+    )
+    assert timeline.name == "mine"
+    expected = ps.Timeline.from_table(table())
+    np.testing.assert_allclose(timeline.start, expected.start)
+    np.testing.assert_allclose(timeline.end, expected.end)
+
+
+#: Two replicas of two stages, one micro-batch, with a program's calls: device loads data for 0.5 s
+#: after it gathered parameters, and copies gradients for 0.25 s before it reduces them.
+CALLS = [
+    # replica, stage, op, micro-batch, start, end, bytes
+    *[(r, s, "params-all-gather", -1, 0.25, 1.0, None) for r in range(2) for s in range(2)],
+    *[row for r in range(2) for row in [
+        (r, 0, "F", 0, 1.5, 2.5, None), (r, 1, "forward-recv", -1, 1.0, 2.75, None),
+        (r, 0, "forward-send", -1, 2.5, 2.75, 8), (r, 1, "F", 0, 2.75, 3.75, None),
+        (r, 1, "B", 0, 3.75, 5.75, None), (r, 1, "backward-send", -1, 5.75, 6.0, 8),
+        (r, 0, "backward-recv", -1, 2.5, 6.0, None), (r, 0, "B", 0, 6.0, 8.0 + r, None),
+    ]],
+    *[(r, 1, "grads-reduce-scatter", -1, 6.25 + r, 8.0, None) for r in range(2)],
+    *[(r, 0, "grads-reduce-scatter", -1, 8.25 + r, 10.0, None) for r in range(2)],
+    *[(r, s, "optimizer", -1, 10.0, 10.5, None) for r in range(2) for s in range(2)],
+]  # fmt: skip
+
+
+def test_calls_of_a_program() -> None:
+    """Collectives start when their last member calls them; time beside them is theirs."""
+    names = ["replica", "stage", "op", "microbatch", "start", "end", "bytes"]
+    frame = pd.DataFrame(CALLS, columns=names)
+    timeline = ps.Timeline.from_table(frame)
+    assert timeline.makespan == 10.25
+    assert times(timeline) == {
+        "0UNSHARD0.forward": (0, 1.25), "1UNSHARD0.forward": (0, 0.75),
+        "0F0": (1.25, 2.25), "0SEND_F0": (2.25, 2.5), "1RECV_F0": (2.25, 2.5),
+        "1F0": (2.5, 3.5), "1B0": (3.5, 5.5), "1SEND_B0": (5.5, 5.75), "0RECV_B0": (5.5, 5.75),
+        "0B0": (5.75, 7.75),
+        "0REDUCE_GRAD": (8.75, 9.75), "1REDUCE_GRAD": (6.5, 7.75),
+        "0STEP": (9.75, 10.25), "1STEP": (9.75, 10.25),
+    }  # fmt: skip
+    kept = times(ps.Timeline.from_table(frame, gaps="keep"))
+    assert kept["0UNSHARD0.forward"] == (0, 0.75)
+    assert (kept["0REDUCE_GRAD"], kept["1REDUCE_GRAD"]) == ((9.0, 9.75), (7.0, 7.75))
+    messages = timeline.graph.is_op(ps.ops.TRANSFERS)
+    assert set(timeline.nbytes[messages]) == {8.0}
+    assert ps.replay(timeline).makespan == pytest.approx(10.25)
+
+
+def test_several_reductions_of_a_stage_are_buckets() -> None:
+    """They are numbered in order of time."""
+    frame = table()
+    frame["end"] = frame["start"] + frame["duration"]
+    reductions = [(s, "REDUCE_GRAD", -1, t, 1.0, t + 1) for s in range(2) for t in (21.0, 20.0)]
+    frame = pd.concat([frame, pd.DataFrame(reductions, columns=frame.columns)])
+    both = pd.concat([frame.assign(replica=r) for r in range(2)]).drop(columns="duration")
+    tasks = times(ps.Timeline.from_table(both, gaps="keep"))
+    assert (tasks["0REDUCE_GRAD.0"], tasks["0REDUCE_GRAD.1"]) == ((10, 11), (11, 12))
+
+
+def test_a_forward_alone() -> None:
+    """A table without backwards is of a forward-only step."""
+    frame = table([row for row in ROWS if row[1] == "F"])
+    assert ps.Timeline.from_table(frame).graph.forward_only
+
+
+def test_clocks_that_differ_by_hours() -> None:
+    """Messages align clocks: the offset is the middle of what they allow."""
+    frame = table()
+    frame.loc[frame["stage"] == 1, "start"] += 7200.0
+    step = read_step(frame)
+    assert step.offsets.tolist() == [0.0, pytest.approx(-7200.0, abs=0.5)]
+    assert step.residual == 0
+    expected = ps.Timeline.from_table(table())
+    assert step.timeline.makespan == pytest.approx(expected.makespan)
+    assert step.timeline.name == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.assign(start=[*f["start"][:7], 17.5]), None),
+        (lambda f: f.assign(start=[*f["start"][:7], 16.0]),
+         r"row 7 \(0, B, 1, 16.0, 2.0\) starts 1 s before row 4 ends, 0B0 on the same device"),
+        (lambda f: pd.concat([f, f[2:3]], ignore_index=True),
+         r"row 8 .* is the same task as row 2, 1F0"),
+        (lambda f: f.assign(duration=[-1.0, *f["duration"][1:]]), "row 0 .* ends before it starts"),
+        (lambda f: f.assign(start=[np.nan, *f["start"][1:]]), r"row 0 .* has no finite start"),
+        (lambda f: f[f["microbatch"] == 1], r"0F0 is missing"),
+        (lambda f: f.drop(index=6), r"1B1 is missing"),
+        (lambda f: f[f["stage"] == 1], r"0F0 is missing"),
+        (lambda f: f.assign(device=[0, 0, 1, 1, 0, 0, 1, 0]),
+         r"row 5 .* has its stage on another device than before"),
+        (lambda f: f.assign(op=["FWD2", *f["op"][1:]]),
+         r"row 0 .* has an op that is not read; did you mean 'FWD'.*ops=\{'FWD2': 'F'\}"),
+        (lambda f: f.assign(op=["ALL_TO_ALL", *f["op"][1:]]), "row 0 .* has an op that"),
+        (lambda f: f.assign(microbatch=[None, *f["microbatch"][1:]]),
+         r"row 0 .* is of a micro-batch, and has none"),
+        (lambda f: f.assign(microbatch=[0.5, *f["microbatch"][1:]]), "row 0 .* valid microbatch"),
+        (lambda f: f.assign(stage=["a", *f["stage"][1:]]), r"row 0 .* has no number as stage"),
+        (lambda f: f.rename(columns={"microbatch": "mb"}),
+         r"no column 'microbatch', the micro-batch; its columns are 'stage', 'op', 'mb'"),
+        (lambda f: f.drop(columns="stage"), r"no column 'stage'"),
+        (lambda f: f.drop(columns="duration"), r"no column 'end'"),
+        (lambda f: f.drop(columns="stage").assign(chunk=0), r"no column 'stage'"),
+        (lambda f: f.assign(chunk=0).rename(columns={"stage": "x"}), r"no column 'stage'"),
+        (lambda f: f[:0], r"has no rows"),
+        (lambda f: pd.concat([f, f[["op"]]], axis=1), r"several columns 'op'"),
+        (lambda f: pd.concat([f, pd.DataFrame([(1, "SEND_F", 0, 12.5, 0.1)], columns=f.columns)],
+                             ignore_index=True), r"row 8 .* is of a message to no stage"),
+        (lambda f: pd.concat([f, pd.DataFrame([(0, "SEND_F", -1, 11.0, 0.1)], columns=f.columns)],
+                             ignore_index=True),
+         r"row 8 .* is one of 1 SEND_F of its stage without micro-batch, for 2 F"),
+        (lambda f: f.assign(op=["B" if x == "F" else "F" for x in f["op"]]),
+         r"of no step that could run: .* deadlocks"),
+        (lambda f: f.assign(nbytes=-1.0), r"row 0 .* has no valid nbytes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_pipeline(change: Any, message: str | None) -> None:
+    """The message names the first row that is wrong, by the index of the table."""
+    frame = change(table())
+    if message is None:
+        ps.Timeline.from_table(frame)  # not every change is wrong
+        return
+    with pytest.raises(TimelineError, match=message):
+        ps.Timeline.from_table(frame)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": 3}, "has no column 'step'"),
+        ({"unit": "min"}, "unknown unit 'min'"),
+        ({"gaps": "all"}, "gaps"),
+        ({"columns": {"mb": "x"}}, "unknown column 'mb'"),
+        ({"columns": ["x"]}, "columns must be a mapping"),
+        ({"ops": {"F": "forwards"}}, "ops: 'forwards' is no operation"),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    """Options that are no options."""
+    with pytest.raises((ArgumentError, TimelineError), match=message):
+        ps.Timeline.from_table(table(), **options)
+
+
+def test_the_step_to_read() -> None:
+    """It is a value of the table, by default the greatest."""
+    frame = pd.concat([table().assign(step=17), table().assign(step=9, duration=0.5)])
+    assert ps.Timeline.from_table(frame).makespan == 10
+    assert ps.Timeline.from_table(frame, step=9).makespan == 8.5
+    with pytest.raises(ArgumentError, match="no step 3; it has 17, 9"):
+        ps.Timeline.from_table(frame, step=3)
