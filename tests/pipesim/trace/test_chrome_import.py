@@ -553,6 +553,34 @@ def test_bad_files(tmp_path: Path, damage: Callable[[bytes], bytes], message: st
         ps.Timeline.from_chrome(paths)
 
 
+@pytest.mark.parametrize("end", ["", ",", ",\n", "]", ",]", " ,\n ]\n"])
+def test_arrays_that_writers_left_open(tmp_path: Path, end: str) -> None:
+    """The format lets an array lack its bracket, so that a program that crashes leaves a trace."""
+    for rank, events in enumerate(GPIPE_1):
+        rows = ",\n".join(map(json.dumps, events))
+        (tmp_path / f"rank{rank}.json").write_text(f"[{rows}{end}")
+    assert microseconds(ps.Timeline.from_chrome(tmp_path))["1B0"] == (20, 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "na',
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "args": {"sizes": [1]',
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "args": {"mb": 1}',
+        '[{"ph": "X", "name": "a"} {"ph": "X"}',
+        '[{"ph": "X", "name": "a"},,',
+        '{"traceEvents": [{"ph": "X", "name": "a"},',
+        '{"traceEvents": [{"ph": "X", "name": "a"}]',
+    ],
+)
+def test_files_that_were_cut(tmp_path: Path, text: str) -> None:
+    """Within an event, or within an object, which needs its end."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(TimelineError, match=r"x\.json: .*, at character \d+ of \d+ \(.*; export"):
+        ps.Timeline.from_chrome(tmp_path / "x.json")
+
+
 def test_a_cut_compressed_file(tmp_path: Path) -> None:
     paths = write(tmp_path, GPIPE_1, packed=True)
     paths[1].write_bytes(paths[1].read_bytes()[:-20])
