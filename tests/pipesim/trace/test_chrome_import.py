@@ -150,6 +150,37 @@ def test_kernels_that_communication_launches(tmp_path: Path, kernel: str, runtim
     assert microseconds(read(tmp_path, first, second))["0F0"] == (0, 20)
 
 
+@pytest.mark.parametrize(
+    ("call", "work", "args"),
+    [
+        ("xpu_runtime", "kernel", {}),
+        ("privateuse1_runtime", "kernel", {}),
+        ("mtia_runtime", "mtia_ccp_events", {"device": 0, "stream": 3}),
+        ("hpu_op", "hpu_kernel", {"device": 0, "stream": 3}),
+        ("cpu_op", "vendor_work", {"device": 0, "stream": 3}),
+        ("cpu_op", "vendor_work", None),
+    ],
+)
+def test_launches_of_any_back_end(
+    tmp_path: Path, call: str, work: str, args: dict[str, Any] | None
+) -> None:
+    """A call is a launch if work of a device has its correlation; waits of a device are no work."""
+    gpu = {"ph": "M", "name": "process_labels", "pid": 0, "args": {"labels": "NPU 0"}}
+    kernel = event("gemm", 30, 50, work, tid=99, correlation=1, **(args or {}))
+    first = [
+        event("PP:0F0", 0, 40),
+        event("aten::mm", 5, 6, call, correlation=1),
+        event("aten::add", 7, 8, "cpu_op", correlation=0),
+        {**kernel, "pid": 0},
+        {**event("wait", 20, 60, "cuda_sync", correlation=1, device=0, stream=3), "pid": 0},
+        {**event("none", 20, 70, work, correlation=0, device=0, stream=3), "pid": 0},
+        event("PP:0B0", 200, 210),
+    ]
+    second = [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)]
+    rows = [gpu, *first] if args is None else first
+    assert microseconds(read(tmp_path, rows, second))["0F0"] == (0, 20)
+
+
 def test_waiting_is_no_work(tmp_path: Path) -> None:
     """A call that waits for its message, works, and sends: only the work counts, as in GPipe."""
     second = [
