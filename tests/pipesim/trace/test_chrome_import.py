@@ -181,6 +181,33 @@ def test_launches_of_any_back_end(
     assert microseconds(read(tmp_path, rows, second))["0F0"] == (0, 20)
 
 
+@pytest.mark.parametrize("summed", ["vendor_sum", "ncclDevKernel_AllReduce"])
+@pytest.mark.parametrize("call", ["record_param_comms", "nccl:recv 1<-0", "c10d::recv_"])
+def test_kernels_of_unknown_names_that_communicate(tmp_path: Path, call: str, summed: str) -> None:
+    """They are no work of the F around their call, and carry out the transfer around their call."""
+    first = [
+        event("PP:0F0", 0, 40),
+        event("launch", 5, 6, "cuda_runtime", correlation=1),
+        event("gemm", 30, 50, "kernel", tid=99, correlation=1),
+        event(call, 20, 30),
+        event("launch", 25, 26, "cuda_runtime", correlation=2),
+        event("vendor_copy", 52, 90, "kernel", tid=98, correlation=2),
+        event("PP:0SEND_F0", 40, 50),
+        event("launch", 41, 42, "cuda_runtime", correlation=3),
+        event("vendor_copy", 90, 94, "kernel", tid=98, correlation=3),
+        event("PP:0B0", 200, 210),
+        event("PP:0REDUCE_GRAD", 210, 220),
+        event("launch", 212, 213, "cuda_runtime", correlation=4),
+        event(summed, 230, 250, "kernel", tid=98, correlation=4),
+    ]
+    times = microseconds(
+        read(tmp_path, first, [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)])
+    )
+    assert times["0F0"] == (0, 20)
+    assert times["0SEND_F0"] == (60, 64)
+    assert times["0REDUCE_GRAD"] == (200, 220)
+
+
 def test_waiting_is_no_work(tmp_path: Path) -> None:
     """A call that waits for its message, works, and sends: only the work counts, as in GPipe."""
     second = [
