@@ -145,6 +145,19 @@ def test_the_form_of_the_straggler_study(tmp_path: Path) -> None:
             )
 
 
+def test_replicas_as_processes(tmp_path: Path) -> None:
+    """They look like ranks with the same stages, and are refused unless one is chosen."""
+    events = [
+        {**x, "pid": replica, "args": {**x["args"], "stage": x["pid"]}}
+        for replica in (3, 4)
+        for x in one_microbatch()
+    ]
+    fields = {**FIELDS, "stage": "args.stage"}
+    with pytest.raises(TimelineError, match=r"0F0 is on ranks 0 and 1; .*\(only=.* chooses one"):
+        read(tmp_path, events, fields=fields, ops=OPS)
+    assert read(tmp_path, events, fields=fields, ops=OPS, only={"pid": 4}) == EXPECTED
+
+
 def launch(start: float, correlation: int, tid: int, kernel: tuple[float, float]) -> list[Event]:
     """Return a call that launches a kernel, and the kernel on a GPU."""
     return [
