@@ -38,6 +38,9 @@ _ADVICE = {
     "network=pipesim.Network.preset(": 'network = { preset = "dgx_h100" } in [costs]',
     'partition="balanced"': 'partition = "balanced" in [costs.transformer]',
     "such as constants=(": "such as --constants flops",
+    "such as fields={": "--fields JSON",
+    "such as only={": "--only JSON",
+    "leaves it out": "--ops JSON, with null for None",
     "or n_ranks=": "the folder of these files, or --ranks N",
 }
 

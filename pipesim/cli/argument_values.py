@@ -9,9 +9,17 @@ from typing import Any
 
 from pipesim.errors import ArgumentError
 from pipesim.utils.files import check_path, check_target, write_errors
-from pipesim.utils.texts import parse_float, parse_int
+from pipesim.utils.texts import parse_float, parse_int, parse_json
 
-__all__ = ["FIGURES", "figure_path", "page_path", "parse_option", "parse_value", "writable_path"]
+__all__ = [
+    "FIGURES",
+    "figure_path",
+    "json_object",
+    "page_path",
+    "parse_option",
+    "parse_value",
+    "writable_path",
+]
 
 #: Endings of files of figures, and of pages.
 FIGURES = (".pdf", ".png", ".svg")
@@ -38,6 +46,17 @@ def parse_option(text: str) -> tuple[str, Any]:
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
     return key, parse_value(value)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse an object of JSON, such as ``{"pid": 0}``."""
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no object of JSON, such as {{"pid": 0}}')
+    return value
 
 
 def writable_path(text: str) -> Path:

@@ -139,6 +139,7 @@ Several files are below each other on one time axis, or with --layout steps one 
   pipesim view results/quickstart
   pipesim view before.csv after.csv --layout steps --out change.html
   pipesim view traces --pattern '(?P<op>fwd|bwd) (?P<microbatch>[0-9]+)' --step 2
+  pipesim view trace.json --fields '{"op": "name", "microbatch": "args.mb", "stage": "pid"}'
 
 Without --out the page is NAME.html in the current folder, after the first FILE. There a file
 that is no such page is not replaced; a file that --out names is. The page is one file, which

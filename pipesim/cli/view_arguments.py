@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipesim.cli.argument_values import page_path, parse_value
+from pipesim.cli.argument_values import json_object, page_path, parse_value
 from pipesim.cli.help_texts import DEMO_PAGE_EPILOG, VIEW_EPILOG
 from pipesim.plot.page.document import LAYOUTS
 
@@ -26,6 +26,12 @@ def add_view_arguments(command: argparse.ArgumentParser) -> None:
         help="several timelines: below each other, or one at a time")  # fmt: skip
     add("--pattern", metavar="REGEX", default=None,
         help="names of ranges in traces, with groups op, microbatch and stage")  # fmt: skip
+    add("--fields", type=json_object, metavar="JSON", default=None,
+        help="places of op, microbatch, stage and rank in events of traces")  # fmt: skip
+    add("--ops", type=json_object, metavar="JSON", default=None,
+        help="operations by the words of traces; null leaves events out")  # fmt: skip
+    add("--only", type=json_object, metavar="JSON", default=None,
+        help="values that events of traces must have at places")  # fmt: skip
     add("--step", type=parse_value, metavar="N", default=None,
         help="step of traces, from 0; by default -1, the last one")  # fmt: skip
     add("--ranks", type=parse_value, metavar="N", default=None,

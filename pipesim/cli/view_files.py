@@ -36,7 +36,11 @@ _GZIP = b"\x1f\x8b"
 _PAGE = PAGE_MARK.encode()
 _ACTION = re.compile(r"\(?[0-9]+[A-Z]")
 #: Options of the command for arguments of `Timeline.from_chrome`.
-TRACE_FLAGS = {"pattern": "--pattern", "step": "--step", "n_ranks": "--ranks"}
+TRACE_FLAGS = {
+    **{name: f"--{name}" for name in ("pattern", "fields", "ops", "only")},
+    "step": "--step",
+    "n_ranks": "--ranks",
+}
 _TRACE_ENDINGS = (".json", ".json.gz")
 _ENDING = re.compile(r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet)$", re.IGNORECASE)
 #: JSON files of a run directory, and what to do with each.

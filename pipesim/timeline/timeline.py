@@ -1171,20 +1171,26 @@ class Timeline:
         paths: Path | str | Iterable[Path | str],
         *,
         pattern: str | None = None,
+        fields: Mapping[str, str | tuple[str, str]] | None = None,
+        ops: Mapping[str, str | None] | None = None,
+        only: Mapping[str, str | int] | None = None,
         step: int = -1,
         n_ranks: int | None = None,
         output_bytes: float | Sequence[float] = 0.0,
         gaps: str = "keep",
         name: str = "",
     ) -> Timeline:
-        """Read one step of a run of another framework from torch.profiler's traces.
+        r"""Read one step of a run of another framework from Chrome traces, as torch.profiler's.
 
-        A file that `to_chrome` wrote is read back exactly, without costs. If one of ``pattern``,
-        ``step``, ``n_ranks``, ``output_bytes`` and ``gaps`` is given, its events are read instead,
-        as those of another program.
+        A file that `to_chrome` wrote is read back exactly, without costs. If an argument other than
+        ``name`` is given, its events are read instead, as those of another program.
 
-        Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call.
+        Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call, or its event
+        has the action in other fields (``fields``).
 
+        - Ranges are complete events, or begin and end events.
+        - An event with the correlation of a kernel launched it, whatever its category.
+        - Kernels communicate if their names, the calls that launched them, or their ranges do.
         - Times of an action: from the first to the last of its kernels, including kernels that the
           autograd thread launched meanwhile. Without a GPU: those of its call, without the time of
           waiting for a message. See `pipesim.trace.working_times.working_times`.
@@ -1211,6 +1217,20 @@ class Timeline:
             are those of `pipesim.Op`, or names such as ``forward``.
             Each name is matched once. Avoid patterns that backtrack without end, such as
             ``(a+)+b``.
+        fields
+            Places of ``op``, ``microbatch`` and, if events have them, ``stage`` and ``rank``, where
+            names do not tell them. A place is ``name``, ``cat``, ``pid``, ``tid``,
+            ``process_name``, ``thread_name`` or ``args.KEY``, where dots nest. Or a place and a
+            regular expression with one group for the part of its text:
+            ``("thread_name", r"PP rank (\d+)")``. Without ``rank``, each process is a rank;
+            without ``stage``, the rank is the stage. Events without these fields are left out; an
+            event without a micro-batch counts if ``ops`` has its word. Not with ``pattern``.
+        ops
+            Operations by the words of the file, such as ``{"forward-compute": "F"}``; None for
+            words whose events to leave out.
+        only
+            Values that events must have at places, such as ``{"pid": 0}`` for one of several
+            replicas in a file.
         step
             Number of the step among the whole steps in the traces; negative numbers count from
             the end. By default the last step.
@@ -1234,8 +1254,9 @@ class Timeline:
         Raises
         ------
         ArgumentError
-            For a step or a number of ranks that is no whole number, a name that is no text or that
-            no timeline of the file has, and values that are no paths.
+            - For a step or a number of ranks that is no whole number, a name that is no text or
+              that no timeline of the file has, and values that are no paths.
+            - For unknown fields, places and operations, and ``fields`` together with ``pattern``.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
@@ -1243,7 +1264,7 @@ class Timeline:
             - For compute ranges of one rank that ran at the same time on several threads.
             - For ranks that are missing or occur twice.
             - For impossible times.
-            - For a pattern that cannot be used, or that matches no name.
+            - For a pattern that cannot be used, and for files without a range.
             - For actions that are missing, unknown or occur twice in a step.
 
         Warns
@@ -1276,6 +1297,9 @@ class Timeline:
         return load(
             paths,
             pattern=pattern,
+            fields=fields,
+            ops=ops,
+            only=only,
             step=step,
             n_ranks=n_ranks,
             output_bytes=output_bytes,

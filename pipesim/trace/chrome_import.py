@@ -19,9 +19,9 @@ from pipesim.errors import (
 from pipesim.ops import Action
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_json import load as read_trace
+from pipesim.trace.event_fields import RangeRules
 from pipesim.trace.measured_tasks import MeasuredTasks, timeline_of
 from pipesim.trace.profiler_ranges import Trace
-from pipesim.trace.range_names import PATTERNS, check_pattern
 from pipesim.trace.saved_timelines import saved_timelines
 from pipesim.trace.steps import (
     ONE_PIPELINE,
@@ -63,6 +63,9 @@ def load(
     paths: Path | str | Iterable[Path | str],
     *,
     pattern: str | None = None,
+    fields: Mapping[str, str | tuple[str, str]] | None = None,
+    ops: Mapping[str, str | None] | None = None,
+    only: Mapping[str, str | int] | None = None,
     step: int = -1,
     n_ranks: int | None = None,
     output_bytes: float | Sequence[float] = 0.0,
@@ -81,16 +84,19 @@ def load(
     files = list_files(paths)
     if n_ranks is not None:
         check_count("n_ranks", n_ranks, 0)
-    patterns = PATTERNS if pattern is None else (check_pattern(pattern),)
+    rules = RangeRules.checked(pattern, fields, ops, only)
     content = read_trace(files[0]) if len(files) == 1 else None
-    by_default = (pattern, step, n_ranks, gaps) == (None, -1, None, "keep")
+    by_default = (pattern, fields, ops, only, n_ranks) == (None,) * 5 and (step, gaps) == (
+        -1,
+        "keep",
+    )
     has_no_bytes = type(output_bytes) in (int, float) and not output_bytes
     if content is not None and by_default and has_no_bytes:
         timelines = saved_timelines(files[0], content)
         if timelines:
             timeline = _selected(files[0], timelines, name)
             return ImportedStep(timeline, np.zeros(timeline.n_devices), 0.0, 1)
-    traces = read_ranks(files, patterns, n_ranks, content)
+    traces = read_ranks(files, rules, n_ranks, content)
     steps = [cut_steps(trace) for trace in traces]
     n_steps = count_steps(files, steps, int(step))
     tasks = _place_tasks(traces, [rank_steps[step] for rank_steps in steps])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -19,6 +20,7 @@ __all__ = [
     "complete_events",
     "load",
     "read_header",
+    "row_labels",
     "seconds",
     "signed",
 ]
@@ -58,7 +60,7 @@ def load(path: Path) -> Mapping[str, Any]:
             "one whole file a rank"
         ) from error
     try:
-        content = _parse(text)
+        content = _parse_events(text)
     except json.JSONDecodeError as error:
         position = error.pos
         whole = text.strip()
@@ -129,6 +131,38 @@ def _parse(text: str) -> Any:
             object_pairs_hook=_object,
             parse_int=lambda x: int(x) if len(x) < _DIGITS else float(x),
         )
+
+
+def _parse_events(text: str) -> Any:
+    """Read JSON. An array may lack its bracket at the end, as the format allows, or end in a comma.
+
+    A file that was cut within an event, or within an object with ``traceEvents``, is no JSON.
+    """
+    try:
+        return _parse(text)
+    except json.JSONDecodeError:
+        events = text.strip().removesuffix("]").rstrip().removesuffix(",").rstrip()
+        if not (events.startswith("[") and events.endswith("}")):
+            raise
+        with contextlib.suppress(json.JSONDecodeError):
+            return _parse(f"{events}]")
+        raise
+
+
+def row_labels(content: Mapping[str, Any]) -> dict[tuple[str, str, str], object]:
+    """Return the texts of a trace's metadata, by kind, process and thread ("" for a process).
+
+    The kinds are ``process_name``, ``process_labels`` and ``thread_name``.
+    """
+    labels: dict[tuple[str, str, str], object] = {}
+    for event in content["traceEvents"]:
+        if isinstance(event, dict) and event.get("ph") == "M":
+            kind, args = str(event.get("name")), event.get("args")
+            thread = str(event.get("tid")) if kind == "thread_name" else ""
+            if isinstance(args, dict):
+                text = args.get("labels" if kind == "process_labels" else "name")
+                labels[kind, str(event.get("pid")), thread] = text
+    return labels
 
 
 def read_header(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None, int]:

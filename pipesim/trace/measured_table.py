@@ -22,7 +22,7 @@ from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
 from pipesim.timeline.task_rows import check_all_tasks, check_rows
 from pipesim.trace.measured_tasks import MeasuredStep, MeasuredTasks, timeline_of
-from pipesim.trace.range_names import WORDS
+from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
 from pipesim.utils.extras import import_extra
 from pipesim.utils.files import check_path, gunzip, read_bytes
@@ -129,12 +129,12 @@ def _frame(table: object) -> pd.DataFrame:
 
 def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:
     """Return the columns that are read, under our names."""
-    columns = _mapping("columns", columns)
+    names = check_mapping("columns", {} if columns is None else columns, "such as {'microbatch': 'mb'}")
     source = {str(x): str(x) for x in frame.columns if str(x) in COLUMNS}
     for alias, own in _ALIASES.items():
         if alias in frame and own not in source:
             source[own] = alias
-    for own, other in columns.items():
+    for own, other in names.items():
         check_name("column", own, COLUMNS)
         if other not in frame:
             near = suggestion(str(other), map(str, frame.columns))
@@ -154,14 +154,6 @@ def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataF
     if twice:
         raise TimelineError(f"the table has several columns {source[twice[0]]!r}; leave one")
     return frame[list(source.values())].set_axis(list(source), axis=1)
-
-
-def _mapping(name: str, value: object) -> Mapping[str, Any]:
-    """Return an optional mapping; raise `ArgumentError` for another type."""
-    listed = {} if value is None else value
-    if not isinstance(listed, Mapping) or not all(isinstance(key, str) for key in listed):
-        raise ArgumentError(f"{name} must be a mapping whose keys are names, got {value!r}")
-    return listed
 
 
 def _one_step(rows: pd.DataFrame, step: object) -> pd.DataFrame:
@@ -185,33 +177,25 @@ def _with_operations(
     rows: pd.DataFrame, ops: Mapping[str, str | None] | None
 ) -> tuple[pd.DataFrame, Ints]:
     """Return the rows of operations that are read, and the operation of each."""
-    ops = _mapping("ops", ops)
+    named: Ops = {**WORDS, **check_ops({} if ops is None else ops)}
     number, words = rows["op"].factorize(use_na_sentinel=False)
     codes = np.full(len(words), -1)
     for k, word in enumerate(map(str, words)):
-        named = word
-        if word in ops:
-            if ops[word] is None:
-                codes[k] = len(Op)  # left out
-                continue
-            named = str(ops[word])
-        op = WORDS.get(named.upper().replace("-", "_"))
-        if op is None and named is not word:
-            raise ArgumentError(f"ops: {named!r} is no operation{suggestion(named, WORDS)}")
-        if op is not None and op not in _UNREAD:
-            codes[k] = op
-    op = codes[number]
-    word = str(words[number[(op < 0).argmax()]])
+        op = named.get(word_key(word, named), Op.ALL_TO_ALL)
+        if op not in _UNREAD:
+            codes[k] = len(Op) if op is None else op
+    row_ops = codes[number]
+    word = str(words[number[(row_ops < 0).argmax()]])
     check_rows(
         rows,
-        op >= 0,
+        row_ops >= 0,
         f"has an op that is not read{suggestion(word, WORDS)}; say which it is, such as "
         f"ops={{{word!r}: 'F'}}; ops={{{word!r}: None}} leaves it out",
     )
-    kept = op < len(Op)
+    kept = row_ops < len(Op)
     if not kept.any():
         raise TimelineError("ops leaves out all rows of the table; name at least F")
-    return rows[kept], op[kept]
+    return rows[kept], row_ops[kept]
 
 
 def _floats(rows: pd.DataFrame, column: str) -> Floats:

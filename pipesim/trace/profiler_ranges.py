@@ -6,8 +6,9 @@ A range such as ``PP:1F3`` covers a call on the CPU. Its work may lie elsewhere,
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +19,17 @@ from numpy.typing import NDArray
 
 from pipesim.errors import TimelineError
 from pipesim.ops import Action, Overlapped
-from pipesim.trace.chrome_json import complete_events, read_header, seconds
+from pipesim.trace.chrome_json import complete_events, read_header, row_labels, seconds
 from pipesim.trace.communication import is_communication, is_launch
+from pipesim.trace.event_fields import RangeReader
 from pipesim.trace.spans import Span, span_rows, starting_within
 
 __all__ = ["Kernels", "Range", "Trace", "ranges_by_thread", "read_trace"]
 
 #: Categories of events that run on a GPU.
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: Categories of events on a device's rows that do no work of their own, such as ``cuda_sync``.
+_NO_WORK = re.compile(r"sync|event$|annotation|overhead|profiler|counter")
 #: Copies of the CPU's ranges. They cover only kernels that the range's own thread launched.
 _COPIES = "gpu_user_annotation"
 _AUTOGRAD = "autograd::engine::evaluate_function"
@@ -114,15 +118,11 @@ class Trace:
 
 
 def read_trace(
-    path: Path,
-    content: Mapping[str, Any],
-    parse_name: Callable[[str], Action | Overlapped | None],
-    process: str | None = None,
+    path: Path, content: Mapping[str, Any], reader: RangeReader, rank: str | None = None
 ) -> Trace:
-    """Return the trace in a file; with ``process``, the events of that process and of all GPUs.
+    """Return the trace in a file; with ``rank``, the events of that rank and of all GPUs.
 
-    ``content`` is as `pipesim.trace.chrome_json.load` returns it. ``parse_name`` returns the
-    action that a range's name stands for, if any.
+    ``content`` is as `pipesim.trace.chrome_json.load` returns it.
 
     Raises
     ------
@@ -132,9 +132,10 @@ def read_trace(
     """
     trace = Trace(path, *read_header(path, content))
     names: dict[str, None] = {}
+    labels = row_labels(content)
     for index, event in complete_events(path, content):
-        if process in (None, str(event.get("pid"))) or event.get("cat") in _ON_DEVICE:
-            _add_event(trace, event, index, names, parse_name)
+        label = labels.get(("process_labels", str(event.get("pid")), ""))
+        _add_event(trace, event, index, names, reader, rank, str(label or "CPU"))
     trace.ranges = _without_doubles(sorted(trace.ranges, key=lambda r: (r.start, -r.end)))
     trace.names = list(names)
     _mark_launched_communication(trace)
@@ -158,34 +159,47 @@ def _add_event(
     event: Mapping[str, Any],
     index: int,
     names: dict[str, None],
-    parse_name: Callable[[str], Action | Overlapped | None],
+    reader: RangeReader,
+    rank: str | None,
+    label: str,
 ) -> None:
-    """Add a complete event to the list of the trace that it belongs to, if any."""
-    name, category = str(event.get("name", "")), event.get("cat")
-    args = event.get("args")
+    """Add a complete event of a rank to the list of the trace that it belongs to, if any.
+
+    ``label`` is that of the event's process, such as ``GPU 0``.
+    """
+    name, category, args = str(event.get("name", "")), event.get("cat"), event.get("args")
     correlation = args.get("correlation") if isinstance(args, dict) else None
-    thread = (str(event.get("pid")), str(event.get("tid")))
     _check_plain(trace, index, name, {"category": category, "correlation": correlation})
     if category == _COPIES:
         return
-    communicates = is_communication(name, args, on_device=category in _ON_DEVICE)
-    if category in _ON_DEVICE:
+    if _is_on_device(category, args, label):
+        communicates = is_communication(name, args, on_device=True)
         span = Span(*seconds(trace.path, event, index), True)
         trace.kernels[correlation].append((span, communicates))
-    elif is_launch(category):
-        if correlation is not None:
-            start, _ = seconds(trace.path, event, index)
-            trace.launches.append((start, thread, correlation))
-    elif communicates:
-        span = Span(*seconds(trace.path, event, index))
-        trace.communication.append(span)
-        trace.communication_by_thread[thread].append(span)
-    elif (action := parse_name(name)) is not None:
+        return
+    if not reader.is_selected(event):
+        return
+    owner = reader.rank(event)
+    if rank not in (None, owner):
+        return
+    thread = (owner, str(event.get("tid")))
+    # Any call may launch kernels, whatever its back end calls its category. Elsewhere than in calls
+    # of drivers a correlation of 0 stands for none.
+    if correlation is not None and (correlation or is_launch(category)):
+        start, _ = seconds(trace.path, event, index)
+        trace.launches.append((start, thread, correlation))
+    if (action := reader.action(event)) is not None:
         start, end = seconds(trace.path, event, index)
         if isinstance(action, Overlapped):
             trace.ranges.append(Range(action.forward, start, end, thread, action, whole=True))
         else:
             trace.ranges.append(Range(action, start, end, thread))
+    elif is_launch(category):
+        pass
+    elif is_communication(name, args, on_device=False):
+        span = Span(*seconds(trace.path, event, index))
+        trace.communication.append(span)
+        trace.communication_by_thread[thread].append(span)
     elif category == "cpu_op":
         span = Span(*seconds(trace.path, event, index))
         trace.operations.append(span)
@@ -193,6 +207,21 @@ def _add_event(
             trace.autograd_operations.append(span)
     elif len(names) < _N_NAMES:
         names[name] = None
+
+
+def _is_on_device(category: object, args: object, label: str) -> bool:
+    """Return whether an event is work of a device.
+
+    Back ends have categories of their own, such as ``mtia_ccp_events``. Their work has a
+    correlation, and stands on a row of a device: the label of its process, or a device and a
+    stream, tell that. Calls of drivers may have a stream, too, but launch the work.
+    """
+    if category in _ON_DEVICE:
+        return True
+    if not isinstance(args, dict) or not args.get("correlation") or is_launch(category):
+        return False
+    is_device_row = label != "CPU" or {"device", "stream"} <= args.keys()
+    return is_device_row and not _NO_WORK.search(str(category))
 
 
 def _check_plain(trace: Trace, index: int, name: str, values: Mapping[str, object]) -> None:

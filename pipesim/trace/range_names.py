@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from pipesim.errors import ArgumentError, TimelineError, suggestion
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    TimelineError,
+    check_name,
+    check_text,
+    suggestion,
+)
 from pipesim.ops import COPIES, OF_STAGES, Action, Op, Overlapped, parse_action
 
-__all__ = ["PATTERNS", "WORDS", "action_parser", "check_pattern"]
+__all__ = [
+    "PATTERNS",
+    "WORDS",
+    "action_parser",
+    "check_mapping",
+    "check_ops",
+    "check_pattern",
+    "named_action",
+    "word_key",
+]
 
 #: Patterns for the names of ranges, tried in this order:
 #: 1. torch.distributed.pipelining, for all schedules that it runs from lists of actions;
@@ -30,7 +47,7 @@ _UNREAD = re.compile(
     rf"[0-9]+(?:(?:{'|'.join(Op.__members__)})[0-9]*\.[a-z0-9_]+"
     rf"|(?:{'|'.join(op.name for op in sorted(COPIES))})[0-9]+)"
 )
-#: Other words for an operation, in capitals.
+#: Operations by their words, in capitals.
 WORDS = {
     **Op.__members__,
     **dict.fromkeys(("FORWARD", "FWD"), Op.F),
@@ -50,7 +67,41 @@ WORDS = {
     "OPTIMIZER_CLIP_MAIN_GRAD": Op.GRAD_NORM,
 }
 #: Actions of torch that pipesim leaves out: they gather and free parameters.
-_IGNORED = frozenset({"UNSHARD", "RESHARD"})
+_IGNORED: dict[str, None] = dict.fromkeys(("UNSHARD", "RESHARD"))
+
+#: Operations by their words in a file; None for words to leave out.
+Ops = Mapping[str, Op | None]
+
+
+def check_mapping(name: str, value: object, advice: str) -> Mapping[Any, Any]:
+    """Return ``value``, that of an argument, if it is a mapping."""
+    if isinstance(value, Mapping):
+        return value
+    raise ArgumentTypeError(f"{name} must be a mapping, got {value!r:.60}; give one {advice}")
+
+
+def check_ops(ops: object) -> dict[str, Op | None]:
+    """Return the operation of each word of a file, or None to leave its events out.
+
+    Raises
+    ------
+    ArgumentError
+        For anything but a mapping from texts to operations or None.
+    """
+    words = check_mapping("ops", ops, "such as {'forward-compute': 'F', 'gc': None}")
+    checked: dict[str, Op | None] = {}
+    for word, op in words.items():
+        name = op.upper() if isinstance(op, str) else op
+        checked[check_text("a word of ops", word)] = (
+            op if op is None or isinstance(op, Op)
+            else WORDS[check_name(f"operation of ops[{word!r:.60}]", name, WORDS)]
+        )  # fmt: skip
+    return checked
+
+
+def word_key(word: str, words: Ops) -> str:
+    """Return a word as it is among ``words``: as it is, or in capitals with ``_`` for ``-``."""
+    return word if word in words else word.upper().replace("-", "_")
 
 
 def check_pattern(pattern: str) -> str:
@@ -77,12 +128,15 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
-def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapped | None]:
+def action_parser(
+    path: Path, pattern: str, ops: Ops
+) -> Callable[[str], Action | Overlapped | None]:
     """Return a function from the name of a range to its action, or to None if it has none.
 
-    Overlapped actions have torch's name, with any pattern. The function raises a `TimelineError`
-    for a name that matches the pattern and is no action of pipesim; ``path`` is the file to name.
-    Each name is matched once, however often it comes. The pattern decides how long that takes.
+    ``ops`` is as `named_action` takes it. Overlapped actions have torch's name, with any pattern.
+    The function raises a `TimelineError` for a name that matches the pattern and is no action of
+    pipesim; ``path`` is the file to name. Each name is matched once, however often it comes. The
+    pattern decides how long that takes.
     """
     matches = re.compile(pattern).fullmatch
 
@@ -98,33 +152,66 @@ def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapp
         if match is None:
             return None
         groups = match.groupdict()
-        word = (groups["op"] or "").upper()
-        if word in _IGNORED:
-            return None
-        if word not in WORDS:
-            raise TimelineError(
-                f"{path}: range {name!r} names no operation: {groups['op']!r}"
-                f"{suggestion(word, WORDS)} (known: {', '.join(WORDS)})"
-            )
-        numbers = (groups.get("stage") or "0", groups["microbatch"] or "-1")
-        try:
-            stage, microbatch = map(int, numbers)
-            peer = int(groups.get("peer") or "-1")  # of a skip's message
-        except ValueError:
-            raise TimelineError(
-                f"{path}: range {name!r} has stage and micro-batch {' and '.join(numbers)}, which "
-                "are no whole numbers; have the groups match digits alone"
-            ) from None
-        op = WORDS[word]
-        if microbatch < 0 and op not in OF_STAGES:
-            raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
-        return Action(stage, op, None if op in OF_STAGES else microbatch, peer)
+        return named_action(
+            f"{path}: range {name!r}",
+            ops,
+            groups["op"] or "",
+            stage=groups.get("stage") or "0",
+            microbatch=groups["microbatch"] or "-1",
+            peer=groups.get("peer") or "-1",  # of a skip's message
+        )
 
     def parse(name: str) -> Action | Overlapped | None:
         # The halves of a range share one pair object, which no other range may share: no cache.
         return _parse_pair(path, pattern, name) if name.startswith("PP:(") else single(name)
 
     return parse
+
+
+def named_action(
+    where: str, ops: Ops, word: str, *, stage: str, microbatch: str, peer: str = "-1"
+) -> Action | None:
+    """Return the action of a range, or None if its operation is left out.
+
+    Parameters
+    ----------
+    where
+        File and range, for messages.
+    ops
+        Operations by the words of the file, which come before our own words.
+    word
+        Operation.
+    stage, microbatch, peer
+        Whole numbers as texts; -1 for none.
+
+    Raises
+    ------
+    TimelineError
+        For an unknown operation, numbers that are none, and a micro-batch that is missing.
+    """
+    words: Ops = {**WORDS, **_IGNORED, **ops}
+    key = word_key(word, words)
+    if key not in words:
+        near = suggestion(word, words) or suggestion(key, words)
+        raise TimelineError(
+            f"{where} names no operation: {word!r:.60}{near} (known: {', '.join(words)}); "
+            f"ops={{{word!r:.60}: None}} leaves it out"
+        )
+    op = words[key]
+    if op is None:
+        return None
+    try:
+        stage_number, microbatch_number, peer_number = map(int, (stage, microbatch, peer))
+    except ValueError:
+        raise TimelineError(
+            f"{where} has stage and micro-batch {stage} and {microbatch}, which are no whole "
+            "numbers; have the groups of the regular expression match digits alone"
+        ) from None
+    if op in OF_STAGES:
+        return Action(stage_number, op, None, peer_number)
+    if microbatch_number < 0:
+        raise TimelineError(f"{where} names no micro-batch, but {op} is of one")
+    return Action(stage_number, op, microbatch_number, peer_number)
 
 
 def _parse_pair(path: Path, pattern: str, name: str) -> Action | Overlapped:

@@ -7,13 +7,14 @@ file in which each process is a rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pipesim.errors import TimelineError
-from pipesim.ops import COMPUTE, Action, Overlapped
+from pipesim.ops import COMPUTE
+from pipesim.trace.event_fields import RangeReader
 from pipesim.trace.profiler_ranges import Range, Trace, read_trace
 from pipesim.trace.spans import Span
 
@@ -23,12 +24,8 @@ __all__ = ["check_threads", "read_traces"]
 _ROUNDED = 1e-6
 
 
-def read_traces(
-    path: Path,
-    content: Mapping[str, Any],
-    parse_name: Callable[[str], Action | Overlapped | None],
-) -> list[Trace]:
-    """Return the traces of a file, at least one: one for each process with ranges, by its number.
+def read_traces(path: Path, content: Mapping[str, Any], reader: RangeReader) -> list[Trace]:
+    """Return the traces of a file, at least one: one for each rank or process, by its number.
 
     The header's rank holds for a file of one process. Of several processes the ranks are unknown:
     None. Events of GPUs belong to the process that launched them. ``content`` is as
@@ -39,11 +36,11 @@ def read_traces(
     TimelineError
         For impossible events, and launches of several processes with one correlation.
     """
-    whole = read_trace(path, content, parse_name)
+    whole = read_trace(path, content, reader)
     processes = sorted({item.thread[0] for item in whole.ranges}, key=_process_order)
     if len(processes) < 2:
         return [whole]
-    traces = [read_trace(path, content, parse_name, process) for process in processes]
+    traces = [read_trace(path, content, reader, process) for process in processes]
     launches = Counter(x for trace in traces for x in trace.correlations())
     for correlation, count in launches.items():
         if count > 1:
@@ -79,5 +76,6 @@ def check_threads(trace: Trace, times: Sequence[tuple[Range, Span]]) -> None:
             raise TimelineError(
                 f"{trace.path}: {one.action} and {other.action} ran at the same time on threads "
                 f"{one.thread[1]} and {other.thread[1]} of one rank, which runs one action after "
-                "the other; give each rank a process or a file of its own"
+                "the other; give each rank a process or a file of its own, or give the place of "
+                "its number as 'rank' in fields, or choose one replica with only"
             )

@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 ONE_PIPELINE = (
-    "give the traces of one pipeline, not of its replicas; bidirectional schedules, with a stage "
-    "on several ranks, cannot be imported"
+    "give the traces of one pipeline, not of its replicas (only={...} chooses one in a file); "
+    "bidirectional schedules, with a stage on several ranks, cannot be imported"
 )
 
 #: One step of one rank: the range of each action, and when it worked.

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.errors import ArgumentError, TimelineError
-from pipesim.trace.chrome_json import load
+from pipesim.trace.chrome_json import complete_events, load, row_labels
+from pipesim.trace.event_fields import RangeRules, range_readers
 from pipesim.trace.overlapped_ranges import replace_by_halves
 from pipesim.trace.profiler_ranges import Trace
-from pipesim.trace.range_names import PATTERNS, action_parser
+from pipesim.trace.range_names import PATTERNS
 from pipesim.trace.ranks import read_traces
 from pipesim.utils.files import check_path, is_folder
 
@@ -23,6 +24,8 @@ __all__ = ["list_files", "read_ranks"]
 _N_SHOWN = 5
 #: Most files that a message names.
 _SHOWN = 8
+#: Keys of args that may have the number of a micro-batch, such as micro_batch, mb_id and seq_id.
+_NUMBERS = re.compile(r"batch|(^|_)mb(_|$)|^seq_", re.IGNORECASE)
 
 
 def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
@@ -65,7 +68,7 @@ def _is_trace(name: str) -> bool:
 
 def read_ranks(
     files: Sequence[Path],
-    patterns: Sequence[str],
+    rules: RangeRules,
     n_ranks: int | None,
     content: Mapping[str, Any] | None = None,
 ) -> list[Trace]:
@@ -76,11 +79,11 @@ def read_ranks(
     Raises
     ------
     TimelineError
-        For files that cannot be read, that have no range of any pattern, or several processes
+        For files that cannot be read, that have no range of any rule, or several processes
         next to other files; and for missing or repeated ranks.
     """
     by_file = [
-        _read_file(path, content or load(path), patterns, rank) for rank, path in enumerate(files)
+        _read_file(path, content or load(path), rules, rank) for rank, path in enumerate(files)
     ]
     for path, traces in zip(files, by_file, strict=True):
         if len(files) > 1 and len(traces) > 1:
@@ -92,48 +95,89 @@ def read_ranks(
 
 
 def _read_file(
-    path: Path, content: Mapping[str, Any], patterns: Sequence[str], first_rank: int
+    path: Path, content: Mapping[str, Any], rules: RangeRules, first_rank: int
 ) -> list[Trace]:
-    """Read a file's traces by the first of several patterns that any of its ranges matches.
+    """Read a file's traces in the first of several ways in which any of its events is a range.
 
     Traces without a rank of their own are numbered from ``first_rank``.
     """
-    for pattern in patterns:
-        rank_is_stage = "stage" not in re.compile(pattern).groupindex
-        traces = read_traces(path, content, action_parser(path, pattern))
+    for reader in range_readers(path, content, rules):
+        traces = read_traces(path, content, reader)
         for rank, trace in enumerate(traces, start=first_rank):
             ranges = replace_by_halves(trace)
             if trace.rank is None:
                 trace.rank = rank
-            if rank_is_stage:
+            if reader.rank_is_stage:
                 ranges = [r._replace(action=r.action._replace(stage=trace.rank)) for r in ranges]
             trace.ranges = ranges
         if traces[0].ranges:
             return traces
-    raise TimelineError(_no_range(path, traces[0], patterns))
+    raise TimelineError(_no_range(path, content, traces[0], rules))
 
 
-def _no_range(path: Path, trace: Trace, patterns: Sequence[str]) -> str:
-    """Say which ranges a trace has, of which none matches, and which are needed."""
-    names = [f"{name!r:.60}" for name in trace.names]
-    more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
-    content = f"its ranges are {', '.join(names[:_N_SHOWN])}{more}"
+def _no_range(path: Path, content: Mapping[str, Any], trace: Trace, rules: RangeRules) -> str:
+    """Return a message about a trace without ranges: its content, and the next thing to do."""
+    labels = row_labels(content)
+    events = [event for _, event in complete_events(path, content)]
+    for what, place, value in [
+        *(("only", place, value) for place, value in rules.only.items()),
+        *((f"fields[{field!r}]", place, None) for field, place in rules.fields.items()),
+    ]:
+        texts = dict.fromkeys(place.text(event, labels) for event in events)
+        if set(texts) <= {None} if value is None else value not in texts:
+            wanted = "anything" if value is None else repr(value)
+            shown = _listed([text for text in texts if text is not None])
+            values = shown or f"args with {_listed(_keys(events))}"
+            return (
+                f"{path} has no event with {wanted} at {place}, which is the place in {what}; its "
+                f"events have {values}"
+            )
+    if rules.fields:
+        return (
+            f"{path} has no event with all of {', '.join(rules.fields)} whose operation ops does "
+            "not leave out; leave out the field that only other events have"
+        )
+    names = _listed(trace.names)
+    n_operations = len(trace.operations) + len(trace.communication)
+    n_kernels = sum(map(len, trace.kernels.values()))
+    contents = f"its ranges are {names}"
     if not names:
-        n_operations = len(trace.operations) + len(trace.communication)
-        n_kernels = sum(map(len, trace.kernels.values()))
-        content = f"it has no ranges, but {n_operations} operations and {n_kernels} kernels"
+        contents = f"it has no ranges, but {n_operations} operations and {n_kernels} kernels"
         if not n_operations + n_kernels:
-            content = "it has no ranges, operations or kernels"
+            contents = "it has no ranges, operations or kernels"
     wanted = "Each forward and backward of a stage needs a range such as 'PP:0F0' and 'PP:0B0'"
     problem = "names the action of a stage"
-    if list(patterns) != list(PATTERNS):
-        problem = f"matches the pattern {patterns[0]!r} with its whole name"
+    if rules.patterns != PATTERNS:
+        problem = f"matches the pattern {rules.patterns[0]!r} with its whole name"
         wanted = "Each forward and backward of a stage needs a range that matches"
+    others = [event for event in events if event.get("name") in trace.names]
+    numbered = next((key for key in _keys(others) if _NUMBERS.search(key)), None)
+    if numbered is not None:
+        processes = [f"{event.get('pid')}" for event in others]
+        return (
+            f"{path} has no range that {problem}: {contents}. Its events have args.{numbered} "
+            f"and pid {_listed(processes)}: say what these are, such as fields={{'op': 'name', "
+            f"'microbatch': 'args.{numbered}', 'stage': 'pid'}}"
+        )
     return (
-        f"{path} has no range that {problem}: {content}. {wanted}: annotate them with "
+        f"{path} has no range that {problem}: {contents}. {wanted}: annotate them with "
         "torch.profiler.record_function('PP:0F0') (stage 0, forward, micro-batch 0), or give "
-        "pattern=, a regular expression for the names that your ranges have"
+        "pattern= for the names that your ranges have, or fields= for the places of their events"
     )
+
+
+def _keys(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of the args of events that have a value."""
+    args = [event["args"] for event in events if isinstance(event.get("args"), dict)]
+    pairs = (pair for item in args for pair in item.items())
+    return [*dict.fromkeys(str(key) for key, value in pairs if value is not None)]
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """Return some of the texts, quoted."""
+    quoted = [f"{text!r:.60}" for text in dict.fromkeys(texts)]
+    more = f" and {len(quoted) - _N_SHOWN} more" if len(quoted) > _N_SHOWN else ""
+    return ", ".join(quoted[:_N_SHOWN]) + more
 
 
 def _sorted_by_rank(traces: list[Trace], n_ranks: int | None) -> list[Trace]:

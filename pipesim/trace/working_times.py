@@ -12,18 +12,22 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from pipesim.ops import COMPUTE, TRANSFERS
+from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Op
 from pipesim.trace.profiler_ranges import Kernels, Range, Trace, ranges_by_thread
 from pipesim.trace.spans import Span, span_rows, starting_within
 
 __all__ = ["working_times"]
+
+#: Operations that communicate and do nothing else.
+_MOVES = TRANSFERS | COLLECTIVES - {Op.GRAD_NORM}
 
 
 def working_times(trace: Trace) -> list[tuple[Range, Span]]:
     """Return when each range worked.
 
     - A range that launched kernels, from any thread, lasts from the first of them to the last. A
-      transfer counts kernels of communication, any other range all other kernels.
+      transfer or collective counts kernels of communication, or all if none tells that it is one.
+      Any other range counts all other kernels.
     - Any other range lasts as long as its call. Waiting before its first operation and sending
       after its last one are taken off. A call without operations only waited.
     - Where ranges nest, each has what no inner one covers: launches, and the longest part of its
@@ -38,8 +42,11 @@ def working_times(trace: Trace) -> list[tuple[Range, Span]]:
     for item in trace.ranges:
         if id(item) not in longest:  # inner ranges cover all of it
             continue
-        transfers = item.action.op in TRANSFERS
-        spans = [span for span, communicates in kernels[id(item)] if communicates == transfers]
+        launched = kernels[id(item)]
+        moves = item.action.op in _MOVES
+        spans = [span for span, communicates in launched if communicates == moves]
+        if moves and not spans:
+            spans = [span for span, _ in launched]
         if spans:
             span = Span(min(s.start for s in spans), max(s.end for s in spans), True)
         else:

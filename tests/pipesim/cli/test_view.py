@@ -189,6 +189,28 @@ def test_traces_of_ranks(current: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_a_trace_with_fields(current: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--fields``, ``--ops`` and ``--only`` are objects of JSON."""
+    events = [
+        {"ph": "X", "name": name, "pid": replica, "tid": 1, "ts": start + 500 * replica, "dur": 10,
+         "args": {"mb": 0, "stage": 0}}
+        for replica in (0, 1)
+        for start, name in enumerate(["fwd", "back", "gc"])
+    ]  # fmt: skip
+    for event in events:
+        event["ts"] *= 10
+    (current / "events.json").write_text(json.dumps(events))
+    fields = '{"op": "name", "microbatch": "args.mb", "stage": ["args.stage", "([0-9])"]}'
+    more = ("--ops", '{"back": "B", "gc": null}', "--only", '{"pid": 1}')
+    out = succeed(capsys, "view", "events.json", "--fields", fields, *more)
+    assert out == "events.html\nevents: 2 tasks, 1 devices, makespan 20.0 µs\n"
+    assert "'back' at 10 us names no operation" in fail(
+        capsys, "view", "events.json", "--fields", fields
+    )
+    assert "is no JSON" in fail(capsys, "view", "events.json", "--fields", "op=name")
+    assert "is no object of JSON" in fail(capsys, "view", "events.json", "--only", "0")
+
+
 @pytest.mark.parametrize("name", ["my.csv", "my.txt"])
 def test_a_schedule(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It takes clock cycles, or with costs seconds."""

@@ -150,6 +150,64 @@ def test_kernels_that_communication_launches(tmp_path: Path, kernel: str, runtim
     assert microseconds(read(tmp_path, first, second))["0F0"] == (0, 20)
 
 
+@pytest.mark.parametrize(
+    ("call", "work", "args"),
+    [
+        ("xpu_runtime", "kernel", {}),
+        ("privateuse1_runtime", "kernel", {}),
+        ("mtia_runtime", "mtia_ccp_events", {"device": 0, "stream": 3}),
+        ("hpu_op", "hpu_kernel", {"device": 0, "stream": 3}),
+        ("cpu_op", "vendor_work", {"device": 0, "stream": 3}),
+        ("cpu_op", "vendor_work", None),
+    ],
+)
+def test_launches_of_any_back_end(
+    tmp_path: Path, call: str, work: str, args: dict[str, Any] | None
+) -> None:
+    """A call is a launch if work of a device has its correlation; waits of a device are no work."""
+    gpu = {"ph": "M", "name": "process_labels", "pid": 0, "args": {"labels": "NPU 0"}}
+    kernel = event("gemm", 30, 50, work, tid=99, correlation=1, **(args or {}))
+    first = [
+        event("PP:0F0", 0, 40),
+        event("aten::mm", 5, 6, call, correlation=1),
+        event("aten::add", 7, 8, "cpu_op", correlation=0),
+        {**kernel, "pid": 0},
+        {**event("wait", 20, 60, "cuda_sync", correlation=1, device=0, stream=3), "pid": 0},
+        {**event("none", 20, 70, work, correlation=0, device=0, stream=3), "pid": 0},
+        event("PP:0B0", 200, 210),
+    ]
+    second = [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)]
+    rows = [gpu, *first] if args is None else first
+    assert microseconds(read(tmp_path, rows, second))["0F0"] == (0, 20)
+
+
+@pytest.mark.parametrize("summed", ["vendor_sum", "ncclDevKernel_AllReduce"])
+@pytest.mark.parametrize("call", ["record_param_comms", "nccl:recv 1<-0", "c10d::recv_"])
+def test_kernels_of_unknown_names_that_communicate(tmp_path: Path, call: str, summed: str) -> None:
+    """They are no work of the F around their call, and carry out the transfer around their call."""
+    first = [
+        event("PP:0F0", 0, 40),
+        event("launch", 5, 6, "cuda_runtime", correlation=1),
+        event("gemm", 30, 50, "kernel", tid=99, correlation=1),
+        event(call, 20, 30),
+        event("launch", 25, 26, "cuda_runtime", correlation=2),
+        event("vendor_copy", 52, 90, "kernel", tid=98, correlation=2),
+        event("PP:0SEND_F0", 40, 50),
+        event("launch", 41, 42, "cuda_runtime", correlation=3),
+        event("vendor_copy", 90, 94, "kernel", tid=98, correlation=3),
+        event("PP:0B0", 200, 210),
+        event("PP:0REDUCE_GRAD", 210, 220),
+        event("launch", 212, 213, "cuda_runtime", correlation=4),
+        event(summed, 230, 250, "kernel", tid=98, correlation=4),
+    ]
+    times = microseconds(
+        read(tmp_path, first, [event("PP:1F0", 95, 105), event("PP:1B0", 105, 115)])
+    )
+    assert times["0F0"] == (0, 20)
+    assert times["0SEND_F0"] == (60, 64)
+    assert times["0REDUCE_GRAD"] == (200, 220)
+
+
 def test_waiting_is_no_work(tmp_path: Path) -> None:
     """A call that waits for its message, works, and sends: only the work counts, as in GPipe."""
     second = [
@@ -551,6 +609,34 @@ def test_bad_files(tmp_path: Path, damage: Callable[[bytes], bytes], message: st
     paths[0].write_bytes(damage(paths[0].read_bytes()))
     with pytest.raises(TimelineError, match=message):
         ps.Timeline.from_chrome(paths)
+
+
+@pytest.mark.parametrize("end", ["", ",", ",\n", "]", ",]", " ,\n ]\n"])
+def test_arrays_that_writers_left_open(tmp_path: Path, end: str) -> None:
+    """The format lets an array lack its bracket, so that a program that crashes leaves a trace."""
+    for rank, events in enumerate(GPIPE_1):
+        rows = ",\n".join(map(json.dumps, events))
+        (tmp_path / f"rank{rank}.json").write_text(f"[{rows}{end}")
+    assert microseconds(ps.Timeline.from_chrome(tmp_path))["1B0"] == (20, 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "na',
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "args": {"sizes": [1]',
+        '[{"ph": "X", "name": "a"}, {"ph": "X", "args": {"mb": 1}',
+        '[{"ph": "X", "name": "a"} {"ph": "X"}',
+        '[{"ph": "X", "name": "a"},,',
+        '{"traceEvents": [{"ph": "X", "name": "a"},',
+        '{"traceEvents": [{"ph": "X", "name": "a"}]',
+    ],
+)
+def test_files_that_were_cut(tmp_path: Path, text: str) -> None:
+    """Within an event, or within an object, which needs its end."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(TimelineError, match=r"x\.json: .*, at character \d+ of \d+ \(.*; export"):
+        ps.Timeline.from_chrome(tmp_path / "x.json")
 
 
 def test_a_cut_compressed_file(tmp_path: Path) -> None:

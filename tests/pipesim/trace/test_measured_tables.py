@@ -274,8 +274,8 @@ def test_what_cannot_be_a_pipeline(change: Any, message: str | None) -> None:
         ({"unit": "min"}, "unknown unit 'min'"),
         ({"gaps": "all"}, "gaps"),
         ({"columns": {"mb": "x"}}, "unknown column 'mb'"),
-        ({"columns": ["x"]}, "columns must be a mapping"),
-        ({"ops": {"F": "forwards"}}, "ops: 'forwards' is no operation"),
+        ({"columns": ["x"]}, "columns must be a mapping, got"),
+        ({"ops": {"F": "forwards"}}, "unknown operation of ops.'F'. 'FORWARDS'; did you mean"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:
