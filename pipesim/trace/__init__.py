@@ -10,6 +10,7 @@ from pipesim.trace.chrome_export import (
     slice_event,
     write,
 )
+from pipesim.trace.nsys import nsys_to_chrome
 from pipesim.trace.saved_timelines import load
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "load",
     "names",
     "nanoseconds",
+    "nsys_to_chrome",
     "save",
     "slice_event",
     "write",
