@@ -11,6 +11,7 @@ from pipesim.trace.chrome_export import (
     write,
 )
 from pipesim.trace.nsys import nsys_to_chrome
+from pipesim.trace.primus import read_primus
 from pipesim.trace.saved_timelines import load
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "names",
     "nanoseconds",
     "nsys_to_chrome",
+    "read_primus",
     "save",
     "slice_event",
     "write",

@@ -87,15 +87,14 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     pipesim.Timeline.from_chrome : Read the traces.
     pipesim.trace.load : Convert and read.
     """
-    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files = [check_path("paths", path) for path in files]
-    folder = check_path("folder", folder, "write")
-    folder.mkdir(parents=True, exist_ok=True)
+    listed = [paths] if isinstance(paths, str | os.PathLike) else paths
+    target = check_path("folder", folder, "write")
+    target.mkdir(parents=True, exist_ok=True)
     traces: list[Path] = []
-    for path in files:
+    for path in [check_path("paths", path) for path in listed]:
         for events in _events_by_process(path):
             rank = len(traces)
-            traces.append(folder / f"{path.stem}.rank{rank}.json")
+            traces.append(target / f"{path.stem}.rank{rank}.json")
             write(traces[-1], {"distributedInfo": {"rank": rank}, "traceEvents": events})
     return traces
 
