@@ -13,6 +13,7 @@ from pipesim.trace.chrome_export import (
 from pipesim.trace.nsys import nsys_to_chrome
 from pipesim.trace.primus import read_primus
 from pipesim.trace.saved_timelines import load
+from pipesim.trace.timer_logs import read_timers
 
 __all__ = [
     "NEVER",
@@ -23,6 +24,7 @@ __all__ = [
     "nanoseconds",
     "nsys_to_chrome",
     "read_primus",
+    "read_timers",
     "save",
     "slice_event",
     "write",
