@@ -12,7 +12,7 @@ from pipesim.trace.chrome_export import (
 )
 from pipesim.trace.nsys import nsys_to_chrome
 from pipesim.trace.primus import read_primus
-from pipesim.trace.saved_timelines import load
+from pipesim.trace.run_files import load
 from pipesim.trace.timer_logs import read_timers
 
 __all__ = [

@@ -8,18 +8,20 @@ torch/csrc/profiler/util.cpp.
 
 from __future__ import annotations
 
-import os
 import re
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import TimelineError
 from pipesim.trace.chrome_export import Event, write
-from pipesim.utils.files import check_path, read_bytes
+from pipesim.trace.listed_files import files_of
+from pipesim.utils.files import check_path, read_bytes, write_errors
+
+if TYPE_CHECKING:
+    import sqlite3
 
 __all__ = ["SQLITE", "nsys_to_chrome"]
 
@@ -68,7 +70,7 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     ----------
     paths
         SQLite databases that ``nsys export --type sqlite`` wrote, in order of the ranks; or one
-        for all ranks of a host.
+        for all ranks of a host; or a folder of ``*.sqlite``, in order of name.
     folder
         Folder for the traces; made if it is not there.
 
@@ -81,17 +83,20 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     ------
     TimelineError
         For a file that is no such database, and for one without ranges.
+    ArgumentError
+        For values that are no paths, and a folder that cannot be made.
 
     See Also
     --------
     pipesim.Timeline.from_chrome : Read the traces.
     pipesim.trace.load : Convert and read.
     """
-    listed = [paths] if isinstance(paths, str | os.PathLike) else paths
+    files = files_of(paths, "*.sqlite")
     target = check_path("folder", folder, "write")
-    target.mkdir(parents=True, exist_ok=True)
+    with write_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
     traces: list[Path] = []
-    for path in [check_path("paths", path) for path in listed]:
+    for path in files:
         for events in _events_by_process(path):
             rank = len(traces)
             traces.append(target / f"{path.stem}.rank{rank}.json")
@@ -101,9 +106,11 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
 
 def _events_by_process(path: Path) -> list[list[Event]]:
     """Return the events of each process with ranges, in order of its number."""
+    import sqlite3
+
     if read_bytes(path, "a report from", TimelineError, first=len(SQLITE)) != SQLITE:
         raise TimelineError(
-            f"{path} is no SQLite database; convert a report of Nsight Systems with: "
+            f"cannot read a report from {path}: it is no SQLite database; convert it with: "
             "nsys export --type sqlite report.nsys-rep"
         )
     events: dict[int, list[Event]] = defaultdict(list)

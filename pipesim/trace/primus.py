@@ -8,7 +8,6 @@ that of Megatron-LM, ``get_schedule_table`` in megatron/core/pipeline_parallel/s
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import TimelineError, check_type, number
 from pipesim.scheduling.placement import Placement, looped
-from pipesim.utils.files import check_path, is_folder, read_json
+from pipesim.trace.listed_files import files_of
+from pipesim.utils.files import read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +25,8 @@ __all__ = ["PP_RANK", "read_primus"]
 
 #: Name of the file of a rank.
 PP_RANK = re.compile(r"pp_rank_([0-9]+)\.json")
+#: Most files that a message names.
+_SHOWN = 8
 _COLUMNS = ("step", "op", "microbatch", "stage", "device", "chunk", "start", "end")
 
 
@@ -58,6 +60,8 @@ def read_primus(
     ------
     TimelineError
         For files that Primus does not write, and for ranks that are missing.
+    ArgumentError
+        For values that are no paths or no placement.
     """
     from pipesim.utils.packages import pandas as pd
 
@@ -86,16 +90,12 @@ def read_primus(
 
 def _rank_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     """Return the file of each rank, in order."""
-    if isinstance(paths, str | os.PathLike):
-        path = check_path("paths", paths)
-        files = list(path.glob("pp_rank_*.json")) if is_folder(path) else [path]
-    else:
-        files = [check_path("paths", path) for path in paths]
+    files = files_of(paths, "pp_rank_*.json")
     ranks = {int(name[1]): path for path in files if (name := PP_RANK.fullmatch(path.name))}
     if not ranks or sorted(ranks) != list(range(len(files))):
         raise TimelineError(
-            f"{paths!s:.200}: the files of Primus are pp_rank_0.json, pp_rank_1.json, ..., one a "
-            f"pipeline rank, got those of ranks {', '.join(map(str, sorted(ranks))) or 'none'}"
+            "the files of Primus are pp_rank_0.json, pp_rank_1.json, ..., one a pipeline rank; got "
+            f"{', '.join(str(path) for path in files[:_SHOWN])}"
         )
     return [ranks[rank] for rank in range(len(ranks))]
 

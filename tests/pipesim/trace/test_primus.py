@@ -92,10 +92,10 @@ def test_missing_rank(tmp_path: Path) -> None:
     """All ranks of the pipeline are needed."""
     save(tmp_path, *ONE_F_ONE_B)
     (tmp_path / "pp_rank_0.json").unlink()
-    with pytest.raises(TimelineError, match="got those of ranks 1"):
+    with pytest.raises(TimelineError, match=r"got .*pp_rank_1\.json"):
         ps.trace.read_primus(tmp_path)
     (tmp_path / "pp_rank_1.json").unlink()
-    with pytest.raises(TimelineError, match="got those of ranks none"):
+    with pytest.raises(TimelineError, match=r"has no pp_rank_\*\.json"):
         ps.trace.read_primus(tmp_path)
 
 
