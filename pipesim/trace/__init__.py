@@ -1,4 +1,4 @@
-"""Chrome traces: write timelines as traces, and read the traces of profilers as timelines."""
+"""Chrome traces of timelines, and files of other programs: traces, reports, tables and logs."""
 
 from pipesim.trace.chrome_export import (
     NEVER,
