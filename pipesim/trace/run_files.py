@@ -107,10 +107,9 @@ def load(path: Path | str) -> LoadedTimelines:
             return LoadedTimelines({timeline.name: timeline}, "table of Timeline.save")
         case "primus":
             table = read_primus(path)
-            from_table = Timeline.from_table  # type: ignore[attr-defined]
             steps = {
-                f"step {step}": from_table(rows.drop(columns="step"), name=f"step {step}")
-                for step, rows in table.groupby("step")
+                f"step {step}": Timeline.from_table(table, step=step, name=f"step {step}")
+                for step in table["step"].unique().tolist()
             }
             source = f"times of Primus of {table['device'].nunique()} ranks, {len(steps)} steps"
             return LoadedTimelines(steps, source)
@@ -166,5 +165,6 @@ def _kind(path: Path) -> str:
             "pipesim.trace.read_timers, and make Costs of them"
         )
     raise TimelineError(
-        f"{path} has no timelines: it begins with {head[:40]!r}; pipesim.trace.load reads {_KINDS}"
+        f"{path} has no timelines: it begins with {head[:40]!r}; pipesim.trace.load reads "
+        f"{_KINDS}, Timeline.from_table a table of tasks"
     )

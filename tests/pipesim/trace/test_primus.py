@@ -99,7 +99,6 @@ def test_missing_rank(tmp_path: Path) -> None:
         ps.trace.read_primus(tmp_path)
 
 
-@pytest.mark.skipif(not hasattr(ps.Timeline, "from_table"), reason="needs Timeline.from_table")
 def test_timeline(tmp_path: Path) -> None:
     """The table is a timeline, from the first F to the last B of rank 0."""
     table = ps.trace.read_primus(save(tmp_path, *ONE_F_ONE_B))

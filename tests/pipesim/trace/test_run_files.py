@@ -77,7 +77,6 @@ def test_nsys(tmp_path: Path) -> None:
         ps.trace.load(path)
 
 
-@pytest.mark.skipif(not hasattr(ps.Timeline, "from_table"), reason="needs Timeline.from_table")
 def test_primus(tmp_path: Path) -> None:
     """All steps, under the numbers of the files."""
     for rank, (start, end) in enumerate([(3, 4), (1, 2)]):
