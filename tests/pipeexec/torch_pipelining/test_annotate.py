@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def test_schedule_with_own_ranges(two_ranks: Ranks, tmp_path: Path) -> None:
             for microbatch in range(N_MICROBATCHES)
         }
         assert count == expected
+
+
+def test_split_backward() -> None:
+    """Its halves are I and W; this stage has nothing to compute in them."""
+    stage: Any = SimpleNamespace(stage_index=1, has_backward=False)
+    with px.annotate_torch_pipelining(), torch.profiler.profile() as profiler:
+        PipelineStage.backward_one_chunk(stage, 0, full_backward=False)
+        PipelineStage.backward_weight_one_chunk(stage, bwd_chunk_id=2)
+    names = [event.name for event in profiler.events() if event.name.startswith("PP:")]
+    assert names == ["PP:1I0", "PP:1W2"]
 
 
 def test_end_of_the_context() -> None:
