@@ -27,6 +27,7 @@ from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
 from pipeexec.stages.microbatches import Microbatches
 from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
+from pipeexec.torch_pipelining.annotate import annotate_torch_pipelining
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.training.train import train
 from pipeexec.training.training_run import TrainingRun
@@ -57,6 +58,7 @@ __all__ = [
     "TrainingRun",
     "Validation",
     "Worker",
+    "annotate_torch_pipelining",
     "check_equivalent",
     "from_torch",
     "is_checkpointing",

@@ -6,8 +6,11 @@ this file imports them, so that a torch release that moves them breaks one file.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -22,9 +25,12 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.profiler import record_function
 
 __all__ = [
     "Listed",
+    "annotated_stages",
     "executed_order",
     "listed_order",
     "loop_of",
@@ -123,3 +129,50 @@ def _recorded(name: str, rank: int, n_devices: int, n_microbatches: int) -> list
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches()
     return actions
+
+
+@contextmanager
+def annotated_stages() -> Iterator[None]:
+    """Record each forward and backward of a stage as a range.
+
+    The runtime for lists of actions records the actions itself, so that its calls are left out.
+    """
+    inside = threading.local()  # ranks may be threads of one process
+
+    @contextmanager
+    def in_runtime(_: inspect.BoundArguments) -> Iterator[None]:
+        inside.runtime = True
+        try:
+            yield
+        finally:
+            inside.runtime = False
+
+    def recorded(op: str, call: inspect.BoundArguments) -> AbstractContextManager[object]:
+        stage, microbatch, *_ = call.args
+        op = op if call.arguments.get("full_backward", True) else "I"
+        is_recorded = getattr(inside, "runtime", False)
+        return (
+            nullcontext()
+            if is_recorded
+            else record_function(f"PP:{stage.stage_index}{op}{microbatch}")
+        )
+
+    def wrap(
+        context: Callable[..., AbstractContextManager[object]], owner: type, name: str
+    ) -> None:
+        method = getattr(owner, name)
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with context(signature.bind(*args, **kwargs)):
+                return method(*args, **kwargs)
+
+        setattr(owner, name, call)
+        stack.callback(setattr, owner, name, method)
+
+    with ExitStack() as stack:
+        for op, name in (("F", "forward"), ("B", "backward"), ("W", "backward_weight")):
+            wrap(functools.partial(recorded, op), _PipelineStageBase, f"{name}_one_chunk")
+        wrap(in_runtime, _PipelineScheduleRuntime, "_step_microbatches")
+        yield

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from pipesim.cli.view_runs import is_run, read_run
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, TimelineError
+from pipesim.errors import ArgumentError
 from pipesim.lowering.lower import lower
 from pipesim.plot.page.html import PAGE_MARK
 from pipesim.plot.page.save import Showable
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import COLUMNS, Timeline
-from pipesim.trace.chrome_json import SAVED
+from pipesim.trace.saved_timelines import has_timelines
 from pipesim.trace.saved_timelines import load as load_timelines
-from pipesim.utils.files import check_path, gunzip, is_folder, read_bytes
+from pipesim.utils.files import check_path, is_folder, read_bytes
 
 __all__ = ["TRACE_FLAGS", "ViewOptions", "is_page", "read_items", "stem"]
 
@@ -168,21 +168,13 @@ def _read_run(path: Path, options: ViewOptions) -> dict[str, Showable]:
 
 def _read_trace(path: Path, options: ViewOptions) -> dict[str, Showable]:
     """Return the timelines that `pipesim.trace.save` wrote; or a step, with the costs' bytes."""
-    if not options.trace and not is_folder(path) and _has_timelines(path):
+    if not options.trace and not is_folder(path) and has_timelines(path):
         timelines = [replace(x, costs=options.costs) for x in load_timelines(path).values()]
         names = [x.name for x in timelines] if len(timelines) > 1 else [""]
         return dict(zip(names, timelines, strict=True))
     nbytes: Any = 0.0 if options.costs is None else options.costs.averaged().output_bytes
     timeline = Timeline.from_chrome(path, output_bytes=nbytes, **options.trace)
     return {"": replace(timeline, costs=options.costs)}
-
-
-def _has_timelines(path: Path) -> bool:
-    """Return whether a trace has timelines; a large one of another program is not parsed twice."""
-    data = read_bytes(path, "a trace from", TimelineError)
-    if data.startswith(_GZIP):
-        data = gunzip(data, path, "a trace from", TimelineError)
-    return SAVED.encode() in data
 
 
 def _read_schedule(path: Path, options: ViewOptions) -> dict[str, Showable]:

@@ -1,4 +1,4 @@
-"""Chrome traces: write timelines as traces, and read the traces of profilers as timelines."""
+"""Chrome traces of timelines, and files of other programs: traces, reports, tables and logs."""
 
 from pipesim.trace.chrome_export import (
     NEVER,
@@ -10,7 +10,10 @@ from pipesim.trace.chrome_export import (
     slice_event,
     write,
 )
-from pipesim.trace.saved_timelines import load
+from pipesim.trace.nsys import nsys_to_chrome
+from pipesim.trace.primus import read_primus
+from pipesim.trace.run_files import load
+from pipesim.trace.timer_logs import read_timers
 
 __all__ = [
     "NEVER",
@@ -19,6 +22,9 @@ __all__ = [
     "load",
     "names",
     "nanoseconds",
+    "nsys_to_chrome",
+    "read_primus",
+    "read_timers",
     "save",
     "slice_event",
     "write",

@@ -18,53 +18,24 @@ from pipesim.timeline.task_rows import INTEGERS, SECONDS_AND_BYTES, SETTINGS, fr
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_json import SAVED
 from pipesim.trace.chrome_json import load as read_trace
-from pipesim.utils.files import check_path
+from pipesim.utils.files import gunzip, read_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load", "saved_form", "saved_timelines"]
+__all__ = ["has_timelines", "load", "saved_form", "saved_timelines"]
 
 
-def load(path: Path | str) -> dict[str, Timeline]:
-    """Return the timelines of a trace that `save` wrote, by name, with all bits of their times.
-
-    Parameters
-    ----------
-    path
-        A file that ends in ``.json`` or ``.json.gz``.
-
-    Returns
-    -------
-    dict
-        Timelines in the order in which they were saved. They have no costs; set them with
-        ``dataclasses.replace(timeline, costs=costs)``.
+def load(path: Path) -> dict[str, Timeline]:
+    """Return the timelines of a trace that `pipesim.trace.save` wrote, by name.
 
     Raises
     ------
-    ArgumentError
-        For a value that is no path.
     TimelineError
         For a file that cannot be read, was cut or changed, or that another program wrote.
     CapacityError
         For a file that is too large for memory, once decompressed.
-
-    See Also
-    --------
-    save : Write a trace.
-    pipesim.Timeline.from_chrome : Read the traces of another framework, too.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import pipesim as ps
-    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     timeline.to_chrome(f"{folder}/run.json.gz")
-    ...     ps.trace.load(f"{folder}/run.json.gz")
-    {'1f1b': <Timeline 1f1b: 34 tasks, makespan 15 s, bubble 20.0%>}
     """
-    path = check_path("path", path)
     timelines = saved_timelines(path, read_trace(path))
     if not timelines:
         raise TimelineError(
@@ -72,6 +43,14 @@ def load(path: Path | str) -> dict[str, Timeline]:
             "program with Timeline.from_chrome"
         )
     return timelines
+
+
+def has_timelines(path: Path) -> bool:
+    """Return whether a trace has timelines; a large one of another program is not parsed twice."""
+    data = read_bytes(path, "a trace from", TimelineError)
+    if data.startswith(b"\x1f\x8b"):
+        data = gunzip(data, path, "a trace from", TimelineError)
+    return SAVED.encode() in data
 
 
 def saved_form(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from nsys_reports import FIRST, report
 from places import DATA
 
 import pipesim as ps
@@ -366,6 +367,14 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
     "ps.trace.load": lambda to: {
         "path": _written(to / "trace.json", timeline().to_chrome)},
+    "ps.trace.nsys_to_chrome": lambda to: {
+        "paths": report(to / "report.sqlite", FIRST), "folder": to / "traces"},
+    "ps.trace.read_primus": lambda to: {
+        "paths": _written(to / "pp_rank_0.json", lambda p: p.write_text("{}")),
+        "placement": ps.linear(1)},
+    "ps.trace.read_timers": lambda to: {
+        "path": _written(to / "run.log", lambda p: p.write_text(
+            "iteration 1/ 2\ntime (ms) | forward-compute: 1.00"))},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
     "ps.v_shaped": lambda _: {"n_devices": 2},

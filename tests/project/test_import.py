@@ -38,10 +38,10 @@ simulate_many sweep to_html trace transformers v_shaped verify waves widget writ
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence EvaluationResult Experts GPipe GradientAccumulation KeyValueCache
 LRSchedulers Microbatches Pipeline Processes Profile Projection ShardedEmbedding Slice Stages
-StepResult TrainingRun Validation Worker check_equivalent from_torch is_checkpointing is_recomputing
-join latest_checkpoint load_checkpoint load_run measure profile project read_checkpoint
-save_checkpoint scaled_learning_rate slices split sync_report to_torch torch_schedule_order train
-validate watch_sync workers
+StepResult TrainingRun Validation Worker annotate_torch_pipelining check_equivalent from_torch
+is_checkpointing is_recomputing join latest_checkpoint load_checkpoint load_run measure profile
+project read_checkpoint save_checkpoint scaled_learning_rate slices split sync_report to_torch
+torch_schedule_order train validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

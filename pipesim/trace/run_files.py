@@ -1,0 +1,170 @@
+"""`load`: timelines in a file or folder of any known kind, which its content tells."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipesim.errors import PipeError, TimelineError
+from pipesim.timeline.timeline import COLUMNS, Timeline
+from pipesim.trace import saved_timelines
+from pipesim.trace.nsys import SQLITE, nsys_to_chrome
+from pipesim.trace.primus import PP_RANK, read_primus
+from pipesim.trace.timer_logs import TIMERS
+from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
+
+__all__ = ["LoadedTimelines", "load"]
+
+_KINDS = (
+    "files of pipesim.trace.save and Timeline.save, traces of torch.profiler (.json, .json.gz), "
+    "SQLite exports of Nsight Systems, and pp_rank_*.json of Primus"
+)
+#: Bytes of a file by which its kind is recognised.
+_HEAD = 1 << 16
+
+
+class LoadedTimelines(dict[str, Timeline]):
+    """Timelines of a run by name.
+
+    Attributes
+    ----------
+    source
+        Kind and size of the files, in words.
+    """
+
+    def __init__(self, timelines: Mapping[str, Timeline], source: str) -> None:
+        super().__init__(timelines)
+        self.source = source
+
+
+def load(path: Path | str) -> LoadedTimelines:
+    """Return the timelines of a file or folder; its content tells its kind.
+
+    ===================================================  ==================================
+    content                                              timelines
+    ===================================================  ==================================
+    trace that `save` wrote                              all, with all bits of their times
+    CSV or Parquet of `Timeline.save`                    one
+    traces of `torch.profiler`, or other Chrome traces   the last step
+    SQLite exports of Nsight Systems                     the last step
+    ``pp_rank_0.json``, ... of Primus                    all steps
+    ===================================================  ==================================
+
+    Logs with timers of Megatron-LM or DeepSpeed have no timelines; see `read_timers`.
+
+    Parameters
+    ----------
+    path
+        File; or folder with a file a rank.
+
+    Returns
+    -------
+    dict
+        Timelines by name, in their order in the file. Steps have names such as ``"step 3"``, the
+        number for ``step=`` of `Timeline.from_chrome`, or the number in the files of Primus.
+
+        The dict has an attribute ``source``, a text: ``"Chrome traces of 2 ranks, the last of 3
+        whole steps"``.
+
+        Timelines have no costs; set them with ``dataclasses.replace(timeline, costs=costs)``.
+
+    Raises
+    ------
+    ArgumentError
+        For a value that is no path.
+    TimelineError
+        For a file that cannot be read, was cut or changed, or has no timelines.
+    CapacityError
+        For a file that is too large for memory, once decompressed.
+
+    See Also
+    --------
+    save : Write a trace.
+    pipesim.Timeline.from_chrome : Choose ranges, ranks and the step of a trace.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.to_chrome(f"{folder}/run.json.gz")
+    ...     run = ps.trace.load(f"{folder}/run.json.gz")
+    >>> run
+    {'1f1b': <Timeline 1f1b: 34 tasks, makespan 15 s, bubble 20.0%>}
+    >>> run.source
+    'trace of pipesim.trace.save'
+    """
+    from pipesim.trace import chrome_import  # which takes a while to import
+
+    path = check_path("path", path)
+    match _kind(path):
+        case "saved":
+            return LoadedTimelines(saved_timelines.load(path), "trace of pipesim.trace.save")
+        case "table":
+            timeline = Timeline.load(path)
+            return LoadedTimelines({timeline.name: timeline}, "table of Timeline.save")
+        case "primus":
+            table = read_primus(path)
+            steps = {
+                f"step {step}": Timeline.from_table(table, step=step, name=f"step {step}")
+                for step in table["step"].unique().tolist()
+            }
+            source = f"times of Primus of {table['device'].nunique()} ranks, {len(steps)} steps"
+            return LoadedTimelines(steps, source)
+        case "chrome":
+            kind, imported = "Chrome traces", chrome_import.load(path)
+        case "nsys":
+            kind = "reports of Nsight Systems"
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    imported = chrome_import.load(nsys_to_chrome(path, folder))
+                except PipeError as error:
+                    raise type(error)(str(error).replace(folder, str(path))) from error
+    n_steps = imported.n_steps
+    name = f"step {n_steps - 1}"
+    timeline = imported.timeline.with_name(name)
+    whole = f"the last of {n_steps} whole steps" if n_steps > 1 else "one whole step"
+    return LoadedTimelines({name: timeline}, f"{kind} of {timeline.n_devices} ranks, {whole}")
+
+
+def _kind(path: Path) -> str:
+    """Return the kind of a file or folder."""
+    if is_folder(path):
+        try:
+            names = [file.name for file in path.iterdir() if not file.name.startswith(".")]
+        except OSError as error:
+            raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
+        if any(PP_RANK.fullmatch(name) for name in names):
+            return "primus"
+        for kind, endings in (("nsys", (".sqlite",)), ("chrome", (".json", ".json.gz"))):
+            if any(name.endswith(endings) for name in names):
+                return kind
+        raise TimelineError(
+            f"the folder {path} has no timelines; pipesim.trace.load reads {_KINDS}"
+        )
+    head = read_bytes(path, "timelines from", TimelineError, first=_HEAD)
+    if head.startswith(SQLITE) or path.suffix.lower() in (".nsys-rep", ".qdrep"):
+        return "nsys"
+    if path.suffix.lower() == ".parquet":
+        return "table"
+    first = head.decode("utf-8-sig", errors="replace").lstrip()[:1]
+    if head.startswith(b"\x1f\x8b") or first in ("{", "["):
+        if b'"fwd_start"' in head:
+            return "primus"
+        return "saved" if saved_timelines.has_timelines(path) else "chrome"
+    text = "" if b"\0" in head else read_text(path, "timelines from", TimelineError)
+    cells = text.partition("\n")[0].split(",")
+    if cells[0] == COLUMNS[0] or "stream" in cells:
+        return "table"
+    if TIMERS.search(text):
+        raise TimelineError(
+            f"{path} is a log with timers, sums over the tasks of a step: it does not tell when a "
+            "task ran, so there is no timeline; read seconds of each operation with "
+            "pipesim.trace.read_timers, and make Costs of them"
+        )
+    raise TimelineError(
+        f"{path} has no timelines: it begins with {head[:40]!r}; pipesim.trace.load reads "
+        f"{_KINDS}, Timeline.from_table a table of tasks"
+    )
