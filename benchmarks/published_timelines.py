@@ -18,16 +18,20 @@ The tables are in ``tests/published/timelines``, with their sources. For each ru
 
 No run was published with two schedules, so none is predicted from another one's costs.
 
-``python benchmarks/published_timelines.py`` prints the tables and writes them.
+``python benchmarks/published_timelines.py`` prints the tables and writes them, and the gallery's
+figure of one of the runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import runpy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from _machine import ROOT, publish, table
@@ -36,6 +40,7 @@ import pipesim as ps
 from pipesim.analysis.replay import replay_costs
 
 OUT = ROOT / "results" / "benchmarks" / "published_timelines.txt"
+FIGURE = ROOT / "docs" / "gallery" / "comparison" / "plot_eight_gpus.py"
 TABLES = ROOT / "tests" / "published" / "timelines"
 #: An all-reduce between the GPUs of one stage, which has no operation of ours.
 OPS = {"layernorm-grads-all-reduce": None}
@@ -225,6 +230,9 @@ def main() -> None:
     out = parser.parse_args().out
     lines = [line for run in RUNS for line in report(run)]
     publish(["# python benchmarks/published_timelines.py", "", *lines[:-1]], out)
+    with contextlib.chdir(FIGURE.parent):
+        runpy.run_path(FIGURE.name)
+    plt.savefig(out.with_suffix(".png"), dpi=200)
 
 
 if __name__ == "__main__":

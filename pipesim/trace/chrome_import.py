@@ -20,7 +20,7 @@ from pipesim.ops import Action
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_json import load as read_trace
 from pipesim.trace.event_fields import RangeRules
-from pipesim.trace.measured_tasks import MeasuredTasks, timeline_of
+from pipesim.trace.measured_tasks import MeasuredTasks, timeline_of, with_parts
 from pipesim.trace.profiler_ranges import Trace
 from pipesim.trace.saved_timelines import saved_timelines
 from pipesim.trace.steps import (
@@ -102,7 +102,7 @@ def load(
     tasks = _place_tasks(traces, [rank_steps[step] for rank_steps in steps])
     check_complete(tasks, len(traces))
     step_of_tasks = timeline_of(
-        _columns(tasks),
+        with_parts(_columns(tasks)),
         n_devices=len(traces),
         output_bytes=output_bytes,
         gaps=gaps,

@@ -21,7 +21,7 @@ from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
 from pipesim.timeline.task_rows import check_all_tasks, check_rows
-from pipesim.trace.measured_tasks import MeasuredStep, MeasuredTasks, timeline_of
+from pipesim.trace.measured_tasks import MeasuredStep, MeasuredTasks, timeline_of, with_parts
 from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
 from pipesim.utils.extras import import_extra
@@ -90,7 +90,7 @@ def read_step(
         valid = np.isnan(nbytes) | ((nbytes >= 0) & (nbytes < np.inf))
         check_rows(rows, valid, "has no valid nbytes")
         tasks = replace(tasks, nbytes=nbytes)
-    tasks = _with_parts(_with_message_numbers(rows, tasks))
+    tasks = with_parts(_with_message_numbers(rows, tasks))
     _check_tasks(rows, tasks)
     n_devices = int(device.max()) + 1
     return timeline_of(tasks, n_devices=n_devices, gaps=gaps, name=name, stacklevel=4)
@@ -129,7 +129,8 @@ def _frame(table: object) -> pd.DataFrame:
 
 def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:
     """Return the columns that are read, under our names."""
-    names = check_mapping("columns", {} if columns is None else columns, "such as {'microbatch': 'mb'}")
+    chosen = {} if columns is None else columns
+    names = check_mapping("columns", chosen, "such as {'microbatch': 'mb'}")
     source = {str(x): str(x) for x in frame.columns if str(x) in COLUMNS}
     for alias, own in _ALIASES.items():
         if alias in frame and own not in source:
@@ -314,33 +315,6 @@ def _with_message_numbers(rows: pd.DataFrame, tasks: MeasuredTasks) -> MeasuredT
             )
         microbatch[own] = microbatch[partner]
     return replace(tasks, microbatch=microbatch)
-
-
-def _with_parts(tasks: MeasuredTasks) -> MeasuredTasks:
-    """Return the tasks with the parts of operations on whole stages, in order of time.
-
-    - Several REDUCE_GRADs of a stage are its buckets.
-    - An UNSHARD gathers parameters for the next F or backward of its stage, or after its STEP.
-    - All tied stages are one group.
-    """
-    part, microbatch = tasks.part.copy(), tasks.microbatch.copy()
-    place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
-    part[tasks.op == Op.REDUCE_TIED] = 0
-    own = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
-    own = own[np.lexsort((tasks.start[own], place[own]))]
-    _, first, count = np.unique(place[own], return_index=True, return_counts=True)
-    bucket = np.arange(len(own)) - np.repeat(first, count)
-    part[own] = np.where(np.repeat(count, count) > 1, bucket, -1)
-
-    gathers = tasks.op == Op.UNSHARD
-    passes = np.flatnonzero(np.isin(tasks.op, (Op.F, Op.B, Op.I)) | gathers)
-    passes = passes[np.lexsort((~gathers[passes], tasks.start[passes], place[passes]))]
-    position = np.where(gathers[passes], len(passes), np.arange(len(passes)))
-    following = np.minimum.accumulate(position[::-1])[::-1]  # the next F or backward
-    own, user = passes[gathers[passes]], np.append(passes, -1)[following[gathers[passes]]]
-    own, user = (x[(user >= 0) & (place[own] == place[user])] for x in (own, user))
-    part[own], microbatch[own] = tasks.op[user] != Op.F, microbatch[user]
-    return replace(tasks, part=part, microbatch=microbatch)
 
 
 def _check_tasks(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:

@@ -27,7 +27,7 @@ from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.trace.schedule_names import schedule_name
 from pipesim.utils.csr import Ints
 
-__all__ = ["MeasuredStep", "MeasuredTasks", "timeline_of"]
+__all__ = ["MeasuredStep", "MeasuredTasks", "timeline_of", "with_parts"]
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -229,6 +229,33 @@ def timeline_of(
             stacklevel=stacklevel,
         )
     return MeasuredStep(timeline, offsets, residual)
+
+
+def with_parts(tasks: MeasuredTasks) -> MeasuredTasks:
+    """Return the tasks with the parts of operations on whole stages, in order of time.
+
+    - Several REDUCE_GRADs of a stage are its buckets.
+    - An UNSHARD gathers parameters for the next F or backward of its stage, or after its STEP.
+    - All tied stages are one group.
+    """
+    part, microbatch = tasks.part.copy(), tasks.microbatch.copy()
+    place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
+    part[tasks.op == Op.REDUCE_TIED] = 0
+    own = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
+    own = own[np.lexsort((tasks.start[own], place[own]))]
+    _, first, count = np.unique(place[own], return_index=True, return_counts=True)
+    bucket = np.arange(len(own)) - np.repeat(first, count)
+    part[own] = np.where(np.repeat(count, count) > 1, bucket, -1)
+
+    gathers = tasks.op == Op.UNSHARD
+    passes = np.flatnonzero(np.isin(tasks.op, (Op.F, Op.B, Op.I)) | gathers)
+    passes = passes[np.lexsort((~gathers[passes], tasks.start[passes], place[passes]))]
+    position = np.where(gathers[passes], len(passes), np.arange(len(passes)))
+    following = np.minimum.accumulate(position[::-1])[::-1]  # the next F or backward
+    own, user = passes[gathers[passes]], np.append(passes, -1)[following[gathers[passes]]]
+    own, user = (x[(user >= 0) & (place[own] == place[user])] for x in (own, user))
+    part[own], microbatch[own] = tasks.op[user] != Op.F, microbatch[user]
+    return replace(tasks, part=part, microbatch=microbatch)
 
 
 def _graph(tasks: MeasuredTasks, stream: Ints, name: str) -> TaskGraph:

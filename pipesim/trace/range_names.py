@@ -66,8 +66,8 @@ WORDS = {
     "EMBEDDING_GRADS_ALL_REDUCE": Op.REDUCE_TIED,
     "OPTIMIZER_CLIP_MAIN_GRAD": Op.GRAD_NORM,
 }
-#: Actions of torch that pipesim leaves out: they gather and free parameters.
-_IGNORED: dict[str, None] = dict.fromkeys(("UNSHARD", "RESHARD"))
+#: Actions that are left out of traces: they gather and free parameters, before a step or in it.
+_IGNORED: dict[str, None] = dict.fromkeys(("UNSHARD", "RESHARD", "PARAMS_ALL_GATHER"))
 
 #: Operations by their words in a file; None for words to leave out.
 Ops = Mapping[str, Op | None]
