@@ -32,7 +32,11 @@ SMALLER = {
     "05_cluster": {"N_STEPS = 128": "N_STEPS = 16"},
     "06_choose_a_configuration": {"BATCH = 64, 256": "BATCH = 64, 128"},
     "09_train": {"range(160)": "range(96)", "data[:128]": "data[:80]", "data[128:]": "data[80:]"},
-    "11_stragglers": {"N_STEPS = 2": "N_STEPS = 1", "(1.0, 1.5, 2.0)": "(1.0, 2.0)"},
+    "11_stragglers": {
+        "n_steps=32": "n_steps=2",
+        "n_steps=2)": "n_steps=1)",
+        "(1.0, 1.5, 2.0)": "(1.0, 2.0)",
+    },
 }
 
 
