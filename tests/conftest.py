@@ -100,12 +100,6 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput["fork_server"] = start_server()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Look for no examples in docstrings of tests: they have none, and it takes seconds."""
-    return [node for node in (yield) if type(node).__name__ != "DoctestModule"]
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests whose fixtures take long; begin with what measures time, then what is slow.
