@@ -124,9 +124,14 @@ def _sort_key(item: pytest.Item) -> tuple[bool, ...]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now, all tests among it, out of later collections of garbage."""
+    """Leave what is loaded by now, all tests among it, out of later collections of garbage.
+
+    Later ones are rare: torch.export and numba make many objects, and with the thresholds of
+    Python a tenth of the time went into looking through them.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
 
 
 def _measures_time(item: pytest.Item | None) -> bool:
