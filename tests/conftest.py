@@ -100,12 +100,6 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput["fork_server"] = start_server()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Look for no examples in docstrings of tests: they have none, and it takes seconds."""
-    return [node for node in (yield) if type(node).__name__ != "DoctestModule"]
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests whose fixtures take long; begin with what measures time, then what is slow.
@@ -130,9 +124,14 @@ def _sort_key(item: pytest.Item) -> tuple[bool, ...]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now, all tests among it, out of later collections of garbage."""
+    """Leave what is loaded by now, all tests among it, out of later collections of garbage.
+
+    Later ones are rare: torch.export and numba make many objects, and with the thresholds of
+    Python a tenth of the time went into looking through them.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
 
 
 def _measures_time(item: pytest.Item | None) -> bool:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from places import ROOT
@@ -61,28 +62,28 @@ def _dispatcher(kernel: Kernel[..., Any]) -> Callable[..., Any]:
 
 
 def compile_in_turn() -> None:
-    """Let one process at a time compile, so that others load from the cache what it compiled.
+    """Let one process at a time compile a file's kernels: others load from the cache what it did.
 
-    In a new checkout, each worker of pytest-xdist would compile all kernels, which takes ten
-    seconds. Without numba there is nothing to do.
+    In a new checkout, each worker of pytest-xdist would compile all kernels, which takes a minute.
+    Kernels of different files are compiled at the same time. Without numba there is nothing to do.
     """
     try:
         from numba.core.dispatcher import Dispatcher
     except ImportError:
         return
     compile_now, lock, depth = Dispatcher.compile, threading.RLock(), [0]
-    file = (ROOT / "constraints.txt").open()
 
     def wait_and_compile(self: Any, signature: Any) -> Any:
         with lock:
-            if not depth[0]:  # a kernel compiles those that it calls
-                fcntl.flock(file, fcntl.LOCK_EX)
-            depth[0] += 1
-            try:
+            if depth[0]:  # a kernel compiles those that it calls
                 return compile_now(self, signature)
-            finally:
-                depth[0] -= 1
-                if not depth[0]:
-                    fcntl.flock(file, fcntl.LOCK_UN)
+            path = Path(self.py_func.__code__.co_filename)
+            with (path if path.is_file() else ROOT / "constraints.txt").open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # till the file is closed
+                depth[0] += 1
+                try:
+                    return compile_now(self, signature)
+                finally:
+                    depth[0] -= 1
 
     Dispatcher.compile = wait_and_compile

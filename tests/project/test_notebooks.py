@@ -30,7 +30,11 @@ SMALLER = {
         "in (1, 2, 4, 8, 16)": "in (1, 2, 4)",
     },
     "05_cluster": {"N_STEPS = 128": "N_STEPS = 16"},
-    "06_choose_a_configuration": {"BATCH = 64, 256": "BATCH = 64, 128"},
+    "06_choose_a_configuration": {
+        "BATCH = 64, 256": "BATCH = 64, 64",
+        "((8, 1), (8, 2), (8, 4), (4, 2), (4, 4), (4, 8), (2, 4), (2, 8))": "((8, 1), (4, 4))",
+        "16, 32, n_chunks=8": "16, 16, n_chunks=8",
+    },
     "09_train": {"range(160)": "range(96)", "data[:128]": "data[:80]", "data[128:]": "data[80:]"},
     "11_stragglers": {
         "n_steps=32": "n_steps=2",
