@@ -1084,8 +1084,9 @@ class Timeline:
         Time zero is the first start; waiting for a message counts from when it left. Clocks of
         devices are aligned by messages and collectives if these contradict them by more than
         100 us; see `pipesim.trace.clock_offsets.align_clocks`. The times of messages are those at
-        which data moved; see `pipesim.trace.measured_tasks`. A REDUCE_TIED that ran before
-        REDUCE_GRAD, as in Megatron-LM, comes after it in the graph (rule 3).
+        which data moved; see `pipesim.trace.measured_tasks.timeline_of`. A REDUCE_TIED that ran
+        before REDUCE_GRAD, as in Megatron-LM, comes after it in the graph (rule 3).
+
         ``pipesim.trace.measured_table.read_step`` returns the clock offsets and the residual error,
         too.
 
@@ -1200,7 +1201,7 @@ class Timeline:
           `pipesim.trace.overlapped_ranges`.
         - Clocks of ranks are aligned by messages; see `pipesim.trace.clock_offsets.align_clocks`.
         - Transfers without a range get the times at which their data moved; see
-          `pipesim.trace.measured_tasks`.
+          `pipesim.trace.measured_tasks.timeline_of`.
 
         ``pipesim.trace.chrome_import.load`` returns the clock offsets and the residual error, too.
 

@@ -166,6 +166,22 @@ def timeline_of(
 ) -> MeasuredStep:
     """Return the timeline of the tasks of a step, complete and each of them once.
 
+    Clocks are aligned as `pipesim.trace.clock_offsets.align_clocks` says. Each message between
+    devices gets a SEND and a RECV. A recorded SEND keeps its times, but begins no earlier than its
+    producer ends, and ends before its message is used. Where the RECV was called later, or one call
+    did several messages, only the time in which both ends took part counts. A missing SEND is
+    placed at the end of its producer and takes no time.
+
+    A recorded RECV shows when it was posted, seldom when the message arrived. Arrivals are:
+
+    - recorded, for a GPU's own communication;
+    - the start of the consumer, for a message whose device was idle when it left: the device
+      waited for it. The median of these is how long a message usually takes;
+    - else that long after the message left, or the start of the consumer, if that is sooner or if
+      the device was idle by then.
+
+    All members of a collective start when the last one does (rule 9 of docs/time.md).
+
     Parameters
     ----------
     tasks, n_devices
@@ -372,12 +388,7 @@ def _half(tasks: MeasuredTasks, rows: Ints, *, last: bool) -> Ints:
 
 
 def _departures(tasks: MeasuredTasks, messages: _Messages) -> tuple[Floats, Floats]:
-    """Return when each message began to leave, and when it had left (s).
-
-    A recorded SEND begins when it was called, or when its producer had ended. It ends before its
-    message was used. Where the RECV was called later, or one call did several messages, only the
-    time in which both ends took part counts.
-    """
+    """Return when each message began to leave, and when it had left (s); see `timeline_of`."""
     ready = tasks.end[_half(tasks, messages.producer, last=True)]
     used = tasks.start[messages.consumer]
     send, recv = messages.send, messages.recv
@@ -486,19 +497,7 @@ def _charge_gaps(tasks: MeasuredTasks) -> MeasuredTasks:
 
 
 def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
-    """Return the tasks with a SEND and a RECV for each message; their streams and issue times.
-
-    A recorded SEND keeps its times, within those of `_departures`. A missing SEND is placed at the
-    end of its producer and takes no time.
-
-    A recorded RECV shows when it was posted, seldom when the message arrived. Arrivals are:
-
-    - recorded, for a GPU's own communication;
-    - the start of the consumer, for a message whose device was idle when it left: the device
-      waited for it. The median of these is how long a message usually takes;
-    - else that long after the message left, or the start of the consumer, if that is sooner or if
-      the device was idle by then.
-    """
+    """Return the tasks with a SEND and a RECV for each message; their streams and issue times."""
     previous, messages = _previous_ends(tasks), _messages(tasks)
     start, sent = _departures(tasks, messages)
     order = np.argsort(start, kind="stable")

@@ -161,8 +161,9 @@ def _no_range(path: Path, content: Mapping[str, Any], trace: Trace, rules: Range
         )
     return (
         f"{path} has no range that {problem}: {contents}. {wanted}: annotate them with "
-        "torch.profiler.record_function('PP:0F0') (stage 0, forward, micro-batch 0), or give "
-        "pattern= for the names that your ranges have, or fields= for the places of their events"
+        "torch.profiler.record_function('PP:0F0') (stage 0, forward, micro-batch 0), in "
+        "torch.distributed.pipelining with pipeexec.annotate_torch_pipelining(), or give pattern= "
+        "for the names that your ranges have, or fields= for the places of their events"
     )
 
 
