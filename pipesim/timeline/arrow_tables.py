@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,16 +110,30 @@ def read_frame(data: bytes, path: Path, what: str) -> pd.DataFrame:
     """
     pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
     pa = import_extra("pyarrow", "parquet", "a Parquet file")
-    try:
+    with _arrow_errors(pa, path, what):
         metadata = pq.read_metadata(pa.BufferReader(data))
-        names = [
-            metadata.row_group(0).column(k).path_in_schema for k in range(metadata.num_columns)
-        ]
-        check_content(_decoded_bytes(metadata, names), path, what)
-        frame: pd.DataFrame = pq.read_table(pa.BufferReader(data)).to_pandas()
-    except (pa.ArrowException, OSError) as error:
-        raise TimelineError(f"cannot read {what} {path}: {' '.join(str(error).split())}") from error
+        schema = metadata.schema.to_arrow_schema()
+        check_content(_decoded_bytes(metadata, schema.names), path, what)
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        with pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts) as file:
+            frame: pd.DataFrame = file.read().to_pandas()  # texts are categories, each held once
     return frame
+
+
+@contextmanager
+def _arrow_errors(pa: Any, path: Path, what: str) -> Iterator[None]:
+    """Raise ours in place of pyarrow's errors."""
+    try:
+        yield
+    except CapacityError:
+        raise
+    except MemoryError as error:  # also that of pyarrow
+        raise CapacityError(
+            f"cannot read {what} {path}: it does not fit in memory; give a smaller file, or run "
+            "where there is more memory"
+        ) from error
+    except (pa.ArrowException, OSError) as error:
+        raise TimelineError(" ".join(str(error).split())) from error
 
 
 def _check_bytes(data: bytes) -> None:
@@ -148,7 +163,7 @@ def _decoded(data: bytes, path: Path) -> tuple[pd.DataFrame, dict[str, str]]:
 
     pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
     pa = import_extra("pyarrow", "parquet", "a Parquet file")
-    try:
+    with _arrow_errors(pa, path, _WHAT):
         metadata = pq.read_metadata(pa.BufferReader(data))
         names = _checked_columns(pa, metadata.schema.to_arrow_schema())
         check_content(_decoded_bytes(metadata, names), path, _WHAT)
@@ -156,15 +171,6 @@ def _decoded(data: bytes, path: Path) -> tuple[pd.DataFrame, dict[str, str]]:
         with pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts) as file:
             table = file.read(columns=names)
         columns = {name: _values(pa, name, table.column(name), path) for name in names}
-    except CapacityError:
-        raise
-    except MemoryError as error:  # also that of pyarrow
-        raise CapacityError(
-            f"cannot read {_WHAT} {path}: it does not fit in memory; give a smaller file, or run "
-            "where there is more memory"
-        ) from error
-    except (pa.ArrowException, OSError) as error:
-        raise TimelineError(" ".join(str(error).split())) from error
     rows = pd.DataFrame(columns, index=pd.RangeIndex(table.num_rows, name="task"))
     return rows, _settings(table.schema.metadata or {})
 

@@ -120,7 +120,10 @@ def _frame(table: object) -> pd.DataFrame:
                     {} if pd.__version__ >= "3.1" else {"float_precision": "round_trip"}
                 )
                 frame = pd.read_csv(io.BytesIO(text), **exact)
-        except ValueError as error:  # among them UnicodeDecodeError, and those of pandas
+        except (
+            ValueError,
+            TimelineError,
+        ) as error:  # among them UnicodeDecodeError, and those of pandas
             raise TimelineError(f"cannot read {_WHAT} {path}: {error}") from error
     if not len(frame):
         raise TimelineError("the table has no rows; give one row a measured task")
@@ -191,7 +194,7 @@ def _with_operations(
         rows,
         row_ops >= 0,
         f"has an op that is not read{suggestion(word, WORDS)}; say which it is, such as "
-        f"ops={{{word!r}: 'F'}}; ops={{{word!r}: None}} leaves it out",
+        f"ops={{{word!r:.60}: 'F'}}; ops={{{word!r:.60}: None}} leaves it out",
     )
     kept = row_ops < len(Op)
     if not kept.any():
