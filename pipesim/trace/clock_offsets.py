@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -47,29 +48,36 @@ def align_clocks(messages: ClockBounds, n_ranks: int) -> tuple[NDArray[np.float6
     Returns
     -------
     offsets
-        Seconds, shape ``(n_ranks,)``; 0 for rank 0 and for ranks without messages.
+        Seconds, shape ``(n_ranks,)``; 0 for rank 0, and for the lowest of ranks that no message
+        connects with it.
     residual
         Seconds by which the worst message is still used before it was sent; 0 if none is.
     """
     least = _least(messages)
     offsets, joined = np.zeros(n_ranks), {0}
     if all(seconds <= TOLERATED for seconds in least.values()):
-        return offsets, max(0.0, *least.values(), 0.0)
+        return offsets, max(0.0, max(least.values(), default=0.0))
+    near: dict[int, set[int]] = {rank: set() for rank in range(n_ranks)}
+    for a, b in least:
+        near[a].add(b)
+        near[b].add(a)
+    edges: list[tuple[float, int, int]] = []
+    newest, next_rank = 0, 1
     while len(joined) < n_ranks:
-        edges = [
-            (_width(least, a, b), a, b)
-            for a in joined
-            for b in set(range(n_ranks)) - joined
-            if (a, b) in least or (b, a) in least
-        ]
-        if not edges:  # no message connects the remaining ranks with these
-            joined.add(min(set(range(n_ranks)) - joined))
-            continue
-        _, a, b = min(edges)
-        offsets[b] = offsets[a] + _between(
-            least.get((a, b), -math.inf), -least.get((b, a), -math.inf)
-        )
-        joined.add(b)
+        for other in near[newest] - joined:
+            heapq.heappush(edges, (_width(least, newest, other), newest, other))
+        while edges and edges[0][2] in joined:
+            heapq.heappop(edges)
+        if edges:
+            _, a, newest = heapq.heappop(edges)
+            offsets[newest] = offsets[a] + _between(
+                least.get((a, newest), -math.inf), -least.get((newest, a), -math.inf)
+            )
+        else:  # no message connects the remaining ranks with these
+            while next_rank in joined:
+                next_rank += 1
+            newest = next_rank
+        joined.add(newest)
     residual = max(s + offsets[a] - offsets[b] for (a, b), s in least.items())
     return offsets, max(0.0, float(residual))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,13 @@ from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
 from pipesim.timeline.task_rows import check_all_tasks, check_rows
-from pipesim.trace.measured_tasks import MeasuredStep, MeasuredTasks, timeline_of, with_parts
+from pipesim.trace.measured_tasks import (
+    MeasuredStep,
+    MeasuredTasks,
+    one_by_one,
+    timeline_of,
+    with_parts,
+)
 from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
 from pipesim.utils.extras import import_extra
@@ -57,6 +66,9 @@ _ALIASES = {"bytes": "nbytes"}
 _ROUNDED, _EARLY = 5e-6, 0.01
 #: Most steps that a message names.
 _SHOWN = 8
+#: Tasks up to which missing ones are looked for.
+_FEW = 1_000_000
+_DIGITS = re.compile(r"([0-9]+)")
 #: Operations of which a table tells too little: their parts, or what they exchange.
 _UNREAD = (Op.ALL_TO_ALL, Op.DISPATCH, Op.REORDER, Op.RESHARD, Op.OFFLOAD, Op.RELOAD)
 
@@ -78,7 +90,7 @@ def read_step(
     rows = _one_step(_renamed(_frame(table), columns), step)
     rows, op = _with_operations(rows, ops)
     start, end = _times(rows, UNITS[unit])
-    replica = _numbered(rows, "replica")
+    replica = _in_order(rows, "replica")[0] if "replica" in rows else np.zeros(len(rows), np.int64)
     device, stage = _places(rows, replica)
     microbatch = _integers(rows, "microbatch", lowest=-1)
     needed = np.isin(op, sorted(set(Op) - OF_STAGES - TRANSFERS))
@@ -106,27 +118,34 @@ def _frame(table: object) -> pd.DataFrame:
     if isinstance(table, pd.DataFrame):
         frame = table
     elif hasattr(table, "__arrow_c_stream__"):
-        frame = import_extra("pyarrow", "parquet", "an Arrow table").table(table).to_pandas()
+        pyarrow = import_extra("pyarrow", "parquet", "an Arrow table")
+        try:
+            frame = pyarrow.table(table).to_pandas()
+        except (TypeError, pyarrow.ArrowException) as error:
+            raise TimelineError(f"{type(table).__name__} is no table: {error}") from error
+    elif not isinstance(table, str | os.PathLike):
+        raise ArgumentError(
+            f"table must be a DataFrame, a table that Arrow reads or a path, got "
+            f"{type(table).__name__}; give pandas.DataFrame(...) of it"
+        )
     else:
         path = check_path("table", table)
         data = read_bytes(path, _WHAT, TimelineError)
-        try:
-            if path.suffix == ".parquet":
-                frame = read_frame(data, path, _WHAT)
-            else:
-                zipped = data[:2] == b"\x1f\x8b"
-                text = gunzip(data, path, _WHAT, TimelineError) if zipped else data
-                exact: dict[str, Any] = (
-                    {} if pd.__version__ >= "3.1" else {"float_precision": "round_trip"}
-                )
-                frame = pd.read_csv(io.BytesIO(text), **exact)
-        except (
-            ValueError,
-            TimelineError,
-        ) as error:  # among them UnicodeDecodeError, and those of pandas
-            raise TimelineError(f"cannot read {_WHAT} {path}: {error}") from error
+        if data.startswith(b"PAR1"):
+            frame = read_frame(data, path, _WHAT)
+        else:
+            if data.startswith(b"\x1f\x8b"):
+                data = gunzip(data, path, _WHAT, TimelineError)
+            old = {"float_precision": "round_trip"}  # the default of later versions
+            exact: dict[str, Any] = {} if pd.__version__ >= "3.1" else old
+            try:
+                frame = pd.read_csv(io.BytesIO(data), index_col=False, **exact)
+            except ValueError as error:  # among them UnicodeDecodeError, and those of pandas
+                raise TimelineError(f"cannot read {_WHAT} {path}: {error}") from error
     if not len(frame):
         raise TimelineError("the table has no rows; give one row a measured task")
+    if isinstance(frame.index, pd.MultiIndex) or not frame.index.is_unique:
+        frame = frame.reset_index(drop=True)
     return frame.rename_axis("row")
 
 
@@ -140,23 +159,22 @@ def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataF
             source[own] = alias
     for own, other in names.items():
         check_name("column", own, COLUMNS)
-        if other not in frame:
+        if check_text(f"columns[{own!r}]", other) not in frame:
             near = suggestion(str(other), map(str, frame.columns))
             raise TimelineError(f"columns: the table has no column {other!r}{near}")
         source[own] = other
-    needed = ["op", "microbatch", "start"]
-    needed += [x for pair in (("stage", "device"), ("end", "duration")) if not source.keys() & pair
-               for x in pair[:1]]  # fmt: skip
-    for own in needed:
-        if own not in source:
-            listed = ", ".join(map(repr, map(str, frame.columns)))
+    for choices in (("op",), ("microbatch",), ("stage", "device"), ("start",), ("end", "duration")):
+        if not source.keys() & choices:
+            own, listed = choices[0], list(map(str, frame.columns))
+            near = suggestion(own, listed) or "; give a CSV with commas" * (len(listed) == 1)
             raise TimelineError(
-                f"the table has no column {own!r}, {COLUMNS[own]}; its columns are {listed}: "
-                f"say which it is, such as columns={{{own!r}: {str(frame.columns[0])!r}}}"
+                f"the table has no column {own!r}, {COLUMNS[own]}; its columns are "
+                f"{', '.join(map(repr, listed))}{near}; say which it is with "
+                f"columns={{{own!r}: ...}}"
             )
-    twice = [own for own, other in source.items() if (frame.columns == other).sum() > 1]
-    if twice:
-        raise TimelineError(f"the table has several columns {source[twice[0]]!r}; leave one")
+    for own, other in source.items():
+        if (frame.columns == other).sum() > 1 or list(source.values()).count(other) > 1:
+            raise TimelineError(f"the table has several columns {other!r}; give one for {own!r}")
     return frame[list(source.values())].set_axis(list(source), axis=1)
 
 
@@ -166,15 +184,39 @@ def _one_step(rows: pd.DataFrame, step: object) -> pd.DataFrame:
         if step is not None:
             raise ArgumentError(f"got step={step!r}, and the table has no column 'step'")
         return rows
-    missing = rows["step"].isna()
-    check_rows(rows, ~missing, "has no step")
-    chosen = rows["step"].max() if step is None else step
-    own = rows["step"] == chosen
-    if not own.any():
-        steps = rows["step"].unique().tolist()
+    number, steps = _in_order(rows, "step")
+    if step is None:
+        chosen = len(steps) - 1
+    elif isinstance(step, str | int | float | np.generic) and step in steps:
+        chosen = steps.index(step)
+    else:
         shown = ", ".join(map(repr, steps[:_SHOWN])) + (", ..." if len(steps) > _SHOWN else "")
         raise ArgumentError(f"the table has no step {step!r}; it has {shown}")
-    return rows[own].drop(columns="step")
+    own: pd.DataFrame = rows[number == chosen].drop(columns="step")
+    return own
+
+
+def _in_order(rows: pd.DataFrame, column: str) -> tuple[Ints, list[Any]]:
+    """Return the number of each row's value among those of a column in order, and the values.
+
+    Numbers in texts count as numbers: ``cuda:2`` comes before ``cuda:10``.
+    """
+    values = rows[column]
+    check_rows(rows, values.notna(), f"has no {column}")
+    try:
+        number, different = values.factorize()
+        keys: list[Any] = [
+            [(x.isdecimal(), int(x) if x.isdecimal() else x) for x in _DIGITS.split(value)]
+            if isinstance(value, str)
+            else value
+            for value in different.tolist()
+        ]
+        order = sorted(range(len(keys)), key=lambda k: keys[k])
+    except TypeError as error:  # texts and numbers, or lists
+        raise TimelineError(f"column {column!r} has values of different types") from error
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[number], [different.tolist()[k] for k in order]
 
 
 def _with_operations(
@@ -182,19 +224,31 @@ def _with_operations(
 ) -> tuple[pd.DataFrame, Ints]:
     """Return the rows of operations that are read, and the operation of each."""
     named: Ops = {**WORDS, **check_ops({} if ops is None else ops)}
-    number, words = rows["op"].factorize(use_na_sentinel=False)
+    check_rows(rows, rows["op"].notna(), "has no op")
+    try:
+        number, words = rows["op"].factorize()
+    except TypeError as error:  # lists
+        raise TimelineError("column 'op' must have texts") from error
     codes = np.full(len(words), -1)
-    for k, word in enumerate(map(str, words)):
-        op = named.get(word_key(word, named), Op.ALL_TO_ALL)
-        if op not in _UNREAD:
+    texts = [x.name if isinstance(x, Op) else str(x) for x in words]
+    for k, word in enumerate(texts):
+        op = named.get(key := word_key(word, named), key)
+        if not isinstance(op, str):
             codes[k] = len(Op) if op is None else op
     row_ops = codes[number]
-    word = str(words[number[(row_ops < 0).argmax()]])
+    word = texts[number[(row_ops < 0).argmax()]]
     check_rows(
         rows,
         row_ops >= 0,
         f"has an op that is not read{suggestion(word, WORDS)}; say which it is, such as "
         f"ops={{{word!r:.60}: 'F'}}; ops={{{word!r:.60}: None}} leaves it out",
+    )
+    unread = np.isin(row_ops, _UNREAD)
+    word = texts[number[unread.argmax()]]
+    check_rows(
+        rows,
+        ~unread,
+        f"has an op of which a table tells too little; ops={{{word!r:.60}: None}} leaves it out",
     )
     kept = row_ops < len(Op)
     if not kept.any():
@@ -207,11 +261,16 @@ def _floats(rows: pd.DataFrame, column: str) -> Floats:
     from pipesim.utils.packages import pandas as pd
 
     values = rows[column]
+    is_number = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+    is_number |= pd.api.types.is_object_dtype(values) or pd.api.types.is_string_dtype(values)
+    is_number &= not pd.api.types.is_complex_dtype(values)
+    if not is_number:
+        raise TimelineError(
+            f"column {column!r} has values of type {values.dtype}; give numbers, for times such as "
+            "(times - times.min()).dt.total_seconds()"
+        )
     numbers = pd.to_numeric(values, errors="coerce")
-    is_text = numbers.isna() & values.notna()
-    if values.dtype == bool:
-        is_text[:] = True
-    check_rows(rows, ~is_text, f"has no number as {column}")
+    check_rows(rows, numbers.notna() | values.isna(), f"has no number as {column}")
     return numbers.to_numpy(np.float64, na_value=np.nan)
 
 
@@ -220,41 +279,30 @@ def _integers(rows: pd.DataFrame, column: str, *, lowest: int = 0) -> Ints:
     numbers = _floats(rows, column)
     if lowest < 0:
         numbers = np.nan_to_num(numbers, nan=-1.0)
-    valid = (numbers >= lowest) & (numbers < 2**31) & (numbers == np.floor(numbers))
-    check_rows(rows, valid, f"has no valid {column}, a whole number from 0")
+    # Each has rows of its own.
+    valid = (numbers >= lowest) & (numbers < len(rows)) & (numbers == np.floor(numbers))
+    check_rows(rows, valid, f"has no valid {column}, a whole number from 0, without gaps")
     return numbers.astype(np.int64)
-
-
-def _numbered(rows: pd.DataFrame, column: str) -> Ints:
-    """Return the number of each row's value among the values of a column, in order; 0 without."""
-    if column not in rows:
-        return np.zeros(len(rows), np.int64)
-    values = rows[column]
-    check_rows(rows, values.notna(), f"has no {column}")
-    try:
-        number, _ = values.factorize(sort=True)
-    except TypeError as error:  # texts and numbers
-        raise TimelineError(f"column {column!r} has values of different types") from error
-    return number.astype(np.int64)
 
 
 def _times(rows: pd.DataFrame, unit: float) -> tuple[Floats, Floats]:
     """Return the start and end of each row (s)."""
-    columns = [x for x in ("start", "end", "duration") if x in rows]
-    raw = {x: _floats(rows, x) for x in columns}
-    if all(rows[x].dtype.kind in "iu" for x in columns):  # of any origin, to the last digit
-        origin = int(rows["start"].min())
-        raw["start"] = (rows["start"].to_numpy() - origin).astype(np.float64)
-        if "end" in raw:
-            raw["end"] = (rows["end"].to_numpy() - origin).astype(np.float64)
+    raw = {x: _floats(rows, x) for x in ("start", "end", "duration") if x in rows}
     for column, values in raw.items():
         check_rows(rows, np.isfinite(values), f"has no finite {column}")
+    moments = raw.keys() - {"duration"}
+    if all(rows[x].dtype.kind in "iu" for x in moments):  # of any origin, to the last digit
+        origin = int(rows["start"].min())
+        for x in moments:
+            raw[x] = (rows[x].to_numpy(np.int64) - origin).astype(np.float64)
     start = raw["start"] * unit
     end = raw["end"] * unit if "end" in raw else start + raw["duration"] * unit
-    is_ordered = end >= start
+    check_rows(rows, end >= start, "ends before it starts")
     if "duration" in raw:
-        is_ordered &= raw["duration"] >= 0
-    check_rows(rows, is_ordered, "ends before it starts")
+        seconds = raw["duration"] * unit
+        check_rows(rows, seconds >= 0, "ends before it starts")
+        other = np.abs(end - start - seconds) > _ROUNDED + 1e-9 * np.abs(end)
+        check_rows(rows, ~other, "has an end that is not start + duration; leave one of them out")
     return start, end
 
 
@@ -266,7 +314,7 @@ def _places(rows: pd.DataFrame, replica: Ints) -> tuple[Ints, Ints]:
             raise TimelineError("the table has chunks of devices and no column 'device'")
         stage = _integers(rows, "stage")
         return replica * (int(stage.max()) + 1) + stage, stage
-    device = _numbered(rows, "device")
+    device, _ = _in_order(rows, "device")
     if "stage" in rows:
         stage = _integers(rows, "stage")
     else:
@@ -301,9 +349,9 @@ def _with_message_numbers(rows: pd.DataFrame, tasks: MeasuredTasks) -> MeasuredT
         own = np.flatnonzero((tasks.op == op) & (microbatch < 0))
         if not len(own):
             continue
-        place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
+        place = tasks.place
         of_forward = op in (Op.SEND_F, Op.RECV_F)
-        works = np.isin(tasks.op, (Op.F,) if of_forward else (Op.B, Op.I))
+        works = tasks.is_op((Op.F,) if of_forward else (Op.B, Op.I))
         works &= np.isin(place, place[own])
         partner = np.flatnonzero(works)
         own, partner = (x[np.lexsort((tasks.start[x], place[x]))] for x in (own, partner))
@@ -329,29 +377,55 @@ def _check_tasks(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
         row = int(again.argmax())
         earlier = rows.index[first[number[row]]]
         check_rows(rows, ~again, f"is the same task as row {earlier}, {_action(tasks, row)}")
+    reduces = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
+    columns = np.stack([x[reduces] for x in (tasks.place, tasks.start, tasks.end)])
+    _, first = np.unique(columns, axis=1, return_index=True)
+    again = np.isin(np.arange(len(tasks)), np.delete(reduces, first))
+    check_rows(rows, ~again, "is the same REDUCE_GRAD as a row before it")
+    halves = tasks.is_op((Op.I, Op.W)) & np.isin(tasks.keys(op=Op.B), keys)
+    check_rows(rows, ~halves, "is a part of a backward whose B has a row, too")
+    forward_only = not tasks.is_op((Op.B, Op.I, Op.W)).any()
     last = int(tasks.stage.max())
-    onward = np.isin(tasks.op, (Op.SEND_F, Op.RECV_B)) & (tasks.stage == last)
-    back = np.isin(tasks.op, (Op.RECV_F, Op.SEND_B)) & (tasks.stage == 0)
+    onward = tasks.is_op((Op.SEND_F, Op.RECV_B)) & (tasks.stage == last)
+    back = tasks.is_op((Op.RECV_F, Op.SEND_B)) & (tasks.stage == 0)
+    back |= tasks.is_op((Op.SEND_B, Op.RECV_B)) & forward_only
     check_rows(rows, ~(onward | back), "is of a message to no stage")
+    _check_overlaps(rows, tasks)
+    if not (tasks.op == Op.F).any():
+        raise TimelineError("the table has no F; each stage needs one for each micro-batch")
+    counts = [int(column.max()) + 1 for column in (tasks.replica, tasks.stage, tasks.microbatch)]
+    hint = "stages, chunks and micro-batches count from 0, without gaps, in each replica"
+    if math.prod(counts) > 2 * len(tasks) + _FEW:  # more than can be listed
+        raise TimelineError(
+            f"the table has {len(tasks)} tasks, too few for {counts[0]} replicas, {counts[1]} "
+            f"stages and {counts[2]} micro-batches; {hint}"
+        )
+    ids = tasks.op, tasks.device, tasks.stage, tasks.microbatch, np.zeros_like(tasks.op)
+    try:
+        check_all_tasks(Tasks(*ids, replica=tasks.replica), 1, forward_only)
+    except TimelineError as error:
+        raise TimelineError(f"{error}; {hint}") from None
+
+
+def _check_overlaps(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
+    """Raise `TimelineError` for a compute task that starts before one of its device ends."""
     works = np.flatnonzero(tasks.is_op(COMPUTE - {Op.STEP}))
     works = works[np.lexsort((tasks.end[works], tasks.start[works], tasks.device[works]))]
-    one, other = works[:-1], works[1:]
-    overlap = np.minimum(tasks.end[one], tasks.end[other]) - tasks.start[other]
-    shorter = np.minimum(*((tasks.end - tasks.start)[x] for x in (one, other)))
-    wrong = (tasks.device[one] == tasks.device[other]) & (
-        overlap > np.maximum(_ROUNDED, _EARLY * shorter)
-    )
-    if wrong.any():
-        k = int(wrong.argmax())
+    device, start, end = (x[works] for x in (tasks.device, tasks.start, tasks.end))
+    _, latest = one_by_one(device, start, end)
+    overlap = np.minimum(latest[:-1], end[1:]) - start[1:]
+    seconds = end - start
+    shorter = np.minimum(seconds[:-1], seconds[1:])
+    allowed = np.maximum(np.minimum(_ROUNDED, shorter / 2), _EARLY * shorter)
+    wrong = (device[:-1] == device[1:]) & (overlap > allowed)
+    for k in np.flatnonzero(wrong)[:1].tolist():
+        earlier = works[: k + 1][(device[: k + 1] == device[k]) & (end[: k + 1] == latest[k])][0]
         check_rows(
             rows,
-            np.arange(len(rows)) != other[k],
-            f"starts {overlap[k]:.3g} s before row {rows.index[one[k]]} ends, "
-            f"{_action(tasks, one[k])} on the same device, which runs one after the other",
+            np.arange(len(rows)) != works[k + 1],
+            f"starts {overlap[k]:.3g} s before row {rows.index[earlier]} ends, "
+            f"{_action(tasks, earlier)} on the same device, which runs one after the other",
         )
-    columns = tasks.op, tasks.device, tasks.stage, tasks.microbatch, np.zeros_like(tasks.op)
-    forward_only = not np.isin(tasks.op, (Op.B, Op.I, Op.W)).any()
-    check_all_tasks(Tasks(*columns, replica=tasks.replica), 1, forward_only)
 
 
 def _action(tasks: MeasuredTasks, row: int) -> Action:

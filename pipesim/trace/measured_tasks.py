@@ -27,13 +27,15 @@ from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.trace.schedule_names import schedule_name
 from pipesim.utils.csr import Ints
 
-__all__ = ["MeasuredStep", "MeasuredTasks", "timeline_of", "with_parts"]
+__all__ = ["MeasuredStep", "MeasuredTasks", "one_by_one", "timeline_of", "with_parts"]
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 #: Largest residual, relative to the makespan, without a warning that the clocks disagree.
 _LARGE_RESIDUAL = 0.01
 _BACKWARDS = (Op.B, Op.I)
+#: Columns that tell a task from all others of its step.
+_IDENTITY = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,11 @@ class MeasuredTasks:
         columns = {x.name: getattr(self, x.name)[rows] for x in fields(self)}
         return replace(self, **columns | {"other_half": numbers[columns["other_half"]]})
 
+    @property
+    def place(self) -> Ints:
+        """Number of the stage and replica of each task."""
+        return self.replica * (int(self.stage.max()) + 1) + self.stage
+
     def is_op(self, ops: Sequence[Op] | frozenset[Op]) -> Flags:
         """Return whether each task has one of ``ops``."""
         return np.isin(self.op, sorted(ops))
@@ -113,7 +120,7 @@ class MeasuredTasks:
             For numbers of stages, micro-batches and replicas too large to tell tasks apart.
         """
         key, size = np.zeros(1, np.int64), 1
-        for name in ("replica", "stage", "microbatch", "peer_stage", "part", "op"):
+        for name in _IDENTITY:
             width = len(Op) if name == "op" else int(getattr(self, name).max(initial=0)) + 3
             size *= width
             if size >= 2**63:
@@ -204,10 +211,13 @@ def timeline_of(
     Warns
     -----
     AccuracyWarning
-        If a message is still used before it was sent, by more than 1 % of the makespan.
+        If a message is still used before it was sent, by more than 1 % of the makespan; and for
+        devices whose times do not overlap, if nothing tells the offset of their clocks.
     """
     tasks = tasks[np.lexsort((tasks.end, tasks.op, tasks.end > tasks.start, tasks.start))]
-    offsets, residual = align_clocks(_clock_bounds(tasks), n_devices)
+    bounds = _clock_bounds(tasks)
+    _warn_of_unconnected(tasks, bounds, n_devices, stacklevel + 1)
+    offsets, residual = align_clocks(bounds, n_devices)
     shift = offsets[tasks.device]
     tasks = replace(tasks, start=tasks.start + shift, end=tasks.end + shift)
     if gaps != "keep":
@@ -233,7 +243,8 @@ def timeline_of(
     sizes = Costs(0.0, output_bytes=by_stage).per_stage("output_bytes", graph.n_stages)
     rows = _rows_in(graph, tasks)
     measured = tasks.nbytes[rows]
-    nbytes = np.where(np.isnan(measured), message_bytes(graph.kinds, sizes)[graph.kind], measured)
+    is_known = graph.is_op(TRANSFERS) & ~np.isnan(measured)
+    nbytes = np.where(is_known, measured, message_bytes(graph.kinds, sizes)[graph.kind])
     times = align_collectives(graph, tasks.start[rows], tasks.end[rows])
     timeline = Timeline(graph, *times, nbytes)
     if residual > _LARGE_RESIDUAL * timeline.makespan:
@@ -255,7 +266,7 @@ def with_parts(tasks: MeasuredTasks) -> MeasuredTasks:
     - All tied stages are one group.
     """
     part, microbatch = tasks.part.copy(), tasks.microbatch.copy()
-    place = tasks.replica * (int(tasks.stage.max()) + 1) + tasks.stage
+    place = tasks.place
     part[tasks.op == Op.REDUCE_TIED] = 0
     own = np.flatnonzero(tasks.op == Op.REDUCE_GRAD)
     own = own[np.lexsort((tasks.start[own], place[own]))]
@@ -305,8 +316,7 @@ def _graph(tasks: MeasuredTasks, stream: Ints, name: str) -> TaskGraph:
 
 def _rows_in(graph: TaskGraph, tasks: MeasuredTasks) -> Ints:
     """Return the row of each task of a graph in the tasks that it was built from."""
-    names = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
-    columns = {name: getattr(graph, name).astype(np.int64) for name in names}
+    columns = {name: getattr(graph, name).astype(np.int64) for name in _IDENTITY}
     return _Finder(tasks).rows(tasks.keys(**columns))
 
 
@@ -325,8 +335,7 @@ class _Finder:
 
     def like(self, rows: Ints, **columns: Ints | int) -> Ints:
         """Return the tasks that differ from those of ``rows`` in some columns, -1 for none."""
-        names = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
-        own = {name: getattr(self.tasks, name)[rows] for name in names}
+        own = {name: getattr(self.tasks, name)[rows] for name in _IDENTITY}
         return self.rows(self.tasks.keys(**own | columns))
 
     def backward(self, rows: Ints, **columns: Ints | int) -> Ints:
@@ -392,10 +401,11 @@ def _departures(tasks: MeasuredTasks, messages: _Messages) -> tuple[Floats, Floa
     ready = tasks.end[_half(tasks, messages.producer, last=True)]
     used = tasks.start[messages.consumer]
     send, recv = messages.send, messages.recv
-    start = np.where(send >= 0, np.maximum(ready, tasks.start[send]), ready)
+    called = np.minimum(tasks.start[send], used)
+    start = np.where(send >= 0, np.maximum(ready, called), ready)
     last = np.where(send >= 0, np.minimum(tasks.end[send], used), ready)
     both = (send >= 0) & (recv >= 0) & (tasks.end[recv] > start)
-    moved = np.minimum(last, tasks.end[recv]) - np.maximum(start, tasks.start[recv])
+    moved = np.minimum(last - start, tasks.end[recv] - np.maximum(start, tasks.start[recv]))
     sent = np.where(both, start + np.maximum(0.0, moved), np.maximum(start, last))
     return start, sent
 
@@ -429,6 +439,34 @@ def _calls(tasks: MeasuredTasks) -> Ints:
         replica=np.where(tasks.is_op(OF_STAGES - IN_REPLICA), -1, tasks.replica),
         stage=np.where(tasks.is_op(OF_DEVICES | {Op.STEP}), -1, tasks.stage),
     )
+
+
+def _warn_of_unconnected(
+    tasks: MeasuredTasks, bounds: ClockBounds, n_devices: int, stacklevel: int
+) -> None:
+    """Warn of devices whose times do not overlap, if nothing tells the offset of their clocks."""
+    group = np.arange(n_devices)
+    while True:  # each device gets the lowest number of its neighbours, until nothing changes
+        lowest = group.copy()
+        np.minimum.at(lowest, bounds.source, group[bounds.target])
+        np.minimum.at(lowest, bounds.target, group[bounds.source])
+        if np.array_equal(lowest, group):
+            break
+        group = lowest[lowest]
+    start, end = np.full(n_devices, np.inf), np.full(n_devices, -np.inf)
+    np.minimum.at(start, group[tasks.device], tasks.start)
+    np.maximum.at(end, group[tasks.device], tasks.end)
+    order = np.argsort(start[np.unique(group)])
+    first = np.unique(group)[order]
+    apart = np.flatnonzero(start[first[1:]] > np.maximum.accumulate(end[first])[:-1])
+    for k in apart[:1].tolist():
+        warnings.warn(
+            f"devices {first[k]} and {first[k + 1]} have no messages or collectives in common, and "
+            f"their times are {start[first[k + 1]] - end[first[k]]:.6g} s apart: the offset of "
+            "their clocks is unknown, and the makespan counts that time; read each replica alone",
+            AccuracyWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _previous_ends(tasks: MeasuredTasks) -> Floats:
@@ -470,7 +508,7 @@ def _charge_stages(tasks: MeasuredTasks) -> MeasuredTasks:
     rows = np.flatnonzero(~tasks.is_op(TRANSFERS))
     rows = rows[np.lexsort((end[rows], start[rows], tasks.device[rows]))]
     first = np.diff(tasks.device[rows], prepend=-1) > 0
-    _, latest = _one_by_one(tasks.device[rows], start[rows], end[rows])
+    _, latest = one_by_one(tasks.device[rows], start[rows], end[rows])
     before = np.where(first, start.min(), np.roll(latest, 1))
     whole = tasks.is_op(OF_STAGES)[rows]
     gap = np.maximum(0.0, start[rows] - before)[whole]
@@ -505,18 +543,18 @@ def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
     producer, send, recv = messages.producer, messages.send, messages.recv
     consumer = _consumers(tasks, messages, sent)
     used, idle_since = tasks.start[consumer], previous[consumer]
-    waited = sent > idle_since
+    waited = (sent >= idle_since) & (used > idle_since)
     usual = max(0.0, float(np.median((used - sent)[waited]))) if waited.any() else 0.0
 
     source, target = tasks.device[producer], tasks.device[consumer]
     channel = source * (int(tasks.device.max()) + 1) + target
-    left, ends = _one_by_one(channel, start, np.maximum(start, sent))
-    arrival = np.where(ends + usual > idle_since, used, ends + usual)
+    left, ends = one_by_one(channel, start, np.maximum(start, sent))
+    arrival = np.where(ends + usual >= idle_since, used, ends + usual)
     recorded = (recv >= 0) & tasks.on_device[recv]
     arrival = np.where(recorded, tasks.end[recv], arrival)
     arrival = np.minimum(np.maximum(arrival, left), used)
     posted = np.where(recv >= 0, np.maximum(left, tasks.start[recv]), left)
-    posted, arrival = _one_by_one(channel, np.minimum(posted, arrival), arrival)
+    posted, arrival = one_by_one(channel, np.minimum(posted, arrival), arrival)
 
     rest = ~tasks.is_op(TRANSFERS)
     forward = tasks.op[producer] == Op.F
@@ -556,7 +594,7 @@ def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
     return every, streams, np.concatenate([kept.start, left, left])
 
 
-def _one_by_one(channel: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+def one_by_one(channel: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """Return times of messages in order, each no earlier than the end of that before it.
 
     ``channel`` is the stream of each message, ``end`` no earlier than ``start``.

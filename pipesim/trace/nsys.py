@@ -121,7 +121,7 @@ def _events_by_process(path: Path) -> list[list[Event]]:
                 events[event["pid"]].append(event)
                 if event["cat"] == "user_annotation":
                     ranged.add(event["pid"])
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError) as error:
         raise TimelineError(
             f"cannot read a report from {path}: {error}; export it again with: "
             "nsys export --type sqlite report.nsys-rep"
@@ -140,6 +140,9 @@ def _events(report: sqlite3.Connection) -> Iterator[dict[str, Any]]:
         for name, start, end, place, *correlation in (
             report.execute(query) if table in tables else ()
         ):
+            numbers = (start, end, place, *correlation)
+            if not (isinstance(name, str) and all(isinstance(x, int) for x in numbers)):
+                raise ValueError(f"{table} has a row without name, times and process")
             # The lowest 24 bits are the thread (0 in a globalPid), the next 24 the process.
             process, thread = place >> 24 & 0xFFFFFF, place & 0xFFFFFF
             yield {

@@ -75,7 +75,7 @@ def read_primus(
     for device, path in enumerate(files):
         steps = read_json(path, "times of Primus from", TimelineError)
         try:
-            stages = placement.stages_of(device)
+            stages = dict(enumerate(placement.stages_of(device)))
             for step, times in steps.items():
                 for op, microbatch, chunk, start, end in _tasks(times, len(files), n_chunks):
                     span = start * 1e-3, end * 1e-3
@@ -85,6 +85,8 @@ def read_primus(
                 f"{path} is no file of Primus with dump_pp_data, or not of {len(files)} ranks with "
                 f"{n_chunks} chunks each: {type(error).__name__}: {error}"
             ) from error
+    if not rows:
+        raise TimelineError(f"{files[0]} and those of other ranks have no tasks")
     return pd.DataFrame(rows, columns=list(_COLUMNS))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipesim.errors import TimelineError
+from pipesim.trace.range_names import WORDS, word_key
 from pipesim.utils.files import check_path, read_text
 
 if TYPE_CHECKING:
@@ -38,14 +39,9 @@ _RANK = re.compile(rf"\brank +([0-9]+): {_TIME}\s*$")
 #: One line with all timers of a rank.
 _LINE = re.compile(r"(?:\[Rank ([0-9]+)\] |rank=([0-9]+) )?time \(ms\) \|(.*)")
 _PART = re.compile(rf"([\w/-]+): {_TIME}")
+#: Operations of timers that have other names than `WORDS`; DeepSpeed's sums of others have none.
 _OPS = {
-    "forward-compute": "F",
-    "backward-compute": "B",
-    "forward-send": "SEND_F",
-    "forward-recv": "RECV_F",
-    "backward-send": "SEND_B",
-    "backward-recv": "RECV_B",
-    "optimizer": "STEP",
+    **dict.fromkeys(("fwd", "bwd", "step"), ""),
     "all-grads-sync": "REDUCE_GRAD",
     "fwd_microstep": "F",
     "bwd_inner_microstep": "B",
@@ -143,7 +139,8 @@ def _rows(text: str) -> list[tuple[object, ...]]:
             step, steps = int(number[1]), 1
         times, timer = _times(line, timer)
         for name, *values in times:
-            row = name, _OPS.get(name, ""), *values
+            op = WORDS.get(word_key(name, WORDS))
+            row = name, _OPS.get(name, "" if op is None else op.name), *values
             if name.startswith(("batch_input", "fwd", "bwd", "step")):
                 early.append(row)
             elif step >= 0:

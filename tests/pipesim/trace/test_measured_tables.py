@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, TimelineError
+from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError
 from pipesim.trace.measured_table import read_step
 
 #: Stage, operation, micro-batch and start of 1F1B on two stages; F takes 1 s, B 2 s.
@@ -234,7 +234,7 @@ def test_clocks_that_differ_by_hours() -> None:
          r"row 5 .* has its stage on another device than before"),
         (lambda f: f.assign(op=["FWD2", *f["op"][1:]]),
          r"row 0 .* has an op that is not read; did you mean 'FWD'.*ops=\{'FWD2': 'F'\}"),
-        (lambda f: f.assign(op=["ALL_TO_ALL", *f["op"][1:]]), "row 0 .* has an op that"),
+        (lambda f: f.assign(op=["ALL_TO_ALL", *f["op"][1:]]), "row 0 .* has an op of which"),
         (lambda f: f.assign(microbatch=[None, *f["microbatch"][1:]]),
          r"row 0 .* is of a micro-batch, and has none"),
         (lambda f: f.assign(microbatch=[0.5, *f["microbatch"][1:]]), "row 0 .* valid microbatch"),
@@ -255,6 +255,22 @@ def test_clocks_that_differ_by_hours() -> None:
         (lambda f: f.assign(op=["B" if x == "F" else "F" for x in f["op"]]),
          r"of no step that could run: .* deadlocks"),
         (lambda f: f.assign(nbytes=-1.0), r"row 0 .* has no valid nbytes"),
+        (lambda f: f.assign(start=pd.to_datetime(f["start"], unit="s")),
+         r"column 'start' has values of type datetime64.*total_seconds"),
+        (lambda f: f.assign(end=f["start"] + 5.0), "row 0 .* has an end that is not start"),
+        (lambda f: pd.concat([f, pd.DataFrame([(0, "F", 2, 15.5, 0.0), (0, "F", 3, 16.0, 0.5)],
+                                              columns=f.columns)], ignore_index=True),
+         r"row 8 .* starts 0 s before row 4|row 9 .* starts 0.5 s before row 4 ends, 0B0"),
+        (lambda f: pd.concat([f, pd.DataFrame([(0, "W", 0, 17.0, 0.5)], columns=f.columns)],
+                             ignore_index=True), "row 8 .* is a part of a backward whose B"),
+        (lambda f: pd.concat([f, *[pd.DataFrame([(0, "REDUCE_GRAD", -1, 20.0, 1.0)],
+                                                columns=f.columns)] * 2], ignore_index=True),
+         "row 9 .* is the same REDUCE_GRAD"),
+        (lambda f: f.assign(microbatch=[10**9, *f["microbatch"][1:]]), "row 0 .* valid microbatch"),
+        (lambda f: f.assign(microbatch=f["microbatch"] + 1), "0F0 is missing; .* count from 0"),
+        (lambda f: f.assign(op=None), "row 0 .* has no op"),
+        (lambda f: f.assign(step=[1, "a"] * 4), "column 'step' has values of different types"),
+        (lambda f: f[f["op"] == "none"].assign(op="F"), "has no rows"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_pipeline(change: Any, message: str | None) -> None:
@@ -274,6 +290,7 @@ def test_what_cannot_be_a_pipeline(change: Any, message: str | None) -> None:
         ({"unit": "min"}, "unknown unit 'min'"),
         ({"gaps": "all"}, "gaps"),
         ({"columns": {"mb": "x"}}, "unknown column 'mb'"),
+        ({"columns": {"start": "duration"}}, "several columns 'duration'"),
         ({"columns": ["x"]}, "columns must be a mapping, got"),
         ({"ops": {"F": "forwards"}}, "unknown operation of ops.'F'. 'FORWARDS'; did you mean"),
     ],
@@ -289,5 +306,60 @@ def test_the_step_to_read() -> None:
     frame = pd.concat([table().assign(step=17), table().assign(step=9, duration=0.5)])
     assert ps.Timeline.from_table(frame).makespan == 10
     assert ps.Timeline.from_table(frame, step=9).makespan == 8.5
-    with pytest.raises(ArgumentError, match="no step 3; it has 17, 9"):
+    with pytest.raises(ArgumentError, match="no step 3; it has 9, 17"):
         ps.Timeline.from_table(frame, step=3)
+
+
+def test_numbers_in_texts_are_numbers() -> None:
+    """Device ``cuda:2`` comes before ``cuda:10``, and step 9 before step 10."""
+    graph = ps.lower(ps.schedule("1f1b", 12, 12), step="none")
+    rows = _as_rows(ps.simulate(graph, ps.Costs(1, 2)))
+    named = rows.assign(device="cuda:" + rows["device"].astype(str)).drop(columns="stage")
+    both = pd.concat([named.assign(step="step 9"), named.assign(step="step 10", end=named["end"])])
+    timeline = ps.Timeline.from_table(both.assign(start=both["start"] + (both["step"] == "step 9")))
+    assert timeline.name == "1f1b"
+    np.testing.assert_array_equal(timeline.graph.device, timeline.graph.stage)
+    assert ps.replay(timeline).makespan == 12 * 3 + 11 * 3
+
+
+def test_clocks_that_nothing_connects() -> None:
+    """Replicas without a reduction, an hour apart: the makespan is that of no step."""
+    frame = table()
+    both = pd.concat(
+        [frame.assign(replica=0), frame.assign(replica=1, start=frame["start"] + 3600)]
+    )
+    with pytest.warns(AccuracyWarning, match="devices 0 and 2 have no messages .* 3590 s apart"):
+        ps.Timeline.from_table(both)
+    near = both.assign(start=both["start"] - 3599 * both["replica"])
+    assert ps.Timeline.from_table(near).makespan == 11  # of one clock, as far as anyone can tell
+
+
+def test_a_send_after_its_message_was_used() -> None:
+    """Its call was late, as the message was not."""
+    sends = pd.DataFrame([(0, "SEND_F", 0, 60.0, 1.0)], columns=table().columns)
+    frame = pd.concat([table().assign(nbytes=5.0), sends.assign(nbytes=7.0)])
+    timeline = ps.Timeline.from_table(frame)
+    assert timeline.makespan == 10
+    assert times(timeline)["0SEND_F0"] == (1.5, 1.5)
+    assert timeline.nbytes.max() == 7  # of the message alone
+
+
+def test_messages_that_leave_when_their_device_is_idle() -> None:
+    """Each waits for a message that left when it became idle."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 4), step="none")
+    simulated = ps.simulate(graph, ps.Costs(1, 1, network=ps.Network(latency=2.0)))
+    timeline = ps.Timeline.from_table(_as_rows(simulated))
+    assert ps.replay(timeline).makespan == simulated.makespan
+
+
+@pytest.mark.parametrize("kind", ["Int64", "int16", "category", "string"])
+def test_types_of_columns(kind: str) -> None:
+    """Whole numbers may be of any type that holds them, and times of small ones."""
+    frame = table().assign(start=(table()["start"] * 2).astype("int64"), duration=4)
+    frame["duration"] = frame["op"].map({"F": 2, "B": 4})
+    if kind in ("Int64", "int16"):
+        frame = frame.astype(dict.fromkeys(("stage", "microbatch", "start", "duration"), kind))
+    else:
+        frame = frame.astype({"op": kind})
+    timeline = ps.Timeline.from_table(frame.set_index(["stage", "op"], drop=False), unit="ms")
+    assert timeline.makespan == pytest.approx(0.02)

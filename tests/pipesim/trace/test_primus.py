@@ -78,7 +78,7 @@ def test_split_backward_on_a_v(tmp_path: Path) -> None:
     [
         ({"fwd_start": [0], "fwd_end": []}, "ValueError"),
         ({"fwd_start": [None], "fwd_end": [1]}, "are no numbers"),
-        ({"fwd_start": [0], "fwd_end": [1], "fwd_minibatch": [0], "fwd_chunk": [3]}, "IndexError"),
+        ({"fwd_start": [0], "fwd_end": [1], "fwd_minibatch": [0], "fwd_chunk": [3]}, "KeyError"),
     ],
 )
 def test_refused_content(tmp_path: Path, times: dict[str, Any], message: str) -> None:
