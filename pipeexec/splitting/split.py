@@ -119,7 +119,7 @@ def split(
     check
         Whether to compare the stages with the model for the sample, in training and in evaluation
         mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
-        sample. Without data, or without all stages, there is no check. See `Stages.differences`.
+        sample. Without data, or without all stages, there is no check. See ``Stages.differences``.
 
     Returns
     -------

@@ -90,6 +90,12 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     --------
     pipesim.Timeline.from_chrome : Read the traces.
     pipesim.trace.load : Convert and read.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> traces = ps.trace.nsys_to_chrome("report.sqlite", "traces")  # doctest: +SKIP
+    >>> ps.Timeline.from_chrome(traces)  # doctest: +SKIP
     """
     files = files_of(paths, "*.sqlite")
     target = check_path("folder", folder, "write")

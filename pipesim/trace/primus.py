@@ -62,6 +62,22 @@ def read_primus(
         For files that Primus does not write, and for ranks that are missing.
     ArgumentError
         For values that are no paths or no placement.
+
+    See Also
+    --------
+    pipesim.Timeline.from_table : Make a timeline of a step.
+    pipesim.trace.load : Read all steps as timelines.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> import pipesim as ps
+    >>> times = {"fwd_start": [0], "fwd_end": [10], "bwd_start": [10], "bwd_end": [30]}  # ms
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "pp_rank_0.json").write_text(json.dumps({"1": times}))
+    ...     table = ps.trace.read_primus(folder)
+    >>> ps.Timeline.from_table(table)
+    <Timeline naive: 2 tasks, makespan 0.03 s, bubble 0.0%>
     """
     from pipesim.utils.packages import pandas as pd
 

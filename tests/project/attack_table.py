@@ -370,7 +370,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.trace.nsys_to_chrome": lambda to: {
         "paths": report(to / "report.sqlite", FIRST), "folder": to / "traces"},
     "ps.trace.read_primus": lambda to: {
-        "paths": _written(to / "pp_rank_0.json", lambda p: p.write_text("{}")),
+        "paths": _written(to / "pp_rank_0.json", lambda p: p.write_text(
+            '{"1": {"fwd_start": [0], "fwd_end": [1]}}')),
         "placement": ps.linear(1)},
     "ps.trace.read_timers": lambda to: {
         "path": _written(to / "run.log", lambda p: p.write_text(
