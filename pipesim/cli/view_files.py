@@ -19,7 +19,8 @@ from pipesim.plot.page.html import PAGE_MARK
 from pipesim.plot.page.save import Showable
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
-from pipesim.timeline.timeline import COLUMNS, Timeline
+from pipesim.timeline.csv_files import is_header
+from pipesim.timeline.timeline import Timeline
 from pipesim.trace.saved_timelines import has_timelines
 from pipesim.trace.saved_timelines import load as load_timelines
 from pipesim.utils.files import check_path, is_folder, read_bytes
@@ -133,8 +134,7 @@ def _reader(path: Path) -> _Reader:
             raise ArgumentError(f"cannot view {path}: {_RUN_FILES[path.name]}")
         return _read_trace
     first = text.partition("\n")[0]
-    cells = [cell.strip() for cell in first.split(",")]
-    if cells[0] == COLUMNS[0] or "stream" in cells:
+    if is_header(first):
         return _read_timeline
     # A device may begin with idle steps, which are empty cells; a grid has labels of devices.
     action = re.search(r"[^,\s]+", first.rpartition("|")[2])

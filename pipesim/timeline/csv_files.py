@@ -33,7 +33,7 @@ from pipesim.utils.texts import (
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load", "save"]
+__all__ = ["is_header", "load", "save"]
 
 #: Line of the first task in a file.
 _FIRST_LINE = 2
@@ -86,6 +86,12 @@ def _check_checksum(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     text = "".join(",".join([*row[:index], *row[index + 1 :]]) + "\n" for row in (header, *rows))
     if signature and signature != checksum(text):
         raise TimelineError(checksum_mismatch("it", f"empty its column {CHECKSUM!r}"))
+
+
+def is_header(line: str) -> bool:
+    """Return whether the first line of a text is that of a saved timeline."""
+    cells = [cell.strip() for cell in line.split(",")]
+    return cells[0] == COLUMNS[0] or "stream" in cells
 
 
 def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:

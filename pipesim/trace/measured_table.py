@@ -27,7 +27,7 @@ from pipesim.timeline.task_rows import check_all_tasks, check_rows
 from pipesim.trace.measured_tasks import (
     MeasuredStep,
     MeasuredTasks,
-    one_by_one,
+    latest_ends,
     timeline_of,
     with_parts,
 )
@@ -39,12 +39,12 @@ from pipesim.utils.files import check_path, gunzip, read_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "UNITS", "read_step"]
+__all__ = ["read_step"]
 
 Floats = NDArray[np.float64]
 _WHAT = "a table of tasks from"
 #: Columns that are read, and what each has.
-COLUMNS = {
+_COLUMNS = {
     "op": "the operation",
     "microbatch": "the micro-batch",
     "stage": "the stage",
@@ -58,7 +58,7 @@ COLUMNS = {
     "step": "the step",
 }
 #: Units of times, in seconds.
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Other names of columns.
 _ALIASES = {"bytes": "nbytes"}
 #: Seconds by which tasks of a device may overlap, as times are rounded, and the share of the
@@ -84,12 +84,12 @@ def read_step(
     name: str = "",
 ) -> MeasuredStep:
     """Read one step, as `Timeline.from_table` does; return the offsets of the clocks, too."""
-    check_name("unit", unit, UNITS)
+    check_name("unit", unit, _UNITS)
     check_name("way with gaps", gaps, ("keep", "stages", "charge"))
     check_text("name", name)
     rows = _one_step(_renamed(_frame(table), columns), step)
     rows, op = _with_operations(rows, ops)
-    start, end = _times(rows, UNITS[unit])
+    start, end = _times(rows, _UNITS[unit])
     replica = _in_order(rows, "replica")[0] if "replica" in rows else np.zeros(len(rows), np.int64)
     device, stage = _places(rows, replica)
     microbatch = _integers(rows, "microbatch", lowest=-1)
@@ -153,12 +153,12 @@ def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataF
     """Return the columns that are read, under our names."""
     chosen = {} if columns is None else columns
     names = check_mapping("columns", chosen, "such as {'microbatch': 'mb'}")
-    source = {str(x): str(x) for x in frame.columns if str(x) in COLUMNS}
+    source = {str(x): str(x) for x in frame.columns if str(x) in _COLUMNS}
     for alias, own in _ALIASES.items():
         if alias in frame and own not in source:
             source[own] = alias
     for own, other in names.items():
-        check_name("column", own, COLUMNS)
+        check_name("column", own, _COLUMNS)
         if check_text(f"columns[{own!r}]", other) not in frame:
             near = suggestion(str(other), map(str, frame.columns))
             raise TimelineError(f"columns: the table has no column {other!r}{near}")
@@ -168,7 +168,7 @@ def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataF
             own, listed = choices[0], list(map(str, frame.columns))
             near = suggestion(own, listed) or "; give a CSV with commas" * (len(listed) == 1)
             raise TimelineError(
-                f"the table has no column {own!r}, {COLUMNS[own]}; its columns are "
+                f"the table has no column {own!r}, {_COLUMNS[own]}; its columns are "
                 f"{', '.join(map(repr, listed))}{near}; say which it is with "
                 f"columns={{{own!r}: ...}}"
             )
@@ -409,10 +409,9 @@ def _check_tasks(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
 
 def _check_overlaps(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
     """Raise `TimelineError` for a compute task that starts before one of its device ends."""
-    works = np.flatnonzero(tasks.is_op(COMPUTE - {Op.STEP}))
-    works = works[np.lexsort((tasks.end[works], tasks.start[works], tasks.device[works]))]
+    works = tasks.in_order(COMPUTE - {Op.STEP})
     device, start, end = (x[works] for x in (tasks.device, tasks.start, tasks.end))
-    _, latest = one_by_one(device, start, end)
+    latest = latest_ends(device, end)
     overlap = np.minimum(latest[:-1], end[1:]) - start[1:]
     seconds = end - start
     shorter = np.minimum(seconds[:-1], seconds[1:])

@@ -7,7 +7,7 @@ message. `timeline_of` aligns the clocks, adds the messages, and wires the graph
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.trace.schedule_names import schedule_name
 from pipesim.utils.csr import Ints
 
-__all__ = ["MeasuredStep", "MeasuredTasks", "one_by_one", "timeline_of", "with_parts"]
+__all__ = ["MeasuredStep", "MeasuredTasks", "latest_ends", "timeline_of", "with_parts"]
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -105,9 +105,14 @@ class MeasuredTasks:
         """Number of the stage and replica of each task."""
         return self.replica * (int(self.stage.max()) + 1) + self.stage
 
-    def is_op(self, ops: Sequence[Op] | frozenset[Op]) -> Flags:
+    def is_op(self, ops: Collection[Op]) -> Flags:
         """Return whether each task has one of ``ops``."""
         return np.isin(self.op, sorted(ops))
+
+    def in_order(self, ops: Collection[Op]) -> Ints:
+        """Return the rows of the tasks of ``ops`` by device, then by start and end."""
+        rows = np.flatnonzero(self.is_op(ops))
+        return rows[np.lexsort((self.end[rows], self.start[rows], self.device[rows]))]
 
     def keys(self, **columns: Ints | int) -> Ints:
         """Return a number for each task that tells it from all others of its step.
@@ -215,16 +220,17 @@ def timeline_of(
         devices whose times do not overlap, if nothing tells the offset of their clocks.
     """
     tasks = tasks[np.lexsort((tasks.end, tasks.op, tasks.end > tasks.start, tasks.start))]
-    bounds = _clock_bounds(tasks)
+    messages = _messages(tasks)  # rows, which stay while times change
+    bounds = _clock_bounds(tasks, messages)
     _warn_of_unconnected(tasks, bounds, n_devices, stacklevel + 1)
     offsets, residual = align_clocks(bounds, n_devices)
     shift = offsets[tasks.device]
     tasks = replace(tasks, start=tasks.start + shift, end=tasks.end + shift)
     if gaps != "keep":
-        tasks = _charge_stages(tasks)
+        tasks = _charge_stages(tasks, messages)
     if gaps == "charge":
-        tasks = _charge_gaps(tasks)
-    tasks, stream, issue = _with_transfers(tasks)
+        tasks = _charge_gaps(tasks, messages)
+    tasks, stream, issue = _with_transfers(tasks, messages)
     begin = tasks.start.min()  # of a RECV: not its call, but when its message left
     tasks = replace(tasks, start=tasks.start - begin, end=tasks.end - begin)
     moves = tasks.is_op(TRANSFERS)
@@ -275,7 +281,7 @@ def with_parts(tasks: MeasuredTasks) -> MeasuredTasks:
     part[own] = np.where(np.repeat(count, count) > 1, bucket, -1)
 
     gathers = tasks.op == Op.UNSHARD
-    passes = np.flatnonzero(np.isin(tasks.op, (Op.F, Op.B, Op.I)) | gathers)
+    passes = np.flatnonzero(tasks.is_op((Op.F, Op.B, Op.I)) | gathers)
     passes = passes[np.lexsort((~gathers[passes], tasks.start[passes], place[passes]))]
     position = np.where(gathers[passes], len(passes), np.arange(len(passes)))
     following = np.minimum.accumulate(position[::-1])[::-1]  # the next F or backward
@@ -410,14 +416,13 @@ def _departures(tasks: MeasuredTasks, messages: _Messages) -> tuple[Floats, Floa
     return start, sent
 
 
-def _clock_bounds(tasks: MeasuredTasks) -> ClockBounds:
+def _clock_bounds(tasks: MeasuredTasks, messages: _Messages) -> ClockBounds:
     """Return the messages and collectives that constrain the offsets between device clocks.
 
     No member of a collective ends before the last one starts. Messages from the F and to the B of
     an overlapped action are left out: the times at which it ended the F and started the B may be
     guessed.
     """
-    messages = _messages(tasks)
     producer, consumer = messages.producer, messages.consumer
     sure = _half(tasks, producer, last=True) == producer
     sure &= _half(tasks, consumer, last=False) == consumer
@@ -472,8 +477,7 @@ def _warn_of_unconnected(
 def _previous_ends(tasks: MeasuredTasks) -> Floats:
     """Return, for each compute task, the end of the task before it on its device (s), or -inf."""
     previous = np.full(len(tasks), -np.inf)
-    rows = np.flatnonzero(tasks.is_op(COMPUTE))
-    rows = rows[np.lexsort((tasks.end[rows], tasks.start[rows], tasks.device[rows]))]
+    rows = tasks.in_order(COMPUTE)
     same = tasks.device[rows[1:]] == tasks.device[rows[:-1]]
     previous[rows[1:][same]] = tasks.end[rows[:-1][same]]
     return previous
@@ -488,15 +492,15 @@ def _consumers(tasks: MeasuredTasks, messages: _Messages, sent: Floats) -> Ints:
     return np.where(sent <= tasks.start[first], first, messages.consumer)
 
 
-def _last_sent(tasks: MeasuredTasks) -> Floats:
+def _last_sent(tasks: MeasuredTasks, messages: _Messages) -> Floats:
     """Return when the last message to each task had left (s), -inf without messages."""
-    last_sent, messages = np.full(len(tasks), -np.inf), _messages(tasks)
+    last_sent = np.full(len(tasks), -np.inf)
     _, sent = _departures(tasks, messages)
     np.maximum.at(last_sent, _consumers(tasks, messages, sent), sent)
     return last_sent
 
 
-def _charge_stages(tasks: MeasuredTasks) -> MeasuredTasks:
+def _charge_stages(tasks: MeasuredTasks, messages: _Messages) -> MeasuredTasks:
     """Add the time beside operations on whole stages to them, unless a device waited for a message.
 
     Before such an operation, a device copies gradients or prepares the call. Of a collective and
@@ -505,10 +509,9 @@ def _charge_stages(tasks: MeasuredTasks) -> MeasuredTasks:
     the step.
     """
     start, end = tasks.start.copy(), tasks.end.copy()
-    rows = np.flatnonzero(~tasks.is_op(TRANSFERS))
-    rows = rows[np.lexsort((end[rows], start[rows], tasks.device[rows]))]
+    rows = tasks.in_order(set(Op) - TRANSFERS)
     first = np.diff(tasks.device[rows], prepend=-1) > 0
-    _, latest = one_by_one(tasks.device[rows], start[rows], end[rows])
+    latest = latest_ends(tasks.device[rows], end[rows])
     before = np.where(first, start.min(), np.roll(latest, 1))
     whole = tasks.is_op(OF_STAGES)[rows]
     gap = np.maximum(0.0, start[rows] - before)[whole]
@@ -518,25 +521,27 @@ def _charge_stages(tasks: MeasuredTasks) -> MeasuredTasks:
     start[rows[whole]] -= shortest[group]
     follows = np.flatnonzero(~first & ~whole & np.roll(whole, 1))
     own, task = rows[follows - 1], rows[follows]
-    idle = (end[own] == before[follows]) & (_last_sent(tasks)[task] <= end[own])
+    idle = (end[own] == before[follows]) & (_last_sent(tasks, messages)[task] <= end[own])
     end[own[idle]] = np.maximum(end[own], tasks.start[task])[idle]
     return replace(tasks, start=start, end=end)
 
 
-def _charge_gaps(tasks: MeasuredTasks) -> MeasuredTasks:
+def _charge_gaps(tasks: MeasuredTasks, messages: _Messages) -> MeasuredTasks:
     """Start tasks where the task before them on their device ended, unless they waited.
 
     A task waited if a message to it left after that end. Otherwise the device was busy between the
     two: it posted and fetched messages, or ran the program between them.
     """
-    previous, last_sent = _previous_ends(tasks), _last_sent(tasks)
+    previous, last_sent = _previous_ends(tasks), _last_sent(tasks, messages)
     charged = ~tasks.is_op(OF_STAGES) & np.isfinite(previous) & (last_sent <= previous)
     return replace(tasks, start=np.where(charged, np.minimum(tasks.start, previous), tasks.start))
 
 
-def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
+def _with_transfers(
+    tasks: MeasuredTasks, messages: _Messages
+) -> tuple[MeasuredTasks, Ints, Floats]:
     """Return the tasks with a SEND and a RECV for each message; their streams and issue times."""
-    previous, messages = _previous_ends(tasks), _messages(tasks)
+    previous = _previous_ends(tasks)
     start, sent = _departures(tasks, messages)
     order = np.argsort(start, kind="stable")
     messages, start, sent = messages.take(order), start[order], sent[order]
@@ -548,13 +553,13 @@ def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
 
     source, target = tasks.device[producer], tasks.device[consumer]
     channel = source * (int(tasks.device.max()) + 1) + target
-    left, ends = one_by_one(channel, start, np.maximum(start, sent))
+    left, ends = _one_by_one(channel, start, np.maximum(start, sent))
     arrival = np.where(ends + usual >= idle_since, used, ends + usual)
     recorded = (recv >= 0) & tasks.on_device[recv]
     arrival = np.where(recorded, tasks.end[recv], arrival)
     arrival = np.minimum(np.maximum(arrival, left), used)
     posted = np.where(recv >= 0, np.maximum(left, tasks.start[recv]), left)
-    posted, arrival = one_by_one(channel, np.minimum(posted, arrival), arrival)
+    posted, arrival = _one_by_one(channel, np.minimum(posted, arrival), arrival)
 
     rest = ~tasks.is_op(TRANSFERS)
     forward = tasks.op[producer] == Op.F
@@ -594,24 +599,28 @@ def _with_transfers(tasks: MeasuredTasks) -> tuple[MeasuredTasks, Ints, Floats]:
     return every, streams, np.concatenate([kept.start, left, left])
 
 
-def one_by_one(channel: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+def _one_by_one(channel: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """Return times of messages in order, each no earlier than the end of that before it.
 
     ``channel`` is the stream of each message, ``end`` no earlier than ``start``.
     """
-    if not len(channel):
-        return start, end
     order = np.argsort(channel, kind="stable")
-    _, number = np.unique(channel[order], return_inverse=True)
-    value = end[order]
-    ranked = np.argsort(value, kind="stable")
-    rank = np.empty_like(ranked)
-    rank[ranked] = np.arange(len(rank))
-    # The greatest value so far of each channel: later channels have greater numbers.
-    latest = value[ranked[np.maximum.accumulate(number * len(rank) + rank) % len(rank)]]
-    first = np.flatnonzero(np.diff(number, prepend=-1))
+    latest = latest_ends(channel[order], end[order])
     previous = np.roll(latest, 1)
-    previous[first] = -np.inf
+    previous[np.flatnonzero(np.diff(channel[order], prepend=-1))] = -np.inf
     starts, ends = np.empty_like(start), np.empty_like(end)
     starts[order], ends[order] = np.maximum(start[order], previous), latest
     return starts, ends
+
+
+def latest_ends(device: Ints, end: Floats) -> Floats:
+    """Return the latest end of each task and those before it on its device; by device."""
+    if not len(end):
+        return end
+    _, number = np.unique(device, return_inverse=True)
+    ranked = np.argsort(end, kind="stable")
+    rank = np.empty_like(ranked)
+    rank[ranked] = np.arange(len(rank))
+    # The greatest rank so far of each device: later devices have greater numbers.
+    latest: Floats = end[ranked[np.maximum.accumulate(number * len(rank) + rank) % len(rank)]]
+    return latest

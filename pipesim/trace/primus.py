@@ -82,8 +82,7 @@ def read_primus(
     from pipesim.utils.packages import pandas as pd
 
     files = _rank_files(paths)
-    config = _config(files[0].with_name("config.json"))
-    n_chunks = config.get("vp_size", config.get("vpp_size", 1))
+    n_chunks = _n_chunks(files[0].with_name("config.json"))
     if placement is None:
         placement = looped(len(files), n_chunks)
     check_type("placement", placement, Placement)
@@ -118,16 +117,15 @@ def _rank_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     return [ranks[rank] for rank in range(len(ranks))]
 
 
-def _config(path: Path) -> Mapping[str, Any]:
-    """Return the sizes of a run, if their file is there."""
+def _n_chunks(path: Path) -> int:
+    """Return the number of chunks a rank, 1 if the file of the run's sizes is not there."""
     config = read_json(path, "sizes from", TimelineError) if path.exists() else {}
     sizes = (
         [config.get(key, 1) for key in ("vp_size", "vpp_size")] if isinstance(config, dict) else []
     )
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise TimelineError(f"{path}: vp_size must be the number of chunks a rank")
-    checked: Mapping[str, Any] = config
-    return checked
+    return int(config.get("vp_size", sizes[1]))
 
 
 def _tasks(

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipesim.errors import PipeError, TimelineError
-from pipesim.timeline.timeline import COLUMNS, Timeline
+from pipesim.timeline.csv_files import is_header
+from pipesim.timeline.timeline import Timeline
 from pipesim.trace import saved_timelines
 from pipesim.trace.nsys import SQLITE, nsys_to_chrome
 from pipesim.trace.primus import PP_RANK, read_primus
@@ -155,8 +156,7 @@ def _kind(path: Path) -> str:
             return "primus"
         return "saved" if saved_timelines.has_timelines(path) else "chrome"
     text = "" if b"\0" in head else read_text(path, "timelines from", TimelineError)
-    cells = text.partition("\n")[0].split(",")
-    if cells[0] == COLUMNS[0] or "stream" in cells:
+    if is_header(text.partition("\n")[0]):
         return "table"
     if TIMERS.search(text):
         raise TimelineError(

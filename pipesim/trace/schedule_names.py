@@ -25,8 +25,8 @@ def schedule_name(tasks: MeasuredTasks) -> str | None:
     Recomputes are ignored: a schedule has the same orders with and without them. Schedules whose
     orders depend on other options than the number of chunks are tried with the options' defaults.
     """
-    rows = np.flatnonzero((tasks.replica == 0) & tasks.is_op(SCHEDULED))
-    rows = rows[np.lexsort((tasks.end[rows], tasks.start[rows], tasks.device[rows]))]
+    rows = tasks.in_order(SCHEDULED)
+    rows = rows[tasks.replica[rows] == 0]
     own = [column[rows] for column in (tasks.device, tasks.op, tasks.stage, tasks.microbatch)]
     n_devices, n_stages, n_microbatches = (int(own[k].max()) + 1 for k in (0, 2, 3))
     if n_stages % n_devices:
