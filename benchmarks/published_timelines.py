@@ -4,22 +4,23 @@ The tables are in ``tests/published/timelines``, with their sources. For each ru
 
 - *Replay*: `ps.replay` of each step over the measured makespan. Of whole steps, and of the pipeline
   of each replica alone, from its first F to its last backward.
-- *Prediction*: the seconds of each task are its mean over the first half of the steps; the second
+- *Prediction*: the seconds of each task are its median over the first half of the steps; the second
   half is predicted. Time between tasks in which a device waited for nothing is part of the later
-  task. *Drift* is the error of the mean makespan of the first half: no prediction from constant
-  costs is better in the mean.
+  task. *Drift* is the error of the median makespan of the first half.
 - *By lengths*: sequences of different lengths make micro-batches take different times. The seconds
   of an operation are a line over those of the micro-batch's F on the first stage, fitted to the
-  first half, if that explains half of their variance. The F of the predicted step then give its
-  lengths.
+  first half (repeated medians, Siegel 1982), if that explains half of their spread. The F of the
+  predicted step then give its lengths.
 - *Errors by operation*: mean seconds in the first half over those in the second half.
+- *Lengths*: spread of the seconds of F on the first stage, over their mean.
 - *Explained by*: change of the makespan without messages, without time between tasks, and with the
   mean seconds of all replicas in place of their own (stragglers).
 
 No run was published with two schedules, so none is predicted from another one's costs.
 
 ``python benchmarks/published_timelines.py`` prints the tables and writes them, and the gallery's
-figure of one of the runs.
+figure of one of the runs. With ``FILE ...`` it prints the same of other tables, with the columns
+step, replica, stage, op, microbatch, start and duration.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from _machine import ROOT, publish, table
+from scipy import stats
 
 import pipesim as ps
 from pipesim.analysis.replay import replay_costs
@@ -47,7 +49,7 @@ OPS = {"layernorm-grads-all-reduce": None}
 #: Columns that tell operations apart, and tasks.
 KIND = ["replica", "stage", "op", "part"]
 TASK = [*KIND, "microbatch"]
-#: Least share of the variance that the length of a micro-batch must explain.
+#: Least share of the squared spread that the length of a micro-batch must explain.
 EXPLAINED = 0.5
 COMPUTE = [ps.Op.F, ps.Op.B]
 
@@ -57,12 +59,13 @@ class Run:
     """A table of a run: what it is of, and its steps that warm up."""
 
     name: str
-    file: str
+    file: str | Path
     warm_up: int = 0
 
     def rows(self) -> pd.DataFrame:
         """Return the rows of all steps that count."""
-        frame = pd.read_csv(TABLES / self.file)
+        path = TABLES / self.file
+        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
         steps = np.sort(frame["step"].unique())[self.warm_up :]
         return frame[frame["step"].isin(steps)]
 
@@ -101,19 +104,21 @@ def seconds(timeline: ps.Timeline) -> pd.DataFrame:
 Predictor = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
 
 
-def means(earlier: pd.DataFrame, tasks: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean seconds and latency of each task."""
-    return tasks[TASK].join(earlier.groupby(TASK)[["duration", "latency"]].mean(), on=TASK)
+def medians(earlier: pd.DataFrame, tasks: pd.DataFrame) -> pd.DataFrame:
+    """Return the median seconds and latency of each task."""
+    return tasks[TASK].join(earlier.groupby(TASK)[["duration", "latency"]].median(), on=TASK)
 
 
 def by_lengths(earlier: pd.DataFrame, tasks: pd.DataFrame) -> pd.DataFrame:
-    """Return `means`, but seconds of F and B by a line over those of the first stage's F."""
-    predicted = means(earlier, tasks)
+    """Return `medians`, but seconds of F and B by a line over those of the first stage's F."""
+    predicted = medians(earlier, tasks)
     for kind, own in earlier[earlier["op"].isin(COMPUTE)].groupby(KIND):
-        if np.corrcoef(own["first"], own["duration"])[0, 1] ** 2 < EXPLAINED:
+        slope, intercept = stats.siegelslopes(own["duration"], own["first"])
+        spread = stats.median_abs_deviation(own["duration"])
+        rest = stats.median_abs_deviation(own["duration"] - slope * own["first"])
+        if rest**2 > (1 - EXPLAINED) * spread**2:
             continue
         rows = (tasks[KIND] == list(kind)).all(axis=1).to_numpy()
-        slope, intercept = np.polyfit(own["first"], own["duration"], 1)
         predicted.loc[rows, "duration"] = intercept + slope * tasks.loc[rows, "first"].to_numpy()
     return predicted
 
@@ -147,9 +152,9 @@ def predictions(steps: Sequence[ps.Timeline], predictor: Predictor) -> list[floa
 
 
 def drifts(steps: Sequence[ps.Timeline], _: Predictor) -> list[float]:
-    """Return the error of the mean makespan of the first half, for each step of the second."""
+    """Return the error of the median makespan of the first half, for each step of the second."""
     first, second = halves(steps)
-    usual = float(np.mean([step.makespan for step in first]))
+    usual = float(np.median([step.makespan for step in first]))
     return [usual / step.makespan - 1 for step in second]
 
 
@@ -173,6 +178,12 @@ def _by_operation(steps: Sequence[ps.Timeline]) -> list[str]:
     )
     errors = (first / second - 1).dropna()
     return [f"{ps.Op(op).name} {error:+.1%}" for op, error in errors.items()]
+
+
+def _spread(steps: Sequence[ps.Timeline]) -> float:
+    """Return the spread of the seconds of F on the first stage, over their mean."""
+    firsts = pd.concat([seconds(step) for step in steps]).groupby("replica")["first"]
+    return float((firsts.std() / firsts.mean()).mean())
 
 
 def _explained(rows: pd.DataFrame) -> list[str]:
@@ -203,8 +214,8 @@ def report(run: Run) -> list[str]:
     charged = timelines(rows, "charge")
     charged_parts = [timelines(part, "charge") for part in parts]
     for name, errors_of, predictor in (
-        ("drift", drifts, means),
-        ("prediction", predictions, means),
+        ("drift", drifts, medians),
+        ("prediction", predictions, medians),
         ("by lengths", predictions, by_lengths),
     ):
         lines.append(_row(f"{name}, whole steps", errors_of(charged, predictor)))
@@ -219,6 +230,7 @@ def report(run: Run) -> list[str]:
         "",
         "seconds, first half over second: " + ", ".join(_by_operation(whole)),
         "makespan without: " + ", ".join(_explained(rows)),
+        f"F of the first stage differ by {_spread(whole):.1%}",
         "",
     ]
 
@@ -226,13 +238,18 @@ def report(run: Run) -> list[str]:
 def main() -> None:
     """Print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=OUT)
-    out = parser.parse_args().out
+    args = parser.parse_args()
+    if args.tables:
+        for path in args.tables:
+            print(*report(Run(path.name, path.absolute())), sep="\n")
+        return
     lines = [line for run in RUNS for line in report(run)]
-    publish(["# python benchmarks/published_timelines.py", "", *lines[:-1]], out)
+    publish(["# python benchmarks/published_timelines.py", "", *lines[:-1]], args.out)
     with contextlib.chdir(FIGURE.parent):
         runpy.run_path(FIGURE.name)
-    plt.savefig(out.with_suffix(".png"), dpi=200)
+    plt.savefig(args.out.with_suffix(".png"), dpi=200)
 
 
 if __name__ == "__main__":

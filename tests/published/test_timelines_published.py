@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from places import BENCHMARKS
 
 import pipesim as ps
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from published_timelines import by_lengths, medians, predictions, timelines
 
 TABLES = Path(__file__).parent / "timelines"
 OTHER = "layernorm-grads-all-reduce"
@@ -48,3 +54,47 @@ def test_pipelines_alone(name: str) -> None:
         span = (compute["start"] + compute["duration"]).max() - compute["start"].min()
         assert timeline.makespan == pytest.approx(span)
         assert ps.replay(timeline).makespan == pytest.approx(span, rel=0.005)
+
+
+def packed_documents(seed: int, n_steps: int = 8) -> pd.DataFrame:
+    """Return measured F and B of micro-batches whose attention grows with squared lengths.
+
+    The last stage is slower by its head, kernels by 2 % of noise.
+    """
+    generator = np.random.default_rng(seed)
+    graph = ps.lower(ps.schedule("1f1b", 4, 16))
+    compute = np.isin(graph.op, [ps.Op.F, ps.Op.B])
+    zeros = np.zeros(len(graph))
+    steps = []
+    for step in range(n_steps):
+        cuts = [np.sort(generator.random(generator.integers(6))) for _ in range(16)]
+        attention = np.array([(np.diff([0, *cut, 1]) ** 2).sum() for cut in cuts])
+        head = 0.1 * (graph.stage == 3)
+        seconds = 0.4 + head + 0.8 * attention[np.maximum(graph.microbatch, 0)]
+        seconds = np.select([graph.op == ps.Op.F, graph.op == ps.Op.B], [seconds, 2.2 * seconds])
+        seconds *= generator.lognormal(0, 0.02, len(graph))
+        table = ps.CostTable(
+            duration=seconds,
+            latency=np.where(compute, 0, 0.01),
+            links=np.arange(len(graph))[:, None],
+            share=np.ones(len(graph)),
+            launch=zeros,
+            nbytes=zeros,
+        )
+        timeline = ps.simulate(graph, ps.TaskCosts.of_tasks(table, None, zeros))
+        columns = {"stage": graph.stage, "microbatch": graph.microbatch, "start": timeline.start}
+        rows = pd.DataFrame({**columns, "duration": timeline.end - timeline.start})[compute]
+        ops = [ps.Op(op).name for op in graph.op[compute]]
+        steps.append(rows.assign(step=step, replica=0, op=ops))
+    return pd.concat(steps, ignore_index=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unequal_sequences(seed: int) -> None:
+    """Forwards of the first stage give the lengths, which predict the other tasks."""
+    steps = timelines(packed_documents(seed), gaps="charge")
+    usual, by_length = (
+        np.mean(np.abs(predictions(steps, predictor))) for predictor in (medians, by_lengths)
+    )
+    assert by_length < 0.02
+    assert usual > 3 * by_length
