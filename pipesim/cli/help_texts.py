@@ -130,7 +130,8 @@ The kind of a FILE is recognised by its content:
   orders.csv, grid.txt      a schedule: torch's CSV with a row a device, or a grid as text; an
                             action takes a clock cycle, or with --costs it is simulated
   trace.json, trace.json.gz a Chrome trace of Timeline.to_chrome or torch.profiler
-  traces                    a folder of such traces, one file a rank
+  report.sqlite             an export of Nsight Systems with the ranges of NVTX
+  traces                    a folder of such files, one a rank, or of pp_rank_0.json, ... of Primus
   results/quickstart        a run directory of pipeexec: predictions over measured steps, with
                             the costs of the run
 

@@ -21,15 +21,15 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.csv_files import is_header
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace.saved_timelines import has_timelines
-from pipesim.trace.saved_timelines import load as load_timelines
+from pipesim.trace.nsys import SQLITE
+from pipesim.trace.run_files import as_chrome, file_kind, load
 from pipesim.utils.files import check_path, is_folder, read_bytes
 
 __all__ = ["TRACE_FLAGS", "ViewOptions", "is_page", "read_items", "stem"]
 
 _EXPECTED = (
-    "pipesim view shows a timeline (.csv or .parquet), a schedule (.csv), a Chrome trace (.json or "
-    ".json.gz, or a folder of one file a rank) and a run directory of pipeexec"
+    "pipesim view shows a timeline (.csv or .parquet), a schedule (.csv), a trace (.json, "
+    ".json.gz, .sqlite, or a folder of one file a rank) and a run directory of pipeexec"
 )
 #: Bytes of a file by which its kind is recognised.
 _HEAD = 1 << 16
@@ -42,8 +42,9 @@ TRACE_FLAGS = {
     "step": "--step",
     "n_ranks": "--ranks",
 }
-_TRACE_ENDINGS = (".json", ".json.gz")
-_ENDING = re.compile(r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet)$", re.IGNORECASE)
+_ENDING = re.compile(
+    r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet|\.sqlite)$", re.IGNORECASE
+)
 #: JSON files of a run directory, and what to do with each.
 _RUN_FILES = {
     "run.json": "it is the record of a run; give its folder",
@@ -118,7 +119,7 @@ def _reader(path: Path) -> _Reader:
     if is_folder(path):
         return _folder_reader(path)
     head = read_bytes(path, "file", ArgumentError, first=_HEAD)
-    if head.startswith(_GZIP):
+    if head.startswith((_GZIP, SQLITE)):
         return _read_trace
     if path.suffix.lower() == ".parquet":
         return _read_timeline
@@ -148,7 +149,7 @@ def _folder_reader(path: Path) -> _Reader:
     if is_run(path):
         return _read_run
     names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
-    if any(name.endswith(_TRACE_ENDINGS) for name in names):
+    if any(name.endswith((".json", ".json.gz", ".sqlite")) for name in names):
         return _read_trace
     runs = [name for name in names if is_run(path / name)]
     near = f"; did you mean {path / runs[0]}?" if runs else ""
@@ -167,13 +168,18 @@ def _read_run(path: Path, options: ViewOptions) -> dict[str, Showable]:
 
 
 def _read_trace(path: Path, options: ViewOptions) -> dict[str, Showable]:
-    """Return the timelines that `pipesim.trace.save` wrote; or a step, with the costs' bytes."""
-    if not options.trace and not is_folder(path) and has_timelines(path):
-        timelines = [replace(x, costs=options.costs) for x in load_timelines(path).values()]
+    """Return the timelines of a file, or the step of a trace, with the costs' bytes."""
+    kind = file_kind(path)
+    if kind == "primus" and options.trace:
+        flags = " and ".join(TRACE_FLAGS[name] for name in options.trace)
+        raise ArgumentError(f"{path} has no ranges, but times of Primus; leave out {flags}")
+    if kind == "primus" or (kind == "saved" and not options.trace):
+        timelines = [replace(x, costs=options.costs) for x in load(path).values()]
         names = [x.name for x in timelines] if len(timelines) > 1 else [""]
         return dict(zip(names, timelines, strict=True))
     nbytes: Any = 0.0 if options.costs is None else options.costs.averaged().output_bytes
-    timeline = Timeline.from_chrome(path, output_bytes=nbytes, **options.trace)
+    with as_chrome(path, kind) as traces:
+        timeline = Timeline.from_chrome(traces, output_bytes=nbytes, **options.trace)
     return {"": replace(timeline, costs=options.costs)}
 
 

@@ -15,7 +15,7 @@ from pipesim.ops import LISTED
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["compute_graph", "compute_kinds"]
+__all__ = ["compute_graph", "compute_kinds", "overlapped_halves"]
 
 
 def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
@@ -27,7 +27,7 @@ def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
     shape = len(LISTED), schedule.n_stages, schedule.placement.n_paths, 2
     code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
     if shape[2] > 1 or schedule.overlapped is not None:
-        code = (code * np.int64(shape[2]) + schedule.path) * 2 + _halves(schedule)
+        code = (code * np.int64(shape[2]) + schedule.path) * 2 + overlapped_halves(schedule)
     else:
         shape = (*shape[:2], 1, 1)
     is_kind = np.zeros(math.prod(shape), dtype=bool)
@@ -51,7 +51,7 @@ def _table(
     return kinds, (np.cumsum(marked) - 1).astype(np.int32)
 
 
-def _halves(schedule: Schedule) -> NDArray[np.bool_]:
+def overlapped_halves(schedule: Schedule) -> NDArray[np.bool_]:
     """Return whether each action is a half of an overlapped action."""
     if schedule.overlapped is None:
         return np.zeros(len(schedule), dtype=bool)

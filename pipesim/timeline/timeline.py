@@ -1079,7 +1079,8 @@ class Timeline:
         is ready, recomputes, which are then part of the backward, reductions and optimizer steps.
         Without backwards, the graph is forward-only. Several REDUCE_GRADs of a stage are its
         buckets. An UNSHARD gathers parameters for the next F or backward of its stage, or after its
-        STEP.
+        STEP. An F and a B of one device with the same times are an overlapped action, which one
+        call ran.
 
         Time zero is the first start; waiting for a message counts from when it left. Clocks of
         devices are aligned by messages and collectives if these contradict them by more than

@@ -102,7 +102,7 @@ def read_step(
         valid = np.isnan(nbytes) | ((nbytes >= 0) & (nbytes < np.inf))
         check_rows(rows, valid, "has no valid nbytes")
         tasks = replace(tasks, nbytes=nbytes)
-    tasks = with_parts(_with_message_numbers(rows, tasks))
+    tasks = _with_overlapped(with_parts(_with_message_numbers(rows, tasks)))
     _check_tasks(rows, tasks)
     n_devices = int(device.max()) + 1
     return timeline_of(tasks, n_devices=n_devices, gaps=gaps, name=name, stacklevel=4)
@@ -366,6 +366,33 @@ def _with_message_numbers(rows: pd.DataFrame, tasks: MeasuredTasks) -> MeasuredT
             )
         microbatch[own] = microbatch[partner]
     return replace(tasks, microbatch=microbatch)
+
+
+def _with_overlapped(tasks: MeasuredTasks) -> MeasuredTasks:
+    """Split the time of an F and a B that one call ran together, so that the F is first.
+
+    Each half gets a share as the median F and B that ran alone; half of the time if none did.
+    """
+    rows = tasks.in_order((Op.F, Op.B))
+    columns = (tasks.device, tasks.start, tasks.end)
+    same = np.logical_and.reduce([column[rows[:-1]] == column[rows[1:]] for column in columns])
+    same &= tasks.op[rows[:-1]] != tasks.op[rows[1:]]
+    same[1:] &= ~same[:-1]
+    pairs = np.stack([rows[:-1][same], rows[1:][same]])
+    if not pairs.size:
+        return tasks
+    is_first = tasks.op[pairs[0]] == Op.F
+    forward, backward = np.where(is_first, pairs, pairs[::-1])
+    alone = ~np.isin(np.arange(len(tasks)), pairs)
+    usual = [
+        float(np.median((tasks.end - tasks.start)[own])) if own.any() else 0.0
+        for own in (alone & (tasks.op == op) for op in (Op.F, Op.B))
+    ]
+    share = usual[0] / sum(usual) if all(usual) else 0.5
+    start, end, other = tasks.start.copy(), tasks.end.copy(), tasks.other_half.copy()
+    end[forward] = start[backward] = start[forward] + share * (end[forward] - start[forward])
+    other[forward], other[backward] = backward, forward
+    return replace(tasks, start=start, end=end, other_half=other)
 
 
 def _check_tasks(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:

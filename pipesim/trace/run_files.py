@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from pipesim.errors import PipeError, TimelineError
 from pipesim.timeline.csv_files import is_header
@@ -15,12 +17,14 @@ from pipesim.trace.primus import PP_RANK, read_primus
 from pipesim.trace.timer_logs import TIMERS
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
 
-__all__ = ["LoadedTimelines", "load"]
+__all__ = ["LoadedTimelines", "as_chrome", "file_kind", "load"]
 
 _KINDS = (
     "files of pipesim.trace.save and Timeline.save, traces of torch.profiler (.json, .json.gz), "
     "SQLite exports of Nsight Systems, and pp_rank_*.json of Primus"
 )
+FileKind = Literal["saved", "table", "primus", "chrome", "nsys"]
+_NAMES = {"chrome": "Chrome traces", "nsys": "reports of Nsight Systems"}
 #: Bytes of a file by which its kind is recognised.
 _HEAD = 1 << 16
 
@@ -100,7 +104,7 @@ def load(path: Path | str) -> LoadedTimelines:
     from pipesim.trace import chrome_import  # which takes a while to import
 
     path = check_path("path", path)
-    match _kind(path):
+    match file_kind(path):
         case "saved":
             return LoadedTimelines(saved_timelines.load(path), "trace of pipesim.trace.save")
         case "table":
@@ -108,30 +112,51 @@ def load(path: Path | str) -> LoadedTimelines:
             return LoadedTimelines({timeline.name: timeline}, "table of Timeline.save")
         case "primus":
             table = read_primus(path)
+            n_ranks = table["device"].nunique()
+            ranks = table.groupby("step")["device"].nunique()
+            whole = ranks.index[ranks == n_ranks].tolist()
+            if not whole:
+                raise TimelineError(f"{path}: no step has times of all {n_ranks} ranks")
             steps = {
                 f"step {step}": Timeline.from_table(table, step=step, name=f"step {step}")
-                for step in table["step"].unique().tolist()
+                for step in whole
             }
-            source = f"times of Primus of {table['device'].nunique()} ranks, {len(steps)} steps"
-            return LoadedTimelines(steps, source)
-        case "chrome":
-            kind, imported = "Chrome traces", chrome_import.load(path)
-        case "nsys":
-            kind = "reports of Nsight Systems"
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    imported = chrome_import.load(nsys_to_chrome(path, folder))
-                except PipeError as error:
-                    raise type(error)(str(error).replace(folder, str(path))) from error
+            cut = f", {len(ranks) - len(whole)} without all ranks" * (len(whole) < len(ranks))
+            return LoadedTimelines(
+                steps, f"times of Primus of {n_ranks} ranks, {len(steps)} steps{cut}"
+            )
+        case kind:
+            with as_chrome(path, kind) as traces:
+                imported = chrome_import.load(traces)
     n_steps = imported.n_steps
     name = f"step {n_steps - 1}"
     timeline = imported.timeline.with_name(name)
-    whole = f"the last of {n_steps} whole steps" if n_steps > 1 else "one whole step"
-    return LoadedTimelines({name: timeline}, f"{kind} of {timeline.n_devices} ranks, {whole}")
+    which = f"the last of {n_steps} whole steps" if n_steps > 1 else "one whole step"
+    source = f"{_NAMES[kind]} of {timeline.n_devices} ranks, {which}"
+    return LoadedTimelines({name: timeline}, source)
 
 
-def _kind(path: Path) -> str:
-    """Return the kind of a file or folder."""
+@contextlib.contextmanager
+def as_chrome(path: Path, kind: FileKind) -> Iterator[Path | list[Path]]:
+    """Yield Chrome traces: those of ``path``, or of its exports of Nsight Systems."""
+    if kind != "nsys":
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield nsys_to_chrome(path, folder)
+        except PipeError as error:
+            raise type(error)(str(error).replace(folder, str(path))) from error
+
+
+def file_kind(path: Path) -> FileKind:
+    """Return the kind of a file or folder.
+
+    Raises
+    ------
+    TimelineError
+        For a file without timelines.
+    """
     if is_folder(path):
         try:
             names = [file.name for file in path.iterdir() if not file.name.startswith(".")]
@@ -139,9 +164,10 @@ def _kind(path: Path) -> str:
             raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
         if any(PP_RANK.fullmatch(name) for name in names):
             return "primus"
-        for kind, endings in (("nsys", (".sqlite",)), ("chrome", (".json", ".json.gz"))):
-            if any(name.endswith(endings) for name in names):
-                return kind
+        if any(name.endswith(".sqlite") for name in names):
+            return "nsys"
+        if any(name.endswith((".json", ".json.gz")) for name in names):
+            return "chrome"
         raise TimelineError(
             f"the folder {path} has no timelines; pipesim.trace.load reads {_KINDS}"
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesim.errors import PipeError
+from pipesim.graph.compute_tasks import overlapped_halves
 from pipesim.ops import SCHEDULED
 from pipesim.scheduling.registry import options_of_schedules, schedule
 
@@ -27,7 +28,8 @@ def schedule_name(tasks: MeasuredTasks) -> str | None:
     """
     rows = tasks.in_order(SCHEDULED)
     rows = rows[tasks.replica[rows] == 0]
-    own = [column[rows] for column in (tasks.device, tasks.op, tasks.stage, tasks.microbatch)]
+    columns = (tasks.device, tasks.op, tasks.stage, tasks.microbatch, tasks.other_half >= 0)
+    own = [column[rows] for column in columns]
     n_devices, n_stages, n_microbatches = (int(own[k].max()) + 1 for k in (0, 2, 3))
     if n_stages % n_devices:
         return None
@@ -40,8 +42,8 @@ def schedule_name(tasks: MeasuredTasks) -> str | None:
             named = schedule(name, n_devices, n_microbatches, **chosen)
         except PipeError:  # not of these counts
             continue
-        listed = np.isin(named.op, sorted(SCHEDULED))
-        others = [x[listed] for x in (named.device, named.op, named.stage, named.microbatch)]
-        if named.overlapped is None and all(map(np.array_equal, own, others)):
+        columns = (named.device, named.op, named.stage, named.microbatch, overlapped_halves(named))
+        others = [column[np.isin(named.op, sorted(SCHEDULED))] for column in columns]
+        if all(map(np.array_equal, own, others)):
             return name
     return None

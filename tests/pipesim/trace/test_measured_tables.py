@@ -363,3 +363,27 @@ def test_types_of_columns(kind: str) -> None:
         frame = frame.astype({"op": kind})
     timeline = ps.Timeline.from_table(frame.set_index(["stage", "op"], drop=False), unit="ms")
     assert timeline.makespan == pytest.approx(0.02)
+
+
+def test_overlapped_action() -> None:
+    """An F and a B with the same times are one action; those that ran alone tell the F's share."""
+    schedule = ps.schedule("dualpipev", 4, 10)
+    seconds = {"forward": 1, "backward": 2, "input_grad": 1, "weight_grad": 1}
+    timeline = ps.simulate(
+        ps.lower(schedule),
+        ps.Costs(**seconds, network=ps.Network(latency=0.125)),  # type: ignore[arg-type]
+    )
+    frame = timeline.frame
+    frame = frame[frame["op"].isin(["F", "B", "I", "W"])].sort_values(["device", "start"])
+    first = frame["overlapped"] & (frame["op"] == "F")
+    assert first.sum() == 41
+    second = first.shift(1, fill_value=False)
+    for one, other, column in ((first, second, "end"), (second, first, "start")):
+        frame.loc[one, column] = frame.loc[other, column].to_numpy()
+    read = ps.Timeline.from_table(frame)
+    assert (read.name, read.makespan) == ("dualpipev", pytest.approx(timeline.makespan))
+    compute = np.isin(timeline.graph.op, [ps.Op.F, ps.Op.B, ps.Op.I, ps.Op.W])
+    assert sorted(read.end[np.isin(read.graph.op, [ps.Op.F, ps.Op.B, ps.Op.I, ps.Op.W])]) == (
+        pytest.approx(sorted(timeline.end[compute]))
+    )
+    assert ps.replay(read).makespan == pytest.approx(timeline.makespan)

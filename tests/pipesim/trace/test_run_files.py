@@ -10,6 +10,7 @@ from nsys_reports import FIRST, SECOND, report
 from tracing import event
 
 import pipesim as ps
+from pipesim.cli import main
 from pipesim.errors import TimelineError
 from pipesim.trace.run_files import LoadedTimelines
 
@@ -77,16 +78,39 @@ def test_nsys(tmp_path: Path) -> None:
         ps.trace.load(path)
 
 
-def test_primus(tmp_path: Path) -> None:
-    """All steps, under the numbers of the files."""
+def primus(folder: Path) -> Path:
+    """Write files of two ranks, of which only the first has a third step."""
     for rank, (start, end) in enumerate([(3, 4), (1, 2)]):
         times = {"fwd_start": [0], "fwd_end": [1], "bwd_start": [start], "bwd_end": [end]}
-        (tmp_path / f"pp_rank_{rank}.json").write_text(json.dumps({"1": times, "2": times}))
-    run = loaded(tmp_path)
-    assert run.source == "times of Primus of 2 ranks, 2 steps"
+        steps = {str(step): times for step in range(1, 4 - rank)}
+        (folder / f"pp_rank_{rank}.json").write_text(json.dumps(steps))
+    return folder
+
+
+def test_primus(tmp_path: Path) -> None:
+    """All steps that all ranks have, under the numbers of the files."""
+    run = loaded(primus(tmp_path))
+    assert run.source == "times of Primus of 2 ranks, 2 steps, 1 without all ranks"
     assert {name: step.makespan for name, step in run.items()} == pytest.approx(
         {"step 1": 4e-3, "step 2": 4e-3}
     )
+
+
+def test_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command shows files of Primus and reports of Nsight Systems."""
+    report(tmp_path / "all.sqlite", FIRST + SECOND)
+    (tmp_path / "primus").mkdir()
+    files = str(tmp_path / "all.sqlite"), str(primus(tmp_path / "primus"))
+    page = tmp_path / "page.html"
+    assert main(["view", *files, "--out", str(page), "--no-open"]) == 0
+    shown = capsys.readouterr().out.splitlines()[1:]
+    assert [line.partition(", makespan")[0] for line in shown] == [
+        "all: 8 tasks, 2 devices",
+        "primus: step 1: 8 tasks, 2 devices",
+        "primus: step 2: 8 tasks, 2 devices",
+    ]
+    assert main(["view", files[1], "--step", "1", "--out", str(page), "--no-open"]) == 2
+    assert "has no ranges, but times of Primus; leave out --step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
