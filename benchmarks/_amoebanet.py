@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["amoebanet_d"]
-
 Pair = tuple[Tensor, Tensor]
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["SIZE", "Tab", "TooSlow", "command", "missing", "start", "tab"]
 
 _COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 # Without the GPU, Chromium draws a canvas in its own process. Otherwise it may take SwiftShader, a

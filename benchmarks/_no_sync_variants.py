@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 
-__all__ = ["VARIANTS"]
-
 Parts = Sequence[tuple[Tensor, Tensor]]
 mse = nn.functional.mse_loss
 

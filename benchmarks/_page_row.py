@@ -19,8 +19,6 @@ from _page_tools import Perfetto, PipesimPage, Plotly, Seconds, Tool
 
 import pipesim as ps
 
-__all__ = ["ZOOMS", "PageCase", "PageResult", "measure", "timeline_of"]
-
 #: Parts of the step in view; the last is given as tasks of a device.
 ZOOMS = {"whole": 1.0, "tenth": 0.1, "hundredth": 0.01, "20 tasks": None}
 _N_TASKS = 20

@@ -15,7 +15,8 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor.optimizer_steps.lr_schedulers import LRSchedulers
-from pipeexec.executor.pipeline import EvaluationResult, Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import EvaluationResult, StepResult
 from pipeexec.experts.layer import Experts
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe

@@ -17,12 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "Arguments", "Leaf", "call_arguments", "leaves", "mapped", "own_tensors", "tensors_in",
-    "with_tensors",
-]  # fmt: skip
-
-
 #: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -18,8 +18,6 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Breakable", "end_connections_with_process", "end_thread_with_process", "end_threads"]
-
 #: Seconds in which threads end that wait for nothing; further seconds for all others.
 _IDLE_SECONDS, _BUSY_SECONDS = 0.2, 5.0
 

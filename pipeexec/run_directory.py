@@ -25,16 +25,6 @@ from pipesim.errors import ArgumentError, RunDirectoryError
 from pipesim.utils.files import check_path, read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
-__all__ = [
-    "RECORD",
-    "check_writable",
-    "checked_record",
-    "environment",
-    "listed_file",
-    "read_record",
-    "write_directory",
-]
-
 #: File with the command, date (UTC), versions and hardware of a run, and the checksum of every
 #: file, also of itself.
 RECORD = "run.json"

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from pipesim.errors import ArgumentError, RunDirectoryError
 
-__all__ = ["PARTIAL", "check_file_names", "check_run_name", "run_lock"]
-
 #: End of the name of a run that an error stopped.
 PARTIAL = "-partial"
 #: Largest length of a file name, and of the part that temporary names and locks add (bytes).

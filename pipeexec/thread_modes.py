@@ -9,8 +9,6 @@ from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ThreadMode"]
-
 #: Facts that torch keeps about the modes of the process, by the name of its variable.
 _ANY, _NOT_INFRA = "_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"
 _OPAQUE = "_is_in_any_mode_without_ignore_compile_internals"

@@ -44,8 +44,9 @@ from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan import plan
-from pipesim.planning.configurations.plans import Plan, Plans
+from pipesim.planning.configurations.plans import Plans
 from pipesim.planning.orders.optimize import optimize
 from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
 from pipesim.planning.trainer_settings.megatron import read_megatron
@@ -53,10 +54,12 @@ from pipesim.planning.trainer_settings.settings import TrainerSettings
 from pipesim.planning.trainer_settings.torchtitan import read_torchtitan
 from pipesim.plot.page.save import to_html
 from pipesim.plot.widget.make_widget import widget
+from pipesim.scheduling.closed_forms import ClosedForm, Counts
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
+from pipesim.scheduling.registry import register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.noise import Empirical, Failures, LogNormal, Noise, Normal
+from pipesim.simulation.distributions import Empirical, Failures, LogNormal, Normal
+from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.sweep import sweep

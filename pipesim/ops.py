@@ -15,37 +15,6 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, suggestion
 
-__all__ = [
-    "COLLECTIVES",
-    "COMPUTE",
-    "COPIES",
-    "EXCHANGES",
-    "EXPERT_EXCHANGES",
-    "FETCHES",
-    "IN_REPLICA",
-    "KEPT",
-    "LISTED",
-    "NUMBERED",
-    "OF_DEVICES",
-    "OF_STAGES",
-    "PART_NAMES",
-    "PASSES",
-    "RECVS",
-    "REORDERED",
-    "SCHEDULED",
-    "SEGMENTED",
-    "SENDS",
-    "TRANSFERS",
-    "Action",
-    "Op",
-    "Overlapped",
-    "expert_exchange",
-    "is_expert_exchange",
-    "parse_action",
-    "part_letter",
-    "part_name",
-]
-
 
 class Op(IntEnum):
     """The operation of a task. Graphs store its value in their ``op`` column.

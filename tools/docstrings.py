@@ -1,4 +1,4 @@
-"""List public names whose docstring lacks a part, such as parameters, results or an example.
+"""List public names whose docstring lacks its summary, a parameter or the result.
 
 ``python tools/docstrings.py [--count] [PREFIX...]`` prints a line for each missing part of names
 that begin with a prefix, such as ``px.`` or ``ps.Timeline``; of all names by default. Exits with 1
@@ -6,7 +6,7 @@ if there is any. With ``--count`` it prints the number of names that lack each p
 
 Public names are those of ``pipesim.__all__``, ``pipeexec.__all__`` and the modules among them, and
 the public methods and properties of their classes. A property needs a summary alone. Any other
-name needs a description of each parameter, and the sections that `PARTS` lists.
+name needs a description of each parameter and of its result. Other sections are not owed.
 """
 
 from __future__ import annotations
@@ -29,40 +29,8 @@ import pipesim
 
 PACKAGES = {"ps": pipesim, "px": pipeexec}
 ROOTS = tuple(package.__name__ for package in PACKAGES.values())
-#: Names whose parameters nothing checks, so that they raise no error of `pipesim.errors`.
-UNCHECKED = frozenset(
-    [
-        "ps.AutogradOrders",
-        "ps.ClosedForm.of",
-        "ps.Task",
-        "ps.TrainerSettings",
-        "ps.trace.lanes",
-        "ps.trace.names",
-        "ps.trace.nanoseconds",
-        "ps.trace.slice_event",
-        "px.Equivalence",
-        "px.Processes.blame",
-        "px.Processes.fail",
-        "px.Profile",
-        "px.Projection",
-        "px.Slice",
-        "px.Slice.adopt",
-        "px.Slice.await_link",
-        "px.Slice.has_thread",
-        "px.Slice.rejoin",
-        "px.Slice.wait_for_host",
-        "px.TrainingRun",
-        "px.Validation",
-        "px.Worker",
-        "px.Worker.adopt",
-        "px.Worker.await_link",
-        "px.Worker.has_thread",
-        "px.Worker.rejoin",
-        "px.Worker.wait_for_host",
-    ]
-)
 #: Parts of a docstring, in the order of reports.
-PARTS = ("summary", "Parameters", "Returns", "Raises", "See Also", "Examples")
+PARTS = ("summary", "Parameters", "Returns")
 #: Names of public classes; a member that another class inherits from one is reported once.
 PUBLIC = frozenset(name for package in PACKAGES.values() for name in package.__all__)
 
@@ -113,9 +81,6 @@ def missing_parts(name: str, value: Any) -> list[tuple[str, str]]:
         missing.append(("Parameters", ", ".join(sorted(undocumented))))
     if _returns_something(function) and not (sections["Returns"] or sections["Yields"]):
         missing.append(("Returns", ""))
-    if _parameters(function) and name not in UNCHECKED and not sections["Raises"]:
-        missing.append(("Raises", ""))
-    missing += [(part, "") for part in ("See Also", "Examples") if not sections[part]]
     return missing
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PEERS"]
-
 PEERS = """\
 A step without optimizer: gradients set to None, forwards, loss, backwards. Both sides have the same
 modules, micro-batches and compute streams, and no CUDA graphs.

@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
 
-__all__ = ["SUFFIX", "clocks_between", "sampled_clocks"]
-
 #: End of the name of a step's file.
 SUFFIX = ".clocks.csv"
 #: What is asked for, and the columns of the file behind ``time``.

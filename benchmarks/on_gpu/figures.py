@@ -17,8 +17,6 @@ from pipesim.errors import RunDirectoryError
 from pipesim.plot.comparisons import overlay
 from pipesim.plot.paper_figure import figure_with_axes, save, set_title
 
-__all__ = ["draw_ablation", "draw_memory", "draw_overlap", "draw_overlays"]
-
 _SUFFIXES = (".png", ".pdf")
 #: Schedules from the top of an overlay on.
 _ORDER = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")

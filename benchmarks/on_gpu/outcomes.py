@@ -9,8 +9,6 @@ from pathlib import Path
 
 from on_gpu.steps import STEPS, WARM_UP
 
-__all__ = ["STATUSES", "Outcome", "outcomes_in", "write_summary"]
-
 #: Ways in which a step ends.
 STATUSES = ("passed", "missed", "failed", "cut", "not run")
 

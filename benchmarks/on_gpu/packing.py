@@ -12,8 +12,6 @@ from on_gpu.clocks import SUFFIX as CLOCKS
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.steps import STEPS, WARM_UP
 
-__all__ = ["ARCHIVE", "SUMMARY", "UnpackError", "files_of", "pack", "remove", "unpack"]
-
 ARCHIVE, SUMMARY = "gpu.tar.gz", "summary.txt"
 _SUFFIXES = (".json", ".jsonl", ".log", ".txt", CLOCKS)
 

@@ -18,8 +18,6 @@ import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
 from pipeexec.devices.gpu_slices.green_contexts import part_size
 
-__all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of", "slice_rate"]
-
 
 class DataSheet(NamedTuple):
     """Nominal rates of a GPU.

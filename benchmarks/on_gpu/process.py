@@ -14,8 +14,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["ASKS", "Ended", "print_stacks_when_asked", "run_process"]
-
 #: Signal that asks a process for its stacks; one that has not called `print_stacks_when_asked`
 #: ends at it.
 ASKS = signal.SIGUSR1

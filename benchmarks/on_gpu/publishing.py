@@ -19,8 +19,6 @@ from on_gpu.sources import commit, digest
 from on_gpu.steps import PREMISES, STEPS, WARM_UP
 from on_gpu.utilization import ABOUT, readable, utilization
 
-__all__ = ["publish", "quotable"]
-
 FIGURES, PAGE = "figures", "README.md"
 
 

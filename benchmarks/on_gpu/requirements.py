@@ -14,18 +14,6 @@ from typing import Any, NamedTuple
 
 from on_gpu.steps import step_called
 
-__all__ = [
-    "PACKAGES",
-    "TEST_PACKAGES",
-    "Gpu",
-    "find_gpu",
-    "gpu_problems",
-    "gpu_remarks",
-    "package_problems",
-    "path_problems",
-    "torch_cuda",
-]
-
 #: Packages that pipesim, pipeexec and the steps import, and those of the step ``tests`` alone.
 PACKAGES = (
     "torch", "numpy", "pandas", "matplotlib", "numba", "joblib", "cloudpickle", "simpy", "tqdm",

@@ -7,8 +7,6 @@ import subprocess
 
 from _machine import ROOT
 
-__all__ = ["commit", "digest"]
-
 _FOLDERS = ("pipesim", "pipeexec", "benchmarks", "tests")
 
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "CALLS", "DRY", "PREMISES", "STEPS", "WARM_UP", "GpuStep", "chosen", "next_step",
-    "step_called",
-]  # fmt: skip
-
 #: Probes of the step ``environment`` that figures rest on, and what is said of the rows of
 #: makespans where one says no: of all rows, and of those of CUDA graphs.
 PREMISES = {

@@ -17,8 +17,6 @@ from pipeexec.validation.result_row import Row
 from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.errors import RunDirectoryError
 
-__all__ = ["ABOUT", "readable", "utilization"]
-
 #: What the page says of the table.
 ABOUT = (
     "Means over the slices, in the median step. `TFLOP/s`: of matrix products alone. `share`: of "

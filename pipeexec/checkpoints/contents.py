@@ -19,8 +19,6 @@ from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.state.optimizer_state import merged_groups, optimizer_state
 from pipesim.errors import ArgumentError
 
-__all__ = ["Contents", "Plan", "local_contents", "plan_files"]
-
 
 @dataclass
 class Contents:

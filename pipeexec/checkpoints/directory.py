@@ -33,18 +33,6 @@ from pipeexec.run_lock import run_lock
 from pipesim.errors import CheckpointError, PipeError, RunDirectoryError
 from pipesim.utils.files import check_path
 
-__all__ = [
-    "check_free",
-    "latest_checkpoint",
-    "new_folder",
-    "newest",
-    "present",
-    "publish",
-    "remove_leftovers",
-    "remove_older",
-    "restore",
-]
-
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(part|old)", re.DOTALL)
 #: Files of `pipeexec.run_lock`.
 _LOCK = re.compile(r"\..+\.lock", re.DOTALL)

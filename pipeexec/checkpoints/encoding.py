@@ -22,8 +22,6 @@ from torch import Tensor
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["decode", "encode", "tensor_keys"]
-
 _KIND = "$"
 #: Classes of mappings that are made again, by name.
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {

@@ -28,8 +28,6 @@ from pipesim.errors import CheckpointError, check_type
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import CHECKSUM
 
-__all__ = ["load_checkpoint", "read_checkpoint"]
-
 
 def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load model, optimizers, random state and number of steps; all processes must call this.

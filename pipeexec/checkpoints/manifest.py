@@ -20,16 +20,6 @@ from pipesim.errors import CheckpointError
 from pipesim.utils.files import read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
-__all__ = [
-    "FOLDERS",
-    "MANIFEST",
-    "check_files",
-    "file_facts",
-    "foreign_files",
-    "read_manifest",
-    "write_manifest",
-]
-
 MANIFEST = "checkpoint.json"
 #: Folders of tensors: parameters and buffers, state of optimizers, rows of sharded embeddings,
 #: tensors of other objects.

@@ -16,8 +16,6 @@ import torch
 from pipeexec.devices.device import Device
 from pipesim.errors import CheckpointError
 
-__all__ = ["load_random_state", "random_state", "random_tensors"]
-
 
 def random_state(devices: Sequence[Device]) -> dict[str, str]:
     """Return the states of torch's generators of the CPU and of this process's GPUs, as text."""

@@ -18,8 +18,6 @@ from pipeexec.embedding.row_state import row_numbers
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipesim.errors import CheckpointError
 
-__all__ = ["all_rows", "check_rows", "load_rows", "row_tensors"]
-
 
 def row_tensors(
     prefix: str, embedding: ShardedEmbedding, state: dict[str, Any]

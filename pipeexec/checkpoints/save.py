@@ -36,8 +36,6 @@ from pipesim.errors import (
 )
 from pipesim.utils.files import check_path
 
-__all__ = ["save_checkpoint"]
-
 
 def save_checkpoint(
     pipeline: Pipeline, path: str | os.PathLike[str], *, keep: int | None = None, **objects: Any

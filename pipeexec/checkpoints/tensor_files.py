@@ -27,8 +27,6 @@ from torch import Tensor
 
 from pipesim.errors import CheckpointError
 
-__all__ = ["TensorSpec", "file_name", "read_tensors", "sync_folder", "write_index", "write_tensors"]
-
 #: Shape and type of a tensor, as the manifest has them.
 TensorSpec = tuple[Sequence[int], str]
 

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipesim.errors import CheckpointError
 
-__all__ = ["write_files"]
-
 
 class _Writer(HuggingFaceStorageWriter):
     """Writes files of one process without an index, which has the files of all."""

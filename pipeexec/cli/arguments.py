@@ -8,8 +8,6 @@ from pathlib import Path
 from pipeexec.cli.workload_options import add_workload, integer, real
 from pipesim.utils.argument_parser import RaisingParser, add_version
 
-__all__ = ["make_parser"]
-
 _EPILOG = """examples:
   pipeexec validate                                  GPipe and 1F1B, two stages on two cores
   pipeexec validate --model convnet --recompute never,always,except_last

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
     from pipesim.timeline.timeline import Timeline
 
-__all__ = ["COMMANDS", "Command", "save_partial_timeline", "show"]
 
 #: Takes parsed arguments, and the processes of torchrun if any; returns the exit status.
 Command = Callable[..., int]

@@ -23,8 +23,6 @@ from pipeexec.distributed.roll_call import AbsentError
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["run_together"]
-
 #: Seconds that the main thread has to end once a failure is known; then the guard exits.
 _EXIT_SECONDS = 5.0
 #: Seconds besides the timeout after which a process is ended whose interpreter does not answer.

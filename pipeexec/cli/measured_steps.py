@@ -11,7 +11,8 @@ import numpy as np
 
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guard_processes
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.run_directory import command, write_directory
 from pipeexec.stages.batches import Batch
 from pipeexec.training.loop import run_loop
@@ -22,8 +23,6 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
-
-__all__ = ["MeasuredSteps", "measure_steps"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,15 +6,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = [
-    "is_printer",
-    "print_error",
-    "print_error_here",
-    "print_progress",
-    "print_result",
-    "show_warning",
-]
-
 
 def is_printer() -> bool:
     """Return whether this process prints: rank 0, or the only process."""

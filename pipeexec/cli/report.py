@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pipeexec.profiling.profile import Profile
     from pipeexec.validation.result import Validation
 
-__all__ = ["profile_report", "report", "steps_report"]
-
 
 def report(validation: Validation) -> str:
     """Return the report of a validation: errors, their parts, costs."""

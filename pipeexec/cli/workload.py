@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
     from pipesim.scheduling.registry import ScheduleInfo
 
-__all__ = ["Workload", "workload"]
-
 
 @dataclass(frozen=True)
 class Workload:

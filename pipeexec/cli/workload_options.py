@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pipesim.utils.texts import parse_float, parse_int
 
-__all__ = ["add_workload", "integer", "real"]
-
 
 def words(text: str) -> list[str]:
     """Return the words between commas."""

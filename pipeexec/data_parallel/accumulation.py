@@ -1,7 +1,6 @@
 """`GradientAccumulation`: one optimizer step for several backwards, without a pipeline.
 
-The file has more than 300 lines: it is one class, half of it docstrings. Replicas, checkpoints and
-the optimizer's step are in files beside it.
+Replicas, checkpoints and the optimizer's step are in files beside it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from pipesim.errors import (
     check_count,
     check_flag,
 )
-
-__all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation:

@@ -10,8 +10,6 @@ from torch import nn
 
 from pipeexec.data_parallel.ddp import ddp_of, synchronize
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """Replicas of a model, one of which is in this process.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.accumulation_replicas import Replicas
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, check_list
 
-__all__ = ["check_state", "make_state", "named_parameters", "restore_gradients"]
-
 _KEYS = ("n_steps", "n_accumulated", "n_samples", "rank", "n_replicas", "shapes", "gradients",
          "broadcasts_buffers")  # fmt: skip
 #: Most names that a message lists; it counts the others.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from pipesim.errors import ArgumentTypeError, check_function, check_type
 
-__all__ = ["check_arguments", "scale_gradients", "step_optimizer", "weighted_loss"]
-
 
 def check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
     """Raise `ArgumentTypeError` for arguments of the wrong type."""

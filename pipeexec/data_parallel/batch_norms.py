@@ -10,8 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipesim.errors import BatchNormWarning
 
-__all__ = ["BatchNormCheck"]
-
 #: Most names that a message lists; it counts the others.
 _MAX_NAMES = 5
 

@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["WRAPPED", "check_not_compiled", "compile_copy", "is_compiled", "unwrapped"]
-
 #: Attribute in which a compiled module holds the module that was compiled.
 WRAPPED = "_orig_mod"
 

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["ddp_of", "is_synchronizing", "synchronize"]
-
 
 def ddp_of(module: nn.Module, name: str) -> DistributedDataParallel | None:
     """Return the module if it is a DistributedDataParallel, None if no module in it is.

@@ -29,8 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeexec.data_parallel.ddp import ddp_of, synchronize
 from pipesim.errors import ArgumentError
 
-__all__ = ["DdpStage", "check_ddp", "ddp_stage"]
-
 
 def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
     """Check that DDP stages can run in one pipeline of this process.

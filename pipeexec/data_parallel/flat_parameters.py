@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["Flat", "all_gather", "flatten", "reduce_scatter"]
-
 
 @dataclass(eq=False)
 class Flat:

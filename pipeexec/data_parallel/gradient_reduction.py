@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["BUCKET_BYTES", "sum_gradients"]
-
 #: Bytes of several gradients in one all-reduce: 25 MiB, as in torch's DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 

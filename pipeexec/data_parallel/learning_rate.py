@@ -7,8 +7,6 @@ from typing import Literal
 
 from pipesim.errors import ArgumentError, check_count, check_name, number
 
-__all__ = ["scaled_learning_rate"]
-
 #: Exponent of the ratio of batch sizes.
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 

@@ -15,8 +15,6 @@ from torch.distributed import ProcessGroup
 from pipeexec.data_parallel.flat_parameters import Flat, all_gather
 from pipesim.errors import ArgumentError
 
-__all__ = ["ELEMENT_WISE", "ShardedOptimizer", "WholeOptimizer", "check_shardable"]
-
 #: Optimizers that treat each element by itself, and their state that has one value an element.
 ELEMENT_WISE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("momentum_buffer",),

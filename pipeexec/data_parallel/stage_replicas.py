@@ -13,14 +13,6 @@ from pipeexec.data_parallel.compiled_modules import compile_copy
 from pipeexec.nesting import leaves
 from pipesim.errors import ArgumentError
 
-__all__ = [
-    "RemoteStage",
-    "check_hooks",
-    "is_expanded",
-    "place_replicas",
-    "sync_from_first",
-]
-
 
 class RemoteStage(nn.Module):
     """Placeholder of a stage of another process: it has no parameters, and does not run."""

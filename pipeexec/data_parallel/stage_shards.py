@@ -25,8 +25,6 @@ from pipeexec.data_parallel.flat_parameters import Flat, all_gather, flatten, re
 from pipeexec.data_parallel.sharded_optimizer import ShardedOptimizer
 from pipesim.errors import ExecutionError
 
-__all__ = ["StageShards"]
-
 
 class StageShards:
     """The parameters of a stage in this process, and their exchange with its replicas.

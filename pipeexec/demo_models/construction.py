@@ -10,8 +10,6 @@ from torch import nn
 from pipeexec.devices.host_memory import check_tensors
 from pipesim.errors import check_count
 
-__all__ = ["check_parameters", "check_sizes", "costed_layer", "generator", "seeded_model"]
-
 #: Bytes that Python and torch need for the modules of one block, at least.
 _BYTES_PER_BLOCK = 10_000
 

@@ -11,8 +11,6 @@ from pipeexec.demo_models.construction import (
     seeded_model,
 )
 
-__all__ = ["convnet"]
-
 
 def convnet(
     *,

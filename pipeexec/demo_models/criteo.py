@@ -16,16 +16,6 @@ from torch import Tensor
 
 from pipesim.errors import ArgumentError, check_count, number
 
-__all__ = [
-    "KAGGLE_ROWS",
-    "N_DENSE",
-    "SKEW",
-    "TERABYTE_ROWS",
-    "distinct",
-    "draw_keys",
-    "scaled_rows",
-]
-
 #: Numbers of a sample, besides its categories.
 N_DENSE = 13
 #: Rows of the display advertising challenge (Kaggle, 2014) as facebookresearch/dlrm counts them.

@@ -17,16 +17,6 @@ from pipeexec.devices.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count
 from pipesim.utils.files import check_path, read_bytes
 
-__all__ = [
-    "BatchMaker",
-    "LabelledBatch",
-    "batches",
-    "image_batch",
-    "replica_batches",
-    "replicas_of",
-    "text_batch",
-]
-
 #: Inputs and targets of a training step.
 LabelledBatch = tuple[Tensor, Tensor]
 #: Called with the number of samples and a seed.

@@ -42,8 +42,6 @@ from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.kernels.kernel import Kernel
 from pipesim.network.network import Network
 
-__all__ = ["DLRM", "KAGGLE", "TERABYTE", "DenseStage", "UnsplitDLRM"]
-
 #: Bytes of a parameter; of a key in a message; and that a radix sort reads and writes for a key and
 #: its position (32 bits, 8 bits per pass).
 _PARAMETER, _KEY, _SORTED = 4, 4, 4 * 2 * 8

@@ -19,8 +19,6 @@ from pipeexec.demo_models.construction import (
 from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
 from pipesim.errors import ArgumentError, number
 
-__all__ = ["Embedding", "gpt"]
-
 
 def gpt(
     *,

@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from pipesim.errors import ArgumentError, number
 from pipesim.models.kernels.kernel import Kernel
 
-__all__ = ["KernelRecorder"]
-
 #: Operations that allocate memory without reading or writing it.
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,

@@ -27,8 +27,6 @@ from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 
-__all__ = ["LayerCost", "LayerCosts", "LayerSkip", "layer_costs"]
-
 _META = torch.device("meta")
 
 

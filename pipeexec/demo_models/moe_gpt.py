@@ -10,8 +10,6 @@ from pipeexec.demo_models.gpt import Embedding
 from pipeexec.experts.layer import Experts
 from pipesim.errors import ArgumentError
 
-__all__ = ["moe_gpt"]
-
 
 def moe_gpt(
     *,

@@ -21,8 +21,6 @@ from pipeexec.demo_models.gpt import gpt
 from pipesim.errors import check_name
 from pipesim.utils.files import check_path
 
-__all__ = ["MODELS", "DemoModel", "ModelSpec", "build_model", "cross_entropy"]
-
 #: Function of outputs and targets; its scalar is a mean over the samples.
 MeanLoss = Callable[[Tensor, Tensor], Tensor]
 ModelParts = tuple[nn.Sequential, MeanLoss, BatchMaker]

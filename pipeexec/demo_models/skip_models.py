@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Namespace, Skippable, pop, skippable, stash
 from pipesim.errors import ArgumentError, check_count, number
 
-__all__ = ["resnet", "unet"]
-
 NamedLayers = Iterator[tuple[str, nn.Module]]
 
 _EXPANSION = 4  # output channels of a bottleneck block over its middle channels

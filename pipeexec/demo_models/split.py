@@ -10,8 +10,6 @@ from torch import nn
 
 from pipesim.errors import ArgumentError, check_count
 
-__all__ = ["split"]
-
 
 def split(
     model: nn.Sequential, n_stages: int | None = None, *, balance: Sequence[int] | None = None

@@ -25,8 +25,6 @@ import torch
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.streams import Event, Stream
 
-__all__ = ["ClockedDevice", "Clocks", "estimate_offset", "start"]
-
 #: Messages each way. The first wake an idle GPU; few are needed, since only the fastest counts.
 ROUNDS = 8
 

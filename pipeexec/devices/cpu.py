@@ -11,8 +11,6 @@ from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, Inli
 from pipeexec.devices.device import NamedStreams, Values
 from pipeexec.devices.streams import Event, Stream, wait_for
 
-__all__ = ["CpuDevice"]
-
 
 class CpuDevice(NamedStreams):
     """A worker thread that computes on one core; its messages are passed by reference.

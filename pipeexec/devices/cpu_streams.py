@@ -13,8 +13,6 @@ from time import perf_counter
 from pipeexec.devices.streams import Event, Work, wait_for
 from pipeexec.process_end import end_thread_with_process
 
-__all__ = ["CallerStream", "CpuEvent", "CpuStream", "InlineStream"]
-
 
 class CpuEvent:
     """An event of a CPU stream.

@@ -8,8 +8,6 @@ from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
 from pipeexec.devices.device import NamedStreams, Values
 from pipeexec.devices.streams import Event, Stream
 
-__all__ = ["CudaDevice"]
-
 
 class CudaDevice(NamedStreams):
     """A GPU."""

@@ -14,8 +14,6 @@ import torch
 
 from pipeexec.devices.streams import Event, Work
 
-__all__ = ["CapturedEvent", "CudaEvent", "CudaStream"]
-
 
 class CudaEvent:
     """An event that orders streams and records the time.

@@ -1,7 +1,4 @@
-"""`Device`: the interface of every device, and the named streams that real devices share.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Device`: the interface of every device, and the named streams that real devices share."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ import torch
 from pipeexec.devices.cpu_streams import CpuStream
 from pipeexec.devices.step_lock import StepLock
 from pipeexec.devices.streams import Event, Stream
-
-__all__ = ["Device", "DeviceLike", "NamedStreams", "Values"]
 
 #: The tensors of a message between stages. A gradient may be missing.
 Values = tuple[torch.Tensor | None, ...]

@@ -9,8 +9,6 @@ import torch
 from pipesim.graph.graph import TaskGraph
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["check_results", "check_tensors"]
-
 #: Bytes of a task's start, end and size; and of the rest of a step's result, at least.
 _BYTES_PER_TASK, _BYTES_PER_STEP = 24, 1024
 

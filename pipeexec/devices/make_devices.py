@@ -14,8 +14,6 @@ from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.device import Device, DeviceLike
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
-__all__ = ["available_cores", "make_devices", "parse_device"]
-
 
 def available_cores() -> list[int]:
     """Return the cores that this process may use."""

@@ -13,8 +13,6 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.devices.step_lock import StepLock
 from pipeexec.devices.streams import Event, Stream
 
-__all__ = ["RemoteDevice", "device_ranks"]
-
 
 class RemoteDevice:
     """A device of another process: it has a name, and runs nothing in this process."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["RunningClock", "RunningTimer"]
-
 #: Most seconds that count between two looks. Threads of a busy machine look this rarely, too.
 _LONGEST_GAP = 0.5
 

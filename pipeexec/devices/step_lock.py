@@ -12,9 +12,6 @@ from typing import Protocol
 from pipeexec.devices.running_clock import RunningTimer
 from pipesim.errors import ExecutionError
 
-__all__ = ["StepLock"]
-
-
 #: Seconds between two looks of a wait at its limit.
 _PAUSE = 0.05
 

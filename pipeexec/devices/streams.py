@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Event", "Stream", "Work", "wait_for"]
-
 #: A piece of work of a stream.
 Work = Callable[[], object]
 

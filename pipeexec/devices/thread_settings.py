@@ -9,8 +9,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["ContextFactory", "current_autocast", "one_thread", "thread_settings"]
-
 #: Makes a context.
 ContextFactory = Callable[[], AbstractContextManager[None]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 
-__all__ = ["nbytes", "receive", "send"]
-
 
 def send(values: Values, source: Device, stream: Stream, target: Device) -> Values:
     """Return ``values`` in the target's memory: the same tensors if it is the same memory.

@@ -23,16 +23,6 @@ from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = [
-    "Channel",
-    "ChannelRoute",
-    "ExpectedMessage",
-    "LostConnection",
-    "PostedReceive",
-    "SentMessage",
-    "as_real",
-]
-
 #: Most bytes of a message that is one piece; copying larger ones takes longer.
 _MAX_PIECE = 1 << 20
 #: Most signatures of which a channel keeps pieces of memory.

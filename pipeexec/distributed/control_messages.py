@@ -2,8 +2,6 @@
 
 They travel through torch's key-value store, which answers even while a process group waits for a
 peer that will never come.
-
-The file is longer than 300 lines for its documentation.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from pipesim.errors import (
     PeerError,
     check_numbers,
 )
-
-__all__ = ["ControlMessages"]
 
 #: Least seconds that processes have to reach their first step.
 _START = 120.0

@@ -8,8 +8,6 @@ import torch
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["check_distinct", "uuid_of"]
-
 
 def uuid_of(device: torch.device) -> str:
     """Return the UUID of a GPU, unique over all machines; empty if it has none."""

@@ -14,8 +14,6 @@ from pipeexec.distributed.status import Status
 from pipeexec.distributed.store import StoreConnection
 from pipesim.ops import COLLECTIVES, TRANSFERS, Action
 
-__all__ = ["Failure", "ReporterElection", "SharedFailure", "stall_failure"]
-
 _PAUSE = 0.02  # s, between two looks into the store
 
 

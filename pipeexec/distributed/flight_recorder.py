@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 from pipeexec.devices.running_clock import RunningTimer
 from pipesim.errors import ExecutionError
 
-__all__ = ["FIRST_TASK", "GRAPH", "MOST_STREAMS", "N_BEGUN", "N_ENDED", "FlightRecorder", "Record"]
-
 #: Seconds in which a process whose connection broke ends.
 _EXIT_SECONDS = 1.0
 _N_WORDS = 512

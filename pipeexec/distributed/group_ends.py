@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from pipeexec.process_end import end_threads
 
-__all__ = ["break_group", "end_groups"]
-
 #: Tag of a message that nobody sends; those of channels count from 0.
 _NEVER_SENT = (1 << 31) - 1
 

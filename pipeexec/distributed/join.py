@@ -23,8 +23,6 @@ from pipeexec.distributed.store import UnreachableError, gloo_on_loopback, open_
 from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
 
-__all__ = ["join"]
-
 _N_CALLS = itertools.count()
 _JOINING = threading.Lock()
 #: Seconds beyond the timeout that the roll call may take.

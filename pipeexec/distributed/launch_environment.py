@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["LaunchEnvironment", "LaunchError"]
-
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADVICE = "start the processes with torchrun --nproc-per-node 2 -m pipeexec run"
 _MAX_PORT = 65535

@@ -18,8 +18,6 @@ from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Content", "Mismatch", "check", "header", "mark_absent", "present", "set_step"]
-
 #: First two words of every header: a magic number, and the version of the layout.
 _MAGIC, _VERSION = 0x70697065, 1
 _DTYPES = [

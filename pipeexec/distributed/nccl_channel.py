@@ -31,8 +31,6 @@ from pipeexec.distributed.channels import (
 )
 from pipeexec.distributed.message_headers import mark_absent
 
-__all__ = ["NcclChannel"]
-
 #: Most headers in transit: far more than a host is ever ahead of another.
 _MAX_AHEAD = 4096
 

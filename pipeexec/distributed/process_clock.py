@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from pipeexec.distributed.channels import LostConnection
 
-__all__ = ["Alignment", "ProcessClock"]
-
 _TAG = 1 << 28  # above the tags of channels
 #: Seconds between first and last sample below which no drift is fitted: it would be noise.
 _SPAN = 2.0

@@ -1,7 +1,4 @@
-"""`Processes`: the processes of a pipeline, with their groups, channels, devices and failures.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Processes`: the processes of a pipeline, with their groups, channels, devices and failures."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ from pipesim.errors import (
 )
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["Processes", "guard_processes"]
 
 #: Seconds that the process which holds the store waits until the others have left.
 _CLOSE_SECONDS = 2.0

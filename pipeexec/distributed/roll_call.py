@@ -22,8 +22,6 @@ from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.store import machine
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["AbsentError", "Member", "roll_call"]
-
 _ALL = "all"
 #: Seconds that the holder of the store waits until the others have read the verdict.
 _VERDICT_SECONDS = 2.0

@@ -17,8 +17,6 @@ from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.nesting import Arguments, with_tensors
 from pipesim.errors import ExecutionError
 
-__all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]
-
 
 class Entry(NamedTuple):
     """Shape and type of a tensor."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from pipeexec.devices.running_clock import RunningClock, RunningTimer
 from pipeexec.distributed.store import StoreConnection
 
-__all__ = ["Head", "Status", "StatusBoard", "StepReporter", "look_period"]
-
 
 def look_period(n_ranks: int) -> float:
     """Return the least seconds between two looks at the store: all processes read each other."""

@@ -22,15 +22,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipesim.errors import ExecutionError
 
-__all__ = [
-    "StoreConnection",
-    "UnreachableError",
-    "gloo_on_loopback",
-    "listening_address",
-    "machine",
-    "open_store",
-]
-
 _LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _PAUSE = 0.05  # s, between two attempts to connect

@@ -29,7 +29,6 @@ from pipesim.errors import PeerError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Watchdog"]
 
 #: Seconds beyond the timeout that the store has to answer.
 _STORE_GRACE = 2.0

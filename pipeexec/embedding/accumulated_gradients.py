@@ -13,8 +13,6 @@ from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_gradients import SummedGradients, add_to_rows
 from pipeexec.embedding.row_layout import RowLayout
 
-__all__ = ["AccumulatedGradients"]
-
 
 class _Union(NamedTuple):
     """Distinct addresses of several exchanges.

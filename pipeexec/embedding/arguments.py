@@ -19,15 +19,6 @@ from pipesim.errors import (
     check_type,
 )
 
-__all__ = [
-    "FullTable",
-    "check_device",
-    "check_modes",
-    "checked_loads",
-    "checked_rows",
-    "table_rows",
-]
-
 #: All rows of a table.
 FullTable = Tensor | nn.Embedding | nn.EmbeddingBag
 

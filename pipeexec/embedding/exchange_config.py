@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pipeexec.embedding.row_layout import RowLayout
 
-__all__ = ["ExchangeConfig"]
-
 
 class ExchangeConfig(NamedTuple):
     """Settings that all exchanges of an embedding share.

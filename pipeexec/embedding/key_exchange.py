@@ -30,8 +30,6 @@ from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_gradients import SummedGradients, add_to_rows, gradient_of_rows
 from pipesim.errors import ExecutionError, PeerError, PipeError
 
-__all__ = ["Exchange"]
-
 _PHASES = ("counts", "keys", "lookup", "vectors", "combine", "sum", "gradients", "accumulate")
 #: The count that a process sends if its keys are invalid.
 _REFUSED = -1

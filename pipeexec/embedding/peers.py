@@ -17,8 +17,6 @@ from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeError
 
-__all__ = ["Peers"]
-
 #: Time (s) within which all processes must make the same call.
 _AGREE_SECONDS = 120.0
 #: Keys of the store with the error of processes whose groups differ.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SummedGradients", "add_to_rows", "gradient_of_rows"]
-
 
 class SummedGradients(NamedTuple):
     """Summed gradients that a process is to send, and the rows that others requested from it.

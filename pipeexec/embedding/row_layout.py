@@ -26,8 +26,6 @@ from torch import Tensor
 from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["RowLayout"]
-
 #: Largest number of elements drawn at once, and of rows copied at once.
 _AT_ONCE = 1 << 20
 

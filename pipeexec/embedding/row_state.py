@@ -8,8 +8,6 @@ from torch import Tensor
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim.errors import ArgumentError
 
-__all__ = ["check_row_state", "row_numbers", "row_state"]
-
 
 def row_state(layout: RowLayout, rank: int, n_ranks: int) -> Tensor:
     """Return the rank, the number of ranks, the rows of each table, and a code of the placement.

@@ -41,8 +41,6 @@ from pipesim.errors import (
     check_type,
 )
 
-__all__ = ["ShardedEmbedding"]
-
 
 class ShardedEmbedding(nn.Module):
     """An embedding whose rows are spread over processes that each have a part of the batch.

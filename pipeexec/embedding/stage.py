@@ -1,7 +1,4 @@
-"""A sharded embedding as a pipeline stage: its exchanges and lookups, task by task.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""A sharded embedding as a pipeline stage: its exchanges and lookups, task by task."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
-
-__all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys", "exchange_options"]
 
 
 class EmbeddingStage(nn.Module):

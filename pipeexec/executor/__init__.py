@@ -1,5 +1,6 @@
 """`Pipeline`: run a task graph on devices, step by step."""
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 
 __all__ = ["Pipeline", "StepResult"]

@@ -12,8 +12,6 @@ from pipeexec.experts.token_exchange import Rows, exchange_rows
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op, is_expert_exchange
 
-__all__ = ["expert_handler"]
-
 
 def expert_handler(op: Op, part: int) -> Handler | None:
     """Return the handler of a segment, or of an exchange of experts' tokens; None for others."""

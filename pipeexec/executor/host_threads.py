@@ -24,8 +24,6 @@ from pipeexec.executor.step import Step
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["HostThreads", "make_host_threads"]
-
 #: Seconds between two checks of whether the step was stopped.
 _CHECK_SECONDS = 0.1
 IssuedEvents = Mapping[int, CpuEvent]

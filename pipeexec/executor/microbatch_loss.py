@@ -13,8 +13,6 @@ from torch import Tensor
 from pipeexec.executor.step import Step
 from pipesim.errors import ExecutionError
 
-__all__ = ["MicrobatchLoss"]
-
 
 class MicrobatchLoss:
     """Compute the losses of the current step.

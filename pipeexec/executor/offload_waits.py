@@ -30,8 +30,6 @@ from pipesim.ops import LISTED, RECVS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["OffloadWaits", "outlasts_issue"]
-
 #: Steps after which durations are simulated; the first one loads kernels and takes memory.
 _N_FIRST_STEPS = 2
 

@@ -25,8 +25,6 @@ from pipeexec.executor.step import Step
 from pipeexec.stages.stage import Stage
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["HANDLERS", "convert_collective_errors", "keep_for_both_streams", "task_input"]
-
 
 def task_input(step: Step, task: PlannedTask) -> Values:
     """Return the input of a task: the result of another task, or a micro-batch of the batch."""

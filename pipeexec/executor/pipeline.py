@@ -1,9 +1,8 @@
 """`Pipeline`: run the training steps of a task graph on devices.
 
 `PlacedModel` has what all graphs share: stages, devices, optimizers. `StepRunner` runs the steps of
-one graph. `MemoryMethods` has the methods that count bytes, `StateMethods` those that return
-and load state, `EvaluationMethods` those that run forwards alone, this file the others. It is
-longer than 300 lines for their documentation.
+one graph. `MemoryMethods` has the methods that count bytes, `StateMethods` those that return and
+load state, `EvaluationMethods` those that run forwards alone, this file the others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipeexec.executor.optimizer_steps.accumulating_runner import AccumulatingRu
 from pipeexec.executor.optimizer_steps.grad_scaling import make_scaling
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.results.process_results import ProcessResult, merge_results
-from pipeexec.executor.results.step_result import EvaluationResult, StepResult, gathered_result
+from pipeexec.executor.results.step_result import StepResult, gathered_result
 from pipeexec.executor.setup.argument_checks import check_graph, check_timeout
 from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
 from pipeexec.executor.setup.gradient_options import (
@@ -53,8 +52,6 @@ from pipesim.errors import (
     check_type,
 )
 from pipesim.graph.graph import TaskGraph
-
-__all__ = ["EvaluationResult", "Pipeline", "StepResult"]
 
 
 class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):

@@ -43,8 +43,6 @@ from pipeexec.stages.sequence_slices.cut_batch import check_slice_dim
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["PlacedModel"]
-
 #: Seconds that `PlacedModel.close` waits for a step of another thread to end.
 _SECONDS_TO_END = 5.0
 

@@ -25,8 +25,6 @@ from pipesim.graph.rules import data_sources
 from pipesim.graph.tasks import Task
 from pipesim.ops import OF_DEVICES, RECVS, Op
 
-__all__ = ["plan"]
-
 #: Possible sources of the input of a task, by operation and part; the first one present counts.
 _data_sources = cache(data_sources)
 

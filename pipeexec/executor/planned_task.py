@@ -15,8 +15,6 @@ from pipeexec.stages.stage_like import StageLike
 if TYPE_CHECKING:
     from pipeexec.executor.step import Step
 
-__all__ = ["Handler", "PlannedTask", "Remote", "ReplicaSync"]
-
 
 class PlannedTask(NamedTuple):
     """Everything that the host needs to issue a task; the same in every step.

@@ -19,8 +19,6 @@ from pipeexec.experts.stage_parts import shape_module
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["ProcessReports"]
-
 #: Shapes of batches whose messages are kept; others are agreed on anew.
 _MOST_SHAPES = 32
 

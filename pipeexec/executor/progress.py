@@ -12,8 +12,6 @@ from pipeexec.distributed.status import Head, Status
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
-__all__ = ["StallDetector", "StepHeads"]
-
 
 class StepHeads:
     """Find the current task of each device from the events of a step.

@@ -25,8 +25,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
 
-__all__ = ["RemoteParts", "expected_messages"]
-
 #: Backend of exchanges of experts' tokens: gloo exchanges no tensors of GPUs.
 _EXCHANGE_BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 

@@ -31,7 +31,6 @@ from pipesim.graph.graph import TaskGraph
 if TYPE_CHECKING:
     from pipeexec.executor.host_threads import HostThreads
 
-__all__ = ["Step", "task_place"]
 
 #: Seconds between two checks of whether a step makes progress.
 _CHECK_SECONDS = 0.1

@@ -26,16 +26,6 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = [
-    "check_batch_is_here",
-    "check_step_batch",
-    "warn_of_compiled",
-    "warn_of_loss",
-    "warn_of_nan",
-    "warn_of_randomness",
-    "warn_of_untrained",
-]
-
 
 def check_step_batch(
     inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]

@@ -18,8 +18,6 @@ from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["describe_last_task", "raise_failure"]
-
 
 def raise_failure(
     step: Step, processes: Processes | None, interrupt: BaseException | None = None

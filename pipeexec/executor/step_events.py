@@ -17,8 +17,6 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.results.task_times import Milestone, Readings
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["StepEvents"]
-
 
 class StepEvents:
     """Events and measurements of the tasks of one step.

@@ -27,8 +27,6 @@ from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["StepInputs", "split_inputs"]
-
 
 @dataclass(eq=False)
 class StepInputs:

@@ -2,7 +2,7 @@
 
 A step is prepared; the host, or each of several, issues its tasks; the devices run them; gradients
 are completed; and the result is read. The code knows neither schedules by name nor kinds of
-devices. The file is longer than 300 lines, since each part needs the same graph, model and stages.
+devices.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
-
-__all__ = ["StepRunner", "Walk"]
 
 #: Issues the tasks of a step, and waits for them: `Step.walk`, or a capture as a CUDA graph.
 Walk = Callable[[Step, Sequence[PlannedTask]], None]

@@ -14,8 +14,6 @@ from pipeexec.experts.layer import Experts
 from pipeexec.experts.stage_parts import expert_layers
 from pipesim.errors import ArgumentError
 
-__all__ = ["ExpertGroup", "counted_parameters", "expert_groups", "part_of_experts", "shared_out"]
-
 
 @dataclass(frozen=True)
 class ExpertGroup:

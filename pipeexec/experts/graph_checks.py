@@ -15,8 +15,6 @@ from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COPIES, SEGMENTED, Op
 
-__all__ = ["check_experts", "layers_of_graph", "member_of_replica", "n_members"]
-
 
 def layers_of_graph(graph: TaskGraph) -> list[int]:
     """Return the number of layers with experts that each stage of a graph was lowered with."""

@@ -1,7 +1,4 @@
-"""`Experts`: a layer whose tokens go to a few of many experts, which replicas may share out.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Experts`: a layer whose tokens go to a few of many experts, which replicas may share out."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from pipesim.errors import (
     check_flag,
     check_type,
 )
-
-__all__ = ["Experts", "Routed", "run_experts"]
 
 #: Bytes that Python and torch need for one expert, at least.
 _BYTES_PER_EXPERT = 1000

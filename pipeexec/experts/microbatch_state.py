@@ -15,8 +15,6 @@ from pipeexec.stages.activation_bytes import CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import Seed
 
-__all__ = ["MicrobatchState", "Segment", "kept_tensors", "with_kept"]
-
 
 @dataclass
 class Segment:

@@ -38,8 +38,6 @@ from pipeexec.stages.module_call import LossCall, Seed
 from pipeexec.stages.random_numbers import OwnGenerator
 from pipeexec.stages.stage import Stage, run_backward
 
-__all__ = ["ExpertStage", "ForwardExpertStage"]
-
 
 class ExpertStage(Stage):
     """A stage whose layers with experts are spread over replicas.

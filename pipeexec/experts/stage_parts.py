@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from pipeexec.experts.layer import Experts
 from pipesim.errors import ArgumentError
 
-__all__ = ["StageParts", "expert_layers", "shape_module", "stage_parts"]
-
 
 class StageParts(NamedTuple):
     """A stage with n layers of experts, cut at them.

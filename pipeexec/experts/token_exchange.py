@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["RowNumbers", "Rows", "exchange_rows"]
-
 
 class RowNumbers(NamedTuple):
     """Numbers of rows of one member, on the host.

@@ -29,18 +29,6 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = [
-    "GPipeDevice",
-    "Switches",
-    "check_microbatches",
-    "check_module",
-    "check_order",
-    "check_switches",
-    "checked_balance",
-    "checked_devices",
-    "checked_input",
-]
-
 _OwnDevice = CpuDevice | CudaDevice
 GPipeDevice = torch.device | int | str | _OwnDevice
 

@@ -44,16 +44,6 @@ from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import newest_first
 
-__all__ = [
-    "Backward",
-    "TaskIssuer",
-    "join_gradients",
-    "join_outputs",
-    "link_backward",
-    "link_cycles",
-    "link_tasks",
-]
-
 Tensors = tuple[Tensor, ...]
 
 

@@ -17,8 +17,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError, check_count
 
-__all__ = ["balance_by_size", "balance_by_time", "balance_costs"]
-
 
 def balance_by_time(
     partitions: int,

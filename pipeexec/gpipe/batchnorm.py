@@ -9,8 +9,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeexec.gpipe.checkpoint import is_recomputing
 
-__all__ = ["DeferredBatchNorm"]
-
 
 class DeferredBatchNorm(_BatchNorm):
     """A batch norm that updates its running statistics once a mini-batch.

@@ -38,8 +38,6 @@ from pipeexec.gpipe.task_orders import PartitionTask, clock_cycles, unordered_ba
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["CALLER", "COMPUTE", "Call"]
-
 #: Names of streams that compute: a separate stream of the device, or the calling thread.
 COMPUTE, CALLER = "compute", "caller"
 

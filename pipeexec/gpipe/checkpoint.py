@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pipeexec.stages.restore import temporary_attribute
 
-__all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
-
 
 class _CheckpointState(threading.local):
     is_checkpointing = False

@@ -12,8 +12,6 @@ from pipeexec.gpipe.partition_tasks import PartitionTasks
 from pipeexec.gpipe.runtime import Runtime
 from pipeexec.stages.random_numbers import next_seed, use_seed
 
-__all__ = ["ForwardRunner"]
-
 
 class ForwardRunner:
     """Runs the forwards of a module.

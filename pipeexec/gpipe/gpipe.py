@@ -50,11 +50,9 @@ from pipesim.errors import (
     check_name,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.lower import RECOMPUTE, Recompute
+from pipesim.lowering.recomputed_microbatches import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["GPipe"]
 
 #: Held while a module's workers are made. A lock of the module could not be copied with it.
 _MAKE_LOCK = threading.Lock()

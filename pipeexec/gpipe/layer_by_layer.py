@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Key, Shelf, use_shelf
 from pipeexec.stages.batches import Batch
 
-__all__ = ["DetachingShelf", "backward_roots", "isolated_layers"]
-
 
 class DetachingShelf(Shelf):
     """A shelf that detaches skips from the graph of the layer that stashed them."""

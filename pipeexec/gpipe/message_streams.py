@@ -10,8 +10,6 @@ from pipeexec.devices.streams import Stream
 from pipeexec.gpipe.routes import Route, RoutesByPartition
 from pipesim.ops import Op
 
-__all__ = ["MessageStreams", "MessageStreamsByPartition", "message_streams"]
-
 
 class MessageStreams(NamedTuple):
     """A route of the outputs of F, or of the gradients of B, and its streams.

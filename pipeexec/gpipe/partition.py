@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Key, Shelf, Skippable, use_shelf
 from pipesim.errors import ArgumentTypeError
 
-__all__ = ["Form", "Partition", "skips_across", "split_layers"]
-
 
 class Form(NamedTuple):
     """Structure of flat tensors: one tensor or a tuple of ``n`` tensors, then skips.

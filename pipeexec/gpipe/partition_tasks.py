@@ -25,8 +25,6 @@ from pipeexec.stages.forward_buffers import Buffers
 from pipeexec.stages.random_numbers import default_state, task_seed
 from pipesim.ops import Op
 
-__all__ = ["PartitionTasks", "SlotTensors", "TaskKey"]
-
 #: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
 #: end if it carries skips.
 TaskKey = tuple[Op, int, int, int | None]

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from pipeexec.gpipe.skip import Key
 from pipesim.graph.skips import border_crossings
 
-__all__ = ["Route", "RoutesByPartition", "forward_routes", "routes_by_partition"]
-
 
 class Route(NamedTuple):
     """Route of one message a micro-batch, from one partition to another.

@@ -20,8 +20,6 @@ from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.random_numbers import default_state, set_default_state
 from pipeexec.stages.stage import Stage
 
-__all__ = ["Runtime", "make_runtime"]
-
 
 class Runtime(NamedTuple):
     """Everything that all forwards of one module share.

@@ -19,18 +19,6 @@ from torch import Tensor, nn
 
 from pipesim.errors import SkipError
 
-__all__ = [
-    "Key",
-    "Namespace",
-    "Shelf",
-    "Skippable",
-    "pop",
-    "skippable",
-    "stash",
-    "use_shelf",
-    "verify_skippables",
-]
-
 
 class Namespace:
     """A namespace for the names of skips; see `Skippable.isolate`."""

@@ -9,8 +9,6 @@ from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Cell", "PartitionTask", "clock_cycles", "unordered_backward"]
-
 #: A forward: micro-batch and partition.
 Cell = tuple[int, int]
 #: A task: operation, micro-batch and partition.

@@ -16,8 +16,6 @@ from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["backward_by_partition", "forward_backward_graph", "measured_timeline"]
-
 
 def forward_backward_graph(
     m: int,

@@ -10,7 +10,6 @@ from pipesim.errors import AccuracyWarning
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["warn_of_poor_accuracy"]
 
 #: Predictions of shorter tasks (s) are poor on CPU: passing a task to its worker takes as long.
 SHORTEST = 1e-3

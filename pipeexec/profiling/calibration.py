@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.nesting import with_tensors
 from pipeexec.profiling.accuracy_warnings import warn_of_poor_accuracy
 from pipeexec.profiling.collectives import (
@@ -64,8 +65,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
-
-__all__ = ["Calibration", "breadth_first"]
 
 #: A value a stage, or an array with one a stage and micro-batch.
 Values = tuple[float, ...] | NDArray[np.float64]

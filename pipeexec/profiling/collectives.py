@@ -23,18 +23,8 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from pipeexec.executor.pipeline import Pipeline, StepResult
-
-__all__ = [
-    "base_placement",
-    "check_exchanges",
-    "collective_seconds",
-    "expert_values",
-    "lower_for_replicas",
-    "max_buckets",
-    "measured_buckets",
-    "norm_seconds",
-]
+    from pipeexec.executor.pipeline import Pipeline
+    from pipeexec.executor.results.step_result import StepResult
 
 
 def base_placement(graph: TaskGraph) -> Placement:

@@ -19,22 +19,12 @@ from pipesim.plot.paper_figure import (
     save,
     set_title,
 )
-from pipesim.plot.style import time_unit
+from pipesim.utils.units import time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = [
-    "FITS",
-    "TABLE",
-    "TRANSFERS",
-    "host_shares",
-    "load_profile",
-    "plot_transfers",
-    "read_shares",
-    "save_profile",
-]
 
 #: Files of `Profile.table`, `Profile.transfers` and `Profile.fits`.
 TABLE, TRANSFERS, FITS = "profile.csv", "transfers.csv", "links.csv"

@@ -19,14 +19,6 @@ from pipesim.network.host_link import HostLink
 from pipesim.ops import COPIES, Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = [
-    "check_microbatches",
-    "check_shares",
-    "graphs_that_offload",
-    "host_link",
-    "offload_bytes",
-]
-
 #: Sizes for which the link is fitted, each by the median of its copies; more add no knowledge.
 _MOST_SIZES = 32
 

@@ -24,8 +24,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["HostTimed", "host_share", "launch_seconds", "mean_launch"]
-
 #: Operation that contains each half of a split backward.
 _FULL_BACKWARD = {Op.I: Op.B, Op.W: Op.B}
 

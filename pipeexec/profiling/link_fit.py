@@ -20,7 +20,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ALL", "STATES", "Fit", "Pair", "by_pair", "fit", "fits", "network_of", "with_fits"]
 
 Floats = NDArray[np.float64]
 #: Numbers of two devices, sender first. `ALL` stands for all pairs together.

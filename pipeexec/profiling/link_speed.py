@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.remote import RemoteDevice
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.profiling.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -28,7 +29,6 @@ from pipesim.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SIZES", "measure_transfers", "pairs_of"]
 
 #: Bytes of the timed messages.
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)

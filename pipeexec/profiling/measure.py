@@ -15,8 +15,6 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import check_count, check_type
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["measure", "profile"]
-
 
 def profile(
     pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Profile"]
-
 
 @dataclass(frozen=True, eq=False)
 class Profile:

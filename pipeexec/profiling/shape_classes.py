@@ -24,8 +24,6 @@ from pipesim.graph.copies import copy_of_replicas
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["ShapeClasses", "shape_classes"]
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from pipeexec.executor.pipeline import Pipeline
 from pipesim.costs.costs import Costs
 
-__all__ = ["optimizer_bytes", "with_stage_bytes"]
-
 
 def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:
     """Return costs with the current bytes of a pipeline's parameters and optimizers."""

@@ -18,7 +18,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["mean_task_seconds", "measured_fields"]
 
 #: Field of `Costs` for each operation, and for its part if it has several.
 _FIELDS: dict[tuple[Op, int | None], str] = {

@@ -17,8 +17,6 @@ from pipeexec.stages.optimizers import OptimizerFactory
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["busy_workers"]
-
 
 class _Worker(threading.Thread):
     """Runs steps of a pipeline, one after the other, until it is stopped."""

@@ -21,7 +21,6 @@ from pipesim.utils.files import check_path
 if TYPE_CHECKING:
     from pipeexec.projection.projection import Projection
 
-__all__ = ["load_parts", "save_parts"]
 
 #: Files of the columns of the layers, and of the activation bytes of stages.
 _LAYERS, _JOINT = "layers.csv", "joint.csv"

@@ -11,7 +11,6 @@ from pipesim.utils.units import format_bytes, format_time
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["projection_html"]
 
 #: Most layers that are shown.
 _MAX_LAYERS = 16

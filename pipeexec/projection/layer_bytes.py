@@ -20,8 +20,6 @@ from pipeexec.devices.transfer import nbytes as message_bytes
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage, attach_meters
 
-__all__ = ["LayerBytes"]
-
 
 @dataclass
 class _Passed:

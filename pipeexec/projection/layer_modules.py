@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from pipeexec.nesting import tensors_in
 from pipesim.errors import ExecutionError
 
-__all__ = [
-    "FirstLayer",
-    "LastLayer",
-    "LayerLoss",
-    "SquareSum",
-    "Values",
-    "dummy_loss",
-    "layer_loss",
-    "square_sum",
-]
-
 #: Loss of the output of the last layer.
 LayerLoss = Callable[[Any], Tensor]
 

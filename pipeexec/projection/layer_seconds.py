@@ -25,7 +25,6 @@ from pipesim.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LayerSeconds", "measure_layers"]
 
 #: Micro-batches of a measured step. Half of their backwards are split, if any are.
 _MICROBATCHES = 4

@@ -13,8 +13,6 @@ from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
 from pipesim.errors import ArgumentError
 
-__all__ = ["LayerStages", "layer_stages"]
-
 #: Layers that have copies of a parameter, and its bytes.
 Tied = tuple[tuple[int, ...], float]
 

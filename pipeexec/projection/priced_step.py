@@ -17,7 +17,6 @@ from pipesim.scheduling.schedule import Schedule
 if TYPE_CHECKING:
     from pipeexec.projection.projection import Projection
 
-__all__ = ["priced_step", "schedule_name", "warn_of_short_tasks"]
 
 #: Seconds of F and B of a stage below which predictions for CPU workers are poor.
 _SHORTEST = 1e-3

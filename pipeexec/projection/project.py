@@ -1,7 +1,4 @@
-"""`project`: profile the layers of a model on one device, to predict steps on many.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`project`: profile the layers of a model on one device, to predict steps on many."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ from pipesim.errors import (
 from pipesim.models.layers import Layers
 from pipesim.network.presets import MACHINES
 from pipesim.planning.cluster import Cluster
-
-__all__ = ["project"]
 
 #: Spread of the steps' mean durations, over their mean, above which the machine is too busy.
 _UNSTEADY = 0.2

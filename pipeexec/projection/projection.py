@@ -1,7 +1,4 @@
-"""`Projection`: profiled layers of a model, and predictions of steps on a cluster.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Projection`: profiled layers of a model, and predictions of steps on a cluster."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["Projection"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pipeexec.nesting import call_arguments, leaves
 from pipesim.errors import ArgumentError
 
-__all__ = ["ordered_batch", "sample_arguments"]
-
 
 def sample_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call of a model, without the cache of a transformer."""

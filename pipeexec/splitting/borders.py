@@ -8,8 +8,6 @@ from pipeexec.splitting.skeleton import Border
 from pipeexec.splitting.tracing.data_flow import DataFlow, Source, Sources
 from pipesim.errors import ArgumentError
 
-__all__ = ["borders", "check_flow", "outer_parameters", "state_owners"]
-
 
 def _needs(flow: DataFlow, calls: Sequence[range]) -> list[Sources]:
     """Return the origins of the values that each stage needs.

@@ -14,8 +14,6 @@ from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.tracing.code_lines import line_of_error
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["Differences", "compared", "tolerance"]
-
 Loss = Callable[[Any], Tensor]
 #: Each trained parameter of a model, with its copies.
 Parameters = Sequence[Sequence[nn.Parameter]]

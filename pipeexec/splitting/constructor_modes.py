@@ -31,8 +31,6 @@ from pipeexec.splitting.operation_log import Draw, Operation, OperationLog, View
 from pipeexec.splitting.tracing.operations import written_tensors
 from pipesim.errors import ExecutionError
 
-__all__ = ["AsOnCpu", "ConstructorMode"]
-
 _RANGES = frozenset({"arange", "range", "linspace", "logspace", "scalar_tensor"})
 #: Methods that give a tensor's memory: what others write there would not be in the log.
 _MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage")

@@ -19,8 +19,6 @@ from pipeexec.splitting.operation_log import OperationLog, View
 from pipeexec.splitting.split_stage import SplitStage
 from pipesim.errors import ExecutionError, PipeError
 
-__all__ = ["DeferredModel", "deferred", "give_values"]
-
 
 class DeferredModel:
     """A model without data, and the operations that made it.

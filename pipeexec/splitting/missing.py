@@ -23,8 +23,6 @@ from pipeexec.splitting.tracing.operations import (
 )
 from pipesim.errors import ExecutionError
 
-__all__ = ["ONE_WAY", "is_missing", "missing"]
-
 #: Remedy where the forward of a batch takes another way than that of the sample.
 ONE_WAY = "stages take one way: let all batches take it, or split with a sample that does"
 

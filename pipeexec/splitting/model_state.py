@@ -17,11 +17,6 @@ from pipeexec.splitting.missing import is_missing
 from pipeexec.splitting.tracing.operations import storage_of, written_tensors
 from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
 
-__all__ = [
-    "CONTAINERS", "ModelState", "attributes", "contents", "refill", "same_python_draws",
-    "unchanged",
-]  # fmt: skip
-
 #: Types whose contents are state.
 CONTAINERS = (list, dict, set, deque)
 

@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 from pipeexec.nesting import tensors_in
 from pipesim.errors import ExecutionError
 
-__all__ = ["Draw", "Operation", "OperationLog", "View"]
-
 #: Bytes of tensors after which freed memory goes back to the operating system.
 _TRIMMED_BYTES = 2**26
 

@@ -9,8 +9,6 @@ from torch import nn
 from pipeexec.data_parallel.compiled_modules import WRAPPED, unwrapped
 from pipeexec.splitting.split_stage import SplitStage
 
-__all__ = ["first_names", "named_model_parameters"]
-
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by each of its names; a tied one has several."""

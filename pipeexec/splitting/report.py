@@ -29,7 +29,6 @@ from pipesim.utils.units import format_bytes, format_time, significant
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["StageRow", "StagesReport", "stages_report"]
 
 _FLOP_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -23,8 +23,6 @@ from pipeexec.splitting.tracing.exported_model import called_module, export_mode
 from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-__all__ = ["SampleForward", "exported_forward", "graph_forward", "sample_forward"]
-
 _EXPORT = "torch.export"
 #: Forwards after which state that still changes counts as such: what is set once changes before.
 _MOST_FORWARDS = 3

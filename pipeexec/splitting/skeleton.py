@@ -16,8 +16,6 @@ from pipeexec.splitting.stand_in import run_without_data
 from pipeexec.splitting.tracing.data_flow import DataFlow, Mode, Source
 from pipesim.errors import ExecutionError
 
-__all__ = ["Border", "Skeleton"]
-
 
 class Border(NamedTuple):
     """Values that pass from one stage to the next.

@@ -41,8 +41,6 @@ from pipesim.errors import (
 )
 from pipesim.timeline.memory_limit import memory_limit_bytes
 
-__all__ = ["split"]
-
 #: What is cut: the calls of a model's modules, or the graph of its operations.
 Way = Literal["modules", "graph"]
 

@@ -15,8 +15,6 @@ from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["SplitFacts", "first_tied_stage", "split_facts", "tied_parameter"]
-
 
 class SplitFacts:
     """Facts about a split that all its stages share.

@@ -34,8 +34,6 @@ from pipesim.errors import ArgumentError, ExecutionError
 if TYPE_CHECKING:
     from pipeexec.splitting.split_facts import SplitFacts
 
-__all__ = ["SplitStage", "check_hooks"]
-
 
 #: Parts of torch's errors of operations in place: on a value that was received, or is missing.
 _REFUSED_WRITES = "leaf Variable", "single memory location"

@@ -1,7 +1,4 @@
-"""`Stages`: a model as stages, and what flows between them.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Stages`: a model as stages, and what flows between them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, ExecutionError, check_count, check_function
 from pipesim.scheduling.schedule import Schedule
-
-__all__ = ["Stages"]
 
 
 class Stages(Sequence[SplitStage | None]):

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from pipeexec.nesting import mapped, tensors_in
 from pipeexec.splitting.missing import missing
 
-__all__ = ["StandIn", "on_meta", "run_without_data", "to_meta", "with_zeros"]
-
 
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters and buffers have no data.

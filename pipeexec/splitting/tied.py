@@ -10,8 +10,6 @@ from torch import nn
 from pipeexec.splitting.tracing.data_flow import DataFlow
 from pipesim.errors import ArgumentError
 
-__all__ = ["Shared", "TiedGroup", "copies", "shared_parameters", "tied_groups"]
-
 #: Copies of one parameter: stage, and name of the parameter in the stage's module.
 TiedGroup = tuple[tuple[int, str], ...]
 #: A parameter of several stages, and its first name in the model's modules of each of them.

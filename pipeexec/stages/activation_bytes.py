@@ -9,8 +9,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["ActivationCounter", "ActivationMeter", "CountedTensor"]
-
 
 class ActivationCounter:
     """Counts the micro-batches whose activations a device holds, over all its stages.

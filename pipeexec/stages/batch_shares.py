@@ -15,8 +15,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["BatchShares"]
-
 
 class BatchShares:
     """Assigns the parts of a batch to the replicas of a graph.

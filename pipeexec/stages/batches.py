@@ -29,16 +29,6 @@ from pipeexec.stages.sequence_slices.cut_batch import (
 )
 from pipesim.errors import ArgumentError
 
-__all__ = [
-    "Batch",
-    "SplitBatch",
-    "check_batch",
-    "check_dense",
-    "repeated_samples",
-    "split_batches",
-    "to_devices",
-]
-
 #: Tensors, nested in any way.
 Batch = Any
 

@@ -33,8 +33,6 @@ from torch.overrides import TorchFunctionMode
 from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
 from pipeexec.stages.splittable_layers import LAYERS, Layer, LayerCall, WeightGradients
 
-__all__ = ["DeferredGradients"]
-
 _PLAIN = (Tensor, nn.Parameter)
 #: Types that autocast casts to its own.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)

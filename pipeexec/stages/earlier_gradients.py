@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EarlierGradients", "add_gradients"]
-
 
 def add_gradients(
     gradients: Sequence[Tensor | None], more: Sequence[Tensor | None]

@@ -27,16 +27,6 @@ from torch import Tensor, nn
 
 from pipesim.errors import ExecutionError
 
-__all__ = [
-    "Buffer",
-    "Buffers",
-    "ForwardBuffers",
-    "Slot",
-    "is_changed_in_place",
-    "tensor_version",
-    "use_buffers",
-]
-
 
 class _Missing(enum.Enum):
     MISSING = 0

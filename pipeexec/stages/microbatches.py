@@ -1,7 +1,4 @@
-"""`Microbatches`: micro-batches that are given one by one, and may have different shapes.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Microbatches`: micro-batches that are given one by one, and may have different shapes."""
 
 from __future__ import annotations
 
@@ -22,16 +19,6 @@ from pipesim.errors import (
     check_list,
     check_numbers,
 )
-
-__all__ = [
-    "BatchFacts",
-    "Microbatches",
-    "are_microbatches",
-    "batch_facts",
-    "check_uncut",
-    "shapes_as_text",
-    "shapes_beyond_samples",
-]
 
 
 class BatchFacts(NamedTuple):

@@ -19,8 +19,6 @@ from pipeexec.stages.random_numbers import OwnGenerator
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ExecutionError
 
-__all__ = ["LossCall", "ModuleCaller", "Seed"]
-
 #: Computes the weighted loss from the last stage's output and the number of the micro-batch.
 LossCall = Callable[[object, int], Tensor]
 #: Source of random numbers: a seed, the state of a generator that a forward drew from, or None for

@@ -25,8 +25,6 @@ from pipeexec.devices.device import Device
 from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
 from pipesim.errors import ExecutionError
 
-__all__ = ["SavedActivations", "module_storages", "storages"]
-
 _PLAIN = (Tensor, nn.Parameter)
 
 

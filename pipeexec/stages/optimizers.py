@@ -11,8 +11,6 @@ from torch import nn
 
 from pipesim.errors import ArgumentError, check_function
 
-__all__ = ["NamedParameters", "OptimizerFactory", "make_optimizers"]
-
 #: Makes the optimizer of some parameters, or of pairs of name and parameter.
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 #: Returns the pairs of name and parameter of a stage.

@@ -17,15 +17,6 @@ import torch
 
 from pipeexec.thread_modes import ThreadMode
 
-__all__ = [
-    "OwnGenerator",
-    "default_state",
-    "next_seed",
-    "set_default_state",
-    "task_seed",
-    "use_seed",
-]
-
 _DEFAULT_GENERATOR = threading.Lock()
 
 

@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from pipeexec.stages.forward_buffers import tensor_version
 from pipesim.errors import ExecutionError
 
-__all__ = ["MODULE_ATTRIBUTES", "ModuleState", "StateChange", "not_repeatable", "same_tensors"]
-
 #: Attributes that all modules have: tables of parameters, modules and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "pipeexec"}

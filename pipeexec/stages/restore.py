@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.stage_replicas import is_expanded
 from pipeexec.stages.forward_buffers import Buffer, Slot, is_changed_in_place, tensor_version
 
-__all__ = ["preserved_buffers", "restore_afterwards", "restore_optimizer", "temporary_attribute"]
-
 
 @contextmanager
 def restore_afterwards(

@@ -26,16 +26,6 @@ from torch import Tensor
 from pipeexec.nesting import Leaf, leaves
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning, suggestion
 
-__all__ = [
-    "NO_DIMS",
-    "BatchDims",
-    "SampleDims",
-    "check_batch_dims",
-    "dims_by_path",
-    "sample_dims",
-    "warn_of_squares",
-]
-
 #: Dimension of the samples by path; None for values that are not split.
 BatchDims = Mapping[str, int | None]
 

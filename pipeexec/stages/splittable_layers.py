@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LAYERS", "Layer", "LayerCall", "WeightGradients"]
-
 #: Gradients of weight and bias; None for one that is not needed.
 WeightGradients = tuple[Tensor | None, Tensor | None]
 #: Whether weight and bias need a gradient.

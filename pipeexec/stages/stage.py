@@ -1,7 +1,4 @@
-"""One stage: forward, recompute, backward and split backward of one micro-batch at a time.
-
-Over 300 lines: one class, whose methods share what it holds of micro-batches in flight.
-"""
+"""One stage: forward, recompute, backward and split backward of one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ from pipeexec.stages.repeatable import ModuleState, not_repeatable, same_tensors
 from pipeexec.stages.sequence_slices.stage_slices import Mode, StageSlices
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
-
-__all__ = ["Stage", "attach_meters", "run_backward"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 

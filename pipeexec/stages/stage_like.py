@@ -14,8 +14,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.module_call import LossCall, Seed
 from pipeexec.stages.weight_versions import WeightVersions
 
-__all__ = ["StageLike"]
-
 
 class StageLike(Protocol):
     """A stage that the executor can run: tasks of one micro-batch, and the bounds of a step.

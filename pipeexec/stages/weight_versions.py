@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["WeightVersions"]
-
 
 class WeightVersions:
     """Gives each micro-batch, from its F to its backward, the weights that its schedule prescribes.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-__all__ = ["annotate_torch_pipelining"]
-
 
 def annotate_torch_pipelining() -> AbstractContextManager[None]:
     """Let all schedules of torch.distributed.pipelining write the ranges that pipesim reads.

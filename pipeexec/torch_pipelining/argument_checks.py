@@ -7,8 +7,6 @@ from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_name
 
-__all__ = ["RESERVED", "check_options", "stages_in_order"]
-
 #: Attributes that each stage must have.
 _STAGE_ATTRIBUTES = ("stage_index", "num_stages", "group_rank", "group_size")
 #: Arguments of torch's runtime that options must not set, and what to do instead.

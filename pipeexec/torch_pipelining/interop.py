@@ -1,7 +1,4 @@
-"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 
     from pipeexec.torch_pipelining.private import Listed
 
-__all__ = ["TORCH_SCHEDULES", "from_torch", "to_torch", "torch_schedule_order"]
 
 #: Names of torch's schedule classes (without ``Schedule``), and the stages per rank of each.
 TORCH_SCHEDULES: Mapping[str, int | None] = {

@@ -28,16 +28,6 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.profiler import record_function
 
-__all__ = [
-    "Listed",
-    "annotated_stages",
-    "executed_order",
-    "listed_order",
-    "loop_of",
-    "make_runtime",
-    "options_of_runtime",
-]
-
 _LOOPS: dict[type, str] = {ScheduleGPipe: "GPipe", Schedule1F1B: "1F1B"}
 #: Actions, rank by rank: torch's own, their text, or None for an idle step.
 Listed = Mapping[int, Sequence[object]]

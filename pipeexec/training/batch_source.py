@@ -15,8 +15,6 @@ from pipeexec.training.random_states import random_states, restore_random_states
 from pipesim.errors import ArgumentError, ResumeWarning
 from pipesim.utils.caller_warnings import warn_caller
 
-__all__ = ["BatchSource", "Batches"]
-
 #: A DataLoader, another iterable, or a function from the number of an epoch to an iterable.
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 

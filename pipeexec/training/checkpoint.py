@@ -18,8 +18,6 @@ from pipeexec.training.batch_source import BatchSource
 from pipeexec.training.random_states import random_states, restore_random_states
 from pipesim.errors import ArgumentError, CheckpointError
 
-__all__ = ["load_training", "save_training"]
-
 _LOADER = "loader"
 #: Object of a checkpoint: the place of each process in its batches.
 _PLACES = "processes"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.training.interrupts import Interrupts
 from pipeexec.training.training_run import TrainingRun
-
-__all__ = ["Ending"]
 
 
 class Ending:

@@ -9,8 +9,6 @@ from pipeexec.training.batch_source import Batches, BatchSource
 from pipeexec.training.log_row import batch_counts
 from pipeexec.training.random_states import preserved_random_states
 
-__all__ = ["evaluate"]
-
 
 def evaluate(pipeline: Pipeline, batches: Batches) -> dict[str, float]:
     """Return means over batches, weighted by their samples, and the numbers of both.

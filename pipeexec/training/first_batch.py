@@ -13,8 +13,6 @@ from pipeexec.stages.batches import split_batches
 from pipeexec.stages.microbatches import Microbatches
 from pipesim.errors import ArgumentError
 
-__all__ = ["check_first_batch"]
-
 
 def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
     """Compare outputs, gradients and buffers of stages and model, for the first micro-batch.

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: Seconds in which further signals are copies of the first: torchrun passes Ctrl-C on to processes
 #: that have it from the terminal already.

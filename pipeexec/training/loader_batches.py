@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["as_inputs_and_targets"]
-
 
 def as_inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the targets of a batch of a loader.

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.stages.microbatches import Microbatches
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["batch_counts", "learning_rate", "log_row", "predicted_columns"]
 
 
 def log_row(

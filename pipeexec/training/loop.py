@@ -10,8 +10,6 @@ from pipeexec.training.options import TrainingOptions
 from pipeexec.training.recorder import Recorder
 from pipeexec.training.training_run import TrainingRun
 
-__all__ = ["run_loop"]
-
 
 def run_loop(
     pipeline: Pipeline, batches: Batches, options: TrainingOptions, *, takes_signals: bool = True

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["loss_curve"]
 
 #: Height of new axes (inches), and share of all steps that a point of the smooth line averages.
 _HEIGHT, _SMOOTH = 2.6, 0.02

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.training.batch_source import Batches, BatchSource
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
@@ -22,14 +23,6 @@ from pipesim.errors import (
     check_list,
 )
 from pipesim.utils.files import check_path
-
-__all__ = [
-    "MEASURE",
-    "CheckpointHook",
-    "EvaluationHook",
-    "StepHook",
-    "TrainingOptions",
-]
 
 #: Value of ``costs`` that measures them at the beginning.
 MEASURE = "measure"

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pipesim.utils.packages import imported
 from pipesim.utils.units import significant
 
-__all__ = ["ProgressBar"]
-
 
 class ProgressBar:
     """Progress of a training, in a terminal or a notebook.

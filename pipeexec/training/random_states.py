@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["preserved_random_states", "random_states", "restore_random_states"]
-
 
 def _generators(loader: object) -> list[torch.Generator]:
     """Return the generators of a DataLoader, of its samplers and of its dataset, if any."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.profiling.measure import profile
 from pipeexec.training.batch_source import BatchSource
 from pipeexec.training.checkpoint import load_training, save_training
@@ -30,8 +31,6 @@ from pipeexec.training.training_run import EVALUATIONS, LOG, TrainingRun
 from pipesim.costs.costs import Costs
 from pipesim.errors import ExecutionError, PipeError, RunDirectoryError
 from pipesim.simulation.simulate import simulate
-
-__all__ = ["Recorder"]
 
 #: In several processes, steps after which their clocks are aligned again.
 _ALIGN_EVERY = 100

@@ -16,7 +16,6 @@ from pipesim.utils.texts import csv_rows, parse_float
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RunLog", "read_log"]
 
 #: Columns of whole numbers.
 _WHOLE = ("step", "epoch", "skipped", "samples", "batches")

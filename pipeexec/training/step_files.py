@@ -8,8 +8,6 @@ from pipeexec.training.training_directory import PREDICTED, step_folder
 from pipesim.analysis.compare import Comparison
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["save_prediction", "save_step"]
-
 
 def save_prediction(predicted: Timeline, directory: Path) -> None:
     """Write ``predicted.csv``."""

@@ -11,8 +11,6 @@ from pipesim.utils.units import format_time, significant
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["summary"]
-
 
 def summary(log: pd.DataFrame, evaluations: pd.DataFrame, *, first_step: int = 0) -> str:
     """Return the losses of a training, and the measured and predicted times of its steps.

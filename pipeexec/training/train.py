@@ -20,8 +20,6 @@ from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
 from pipesim.errors import check_type
 
-__all__ = ["train"]
-
 
 def train(
     pipeline: Pipeline,

@@ -18,16 +18,6 @@ from pipesim.errors import RunDirectoryError
 from pipesim.utils.files import TEMPORARY, read_json, write_errors, write_text
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
 
-__all__ = [
-    "COSTS",
-    "PREDICTED",
-    "RECORD",
-    "checkpoint_path",
-    "latest",
-    "open_directory",
-    "step_folder",
-]
-
 #: File with the command, the versions and what identifies the training.
 RECORD = "training.json"
 _IDENTITY = "training"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from pipesim.costs.costs import Costs
 
-__all__ = ["EVALUATIONS", "LOG", "TrainingRun", "has_log"]
 
 #: Files of a training directory.
 LOG, EVALUATIONS = "log.csv", "evaluation.csv"

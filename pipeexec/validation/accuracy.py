@@ -24,15 +24,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "MeasuredStep",
-    "Repeat",
-    "interval_over",
-    "op_errors",
-    "op_seconds",
-    "parts_of_steps",
-    "warn_of_other_sizes",
-]
 
 Key = tuple[str, int]
 

@@ -10,14 +10,6 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, CostsError, PipeError, check_function, check_type
 from pipesim.graph.graph import TaskGraph
 
-__all__ = [
-    "check_costs",
-    "check_gpipe_options",
-    "check_loss",
-    "check_no_pipeline_options",
-    "widest_graph",
-]
-
 
 def check_loss(loss_fn: Loss | None) -> Loss:
     """Return the loss function; raise `ArgumentError` if there is none."""

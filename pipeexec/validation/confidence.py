@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Interval", "mean_interval"]
-
 #: 97.5 % quantile of Student's t for 1 to 30 degrees of freedom; NIST/SEMATECH e-Handbook of
 #: Statistical Methods, 1.3.6.7.2.
 _STUDENT = (

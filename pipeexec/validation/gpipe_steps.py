@@ -21,14 +21,6 @@ from pipesim.network.network import Network
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 
-__all__ = [
-    "GPipeCalibration",
-    "GPipeStep",
-    "GPipeSteps",
-    "check_backward",
-    "check_models",
-]
-
 #: Fields of `Costs` that are durations; other fields are the same in every step.
 _DURATIONS = ("forward", "backward", "recompute")
 

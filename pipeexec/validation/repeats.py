@@ -15,8 +15,6 @@ from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.simulation.simulate import predict_timeline
 
-__all__ = ["MeasuredRepeat", "make_rows", "measure_memory", "run_repeats"]
-
 
 class MeasuredRepeat(NamedTuple):
     """One repeat: its costs and profile, the measured steps of each subject, and the last batch."""

@@ -1,7 +1,4 @@
-"""`Validation`: predictions beside measured steps, as tables, a figure and a run directory.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`Validation`: predictions beside measured steps, as tables, a figure and a run directory."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["Validation", "load_run"]
 
 #: Columns of `Validation.table` for `Row.error_interval`.
 _INTERVAL_COLUMNS = ("error_mean", "error_low", "error_high")

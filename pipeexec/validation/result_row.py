@@ -16,8 +16,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Row"]
-
 
 @dataclass(frozen=True, eq=False)
 class Row:

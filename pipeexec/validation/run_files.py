@@ -35,7 +35,6 @@ from pipesim.utils.texts import CHECKSUM
 if TYPE_CHECKING:
     from pipeexec.validation.result import Validation
 
-__all__ = ["check_rows", "read_run", "write_run"]
 
 #: Files of a row's tables.
 _PARTS, _OPS = "parts.csv", "ops.csv"

@@ -11,8 +11,6 @@ from pipeexec.stages.optimizers import OptimizerFactory
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_flag, check_function, check_type
 
-__all__ = ["RunOptions", "check_options"]
-
 
 class RunOptions(NamedTuple):
     """Checked options of `validate` that pipelines and `GPipe` modules share.

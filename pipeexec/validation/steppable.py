@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
@@ -18,8 +19,6 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["PipelineCalibration", "PipelineSteps", "StepCalibration", "Steppable"]
 
 
 class Steppable(Protocol):

@@ -13,7 +13,6 @@ from pipesim.utils.units import format_time
 if TYPE_CHECKING:
     from pipeexec.validation.result import Validation
 
-__all__ = ["validation_html", "validation_text"]
 
 #: Most graphs that a text and a table show, and most letters of an entry of a record.
 MAX_LINES, MAX_ROWS, MAX_LETTERS = 8, 32, 200

@@ -46,8 +46,6 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["validate"]
-
 
 @overload
 def validate(

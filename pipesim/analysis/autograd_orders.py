@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.lowering.lower import RECOMPUTE, Recompute, lower
+from pipesim.lowering.lower import lower
+from pipesim.lowering.recomputed_microbatches import RECOMPUTE, Recompute
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear
@@ -25,7 +26,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["AutogradOrders", "autograd_orders"]
 
 RecomputeThread = Literal["device", "caller"]
 #: Order of the backward of one device: True for an R, False for a B.

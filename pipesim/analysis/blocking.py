@@ -15,17 +15,6 @@ from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "bucket_shares",
-    "collective_latency",
-    "exact_seconds",
-    "joint_issue_times",
-    "last_link_holder",
-    "measured_shares",
-    "message_latency",
-    "release_times",
-]
-
 #: Differences of times below this share of the makespan are rounding.
 _ROUNDING = 1e-12
 

@@ -1,7 +1,4 @@
-"""Compare schedules with each other, and a prediction with a measurement.
-
-Over 300 lines: docstrings of public names are half of it.
-"""
+"""Compare schedules with each other, and a prediction with a measurement."""
 
 from __future__ import annotations
 
@@ -27,17 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas.api.extensions import ExtensionArray
 
-__all__ = [
-    "KNOWN_RESULTS",
-    "Comparison",
-    "compare",
-    "known_columns",
-    "known_results",
-    "summary",
-    "table_of",
-    "warn_of_other_models",
-    "with_gaps",
-]
 
 #: Columns of `compare` that a table has only if a timeline has their values.
 KNOWN_RESULTS = ("memory_limit", "fits", "tokens_per_second", "mfu")

@@ -26,8 +26,6 @@ from pipesim.timeline.memory import costs_of
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import bincount
 
-__all__ = ["Configuration", "configuration"]
-
 #: Fields that do not depend on the size of a micro-batch: those of whole stages, the time of the
 #: host, and the exchange of counts, which are one number a rank.
 _OF_BATCHES = frozenset(STAGE_FIELDS) - {*MICROBATCH_FIELDS} | {"launch", "exchange_counts"}

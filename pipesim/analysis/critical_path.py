@@ -13,8 +13,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["critical_path", "device_table"]
-
 
 def device_table(timeline: Timeline) -> pd.DataFrame:
     """Return one row a device: ``busy``, ``idle`` (s), ``utilization`` (0..1), and memory.

@@ -27,7 +27,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["PARTS", "error_parts"]
 
 Floats = NDArray[np.float64]
 

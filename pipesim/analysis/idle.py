@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle_attribution import Cause, causes_of_gaps
-from pipesim.analysis.idle_gaps import Gaps
+from pipesim.analysis.idle_attribution import causes_of_gaps
+from pipesim.analysis.idle_gaps import Cause, Gaps
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import bincount
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CAUSES", "Cause", "exact_sums", "idle_by_cause", "idle_shares"]
 
 Floats = NDArray[np.float64]
 

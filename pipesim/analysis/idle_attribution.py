@@ -34,8 +34,6 @@ from pipesim.analysis.idle_gaps import (
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.jit import kernel
 
-__all__ = ["Cause", "causes_of_gaps"]
-
 Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
 _WARM_UP, _COOL_DOWN = int(Cause.WARM_UP), int(Cause.COOL_DOWN)

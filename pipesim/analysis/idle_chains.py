@@ -20,16 +20,6 @@ from numpy.typing import NDArray
 from pipesim.analysis.idle_gaps import COMPUTE_ROLE, RECV_ROLE, SEND_ROLE, Cause, Chain, Durations
 from pipesim.utils.jit import kernel
 
-__all__ = [
-    "CHAIN_HELPERS",
-    "Jumps",
-    "add_chain",
-    "add_task",
-    "add_waits",
-    "make_jumps",
-    "meeting_task",
-]
-
 Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
 _IMBALANCE, _LATENCY, _CONTENTION = map(int, (Cause.IMBALANCE, Cause.LATENCY, Cause.CONTENTION))

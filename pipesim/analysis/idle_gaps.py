@@ -34,8 +34,6 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Cause", "Chain", "Durations", "Gaps", "find_gaps", "make_chain", "make_durations"]
-
 Floats = NDArray[np.float64]
 
 

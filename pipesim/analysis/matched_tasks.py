@@ -11,8 +11,6 @@ from pipesim.errors import TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["matching_rows", "with_rows_of"]
-
 #: Columns that tell a task from all others of its step.
 _IDENTITY = ("op", "stage", "microbatch", "part", "peer_stage", "replica", "device")
 #: Tasks that a message names.

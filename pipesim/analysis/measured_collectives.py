@@ -16,8 +16,6 @@ from pipesim.ops import OF_DEVICES, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
-__all__ = ["grad_norm_seconds", "measured_collectives", "parts_of_steps"]
-
 Floats = NDArray[np.float64]
 #: Mean or median.
 Average = Callable[[Floats], Any]

@@ -11,8 +11,6 @@ from pipesim.costs.copy_costs import MEASURED_COPIES
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["measured_copies"]
-
 
 def measured_copies(
     timeline: Timeline, average: Average, *, has_activations: bool

@@ -44,8 +44,6 @@ from pipesim.ops import EXCHANGES, SEGMENTED, SENDS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["costs_from_timeline", "output_bytes", "stage_seconds"]
-
 #: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
 

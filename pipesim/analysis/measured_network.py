@@ -18,8 +18,6 @@ from pipesim.network.network import Network
 from pipesim.ops import SENDS
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["measured_network", "message_waits"]
-
 
 def message_waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
     """Return the seconds from SEND to use of each message that delayed its consumer."""

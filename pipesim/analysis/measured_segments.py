@@ -12,8 +12,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import SEGMENTED, Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["measured_segments"]
-
 Floats = NDArray[np.float64]
 
 

@@ -22,7 +22,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MOST_TASKS", "changes_that_fit"]
 
 #: Tasks that all simulations of one call have together, about; a few seconds.
 MOST_TASKS = 4_000_000

@@ -12,8 +12,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["microbatch_values", "n_measured"]
-
 Floats = NDArray[np.float64]
 #: Operations on one micro-batch, by field of `pipesim.Costs`.
 _OPS = {

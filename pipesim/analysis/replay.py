@@ -17,8 +17,6 @@ from pipesim.ops import RECVS
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["message_times", "replay", "replay_costs"]
-
 
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a timeline from its own durations: a check of the graph, no prediction.

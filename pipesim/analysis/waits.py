@@ -15,8 +15,6 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["LastWaits", "WaitReason", "chain_to", "last_waits"]
-
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 

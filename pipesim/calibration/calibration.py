@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Calibration"]
-
 
 @dataclass(frozen=True, eq=False)
 class Calibration:

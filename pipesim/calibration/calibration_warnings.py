@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LARGEST", "LEAST", "calibration_warnings", "steps_text"]
 
 #: Notes of constants at a bound.
 LEAST, LARGEST = "at its least value", "at its largest value"

@@ -17,8 +17,6 @@ from pipesim.models.gpu_files import fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.presets import MACHINES
 
-__all__ = ["CONSTANTS", "EFFICIENCY", "LATENCY", "Constants", "chosen_constants"]
-
 #: Constants of the network: the share of its bandwidths that messages reach, and the factor of its
 #: latencies.
 EFFICIENCY, LATENCY = "network_efficiency", "network_latency"

@@ -16,8 +16,6 @@ from pipesim.calibration.least_squares import (
     search,
 )
 
-__all__ = ["EXACT_ROWS", "LEAST_DETERMINED", "WEAKLY_DETERMINED", "Fit", "fit"]
-
 #: Standard error of a logarithm above which the rows do not determine a constant. The prior's is 1.
 LEAST_DETERMINED = 0.5
 #: Standard error of a logarithm above which they determine it weakly: the 95 % interval reaches

@@ -66,7 +66,6 @@ from pipesim.network.network import Network
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["fit_gpu"]
 
 #: Words between the name of the GPU to start from, and the number of steps.
 _FITTED = " fitted to "

@@ -24,8 +24,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipesim.utils.extras import import_extra
 
-__all__ = ["PRIOR", "Floats", "Ints", "Problem", "curvature", "minimize", "search"]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

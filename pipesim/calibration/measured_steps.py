@@ -24,7 +24,6 @@ from pipesim.utils.texts import csv_rows, parse_float, parse_int
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MeasuredStep", "known_columns", "measured_steps"]
 
 #: Columns that are counts of the run, besides the arguments of `pipesim.lower`.
 _RUN = ("schedule", "n_devices", "n_microbatches", "global_batch")

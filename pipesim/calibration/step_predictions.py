@@ -36,8 +36,6 @@ from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import LOWERING
 from pipesim.sweeps.transformer_costs import COST_OPTIONS, MODEL, device_size, make_model
 
-__all__ = ["StepPrediction", "configurations", "predicted_seconds", "step_predictions"]
-
 T = TypeVar("T")
 #: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
 _AS_TASKS = ("listed", *TASK_RECOMPUTE)

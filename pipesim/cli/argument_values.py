@@ -11,16 +11,6 @@ from pipesim.errors import ArgumentError
 from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import parse_float, parse_int, parse_json
 
-__all__ = [
-    "FIGURES",
-    "figure_path",
-    "json_object",
-    "page_path",
-    "parse_option",
-    "parse_value",
-    "writable_path",
-]
-
 #: Endings of files of figures, and of pages.
 FIGURES = (".pdf", ".png", ".svg")
 _PAGES = (".html", ".htm")

@@ -26,8 +26,6 @@ from pipesim.errors import suggestion
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.argument_parser import RaisingParser, add_version
 
-__all__ = ["Command", "argument_settings", "make_parser", "parse_arguments"]
-
 #: A command takes the parsed arguments, and prints its result.
 Command = Callable[[argparse.Namespace], None]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from pipesim.calibration.calibration import Calibration
 from pipesim.calibration.calibration_warnings import steps_text
 from pipesim.cli.figures import write_accuracy
-from pipesim.cli.tables import align_columns, format_numbers
 from pipesim.models.gpu import GPU
 from pipesim.utils.files import write_whole
+from pipesim.utils.text_tables import align_columns
+from pipesim.utils.units import format_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["calibrate"]
 
 _MS = 1e-3
 #: Rows with the largest errors that are printed.

@@ -11,13 +11,7 @@ from pipesim.analysis.idle import idle_shares
 from pipesim.cli.arguments import argument_settings
 from pipesim.cli.figures import write_figure
 from pipesim.cli.memory_texts import graph_line, memory_changes_text, result_lines
-from pipesim.cli.tables import (
-    GIB,
-    align_columns,
-    cause_columns,
-    format_numbers,
-    known_result_columns,
-)
+from pipesim.cli.tables import GIB, cause_columns, known_result_columns
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.ops import COPIES
 from pipesim.scheduling.registry import schedules
@@ -26,8 +20,8 @@ from pipesim.sweeps.settings import COUNTS, Settings, cases, read_grid, run
 from pipesim.sweeps.sweep import RESULTS, run_rows
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import write_whole
-
-__all__ = ["compare", "list_schedules", "simulate", "sweep"]
+from pipesim.utils.text_tables import align_columns
+from pipesim.utils.units import format_numbers
 
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
 _MS = 1e-3

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pipesim.calibration.calibration import Calibration
     from pipesim.planning.configurations.plans import Plans
 
-__all__ = ["write_accuracy", "write_figure", "write_plans"]
 
 #: Width of a figure, and height of a device's row or a bar in it (inches).
 _WIDTH, _ROW = 7.16, 0.25

@@ -12,8 +12,6 @@ from pipesim.plot.page.save import to_html
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.sweeps.settings import cases, run
 
-__all__ = ["demo_page"]
-
 _PAGE = "gallery.html"
 #: Costs of a device, whose stages share them; those of the README, with split backwards.
 _COSTS = Costs(

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CALIBRATE_EPILOG",
-    "DEMO_PAGE_EPILOG",
-    "EPILOG",
-    "PLAN_EPILOG",
-    "SWEEP_EPILOG",
-    "VIEW_EPILOG",
-]
-
 EPILOG = """\
 A TOML file (--config) holds the same settings; arguments override it:
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pipesim.analysis.compare import known_results
-from pipesim.cli.tables import GIB, align_columns, format_numbers
+from pipesim.cli.tables import GIB
 from pipesim.costs.workload import Workload
 from pipesim.timeline.memory_limit import excess_text, excesses
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["graph_line", "memory_changes_text", "result_lines"]
+from pipesim.utils.text_tables import align_columns
+from pipesim.utils.units import format_numbers
 
 _MS = 1e-3
 _FITS = {True: "fits", False: "does not fit", None: "unknown whether it fits: costs have no bytes"}

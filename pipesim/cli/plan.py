@@ -14,13 +14,12 @@ from pipesim.models.layers import Layers, as_layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.configurations.plan import plan as find_plans
-from pipesim.simulation.noise import LogNormal, Noise
+from pipesim.simulation.distributions import LogNormal
+from pipesim.simulation.noise import Noise
 from pipesim.sweeps.transformer_costs import MODEL, make_model
 
 if TYPE_CHECKING:
     from pipesim.planning.configurations.plans import Plans
-
-__all__ = ["plan"]
 
 
 def plan(args: argparse.Namespace) -> None:

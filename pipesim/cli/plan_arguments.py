@@ -19,8 +19,6 @@ from pipesim.cli.help_texts import PLAN_EPILOG
 from pipesim.errors import ArgumentError, check_name
 from pipesim.utils.files import read_text
 
-__all__ = ["CHOICES", "SWITCHES", "add_plan_arguments", "plan_settings"]
-
 #: Parameters of a configuration, each one value or a list: metavar and help.
 CHOICES: Mapping[str, tuple[str, str]] = {
     "tensor_parallel": ("N", "GPUs that share each layer"),

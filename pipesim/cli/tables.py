@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from pipesim.analysis.idle import CAUSES, Cause
-from pipesim.utils.text_tables import align_columns
+from pipesim.analysis.idle import CAUSES
+from pipesim.analysis.idle_gaps import Cause
 from pipesim.utils.units import format_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GIB", "align_columns", "cause_columns", "format_numbers", "known_result_columns"]
 
 GIB = 2.0**30
 _YES_NO = {True: "yes", False: "no"}

@@ -18,8 +18,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.units import format_decimal, format_time
 
-__all__ = ["open_page", "page_target", "size_text", "view"]
-
 #: Variables of which Linux sets one where a browser can open a window, or which names a browser.
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 

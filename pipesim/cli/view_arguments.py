@@ -8,8 +8,6 @@ from pipesim.cli.argument_values import json_object, page_path, parse_value
 from pipesim.cli.help_texts import DEMO_PAGE_EPILOG, VIEW_EPILOG
 from pipesim.plot.page.document import LAYOUTS
 
-__all__ = ["add_demo_page_arguments", "add_view_arguments"]
-
 
 def add_view_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of view."""

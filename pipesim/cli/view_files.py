@@ -25,8 +25,6 @@ from pipesim.trace.nsys import SQLITE
 from pipesim.trace.run_files import as_chrome, file_kind, load
 from pipesim.utils.files import check_path, is_folder, read_bytes
 
-__all__ = ["TRACE_FLAGS", "ViewOptions", "is_page", "read_items", "stem"]
-
 _EXPECTED = (
     "pipesim view shows a timeline (.csv or .parquet), a schedule (.csv), a trace (.json, "
     ".json.gz, .sqlite, or a folder of one file a rank) and a run directory of pipeexec"

@@ -13,8 +13,6 @@ from pipesim.errors import PipeError, RunDirectoryError
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_json
 
-__all__ = ["is_run", "read_run"]
-
 #: Records of a run and of a training.
 _RECORDS = ("run.json", "training.json")
 _MEASURED, _PREDICTED, _COSTS = "timeline.csv", "predicted.csv", "costs.json"

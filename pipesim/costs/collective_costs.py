@@ -16,16 +16,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op, is_expert_exchange, part_name
 
-__all__ = [
-    "MEASURED_COLLECTIVES",
-    "NORM_BYTES",
-    "Buckets",
-    "CollectiveCosts",
-    "Priced",
-    "checked_buckets",
-    "exchange_name",
-]
-
 Floats = NDArray[np.float64]
 #: For each stage, its buckets of gradients as pairs. First the share of the bytes, or of measured
 #: seconds, which sum to more than 1 where overlap slows reductions. Then the share of the backward

@@ -13,14 +13,6 @@ from pipesim.network.network import Network, all_reduce_seconds
 from pipesim.ops import OF_DEVICES, Op
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "CollectiveRoute",
-    "GroupRoute",
-    "GroupRoutes",
-    "StageMembers",
-    "WholeReductions",
-]
-
 
 class StageMembers(NamedTuple):
     """Members of a collective that are of one stage.

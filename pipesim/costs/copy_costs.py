@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
     from pipesim.costs.kind_routes import KindRoutes
 
-__all__ = ["MEASURED_COPIES", "copied_bytes", "kept_inputs", "price_copies"]
 
 Floats = NDArray[np.float64]
 #: Field of `Costs` with the measured seconds of each copy.

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from pipesim.ops import Op
     from pipesim.timeline.timeline import Timeline
 
-__all__ = ["STAGE_FIELDS", "UNSHARED", "Costs", "replace_stages", "stage_fields"]
 
 #: One value for all stages, one a stage, or one a stage and micro-batch.
 PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]

@@ -13,7 +13,6 @@ from pipesim.utils.units import format_bytes, format_time
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["costs_text", "n_stages_of_costs"]
 
 #: Fields of the line, and their names there.
 _SHOWN = {

@@ -16,16 +16,6 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "SplitProblem",
-    "all_borders",
-    "balanced_borders",
-    "layer_counts",
-    "neighbours",
-    "perturbed_borders",
-    "random_borders",
-]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from pipesim.errors import CostsError, check_name
 from pipesim.ops import EXCHANGES
 
-__all__ = ["ExchangeBytes", "as_mapping", "checked_exchange_bytes"]
-
 Matrix = tuple[tuple[float, ...], ...]
 #: For each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
 ExchangeBytes = tuple[tuple[int, tuple[tuple[str, Matrix], ...]], ...]

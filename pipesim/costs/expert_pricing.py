@@ -17,19 +17,6 @@ from pipesim.ops import SEGMENTED, Op
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = [
-    "add_copy_sums",
-    "add_expert_exchanges",
-    "check_expert_replicas",
-    "exchange_seconds",
-    "held_bytes",
-    "moved_bytes",
-    "n_expert_copies",
-    "optimizer_parts",
-    "routed_bytes",
-    "segment_shares",
-    "shared_bytes",
-]
 
 Floats = NDArray[np.float64]
 #: What a replica holds of a stage.

@@ -13,7 +13,6 @@ from pipesim.errors import CostsError, check_count
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["EXPERT_DEFAULTS", "EXPERT_FIELDS", "Segments", "check_whole_layers", "checked_experts"]
 
 #: For each stage, shares of F, of B and of I between its exchanges of experts.
 Segments: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]

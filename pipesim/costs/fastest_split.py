@@ -16,8 +16,6 @@ from pipesim.costs.device_split import (
     random_borders,
 )
 
-__all__ = ["fastest_borders"]
-
 #: Times that differ by this share are equal: the rest is rounding.
 _EXACT = 1e-9
 #: Splits that are tried before a search ends in which none may be used.

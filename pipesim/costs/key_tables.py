@@ -13,17 +13,6 @@ from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, number
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
-__all__ = [
-    "checked_tables",
-    "count_keys",
-    "counts_per_table",
-    "exact_count",
-    "expected_maximum",
-    "inclusion_probability",
-    "row_counts",
-    "zipf_tables",
-]
-
 Floats = NDArray[np.float64]
 #: The largest count: larger ones are not exact as floats.
 _MOST = 1 << 53

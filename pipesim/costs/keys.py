@@ -25,8 +25,6 @@ from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["Keys"]
-
 Floats = NDArray[np.float64]
 #: Bytes of a count, of an int32 key and of a float32.
 _COUNT, _KEY, _NUMBER = 8, 4, 4

@@ -26,8 +26,6 @@ from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, COPIES, OF_DEVICES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["KindRoutes", "message_ends", "message_rows"]
-
 
 @dataclass(frozen=True, eq=False)
 class KindRoutes:

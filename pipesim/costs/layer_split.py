@@ -20,14 +20,6 @@ from pipesim.errors import (
 )
 from pipesim.scheduling.memory_checks import check_stages
 
-__all__ = [
-    "LayerPartition",
-    "Split",
-    "check_partition",
-    "checked_counts",
-    "checked_split",
-]
-
 #: Number of stages, or layers of each stage: one number each, or a layout string of Megatron.
 #: With a placement, also the word of a `LayerPartition`.
 Split = int | Sequence[int] | NDArray[np.integer[Any]] | str

@@ -22,8 +22,6 @@ from itertools import groupby
 
 from pipesim.errors import ArgumentError, check_count, check_list, check_text
 
-__all__ = ["layout_mistake", "layout_stages", "read_layout", "write_layout"]
-
 _TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtL|(),])|(?P<space>\s+)")
 #: Most letters of a written-out layout.
 _LONGEST = 10**6

@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
 
-__all__ = [
-    "MICROBATCH_FIELDS",
-    "CostClasses",
-    "averaged",
-    "cost_classes",
-    "costs_of_microbatch",
-    "distinct_costs",
-    "each_microbatch",
-    "joined_microbatches",
-    "least_costs",
-    "n_microbatches_of",
-    "n_priced",
-    "n_stages_of",
-    "repeated",
-]
 
 Floats = NDArray[np.float64]
 #: Fields of `Costs` that may differ between micro-batches. Others are of operations on a whole

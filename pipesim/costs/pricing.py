@@ -29,7 +29,7 @@ from pipesim.costs.expert_pricing import (
     routed_bytes,
     segment_shares,
 )
-from pipesim.costs.kind_routes import KindRoutes, message_ends, message_rows
+from pipesim.costs.kind_routes import KindRoutes, message_rows
 from pipesim.costs.microbatch_costs import cost_classes
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
@@ -41,7 +41,6 @@ from pipesim.ops import EXCHANGES, Op
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["DURATION_OF", "cost_table", "message_bytes", "message_ends", "price"]
 
 Floats = NDArray[np.float64]
 #: Field of `Costs` with the seconds of an operation. The network prices messages and collectives.

@@ -29,16 +29,6 @@ from pipesim.errors import ArgumentError
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = [
-    "MOST_HASHED",
-    "PLACEMENTS",
-    "RowHash",
-    "assign_rows",
-    "multiply_modulo",
-    "row_hash",
-    "row_owners",
-]
-
 PLACEMENTS = ("modulo", "hash", "frequency")
 #: Most rows of a table that 64-bit integers can hash; see `multiply_modulo`.
 MOST_HASHED = 1 << 39

@@ -16,8 +16,6 @@ from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_stages
 
-__all__ = ["scaled"]
-
 Floats = NDArray[np.float64]
 #: Fields with the seconds of all operations that compute.
 _SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm", "reduce_copies")

@@ -13,8 +13,6 @@ from pipesim.errors import ArgumentError, check_type
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["CostTable", "TaskCosts"]
-
 
 class CostTable(NamedTuple):
     """Costs of tasks; tasks with equal costs share a row.

@@ -13,8 +13,6 @@ import numpy as np
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.network.links import Nodes
 
-__all__ = ["Workload", "checked_workload"]
-
 #: Units of the fields that must be finite and above 0.
 _UNITS = {"tokens": "tokens", "flops": "FLOPs", "peak_flops": "FLOP/s", "memory": "bytes"}
 #: Fields that may be None.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Bits", "Edges", "ancestors", "before"]
-
 Bits = NDArray[np.uint64]
 
 

@@ -10,8 +10,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import COLLECTIVES, IN_REPLICA, OF_DEVICES, Op, is_expert_exchange
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["default_collectives", "group_members", "partial_dependencies"]
-
 
 def default_collectives(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], expert_replicas: int = 0

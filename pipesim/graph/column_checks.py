@@ -24,8 +24,6 @@ from pipesim.ops import (
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["checked_tasks"]
-
 #: Largest number of a device, stage, replica or micro-batch, so that counts of them fit 32 bits.
 _LARGEST = 2**31 - 2
 _FROM_0 = "number them from 0"

@@ -15,8 +15,6 @@ from pipesim.ops import LISTED
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["compute_graph", "compute_kinds", "overlapped_halves"]
-
 
 def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
     """Return the kinds of compute action of a schedule, and the kind of each action.

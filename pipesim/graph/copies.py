@@ -21,8 +21,6 @@ from pipesim.utils.csr import CSR, Ints, ids_dtype
 if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
 
-__all__ = ["FirstCopy", "are_copies", "copies_of_kinds", "copy_of_replicas", "first_copy"]
-
 
 class FirstCopy(NamedTuple):
     """The first of several copies, alone.

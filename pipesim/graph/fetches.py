@@ -18,8 +18,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import FETCHES, LISTED, Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["with_fetches"]
-
 
 def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
     """Add to each fetch the compute task that its start waits for.

@@ -11,18 +11,6 @@ from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import parse_int
 
-__all__ = [
-    "GRAD_SYNC",
-    "GradSync",
-    "GradSyncArgument",
-    "GradSyncs",
-    "checked_grad_sync",
-    "from_text",
-    "group_sizes",
-    "of_stages",
-    "to_text",
-]
-
 GradSync = Literal["last", "every", "bucketed"]
 GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
 #: As a graph has it: one value for all stages, or one a stage. A number k is every k micro-batches.

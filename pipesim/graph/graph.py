@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import networkx  # type: ignore[import-untyped]
     from matplotlib.axes import Axes
 
-__all__ = ["TaskGraph", "reordered"]
 
 _NO_OPTIONS = LoweringOptions()
 

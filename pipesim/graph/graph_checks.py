@@ -16,8 +16,6 @@ from pipesim.graph.wiring import duplicate_task
 from pipesim.ops import COLLECTIVES, COMPUTE, OF_DEVICES, RECVS, SENDS, Op, is_expert_exchange
 from pipesim.utils.csr import Ints
 
-__all__ = ["check_ids", "check_tasks"]
-
 
 def check_tasks(graph: TaskGraph) -> None:
     """Check all invariants of a graph except its ids and deadlocks.

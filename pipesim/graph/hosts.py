@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, UnknownNameError, check_name
 
-__all__ = ["HOSTS", "Hosts", "host_of_devices", "hosts_text"]
-
 #: One host, a host a device, or the number of each device's host.
 Hosts = Literal["one", "per_device"] | Sequence[int] | NDArray[np.integer[Any]]
 HOSTS = ("one", "per_device")

@@ -4,8 +4,6 @@ A *kind* is all tasks that differ only in their micro-batch. Every task has a *c
 base of its kind, plus its micro-batch, plus 1, so that a task on a whole stage (micro-batch -1) has
 one too. A table names the kinds that a kind needs by their bases. `pipesim.graph.wiring` adds the
 micro-batch of each task to find the cells of the tasks that it needs.
-
-Over 300 lines: the steps from rules to tables share the cells, and half of the file is docstrings.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.graph.tied_stages import Tied
 from pipesim.ops import EXPERT_EXCHANGES, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR, Ints
-
-__all__ = ["KindRules", "kind_rules", "peer_kinds"]
 
 #: Padding for rules that have fewer `Via` than others: an operation that no kind has.
 _NO_VIA = Via(op=-1)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from pipesim.utils.host_memory import check_memory
 if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
 
-__all__ = ["networkx_graph"]
 
 #: Bytes that networkx takes for a task with its attributes, and for a dependency.
 _NODE, _EDGE = 1500, 400

@@ -16,15 +16,6 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_count, number
 from pipesim.utils.texts import parse_float
 
-__all__ = [
-    "OffloadArgument",
-    "OffloadValue",
-    "StageOffload",
-    "checked_offload",
-    "checked_shares",
-    "shares_text",
-]
-
 #: One value, as users give it.
 OffloadValue: TypeAlias = str | float
 #: As users give it for all stages.

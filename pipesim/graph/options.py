@@ -15,8 +15,6 @@ from pipesim.graph.tied_stages import Tied, check_tied_kinds, checked_tied
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import VERSIONS, Schedule, Versions
 
-__all__ = ["LoweredSchedule", "LoweringOptions"]
-
 _BACKWARDS = frozenset({Op.B, Op.I, Op.W, Op.R})
 
 

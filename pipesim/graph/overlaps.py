@@ -12,8 +12,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["overlapped_pairs", "with_ends", "with_starts"]
-
 
 def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
     """Return the F and the B halves of overlapped actions; incomplete if they do not pair up.

@@ -14,8 +14,6 @@ from pipesim.utils.host_memory import check_memory
 if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
 
-__all__ = ["earlier_by_kind", "issued_first", "precedence"]
-
 
 def precedence(graph: TaskGraph) -> CSR:
     """Return `TaskGraph.precedence`."""

@@ -19,8 +19,6 @@ from pipesim.ops import (
     is_expert_exchange,
 )
 
-__all__ = ["PAIRS", "PARTED", "RULES", "Over", "Rule", "Via", "data_sources", "segment_rules"]
-
 #: The stages of the needed tasks: the one at the offset ``stage``, of the task's replica; those of
 #: the task's group of tied stages on its device, of its replica; all those on its device, of all
 #: replicas.

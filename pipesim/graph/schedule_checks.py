@@ -16,8 +16,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["verify_listing"]
-
 #: If a schedule lacks more than this number of actions for each that it lists, the missing actions
 #: are not searched for.
 _MOST_CELLS_PER_ACTION = 1000

@@ -15,20 +15,6 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, CostsError, GraphError, number
 from pipesim.graph.tasks import Kinds
 
-__all__ = [
-    "Skip",
-    "SkipBytes",
-    "border_bytes",
-    "border_crossings",
-    "checked_skip_bytes",
-    "checked_skips",
-    "input_bytes",
-    "message_bytes",
-    "skip_from_text",
-    "skip_text",
-    "skips_of",
-]
-
 #: Source and target stage.
 Skip = tuple[int, int]
 #: Bytes of all skips, or of each; a tuple, so that costs can be hashed.

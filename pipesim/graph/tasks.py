@@ -1,7 +1,4 @@
-"""Tasks: their columns, their kinds, and the codes of the streams that they run on.
-
-Over 300 lines: three small classes, half of it docstrings.
-"""
+"""Tasks: their columns, their kinds, and the codes of the streams that they run on."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from numpy.typing import NDArray
 from pipesim.errors import GraphError
 from pipesim.ops import SEGMENTED, Action, Op
 from pipesim.utils.csr import Ints
-
-__all__ = ["Kinds", "StreamKind", "Task", "Tasks"]
 
 _T = TypeVar("_T", bound=np.generic)
 

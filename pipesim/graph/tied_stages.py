@@ -17,8 +17,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
 from pipesim.utils.texts import parse_int
 
-__all__ = ["Tied", "check_tied_kinds", "checked_tied", "tied_text"]
-
 #: Stages of each group, in rising order.
 Tied: TypeAlias = tuple[tuple[int, ...], ...]
 #: Groups that a graph may have.

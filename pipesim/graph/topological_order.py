@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["LevelInputs", "levels", "stable_topological_order"]
-
 
 class LevelInputs(NamedTuple):
     """The columns of a graph from which levels are counted.

@@ -14,8 +14,6 @@ from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
 from pipesim.scheduling.file_checksums import signed_rows
 from pipesim.utils.files import check_path, write_text
 
-__all__ = ["torch_orders", "write_torch_csv"]
-
 #: Operations that add to the gradients of the weights.
 _GRADIENTS = frozenset({Op.B, Op.W})
 

@@ -12,8 +12,6 @@ from pipesim.graph.graph_checks import check_ids, check_tasks
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["verify"]
-
 #: Blocked streams that a deadlock error lists.
 _MOST_NAMED = 16
 

@@ -16,8 +16,6 @@ from pipesim.graph.tied_stages import Tied
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
-__all__ = ["apply_rules", "duplicate_task"]
-
 
 def apply_rules(
     kinds: Kinds,

@@ -17,8 +17,6 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.timeline.memory_limit import checked_memory_limit
 
-__all__ = ["check_weight_bytes", "checked_costs", "checked_in_flight", "checked_limits"]
-
 Floats = NDArray[np.float64]
 
 

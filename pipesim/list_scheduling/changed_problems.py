@@ -8,14 +8,6 @@ from numpy.typing import NDArray
 from pipesim.list_scheduling.problem import Problem, action_columns, lane_actions
 from pipesim.utils.csr import Ints, bincount
 
-__all__ = [
-    "first_values",
-    "in_order",
-    "microbatch_seconds",
-    "with_equal_lengths",
-    "with_microbatches",
-]
-
 Floats = NDArray[np.float64]
 
 

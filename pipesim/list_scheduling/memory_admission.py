@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from pipesim.list_scheduling.problem import Problem
 from pipesim.utils.csr import Ints
 
-__all__ = ["HeldBytes", "could_have_room", "count_backward", "count_forward", "has_room",
-           "is_safe", "new_held_bytes"]  # fmt: skip
-
 Floats = NDArray[np.float64]
 #: Share of a limit by which sums of bytes may exceed it, since sums of floats are rounded.
 _ROUNDING = 1e-9

@@ -17,8 +17,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import limits_beyond_static
 from pipesim.timeline.task_bytes import workspaces
 
-__all__ = ["activation_limits", "one_microbatch_graph"]
-
 Floats = NDArray[np.float64]
 
 

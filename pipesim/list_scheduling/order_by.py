@@ -28,8 +28,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.units import Bytes
 
-__all__ = ["list_schedule", "order_by"]
-
 
 def order_by(
     placement: Placement,

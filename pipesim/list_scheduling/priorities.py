@@ -22,8 +22,6 @@ from pipesim.list_scheduling.queues import Ranks
 from pipesim.ops import Action, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["PRIORITIES", "Priority", "action_ranks", "microbatch_order"]
-
 Floats = NDArray[np.float64]
 #: ``priority(action, ready)`` ranks an action that is ready at ``ready`` seconds; lowest first.
 Priority = Callable[[Action, float], Any]

@@ -18,17 +18,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "WEIGHT",
-    "Problem",
-    "action_columns",
-    "lane_actions",
-    "make_problem",
-    "operations",
-]
-
 Floats = NDArray[np.float64]
 #: Bytes of memory that ordering takes for each action, measured.
 _BYTES_PER_ACTION = 340

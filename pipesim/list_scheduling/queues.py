@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 from pipesim.list_scheduling.problem import Problem
 from pipesim.utils.csr import Ints
 
-__all__ = ["Queues", "Ranks", "add", "goes_before", "make_ready", "new_queues", "ranks_below",
-           "start_ready"]  # fmt: skip
-
 Floats = NDArray[np.float64]
 
 

@@ -33,8 +33,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import available, kernel
 
-__all__ = ["list_orders", "scheduled"]
-
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 

@@ -18,13 +18,6 @@ from pipesim.list_scheduling.problem import BACKWARD, WEIGHT, Problem
 from pipesim.list_scheduling.queues import Queues, Ranks, goes_before, ranks_below
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "HELPERS",
-    "NONE",
-    "Progress",
-    "choose",
-]
-
 Floats = NDArray[np.float64]
 #: No action.
 NONE = -1

@@ -18,8 +18,6 @@ from pipesim.lowering.cycle_loop import LoopInputs, LoopOutput, LoopState, issue
 from pipesim.scheduling.memory_checks import check_graph
 from pipesim.utils.csr import CSR, Ints, count
 
-__all__ = ["Issued", "Partners", "issue", "replicated", "replicated_kinds"]
-
 
 class Partners(NamedTuple):
     """Kinds of task that accompany each kind of compute task.

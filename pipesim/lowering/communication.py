@@ -19,8 +19,6 @@ from pipesim.lowering.expert_segments import expert_exchange_kinds
 from pipesim.ops import Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["Collectives", "add_partners"]
-
 
 class _Messages(NamedTuple):
     """Messages of one direction, and the kinds of compute task that produce or need them.

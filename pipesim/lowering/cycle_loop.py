@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["LoopInputs", "LoopOutput", "LoopState", "issue_tasks"]
-
 
 class LoopInputs(NamedTuple):
     """The columns that the loop over cycles reads.

@@ -23,8 +23,6 @@ from pipesim.ops import SENDS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-__all__ = ["DeviceCollectives", "checked_device_collectives", "with_device_collectives"]
-
 _GRADIENTS = frozenset({Op.B, Op.W, Op.REDUCE_GRAD})
 _STEPS = frozenset({Op.STEP, Op.UNSHARD})
 

@@ -30,15 +30,6 @@ from pipesim.lowering.clock_cycles import Issued
 from pipesim.ops import EXCHANGES, Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = [
-    "ExchangeWork",
-    "Exchanges",
-    "SparseGradSync",
-    "checked_exchanges",
-    "exchange_kinds",
-    "ordered_exchanges",
-]
-
 SparseGradSync = Literal["every", "last"]
 ExchangeWork = Literal["collective", "compute"]
 _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))

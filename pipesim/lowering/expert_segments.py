@@ -26,14 +26,6 @@ from pipesim.graph.tasks import Kinds, StreamKind, Tasks
 from pipesim.ops import EXPERT_EXCHANGES, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR
 
-__all__ = [
-    "ExpertLayers",
-    "checked_expert_layers",
-    "checked_expert_replicas",
-    "expert_exchange_kinds",
-    "with_segments",
-]
-
 #: Number of layers with experts of each stage; empty for none.
 ExpertLayers = tuple[int, ...]
 #: Most layers with experts of a stage.

@@ -15,8 +15,6 @@ from pipesim.ops import COMPUTE, EXCHANGES, PASSES, Op
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["ISSUE_ORDERS", "IssueOrder", "in_issue_order"]
-
 IssueOrder = Literal["clock_cycle", "microbatch_major", "stage_major"]
 ISSUE_ORDERS: tuple[IssueOrder, ...] = ("clock_cycle", "microbatch_major", "stage_major")
 

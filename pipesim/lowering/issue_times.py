@@ -9,8 +9,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["fill_issue_times", "issue_times"]
-
 
 def issue_times(
     graph: TaskGraph, launch: NDArray[np.float64], row: Ints | None = None

@@ -50,9 +50,7 @@ from pipesim.lowering.parameter_shards import (
 from pipesim.lowering.receive_before_recompute import gradients_first
 from pipesim.lowering.recompute_and_steps import clock_cycles, with_recomputes_and_steps
 from pipesim.lowering.recomputed_microbatches import (
-    RECOMPUTE,
     Chosen,
-    Recompute,
     recompute_label,
     with_chosen,
 )
@@ -60,8 +58,6 @@ from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
 from pipesim.scheduling.subsets import forward_actions
-
-__all__ = ["RECOMPUTE", "Recompute", "lower"]
 
 
 def lower(

@@ -23,9 +23,6 @@ from pipesim.lowering.recomputed_microbatches import RECOMPUTE
 from pipesim.scheduling.placement import LAYOUTS
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["STREAMS", "Streams", "check_options", "checked_collectives", "checked_sharded",
-           "forward_collectives"]  # fmt: skip
-
 Streams = Literal["per_peer", "single", "per_microbatch"]
 STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
 #: Values of each option of `pipesim.lower` that is a name. All others that `check_options` takes

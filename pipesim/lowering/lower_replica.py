@@ -18,8 +18,6 @@ from pipesim.lowering.recomputed_microbatches import recompute_label
 from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["lower_replica"]
-
 
 def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
     """Return the graph of one replica.

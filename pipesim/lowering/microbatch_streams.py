@@ -21,8 +21,6 @@ from pipesim.ops import TRANSFERS
 from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["with_streams_of_microbatches"]
-
 #: A kind and its costs, and a stream with its queue, by measurement.
 _BYTES_PER_STREAM = 1000
 

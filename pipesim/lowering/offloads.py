@@ -27,8 +27,6 @@ from pipesim.ops import KEPT, LISTED, RECVS, SENDS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-__all__ = ["Offloads", "checked_offloads", "with_offloads"]
-
 Bools = NDArray[np.bool_]
 _CONSUMERS = frozenset({Op.R, Op.B, Op.I})
 _INPUT = KEPT.index("input")

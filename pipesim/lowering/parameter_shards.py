@@ -29,15 +29,6 @@ from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 from pipesim.utils.texts import parse_int
 
-__all__ = [
-    "SHARD_PARAMETERS",
-    "ParameterShards",
-    "ShardParameters",
-    "checked_parameter_shards",
-    "checked_shard_parameters",
-    "with_parameter_shards",
-]
-
 ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
 SHARD_PARAMETERS = ("none", "every", "step")
 _FORWARD, _BACKWARD = range(len(PASSES))

@@ -10,8 +10,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import RECVS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["gradients_first"]
-
 
 def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
     """Return the order in which each RECV_B comes before the R of its stage and micro-batch.

@@ -19,8 +19,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-__all__ = ["clock_cycles", "with_recomputes_and_steps"]
-
 
 def with_recomputes_and_steps(
     schedule: Schedule,

@@ -14,8 +14,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.scheduling.subsets import kept_actions
 from pipesim.utils.csr import Ints
 
-__all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]
-
 #: Modes of recompute. `Chosen` adds ``"listed"``: the micro-batches that the schedule lists.
 Recompute = Literal["never", "always", "except_last"]
 Chosen = Recompute | Literal["listed"]

@@ -13,8 +13,6 @@ from pipesim.errors import ArgumentError, check_name
 from pipesim.models.splits.placed_split import is_word
 from pipesim.models.transformer import Transformer
 
-__all__ = ["costs_from_sizes"]
-
 
 def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.

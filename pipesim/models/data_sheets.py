@@ -45,8 +45,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DATA_SHEETS", "SOURCES", "DataSheet", "gpus"]
-
 
 @dataclass(frozen=True)
 class DataSheet:

@@ -1,7 +1,4 @@
-"""`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory.
-
-The file has more than 300 lines: one class, most of it docstrings.
-"""
+"""`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from pipesim.calibration.calibration import Calibration
     from pipesim.network.network import Network
 
-__all__ = ["GPU", "as_gpu"]
 
 #: Units of the fields that must be above 0, and of those that may be 0.
 _RATES = {

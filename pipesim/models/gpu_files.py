@@ -11,8 +11,6 @@ from pipesim.network.network import Network
 from pipesim.network.presets import EFFICIENCY
 from pipesim.utils.files import check_path, read_json
 
-__all__ = ["GpuTable", "fitted_preset", "gpu_table", "has_gpu_table"]
-
 #: Factors of a network in a file.
 _FACTORS = ("network_efficiency", "network_latency")
 #: Keys of a saved calibration.

@@ -11,17 +11,6 @@ from pipesim.errors import CostsError, number, suggestion
 from pipesim.utils.files import read_text
 from pipesim.utils.texts import csv_rows, parse_float
 
-__all__ = [
-    "COLUMNS",
-    "EXAMPLE",
-    "NAMES",
-    "check_header",
-    "checked_value",
-    "column_values",
-    "joint_values",
-    "read_columns",
-]
-
 #: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
 #: `input_grad` and `weight_grad`.
 COLUMNS = tuple(name for name in VALUE_FIELDS if name != "launch")

@@ -1,8 +1,7 @@
 """`Layers`: seconds and bytes of each layer of a model, and costs of any split into stages.
 
 Layers are in the order of the forward. A stage has consecutive layers: its seconds and bytes are
-the sums of theirs, and its output is that of its last layer. The file has more than 300 lines: one
-class, half of it docstrings, and the sums of its stages.
+the sums of theirs, and its output is that of its last layer.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from pipesim.utils.units import Bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Layers", "as_layers"]
 
 #: Columns in which the value of a stage is that of its last layer, not a sum.
 _LAST_LAYER = ("output_bytes", "output_seconds")

@@ -10,16 +10,6 @@ from pipesim.models.shard_sizes import FP32_BYTES, MASK_BYTES, Matrix, fuses_wei
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "Operation",
-    "Tensors",
-    "branch_bytes",
-    "elements",
-    "norm_operation",
-    "shard_tensors",
-    "weight_grad_bytes",
-]
-
 
 class Operation(NamedTuple):
     """Bytes of an operation of one micro-batch on one GPU.

@@ -18,7 +18,6 @@ from pipesim.models.size_checks import check_divides, check_size
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["Lengths", "Slices", "costs_of_shards", "microbatch_shards"]
 
 #: For each micro-batch, the tokens of its sequences, or of each document packed into one.
 Lengths = Sequence[int | Sequence[int]]

@@ -25,8 +25,6 @@ from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.utils.units import Bytes
 
-__all__ = ["model_costs"]
-
 #: Arguments of a shard that settings always have.
 _ALWAYS = (
     "microbatch_size", "tensor_parallel", "sequence_parallel", "recompute", "flash_attention",

@@ -15,8 +15,6 @@ from pipesim.errors import check_name
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["published_sizes", "transformers"]
-
 
 @dataclass(frozen=True)
 class _Published:

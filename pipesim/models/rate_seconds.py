@@ -13,8 +13,6 @@ from pipesim.models.stage_layers import mean_layer, per_stage
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["RateSeconds"]
-
 
 @dataclass(frozen=True)
 class RateSeconds:

@@ -14,8 +14,6 @@ from pipesim.models.stage_seconds import GpuSeconds, stage_seconds
 from pipesim.models.tensor_parallel import Shard
 from pipesim.network.network import Network
 
-__all__ = ["ShardCosts", "shard_workload"]
-
 
 class ShardCosts:
     """Costs of the stages of a shard on its devices, called with the layers of each stage.

@@ -8,16 +8,6 @@ if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
     from pipesim.models.transformer import Transformer
 
-__all__ = [
-    "FP32_BYTES",
-    "MASK_BYTES",
-    "Matrix",
-    "attention_matrices",
-    "fuses_weight_grads",
-    "layer_matrices",
-    "routed_matrices",
-    "shared_matrices",
-]
 
 #: Bytes of a number in 32 bits: a logit of the loss (arXiv 2205.05198, section 4), a row's sum of
 #: exponentials (arXiv 2307.08691, section 3.1).

@@ -10,7 +10,6 @@ from pipesim.errors import ArgumentError, check_count, number
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["check_divides", "check_size", "checked_documents", "checked_value"]
 
 #: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
 _LARGEST, _LARGEST_VALUE = 10**15, 1e100

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pipesim.models.transformer import Transformer
 
-__all__ = ["StageKey", "mean_layer", "per_stage", "stage_keys"]
-
 
 class StageKey(NamedTuple):
     """Layers of a stage on which its values depend.

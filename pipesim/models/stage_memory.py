@@ -59,15 +59,6 @@ from pipesim.models.stage_layers import StageKey, stage_keys
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "Operation",
-    "embedding_operations",
-    "head_operations",
-    "kept_bytes",
-    "layer_operations",
-    "stage_workspaces",
-]
-
 
 @lru_cache(maxsize=256)
 def layer_operations(shard: Shard, *, experts: bool = False) -> tuple[Operation, ...]:

@@ -28,9 +28,8 @@ from pipesim.models.kernels.group_collectives import (
     PartCollectives,
     group_collectives,
 )
-from pipesim.models.kernels.kernel_sizes import KernelSizes
+from pipesim.models.kernels.kernel_sizes import KernelSizes, OperationKernels
 from pipesim.models.kernels.layer_kernels import (
-    OperationKernels,
     embedding_kernels,
     head_kernels,
     layer_kernels,
@@ -45,8 +44,6 @@ from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
-
-__all__ = ["GpuSeconds", "RateSeconds", "StageSeconds", "stage_seconds"]
 
 
 def stage_seconds(

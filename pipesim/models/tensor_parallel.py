@@ -1,7 +1,6 @@
 """`Shard`: bytes, parameters and FLOPs of one GPU of a device that computes a `Transformer`.
 
-Letters and sources are those of `pipesim.models.transformer`. The file has more than 300 lines: one
-class of short properties, half of it the docstrings of their formulas.
+Letters and sources are those of `pipesim.models.transformer`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ from pipesim.models.stage_memory import (
 )
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
-
-__all__ = ["Shard"]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Larg
 Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 Experts: Jiang et al., "Mixtral of Experts", arXiv 2401.04088. Shared experts and latent attention:
 DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.
-
-The file has more than 300 lines: one class of short methods, and the docstrings of their formulas.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from pipesim.scheduling.placement import Placement
     from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["RECOMPUTE", "LayerRecompute", "Transformer"]
 
 LayerRecompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")

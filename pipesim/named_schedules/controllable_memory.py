@@ -40,11 +40,10 @@ from pipesim.named_schedules.costed_orders import (
     with_equal_microbatches,
 )
 from pipesim.named_schedules.shortest_order import shortest_order
+from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
-
-__all__ = ["v_half", "v_min"]
 
 #: Units from one micro-batch to the next in the steady state: F, I and W of two stages.
 _INTERVAL = 6

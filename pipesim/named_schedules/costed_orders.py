@@ -28,8 +28,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.device_spans import longest_span
 
-__all__ = ["CostedOrders", "Score", "costed_orders", "list_lanes", "with_equal_microbatches"]
-
 
 class Score(NamedTuple):
     """Longest span of a device, first start to last end, and makespan (s)."""

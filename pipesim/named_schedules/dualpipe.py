@@ -16,13 +16,12 @@ from pipesim.named_schedules.patterns import (
     number_microbatches,
     v_shaped_columns,
 )
+from pipesim.scheduling.closed_forms import ClosedForm, Counts
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import bidirectional, v_shaped
-from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
-
-__all__ = ["dualpipe", "dualpipev"]
 
 
 @register(

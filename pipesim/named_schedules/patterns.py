@@ -19,15 +19,6 @@ from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import CSR
 
-__all__ = [
-    "Phase",
-    "alternate",
-    "alternating_schedule",
-    "expand_phases",
-    "number_microbatches",
-    "v_shaped_columns",
-]
-
 #: Actions and how often they are repeated. ``F0`` is the F of the device's first chunk, ``F1``
 #: that of its second one; ``F0&B1`` are overlapped.
 Phase = tuple[str, int]

@@ -16,8 +16,6 @@ from pipesim.named_schedules.costed_orders import CostedOrders, list_lanes
 from pipesim.ops import Op
 from pipesim.order_search import LaneOrder, OrderProblem, improve, meets
 
-__all__ = ["shortest_order"]
-
 #: Priorities that are tried besides a schedule's own ones.
 _PRIORITIES = ("forward_first", "backward_first")
 #: Least gap before the next F or I that a W may start in, as a share of the seconds of W.

@@ -11,9 +11,10 @@ from pipesim.named_schedules.costed_orders import costed_orders, with_equal_micr
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.order_search import lane_order
+from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 

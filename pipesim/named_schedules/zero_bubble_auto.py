@@ -26,12 +26,11 @@ from pipesim.list_scheduling.changed_problems import with_equal_lengths
 from pipesim.list_scheduling.problem import make_problem
 from pipesim.named_schedules.costed_orders import costed_orders, with_equal_microbatches
 from pipesim.named_schedules.zero_bubble_variants import best_variant
+from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.placement import linear
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.units import Bytes
-
-__all__ = ["zb_1p", "zb_2p"]
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
 

@@ -13,8 +13,6 @@ from pipesim.list_scheduling.problem import Problem
 from pipesim.named_schedules.costed_orders import CostedOrders, Score, list_lanes
 from pipesim.order_search import LaneOrder, meets
 
-__all__ = ["best_variant"]
-
 #: Forwards in flight on a device for each device after it: 1 in ZB-H1, 2 in ZB-H2.
 _SLOPES = (2.0, 1.0, 2.25, 2.5, 1.5)
 #: Least gap before the next F or I that a W may start in, as a share of the seconds of W.

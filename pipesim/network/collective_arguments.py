@@ -14,8 +14,6 @@ from pipesim.network.links import MAX_DEVICE
 from pipesim.network.routes import Router
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["checked_matrix", "checked_members", "finite_seconds"]
-
 
 def checked_members(
     what: str, nbytes: object, devices: Iterable[Any]

@@ -32,18 +32,6 @@ from pipesim.network.links import Nodes
 from pipesim.network.node_collectives import group_of_devices, ring, tree
 from pipesim.network.routes import Paths, Router
 
-__all__ = [
-    "all_reduce_formula",
-    "all_to_all",
-    "all_to_all_links",
-    "fastest_all_reduce",
-    "ring_all_reduce",
-    "ring_links",
-    "tree_all_reduce",
-    "tree_links",
-    "uneven_all_to_all",
-]
-
 Devices = NDArray[np.int64]
 
 

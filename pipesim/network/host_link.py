@@ -16,8 +16,6 @@ from pipesim.network.links import (
     checked_speed,
 )
 
-__all__ = ["HostLink", "scaled_link"]
-
 
 @dataclass(frozen=True)
 class HostLink:

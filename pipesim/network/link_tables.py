@@ -14,8 +14,6 @@ from pipesim.network.links import MAX_DEVICE, Link
 from pipesim.utils.files import read_text
 from pipesim.utils.texts import csv_rows, parse_float, parse_floats
 
-__all__ = ["matrix_links", "read_links"]
-
 COLUMNS = ("source", "target", "latency", "bandwidth", "link")
 Pair = tuple[int, int]
 

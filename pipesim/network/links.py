@@ -1,8 +1,4 @@
-"""`Link` and `Nodes`, the parts of a network: links of pairs; nodes with ports and NICs.
-
-The file has more than 300 lines: two classes of short methods that share the checks of their
-fields, half of it docstrings.
-"""
+"""`Link` and `Nodes`, the parts of a network: links of pairs; nodes with ports and NICs."""
 
 from __future__ import annotations
 
@@ -15,16 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
-
-__all__ = [
-    "MAX_DEVICE",
-    "Link",
-    "Nodes",
-    "bandwidth_from_json",
-    "bandwidth_to_json",
-    "check_keys",
-    "checked_speed",
-]
 
 #: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1

@@ -43,8 +43,6 @@ from pipesim.network.routes import Router, Routes
 from pipesim.network.sources import network_fields, preset_host, preset_nodes
 from pipesim.utils.files import check_path
 
-__all__ = ["HostLink", "Link", "Network", "Nodes", "Routes", "all_reduce_seconds"]
-
 #: Algorithms of an all-reduce.
 ALL_REDUCE = {
     "ring": ring_all_reduce,

@@ -28,16 +28,6 @@ from numpy.typing import NDArray
 
 from pipesim.network.links import Nodes
 
-__all__ = [
-    "Group",
-    "gpus_all_to_all",
-    "gpus_ring_step",
-    "group_of_devices",
-    "group_of_gpus",
-    "ring",
-    "tree",
-]
-
 
 class Group(NamedTuple):
     """Members of a collective, as their nodes see them.

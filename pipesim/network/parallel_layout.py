@@ -20,7 +20,6 @@ from pipesim.network.presets import EFFICIENCY
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Layout"]
 
 #: Kinds of parallelism in an order, and the argument with the size of each.
 _SIZES = {

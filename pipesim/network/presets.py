@@ -71,7 +71,6 @@ from pipesim.network.links import Nodes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["EFFICIENCY", "MACHINES", "Machine", "machine", "machines"]
 
 #: Share of a machine's nominal bandwidths that messages reach, unless another one is given.
 #: Published steps are predicted with it (``benchmarks/published_steps.py``).

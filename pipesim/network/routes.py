@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from pipesim.errors import NetworkError
 from pipesim.network.links import Link, Nodes
 
-__all__ = ["Paths", "Router", "Routes"]
-
 
 class Routes(NamedTuple):
     """Links, latency and bandwidth of n messages. Messages contend for links in common.

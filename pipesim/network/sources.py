@@ -14,8 +14,6 @@ from pipesim.network.host_link import HostLink, scaled_link
 from pipesim.network.links import Link, Nodes, bandwidth_from_json, check_keys
 from pipesim.network.presets import EFFICIENCY, machine
 
-__all__ = ["KEYS", "NetworkFields", "network_fields", "preset_host", "preset_nodes"]
-
 #: Arguments of `Network.preset` that a table may have besides its name.
 _PRESET_OPTIONS = ("efficiency", "gpus_per_device")
 #: Keys that a table of settings may have for a network.

@@ -28,8 +28,6 @@ from pipesim.order_search.propagation import (
 from pipesim.order_search.state import Lanes, State
 from pipesim.utils.jit import kernel
 
-__all__ = ["anneal", "begin"]
-
 #: Places of the numbers in `State.counts` and `State.values`.
 N_CRITICAL, RANDOM, EVALUATIONS, ACCEPTED = range(4)
 CURRENT, BEST, FIRST_TEMPERATURE, LAST_TEMPERATURE = range(4)

@@ -12,9 +12,6 @@ from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["Times", "evaluate", "fill_peaks", "fill_times", "keeps_limit", "peak_bytes",
-           "receivers"]  # fmt: skip
-
 Floats = NDArray[np.float64]
 
 

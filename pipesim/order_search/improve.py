@@ -24,8 +24,6 @@ from pipesim.order_search.problem import OrderProblem
 from pipesim.order_search.state import lanes_of, new_state, order_of_state
 from pipesim.utils.csr import Ints
 
-__all__ = ["LocalSearch", "improve"]
-
 #: Temperatures at which rounds begin, in turn, and at which they end, in mean seconds of a task.
 _HOT, _COLD = (1.0, 0.3, 3.0), 0.02
 #: Least moves for each task in a round that begins so hot; shorter rounds begin cooler.

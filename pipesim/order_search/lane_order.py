@@ -13,9 +13,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-__all__ = ["LaneOrder", "lane_order", "n_microbatches", "occurrences", "path_counts", "rows_of",
-           "schedule_of"]  # fmt: skip
-
 
 class LaneOrder(NamedTuple):
     """The order of each device: the lanes of its tasks; and the order of micro-batches.

@@ -10,8 +10,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["channels", "kind_numbers", "messages"]
-
 Floats = NDArray[np.float64]
 
 

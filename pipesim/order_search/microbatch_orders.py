@@ -12,8 +12,6 @@ from pipesim.order_search.objective import Objective
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 
-__all__ = ["anneal_microbatches", "first_microbatch_orders"]
-
 #: Temperature at which annealing ends, in mean seconds of a task, and share of swaps among moves.
 _COLD, _SWAPS = 0.02, 0.5
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipesim.order_search.state import Lanes, State
 
-__all__ = ["move_earlier", "move_later", "sum_bytes", "sum_seconds"]
-
 
 def sum_seconds(lanes: Lanes, state: State, device: int, first: int, last: int) -> None:
     """Sum the seconds from each position ``first`` to ``last`` to the end of the device."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["OBJECTIVES", "ROUNDING", "Objective", "checked_bound", "meets"]
-
 Objective = Literal["makespan", "span"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 

@@ -18,8 +18,6 @@ from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["best_copy", "period_copy", "periods_of"]
-
 Floats = NDArray[np.float64]
 #: Micro-batches of the periods that are copied.
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)

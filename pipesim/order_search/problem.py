@@ -25,9 +25,6 @@ from pipesim.timeline.memory_limit import limits_beyond_static
 from pipesim.timeline.task_bytes import kind_bytes, workspaces
 from pipesim.utils.csr import Ints, bincount
 
-__all__ = ["OrderProblem", "counts_all_costs", "has_equal_microbatches", "is_split",
-           "order_problem"]  # fmt: skip
-
 Floats = NDArray[np.float64]
 
 

@@ -6,8 +6,6 @@ import math
 
 from pipesim.order_search.state import Lanes, State
 
-__all__ = ["device_value", "objective_value", "propagate", "undo_times"]
-
 #: Share by which sums of seconds may exceed a bound on them, since they are rounded.
 _ROUNDING = 1e-12
 

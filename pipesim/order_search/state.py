@@ -16,8 +16,6 @@ from pipesim.order_search.lane_order import LaneOrder, occurrences, rows_of
 from pipesim.order_search.problem import OrderProblem, has_equal_microbatches
 from pipesim.utils.csr import Ints
 
-__all__ = ["Lanes", "State", "first_tasks", "lanes_of", "new_state", "order_of_state"]
-
 Floats = NDArray[np.float64]
 
 

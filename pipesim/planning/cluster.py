@@ -1,7 +1,4 @@
-"""`Cluster`: the GPUs of a training run, their nodes, network and memory.
-
-More than 300 lines: one class, most of it docstrings.
-"""
+"""`Cluster`: the GPUs of a training run, their nodes, network and memory."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from pipesim.planning.cluster_parts import (
     machines_network,
 )
 from pipesim.utils.units import Bytes
-
-__all__ = ["Cluster"]
 
 #: Keys of a mapping that describes a cluster.
 _KEYS = (

@@ -16,15 +16,6 @@ from pipesim.network.network import Network
 from pipesim.network.presets import machine as machine_named
 from pipesim.utils.units import Bytes, in_bytes
 
-__all__ = [
-    "GpuLike",
-    "NodeGroup",
-    "checked_network",
-    "checked_share",
-    "groups_of_nodes",
-    "machines_network",
-]
-
 _EXAMPLE = 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)'
 #: A GPU in any form that `pipesim.Transformer.costs` takes.
 GpuLike = GPU | Mapping[str, Any] | Path | str

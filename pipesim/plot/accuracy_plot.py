@@ -10,12 +10,12 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_numbers
 from pipesim.ops import Op
 from pipesim.plot.paper_figure import SMALL, axes_or_new, figure, label, set_title, titles_fit
-from pipesim.plot.style import INK, PALETTE, time_unit
+from pipesim.plot.style import INK, PALETTE
+from pipesim.utils.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["accuracy"]
 
 #: Error of a prediction that the band shows, as a share.
 BAND = 0.1

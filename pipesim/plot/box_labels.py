@@ -12,8 +12,6 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
-__all__ = ["BoxLabels", "points_per_unit"]
-
 Floats = NDArray[np.float64]
 
 #: Smallest and largest size of a number (points). Publishers ask for 6 or more.

@@ -19,14 +19,14 @@ from pipesim.plot.paper_figure import (
     set_title,
     thinned_ticks,
 )
-from pipesim.plot.style import PALETTE, byte_unit, format_bytes, format_time, time_unit
+from pipesim.plot.style import PALETTE
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import byte_unit, format_bytes, format_time, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["bars", "memory"]
 
 #: With more devices than this, lines are solid and thin, and the legend names only some.
 FEW = 8

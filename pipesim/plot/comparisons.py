@@ -20,13 +20,13 @@ from pipesim.plot.paper_figure import (
     set_title,
     titles_fit,
 )
-from pipesim.plot.style import INK, format_error, format_time, n_chunks, time_unit
+from pipesim.plot.style import INK, format_error, n_chunks
+from pipesim.utils.units import format_time, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ROWS_PER_DEVICE", "comparison", "overlay"]
 
 #: Share of white in the colours of a prediction; its outline has the full colour.
 TINT = 0.6

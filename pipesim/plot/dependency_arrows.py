@@ -15,8 +15,6 @@ from pipesim.plot.lanes import TaskLanes
 from pipesim.plot.style import INK
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["draw_dependencies"]
-
 Indices = NDArray[np.int64]
 
 

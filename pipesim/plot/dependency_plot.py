@@ -19,7 +19,6 @@ from pipesim.plot.paper_figure import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["dependencies"]
 
 #: Most tasks on compute streams of a graph that is drawn.
 MOST_NODES = 300

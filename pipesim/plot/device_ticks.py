@@ -10,8 +10,6 @@ from matplotlib.ticker import Locator
 
 from pipesim.plot.paper_figure import axes_size, thinned_ticks
 
-__all__ = ["DeviceTicks"]
-
 
 class DeviceTicks(Locator):
     """Ticks of a vertical axis with a row a device.

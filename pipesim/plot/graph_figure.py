@@ -23,8 +23,6 @@ from pipesim.plot.node_labels import NodeTexts
 from pipesim.plot.paper_figure import SMALL
 from pipesim.plot.style import INK, device_colours, text_colours
 
-__all__ = ["draw_arrows", "draw_nodes", "legend_handles"]
-
 Floats = NDArray[np.float64]
 
 #: Of each sort of arrow: colour, line style, width (points), and drawing order.

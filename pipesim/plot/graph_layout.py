@@ -30,8 +30,6 @@ from pipesim.ops import (
 )
 from pipesim.utils.csr import Ints
 
-__all__ = ["CODES", "Arrow", "GraphLayout", "lay_out"]
-
 Floats = NDArray[np.float64]
 
 #: Width and height of a node on a compute stream, and its width if the figure has side nodes; in

@@ -23,19 +23,10 @@ from pipesim.plot.html_parts import (
     table_html,
 )
 from pipesim.plot.notebook import frame_html, picture
-from pipesim.plot.style import (
-    LABELS,
-    chunks,
-    format_bytes,
-    format_error,
-    format_time,
-    shades,
-)
+from pipesim.plot.style import LABELS, chunks, format_error, shades
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import format_numbers
-
-__all__ = ["comparison_html", "graph_html", "schedule_html", "timeline_html"]
+from pipesim.utils.units import format_bytes, format_numbers, format_time
 
 #: Most devices and clock cycles that are shown of large schedules and graphs.
 MAX_DEVICES, MAX_CYCLES = 32, 64

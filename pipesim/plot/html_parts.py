@@ -15,18 +15,6 @@ from pipesim.plot.style import text_colours
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "CELL",
-    "HEAD",
-    "TABLE",
-    "cell_html",
-    "figure_html",
-    "figure_png",
-    "note_html",
-    "omitted_html",
-    "omitted_text",
-    "table_html",
-]
 
 #: CSS of tables, of their coloured cells, and of the first cell of a row.
 TABLE = "border-collapse:separate;border-spacing:1px;font-size:11px;line-height:1.5"

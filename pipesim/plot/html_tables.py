@@ -15,8 +15,6 @@ from pipesim.plot.html_parts import note_html, omitted_html, omitted_text, table
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.units import format_bytes, format_decimal, format_time
 
-__all__ = ["costs_html", "gpu_html", "layers_html", "placement_html", "transformer_html"]
-
 #: Most stages, layers and devices that are shown, a row each, and most stages of a device.
 MAX_STAGES, MAX_LAYERS, MAX_DEVICES, MAX_CHUNKS = 64, 32, 32, 16
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle import CAUSES, Cause, idle_by_cause
+from pipesim.analysis.idle import CAUSES, idle_by_cause
+from pipesim.analysis.idle_gaps import Cause
 from pipesim.ops import Op
 from pipesim.plot.paper_figure import (
     add_legend,
@@ -17,14 +18,14 @@ from pipesim.plot.paper_figure import (
     set_device_rows,
     set_title,
 )
-from pipesim.plot.style import PALETTE, shades, text_colours, time_unit
+from pipesim.plot.style import PALETTE, shades, text_colours
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.container import BarContainer
 
-__all__ = ["idle"]
 
 Floats = NDArray[np.float64]
 

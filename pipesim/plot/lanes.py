@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["TaskLanes", "lanes", "rows"]
-
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipesim.network.parallel_layout import Layout
 from pipesim.plot.html_parts import note_html, omitted_html, omitted_text, table_html
 
-__all__ = ["layout_html"]
-
 #: Most GPUs that are shown.
 MAX_GPUS = 64
 

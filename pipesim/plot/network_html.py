@@ -12,8 +12,6 @@ from pipesim.network.network import Network
 from pipesim.plot.html_parts import note_html, omitted_html, table_html
 from pipesim.utils.units import format_decimal, format_time
 
-__all__ = ["network_html"]
-
 #: Most links and kinds of links that are shown, a row each; most pairs of a link; most devices of
 #: the table of routes.
 MAX_LINKS, MAX_PAIRS, MAX_DEVICES = 16, 4, 8

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from pipesim.errors import LegibilityWarning
 from pipesim.plot.box_labels import HEIGHT, WIDTH, BoxLabels, Floats, points_per_unit
 
-__all__ = ["NodeTexts"]
-
 
 class NodeTexts(BoxLabels):
     """Texts in the middle of nodes, or shorter codes where the texts do not fit.

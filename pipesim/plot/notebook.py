@@ -17,7 +17,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MAX_FRAMED", "frame_html", "mimebundle", "picture"]
 
 #: Tasks of a timeline up to which a notebook shows its page: larger pages are for files.
 MAX_FRAMED = 20_000

@@ -18,8 +18,6 @@ from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.plot.style import INK
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["draw_frames", "frame_entry"]
-
 Floats = NDArray[np.float64]
 
 #: Width of a frame's line (points).

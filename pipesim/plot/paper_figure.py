@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "ONE_COLUMN",
-    "TWO_COLUMNS",
-    "add_legend",
-    "axes_or_new",
-    "axes_size",
-    "check_drawable",
-    "check_height",
-    "end_of_axis",
-    "figure",
-    "figure_with_axes",
-    "label",
-    "legend_options",
-    "save",
-    "set_device_rows",
-    "set_title",
-    "thinned_ticks",
-    "titles_fit",
-    "width_of",
-]
 
 #: Widths of one and of two columns of an IEEE paper, inches.
 ONE_COLUMN, TWO_COLUMNS = 3.5, 7.16

@@ -11,8 +11,6 @@ from pipesim.ops import Op
 from pipesim.plot.paper_figure import FONT, SMALL, check_height, width_of
 from pipesim.plot.style import PALETTE
 
-__all__ = ["paper_style"]
-
 #: Colour, dashes and marker of successive lines. Each of them alone tells lines apart.
 _LINES: tuple[tuple[str, Any, str], ...] = (
     (PALETTE[Op.REDUCE_GRAD], "-", "o"),

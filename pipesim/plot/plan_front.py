@@ -15,14 +15,13 @@ from pipesim.plot.paper_figure import (
     label,
     set_title,
 )
-from pipesim.plot.style import INK, PALETTE, byte_unit, format_bytes, time_unit
-from pipesim.utils.units import Bytes, in_bytes
+from pipesim.plot.style import INK, PALETTE
+from pipesim.utils.units import Bytes, byte_unit, format_bytes, in_bytes, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["plan_front"]
 
 #: Columns of the table that are drawn.
 _COLUMNS = ("step", "memory", "schedule")

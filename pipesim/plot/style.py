@@ -11,29 +11,6 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.utils.units import TIME_UNITS, byte_unit, format_bytes, format_time, time_unit
-
-__all__ = [
-    "DEVICES",
-    "HATCHED",
-    "INK",
-    "LABELS",
-    "OUTLINES",
-    "PALETTE",
-    "TIME_UNITS",
-    "UNFINISHED",
-    "byte_unit",
-    "chunks",
-    "device_colours",
-    "format_bytes",
-    "format_error",
-    "format_time",
-    "n_chunks",
-    "shades",
-    "text_colours",
-    "time_unit",
-    "whiteness",
-]
 
 Floats = NDArray[np.float64]
 

@@ -36,14 +36,6 @@ from pipesim.plot.style import (
 )
 from pipesim.timeline.timeline import Timeline
 
-__all__ = [
-    "DASHES",
-    "TaskBoxes",
-    "draw_boxes",
-    "draw_bubbles",
-    "legend_entries",
-]
-
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 

@@ -22,14 +22,14 @@ from pipesim.plot.paper_figure import (
     set_title,
     width_of,
 )
-from pipesim.plot.style import n_chunks, time_unit
+from pipesim.plot.style import n_chunks
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["panels", "timeline"]
 
 Flags = NDArray[np.bool_]
 

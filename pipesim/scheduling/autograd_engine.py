@@ -18,8 +18,6 @@ from typing import NamedTuple
 from pipesim.ops import Action, Op
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["engine_order", "newest_first"]
-
 #: Thread that created a node; nodes of the caller's thread have the larger sequence numbers.
 _WORKER, _CALLER = range(2)
 #: Upper bound of the memory of the nodes of a stage and micro-batch.

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, number
 
-__all__ = ["ClosedForm", "Counts", "call_with_known", "check_counts", "check_form"]
-
 
 @dataclass(frozen=True)
 class ClosedForm:

@@ -8,8 +8,6 @@ from typing import NamedTuple, NoReturn
 from pipesim.errors import ScheduleError
 from pipesim.ops import SENDS, Action, Op
 
-__all__ = ["CsvCell", "cell_place", "check_messages", "refuse"]
-
 #: Operation of the other end of a message, and the offset of its stage.
 _OTHER_END = {
     Op.SEND_F: (Op.RECV_F, +1),

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pipesim.errors import ScheduleError
 from pipesim.utils.texts import checksum, checksum_mismatch
 
-__all__ = ["check_signature", "signed_grid", "signed_rows", "unsigned"]
-
 _DIGITS = 16
 _SIGNATURE = re.compile(rf" (sha256:[0-9a-f]{{{_DIGITS}}})(?=[,\s]|$)")
 

@@ -22,8 +22,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_bytes, write_text
 from pipesim.utils.texts import csv_rows
 
-__all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
-
 _FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
 _NEEDS = "path: a schedule's file must be"
 _LABEL = re.compile(r"\s*(?:(?:device|rank)\s+([0-9]{1,9}))?\s*\|")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pipesim.errors import ArgumentError, check_count
 from pipesim.ops import Action, Overlapped
 
-__all__ = ["grid_text"]
-
 
 def grid_text(
     orders: Sequence[Sequence[Action | Overlapped]], mark: tuple[int, int] | None, width: int

@@ -12,8 +12,6 @@ from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.order_columns import single_actions
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["infer_file_placement", "infer_placement"]
-
 Order = Sequence[Action | Overlapped]
 
 

@@ -9,16 +9,6 @@ from pipesim.errors import CapacityError
 from pipesim.utils import host_memory
 from pipesim.utils.host_memory import bytes_text, check_memory, count_text
 
-__all__ = [
-    "BYTES_PER_TASK",
-    "FEWER_TASKS",
-    "check_graph",
-    "check_microbatches",
-    "check_schedule",
-    "check_stages",
-    "check_tasks",
-]
-
 #: Advice for a schedule or a graph that would not fit.
 FEWER_TASKS = "use fewer micro-batches, devices or replicas"
 #: Bytes of each task in a graph, and 8 more while the graph is built.

@@ -14,8 +14,6 @@ from pipesim.utils.csr import Ints
 if TYPE_CHECKING:
     from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["with_microbatch_order"]
-
 
 def with_microbatch_order(schedule: Schedule, order: object) -> Schedule:
     """Return `Schedule.with_microbatch_order`."""

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError
 from pipesim.ops import Action, Overlapped
 
-__all__ = ["DeviceOrder", "action_columns", "checked_columns", "join_overlapped", "single_actions"]
-
 #: ``(ops, stages, microbatches)`` of a device, and optionally which F are overlapped.
 DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
 

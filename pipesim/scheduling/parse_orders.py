@@ -11,8 +11,6 @@ from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import LISTED, Action, Op, Overlapped, parse_action
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["parse_orders"]
-
 #: Largest number of a stage or a micro-batch: columns have 32 bits.
 _LARGEST = int(np.iinfo(np.int32).max)
 #: Actions between two checks of the memory; bytes of each action until it is in columns.

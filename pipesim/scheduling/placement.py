@@ -1,7 +1,4 @@
-"""Placements: which device holds which stage.
-
-Over 300 lines: docstrings of public names are most of it.
-"""
+"""Placements: which device holds which stage."""
 
 from __future__ import annotations
 
@@ -16,18 +13,6 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count
 from pipesim.scheduling.memory_checks import check_microbatches, check_stages
-
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "Placement",
-    "bidirectional",
-    "linear",
-    "looped",
-    "replica_devices",
-    "v_shaped",
-    "waves",
-]
 
 Layout = Literal["replica_major", "stage_major"]
 LAYOUTS: tuple[Layout, ...] = ("replica_major", "stage_major")

@@ -13,17 +13,6 @@ from pipesim.ops import Action, Overlapped
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = [
-    "Build",
-    "PlacementLike",
-    "builder",
-    "check_built",
-    "check_required",
-    "checked_name",
-    "name_user_errors",
-    "required_options",
-]
-
 Build = Callable[..., Schedule]
 #: A placement, a function of the number of devices that returns it, or None to infer it.
 PlacementLike = Placement | Callable[[int], Placement] | None

@@ -1,7 +1,4 @@
-"""The registry of named schedules, and their closed forms.
-
-Over 300 lines: docstrings of public names are half of it.
-"""
+"""The registry of named schedules, and their closed forms."""
 
 from __future__ import annotations
 
@@ -45,16 +42,6 @@ from pipesim.scheduling.schedule import Recipe, Schedule
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "ClosedForm",
-    "Counts",
-    "ScheduleInfo",
-    "options_of_schedules",
-    "register",
-    "schedule",
-    "schedule_info",
-    "schedules",
-]
 
 _UNKNOWN = ClosedForm("", lambda p, m: math.nan, exact=False)
 _ONE = ClosedForm("1", lambda p, m: 1)

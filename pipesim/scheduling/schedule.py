@@ -1,7 +1,4 @@
-"""`Schedule`: each device's order of compute actions.
-
-Over 300 lines: one class of small methods, half of it docstrings.
-"""
+"""`Schedule`: each device's order of compute actions."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ from pipesim.scheduling.order_columns import (
 from pipesim.scheduling.parse_orders import parse_orders
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["VERSIONS", "Recipe", "Schedule", "Versions"]
 #: Which weights the F of a micro-batch sees; see `Schedule`.
 Versions = Literal["one", "stashed", "double_buffered"]
 VERSIONS: tuple[Versions, ...] = ("one", "stashed", "double_buffered")

@@ -11,8 +11,6 @@ from pipesim.errors import ScheduleError, check_count
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["fewer_microbatches", "forward_actions", "kept_actions"]
-
 
 def kept_actions(schedule: Schedule, kept: NDArray[np.bool_]) -> Schedule:
     """Return the schedule with the actions that ``kept`` marks, in the same order.

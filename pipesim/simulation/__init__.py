@@ -1,6 +1,7 @@
 """Simulate task graphs: engines, noise and scenarios."""
 
-from pipesim.simulation.noise import Empirical, Failures, LogNormal, Noise, Normal
+from pipesim.simulation.distributions import Empirical, Failures, LogNormal, Normal
+from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
 

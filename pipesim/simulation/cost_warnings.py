@@ -13,8 +13,6 @@ from pipesim.network.network import Network
 from pipesim.network.node_collectives import group_of_gpus
 from pipesim.ops import Op
 
-__all__ = ["warn_of_costs"]
-
 
 def warn_of_costs(graph: TaskGraph, costs: object, stacklevel: int) -> None:
     """Warn where costs of a transformer do not suit their network or the recompute of a graph.

@@ -1,7 +1,4 @@
-"""Distributions of factors on durations, and failures, for `pipesim.Noise`.
-
-More than 300 lines: four short classes, most of them docstrings, and their checks.
-"""
+"""Distributions of factors on durations, and failures, for `pipesim.Noise`."""
 
 from __future__ import annotations
 
@@ -18,16 +15,6 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, PipeError, number
 from pipesim.utils import random_draws
-
-__all__ = [
-    "Distribution",
-    "Empirical",
-    "Failures",
-    "LogNormal",
-    "Normal",
-    "check_distribution",
-    "tabulated",
-]
 
 Floats = NDArray[np.float64]
 #: Largest ``sigma`` of `LogNormal`. The table of draws ends 5.9 standard deviations above the mean

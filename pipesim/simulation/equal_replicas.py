@@ -43,14 +43,6 @@ from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan, with_several_streams
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "HeldLinks",
-    "links_of_first_copy",
-    "run_compiled",
-    "run_equal_replicas_once",
-    "run_simpy",
-]
-
 Floats = NDArray[np.float64]
 Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]
 #: Tasks of a graph for which the compiled engine looks for copies; fewer take about a millisecond.

@@ -1,7 +1,4 @@
-"""Noise: variation of tasks and devices, stragglers, slow links and failures.
-
-More than 300 lines: one class, most of it docstrings.
-"""
+"""Noise: variation of tasks and devices, stragglers, slow links and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.pricing import message_ends
+from pipesim.costs.kind_routes import message_ends
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import (
     ArgumentError,
@@ -23,17 +20,12 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, TRANSFERS, Op
 from pipesim.simulation.distributions import (
     Distribution,
-    Empirical,
     Failures,
-    LogNormal,
-    Normal,
     check_distribution,
     tabulated,
 )
 from pipesim.simulation.noise_checks import checked_factors, distributions_by_name
 from pipesim.utils import random_draws
-
-__all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
 Floats = NDArray[np.float64]
 

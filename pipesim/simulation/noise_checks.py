@@ -10,8 +10,6 @@ import numpy as np
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, number
 from pipesim.ops import COMPUTE
 
-__all__ = ["checked_factors", "distributions_by_name"]
-
 
 def distributions_by_name(task: object) -> dict[str, object]:
     """Return the distributions of compute tasks by their names in error messages.

@@ -29,8 +29,6 @@ from pipesim.simulation.engines.compiled import run_plan
 from pipesim.simulation.engines.plan import Plan, make_plan
 from pipesim.simulation.replica_routes import ReplicaRoutes, SharedRoutes
 
-__all__ = ["OneOfReplicas", "ReplicaTimes", "replica_memory_graph"]
-
 Floats = NDArray[np.float64]
 
 

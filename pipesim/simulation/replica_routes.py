@@ -21,8 +21,6 @@ from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.simulation.equal_replicas import HeldLinks, links_of_first_copy
 from pipesim.utils.csr import Ints
 
-__all__ = ["ReplicaRoutes", "SharedRoutes"]
-
 
 @dataclass(eq=False)
 class ReplicaRoutes:

@@ -1,7 +1,4 @@
-"""`simulate_many`: one graph in many scenarios of noise, on all cores.
-
-Just over 300 lines, with the examples of `Scenarios`.
-"""
+"""`simulate_many`: one graph in many scenarios of noise, on all cores."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ from pipesim.utils.host_memory import check_memory
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Scenarios", "simulate_many"]
 
 Floats = NDArray[np.float64]
 #: Bytes of a scenario: makespan, bubble, number, and its share of the list of parts.

@@ -29,8 +29,6 @@ from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 from pipesim.utils.units import Bytes
 
-__all__ = ["predict_timeline", "simulate", "warn_of_memory_limit"]
-
 #: Columns of costs that must be numbers of at least 0.
 _CHECKED = ("duration", "latency", "launch", "nbytes")
 #: Tasks of a graph of which a warning simulates changes.

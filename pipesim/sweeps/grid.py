@@ -40,8 +40,6 @@ from pipesim.sweeps.settings import (
 from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.host_memory import check_memory, count_text
 
-__all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows"]
-
 Flat = dict[str, Any]
 
 #: Bytes of a row of a sweep (measured).

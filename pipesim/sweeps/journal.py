@@ -14,8 +14,6 @@ from pipesim.errors import ArgumentError
 from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
-__all__ = ["Journal"]
-
 _START = b'{"digest": "'
 
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from pipesim.errors import PipeWarning
 
-__all__ = ["RowWarning", "row_warnings", "show_row_warnings"]
-
 #: Category and text of a warning.
 RowWarning = tuple[type[Warning], str]
 

@@ -6,10 +6,9 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.scheduling.closed_forms import Counts
+from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
-
-__all__ = ["file_counts", "file_digest", "is_file", "source_info"]
 
 _SUFFIXES = (".csv", ".txt")
 

@@ -34,25 +34,6 @@ from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_byt
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
 
-__all__ = [
-    "COUNTS",
-    "FLAT",
-    "LOWERING",
-    "SECONDS",
-    "SETTINGS",
-    "Settings",
-    "cases",
-    "check_counts",
-    "check_layer",
-    "drop_foreign_options",
-    "merge",
-    "nest",
-    "read_grid",
-    "run",
-    "set_value",
-    "setting_path",
-]
-
 Settings = dict[str, Any]
 
 #: Number of devices and of micro-batches: setting, and name in the library.

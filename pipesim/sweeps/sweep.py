@@ -31,7 +31,6 @@ from pipesim.sweeps.worker_pool import LostCall, run_calls
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RESULTS", "run_rows", "sweep"]
 
 #: Results that a row without an error may lack, since they were not finite.
 _MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})

@@ -16,8 +16,6 @@ from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["COST_OPTIONS", "MODEL", "TRANSFORMER", "device_size", "make_model", "transformer_costs"]
-
 #: Sizes of a transformer.
 _SIZES = tuple(field.name for field in fields(Transformer))
 #: Sizes that must be given if there is no model to take them from.

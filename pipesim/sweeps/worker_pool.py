@@ -18,7 +18,6 @@ from pipesim.utils.extras import install_command
 if TYPE_CHECKING:
     import joblib
 
-__all__ = ["LostCall", "run_calls"]
 
 T = TypeVar("T")
 #: Backends of joblib that run calls in this process.

@@ -28,7 +28,6 @@ from pipesim.utils.texts import checksum_mismatch, parse_json
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["arrow_table", "load", "read_frame", "save"]
 
 _WHAT = "a timeline from"
 #: Columns that are read.

@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["align_collectives"]
-
 Floats = NDArray[np.float64]
 
 

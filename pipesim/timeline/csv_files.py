@@ -33,7 +33,6 @@ from pipesim.utils.texts import (
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["is_header", "load", "save"]
 
 #: Line of the first task in a file.
 _FIRST_LINE = 2

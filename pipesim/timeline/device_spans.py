@@ -9,8 +9,6 @@ import numpy as np
 from pipesim.ops import SCHEDULED
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["longest_span"]
-
 
 def longest_span(timeline: Timeline) -> float:
     """Return the longest time of a device from its first start to its last end (s), without STEP.

@@ -23,8 +23,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["Waiting", "waiting_gradients"]
-
 
 class Waiting(NamedTuple):
     """Gradients that wait for their reduction, one entry each.

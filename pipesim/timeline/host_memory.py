@@ -23,7 +23,6 @@ from pipesim.utils.csr import Ints
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["host_memory", "peak_host_memory"]
 
 Floats = NDArray[np.float64]
 

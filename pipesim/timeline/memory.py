@@ -31,16 +31,6 @@ from pipesim.utils.jit import kernel
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "HeldBytes",
-    "OrderBytes",
-    "costs_of",
-    "held_bytes",
-    "in_order_of_time",
-    "order_bytes",
-    "over_time",
-    "peak_memory",
-]
 
 Floats = NDArray[np.float64]
 #: Operations that change bytes and compute nothing, beside reductions and messages.

@@ -15,7 +15,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["memory_breakdown"]
 
 Floats = NDArray[np.float64]
 

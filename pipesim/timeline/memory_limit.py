@@ -18,22 +18,6 @@ from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.units import format_bytes, format_time, in_bytes
 
-__all__ = [
-    "Excess",
-    "checked_memory_limit",
-    "exceeds",
-    "excess_text",
-    "excesses",
-    "fits",
-    "limit_text",
-    "limits_beyond_static",
-    "memory_limit",
-    "memory_limit_bytes",
-    "reserved_memory",
-    "static_text",
-    "too_low_limit",
-]
-
 Floats = NDArray[np.float64]
 #: Relative error that sums of bytes may have.
 _ROUNDING = 1e-12

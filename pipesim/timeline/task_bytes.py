@@ -19,21 +19,6 @@ from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
-__all__ = [
-    "RowBytes",
-    "StaticBytes",
-    "changes",
-    "dropped_activations",
-    "finite_bytes",
-    "gathered_bytes",
-    "kind_bytes",
-    "row_bytes",
-    "static",
-    "static_parts",
-    "weight_versions",
-    "workspaces",
-]
-
 Floats = NDArray[np.float64]
 
 

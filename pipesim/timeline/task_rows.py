@@ -29,18 +29,6 @@ from pipesim.utils.texts import parse_int
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "COUNTS",
-    "INTEGERS",
-    "OPTIONAL",
-    "SECONDS_AND_BYTES",
-    "SETTINGS",
-    "check_all_tasks",
-    "check_rows",
-    "check_shape",
-    "from_rows",
-    "to_rows",
-]
 
 #: Settings that are one of a few texts. A setting is left out if it is the first of them.
 _CHOICES: dict[str, tuple[str, ...]] = {

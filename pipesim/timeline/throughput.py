@@ -9,8 +9,6 @@ from pipesim.costs.workload import Workload
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError, check_type, number
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["mfu", "tokens_per_second"]
-
 #: Share by which sums of seconds may be off.
 _ROUNDING = 1e-9
 

@@ -1,7 +1,6 @@
 """`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded.
 
-The file is longer than 300 lines: docstrings of one class are half of it. Its methods call
-functions of other files, such as `pipesim.timeline.memory`.
+Its methods call functions of other files, such as `pipesim.timeline.memory`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from pipesim.costs.workload import Workload
 
-__all__ = ["COLUMNS", "LONGEST", "Timeline"]
 
 #: Seconds up to which sums and squares of times are finite.
 LONGEST = 1e150

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from pipesim.utils.extras import import_extra
 
-__all__ = ["CollectiveType", "Messages", "NodeType", "delimited", "messages"]
-
 
 class NodeType(IntEnum):
     """Type of a node."""

@@ -4,8 +4,7 @@ Perfetto shows a process a device and a thread a stream. It colours a slice by i
 digits, so that names in torch's form (``0F3``, ``1SEND_F0``) are coloured by operation.
 
 The format is that of "Trace Event Format" (Google, 2016): complete events (``X``), flows (``s``,
-``f``), counters (``C``) and metadata (``M``), in microseconds. Over 300 lines: docstrings of
-public names are a third of it.
+``f``), counters (``C``) and metadata (``M``), in microseconds.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from pipesim.trace.saved_timelines import saved_form
 from pipesim.utils.csr import CSR
 from pipesim.utils.files import check_path, write_whole
 from pipesim.utils.texts import CHECKSUM, checksum
-
-__all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
 
 Event = dict[str, Any]
 Place = Mapping[str, int]

@@ -33,8 +33,6 @@ from pipesim.trace.steps import (
 )
 from pipesim.trace.trace_files import list_files, read_ranks
 
-__all__ = ["ImportedStep", "load"]
-
 
 @dataclass(frozen=True, eq=False)
 class ImportedStep:

@@ -14,17 +14,6 @@ from pipesim.errors import TimelineError, number
 from pipesim.utils.files import gunzip, read_bytes
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch, parse_json, unique_keys
 
-__all__ = [
-    "SAVED",
-    "SIGNATURE",
-    "complete_events",
-    "load",
-    "read_header",
-    "row_labels",
-    "seconds",
-    "signed",
-]
-
 #: Key of pipesim's checksum in a trace's ``otherData``, which viewers ignore.
 SIGNATURE = "pipesim_checksum"
 #: Key of a trace with the timelines that `pipesim.trace.save` wrote, and the same checksum.

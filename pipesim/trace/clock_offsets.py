@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from pipesim.utils.csr import Ints
 
-__all__ = ["ClockBounds", "align_clocks"]
-
 #: Seconds by which clocks may break their bounds and still count as right. A call returns a little
 #: after its message has left.
 TOLERATED = 100e-6

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALL_REDUCE", "collective", "is_communication", "is_launch"]
-
 ALL_REDUCE = "all_reduce"
 #: Ranges and operations of torch.distributed and its backends, by the start of their names.
 _CALLS = re.compile(

@@ -21,8 +21,6 @@ from pipesim.trace.range_names import (
     named_action,
 )
 
-__all__ = ["FIELDS", "Place", "RangeReader", "RangeRules", "range_readers"]
-
 Event = Mapping[str, Any]
 _Labels = Mapping[tuple[str, str, str], object]
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from pipesim.errors import TimelineError
 from pipesim.utils.files import check_path, is_folder
 
-__all__ = ["files_of"]
-
 
 def files_of(paths: Path | str | Iterable[Path | str], pattern: str) -> list[Path]:
     """Return the files of a folder that match ``pattern``, by name; or files in their order.

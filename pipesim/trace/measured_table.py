@@ -39,7 +39,6 @@ from pipesim.utils.files import check_path, gunzip, read_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["read_step"]
 
 Floats = NDArray[np.float64]
 _WHAT = "a table of tasks from"

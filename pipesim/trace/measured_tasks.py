@@ -27,8 +27,6 @@ from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.trace.schedule_names import schedule_name
 from pipesim.utils.csr import Ints
 
-__all__ = ["MeasuredStep", "MeasuredTasks", "latest_ends", "timeline_of", "with_parts"]
-
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 #: Largest residual, relative to the makespan, without a warning that the clocks disagree.

@@ -23,7 +23,6 @@ from pipesim.utils.files import check_path, read_bytes, write_errors
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["SQLITE", "nsys_to_chrome"]
 
 #: First bytes of an SQLite database.
 SQLITE = b"SQLite format 3\0"

@@ -16,8 +16,6 @@ from pipesim.ops import Action, Op
 from pipesim.trace.profiler_ranges import Range, Trace
 from pipesim.trace.spans import Span
 
-__all__ = ["replace_by_halves", "split_overlapped"]
-
 #: Seconds by which a range may stick out of the range around it, since times are rounded.
 _ROUNDED = 1e-6
 

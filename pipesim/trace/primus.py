@@ -21,7 +21,6 @@ from pipesim.utils.files import read_json
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["PP_RANK", "read_primus"]
 
 #: Name of the file of a rank.
 PP_RANK = re.compile(r"pp_rank_([0-9]+)\.json")

@@ -24,8 +24,6 @@ from pipesim.trace.communication import is_communication, is_launch
 from pipesim.trace.event_fields import RangeReader
 from pipesim.trace.spans import Span, span_rows, starting_within
 
-__all__ = ["Kernels", "Range", "Trace", "ranges_by_thread", "read_trace"]
-
 #: Categories of events that run on a GPU.
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 #: Categories of events on a device's rows that do no work of their own, such as ``cuda_sync``.

@@ -18,17 +18,6 @@ from pipesim.errors import (
 )
 from pipesim.ops import COPIES, OF_STAGES, Action, Op, Overlapped, parse_action
 
-__all__ = [
-    "PATTERNS",
-    "WORDS",
-    "action_parser",
-    "check_mapping",
-    "check_ops",
-    "check_pattern",
-    "named_action",
-    "word_key",
-]
-
 #: Patterns for the names of ranges, tried in this order:
 #: 1. torch.distributed.pipelining, for all schedules that it runs from lists of actions;
 #: 2. its GPipe, where the rank is the stage (its 1F1B names no ranges: annotate the stages);

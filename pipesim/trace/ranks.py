@@ -18,8 +18,6 @@ from pipesim.trace.event_fields import RangeReader
 from pipesim.trace.profiler_ranges import Range, Trace, read_trace
 from pipesim.trace.spans import Span
 
-__all__ = ["check_threads", "read_traces"]
-
 #: Seconds by which ranges may overlap, as times are rounded.
 _ROUNDED = 1e-6
 

@@ -17,8 +17,6 @@ from pipesim.trace.primus import PP_RANK, read_primus
 from pipesim.trace.timer_logs import TIMERS
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
 
-__all__ = ["LoadedTimelines", "as_chrome", "file_kind", "load"]
-
 _KINDS = (
     "files of pipesim.trace.save and Timeline.save, traces of torch.profiler (.json, .json.gz), "
     "SQLite exports of Nsight Systems, and pp_rank_*.json of Primus"

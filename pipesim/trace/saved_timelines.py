@@ -23,8 +23,6 @@ from pipesim.utils.files import gunzip, read_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["has_timelines", "load", "saved_form", "saved_timelines"]
-
 
 def load(path: Path) -> dict[str, Timeline]:
     """Return the timelines of a trace that `pipesim.trace.save` wrote, by name.

@@ -14,7 +14,6 @@ from pipesim.scheduling.registry import options_of_schedules, schedule
 if TYPE_CHECKING:
     from pipesim.trace.measured_tasks import MeasuredTasks
 
-__all__ = ["schedule_name"]
 
 #: Options that follow from the number of stages of a device, and that number over the option.
 _CHUNKS = {"n_chunks": 1, "n_waves": 2}

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Span", "span_rows", "starting_within"]
-
 
 class Span(NamedTuple):
     """Start and end (s). ``on_device``: whether a GPU recorded them."""

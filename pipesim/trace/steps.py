@@ -14,15 +14,6 @@ from pipesim.trace.ranks import check_threads
 from pipesim.trace.spans import Span
 from pipesim.trace.working_times import working_times
 
-__all__ = [
-    "ONE_PIPELINE",
-    "PlacedTask",
-    "RankStep",
-    "check_complete",
-    "count_steps",
-    "cut_steps",
-]
-
 ONE_PIPELINE = (
     "give the traces of one pipeline, not of its replicas (only={...} chooses one in a file); "
     "bidirectional schedules, with a stage on several ranks, cannot be imported"

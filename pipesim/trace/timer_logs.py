@@ -24,7 +24,6 @@ from pipesim.utils.files import check_path, read_text
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TIMERS", "read_timers"]
 
 #: Beginning of timers in a log.
 TIMERS = re.compile(r"times? across ranks \(ms\):|\btime \(ms\) \| ")

@@ -18,8 +18,6 @@ from pipesim.trace.range_names import PATTERNS
 from pipesim.trace.ranks import read_traces
 from pipesim.utils.files import check_path, is_folder
 
-__all__ = ["list_files", "read_ranks"]
-
 #: Names of ranges that a message shows.
 _N_SHOWN = 5
 #: Most files that a message names.

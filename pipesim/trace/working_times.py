@@ -16,8 +16,6 @@ from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Op
 from pipesim.trace.profiler_ranges import Kernels, Range, Trace, ranges_by_thread
 from pipesim.trace.spans import Span, span_rows, starting_within
 
-__all__ = ["working_times"]
-
 #: Operations that communicate and do nothing else.
 _MOVES = TRANSFERS | COLLECTIVES - {Op.GRAD_NORM}
 

@@ -8,8 +8,6 @@ from typing import NoReturn
 from pipesim._version import __version__
 from pipesim.errors import ArgumentError
 
-__all__ = ["RaisingParser", "add_version"]
-
 
 class RaisingParser(argparse.ArgumentParser):
     """A parser that raises `ArgumentError`, so that all mistakes are reported alike."""

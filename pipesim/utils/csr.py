@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from pipesim.utils.jit import kernel
 
-__all__ = ["CSR", "Ints", "bincount", "count", "ids_dtype"]
-
 #: Arrays of task ids and counts: 32 bits if they suffice, to halve the bytes that engines read.
 Ints = NDArray[Any]
 

@@ -7,8 +7,6 @@ from types import ModuleType
 from pipesim.errors import ArgumentError
 from pipesim.utils.packages import imported
 
-__all__ = ["EXTRAS", "import_extra", "install_command"]
-
 #: Package that each extra of pyproject.toml installs, as users call it.
 EXTRAS = {
     "chakra": "protobuf",

@@ -28,21 +28,6 @@ from pipesim.utils.texts import parse_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "TEMPORARY",
-    "check_content",
-    "check_no_others",
-    "check_path",
-    "check_target",
-    "gunzip",
-    "is_folder",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "write_errors",
-    "write_text",
-    "write_whole",
-]
 
 #: Bytes of memory that a byte of a file may need: parsed JSON needs about this many.
 _PER_BYTE = 16

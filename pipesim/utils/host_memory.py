@@ -9,8 +9,6 @@ from pathlib import Path
 
 from pipesim.errors import CapacityError
 
-__all__ = ["available_memory", "bytes_text", "check_memory", "count_text"]
-
 #: Largest number that messages show; it still is a float. Larger ones are shown as this one.
 _MOST = 10**300
 #: Seconds for which the bytes that processes share are not read again. No process fills much more

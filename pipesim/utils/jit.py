@@ -24,8 +24,6 @@ import numpy as np
 from pipesim.errors import EngineWarning
 from pipesim.utils.interrupts import uninterrupted
 
-__all__ = ["Kernel", "available", "kernel"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model as cp_model
     from tqdm.auto import tqdm as tqdm
 
-__all__ = ["imported"]
 
 #: Module of each name, and its attribute if the name is not of the module itself.
 _MODULES = {

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BINS", "factors", "keys", "quantile_table", "random_bits", "table_quantile", "uniform"]
-
 Floats = NDArray[np.float64]
 
 #: Purposes of draws. The key of a draw depends on seed, scenario and purpose.

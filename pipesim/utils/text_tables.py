@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["align_columns"]
-
 
 def align_columns(columns: Mapping[str, Sequence[str]], align: str = ">") -> str:
     """Return a table as text: its first column aligned left, the others by ``align``.

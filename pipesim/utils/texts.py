@@ -15,18 +15,6 @@ from typing import Any
 
 from pipesim.errors import CapacityError
 
-__all__ = [
-    "CHECKSUM",
-    "checksum",
-    "checksum_mismatch",
-    "csv_rows",
-    "parse_float",
-    "parse_floats",
-    "parse_int",
-    "parse_json",
-    "unique_keys",
-]
-
 #: JSON key or CSV column of a checksum.
 CHECKSUM = "checksum"
 

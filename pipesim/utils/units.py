@@ -10,20 +10,6 @@ from typing import TypeAlias, TypeVar
 from pipesim.errors import ArgumentError, check_name
 from pipesim.utils.texts import parse_float
 
-__all__ = [
-    "TIME_UNITS",
-    "Bytes",
-    "byte_unit",
-    "format_bytes",
-    "format_decimal",
-    "format_numbers",
-    "format_time",
-    "in_bytes",
-    "parse_bytes",
-    "significant",
-    "time_unit",
-]
-
 T = TypeVar("T")
 #: Bytes as a number, or as a text such as ``"80GiB"``.
 Bytes: TypeAlias = float | str

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         WebSocket,
     )
 
-__all__ = ["Chromium", "Fault", "Pages", "missing", "open_pages", "start_chromium"]
 
 _COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 # Without the GPU, Chromium draws a canvas in its own process. Otherwise it may take SwiftShader, a

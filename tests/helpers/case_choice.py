@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import combinations
 from typing import Any, TypeVar
 
-__all__ = ["EVERY_CASE", "covering"]
-
 Case = TypeVar("Case")
 
 #: Whether every case runs.

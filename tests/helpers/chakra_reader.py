@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Node", "read_trace"]
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 #: Field numbers of et_def.proto.
 _DOUBLE, _BOOL, _STRING = 3, 27, 29

@@ -9,8 +9,6 @@ import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
 from pipesim.cli import main
 
-__all__ = ["BASE", "SHAPE", "SLOW", "SLOW_COSTS", "fail", "rows", "same_times", "succeed"]
-
 SHAPE = ["--devices", "4", "--microbatches", "8"]
 BASE = [*SHAPE, "--forward", "1e-3", "--backward", "2e-3"]
 SLOW = [*BASE, "--latency", "2e-3", "--bandwidth", "1e9", "--output-bytes", "1e6"]

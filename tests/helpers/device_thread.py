@@ -32,8 +32,6 @@ from pipeexec.gpipe.backward_order import TaskIssuer
 from pipeexec.gpipe.call import Call
 from pipeexec.gpipe.partition_tasks import PartitionTasks
 
-__all__ = ["main"]
-
 
 class OnDevice(Tensor):
     """A tensor that says it is on the device; its numbers are in ``raw``, on the host."""

@@ -12,18 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "VGG",
-    "AuxiliaryOutputs",
-    "DenseNet",
-    "DiffusionTransformer",
-    "EfficientNet",
-    "Inception",
-    "MobileNetV2",
-    "ResNet",
-    "UNet",
-]
-
 _CLASSES = 5
 
 

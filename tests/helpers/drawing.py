@@ -10,8 +10,6 @@ import numpy as np
 import pipesim as ps
 from pipesim.ops import EXCHANGES, part_letter
 
-__all__ = ["draw", "draw_replica", "grid", "times"]
-
 
 def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> str:
     """Return a row a stream and a cell a second: ``F0`` while it runs, ``..`` while nothing does.

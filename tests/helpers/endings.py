@@ -21,8 +21,6 @@ from pathlib import Path
 from faults import run_commands
 from ranks import free_port
 
-__all__ = ["CORE", "TABLE", "Ending", "run_ending", "wrong_with"]
-
 _SCRIPT = str(Path(__file__).with_name("ending_rank.py"))
 #: Seconds within which all processes must have ended; on a loaded machine they take long to start.
 _SECONDS = 240.0

@@ -11,18 +11,6 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 
-__all__ = [
-    "N_LAYERS",
-    "WIDTH",
-    "K",
-    "batch",
-    "build",
-    "cut_evenly",
-    "lowered",
-    "steps",
-    "train_unsplit",
-]
-
 #: Width, length of a sample, number of micro-batches.
 WIDTH, LENGTH, K = 8, 3, 4
 N_EXPERTS, RATE = 8, 0.05

@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CountedGpu", "FakeAllocator"]
-
 
 class FakeAllocator(TorchDispatchMode):
     """Bytes taken from torch's allocator by a host that is a whole step ahead of the GPU.

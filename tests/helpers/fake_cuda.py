@@ -22,16 +22,6 @@ import torch
 
 from pipeexec.devices.cuda import CudaDevice
 
-__all__ = [
-    "FakeCuda",
-    "FakeEvent",
-    "FakeGpu",
-    "FakeStream",
-    "Observer",
-    "check_signature",
-    "named_gpus",
-]
-
 #: torch's own, which a test may have replaced by a stand-in when another one is installed.
 _REAL: dict[str, Any] = {
     "Stream": torch.cuda.Stream,

@@ -24,8 +24,6 @@ from ranks import environment, free_port
 
 import pipesim as ps
 
-__all__ = ["SLACK", "Fault", "Outcome", "complaints", "graph_of", "inject", "run_commands"]
-
 #: Seconds beyond the timeout in which everyone must have ended, on a loaded machine too.
 SLACK = 15.0
 _RANK = str(Path(__file__).with_name("faulty_rank.py"))

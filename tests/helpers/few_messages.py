@@ -10,8 +10,6 @@ from unittest import mock
 from pipeexec.profiling import calibration
 from pipeexec.profiling.link_speed import measure_transfers
 
-__all__ = ["few_messages"]
-
 
 @contextmanager
 def few_messages() -> Iterator[None]:

@@ -14,22 +14,6 @@ import pipesim as ps
 from pipesim.plot.box_labels import BoxLabels
 from pipesim.timeline.timeline import Timeline
 
-__all__ = [
-    "COSTS",
-    "MIB",
-    "artist_of",
-    "axes",
-    "boxes",
-    "drawn",
-    "edges",
-    "legend_of",
-    "measured",
-    "numbers_in",
-    "overlapping",
-    "partial",
-    "simulated",
-]
-
 MIB = 1 << 20
 COSTS = ps.Costs(
     forward=0.010,

@@ -21,8 +21,6 @@ from typing import IO, Any
 
 import pytest
 
-__all__ = ["Forked", "finalize", "fork_scripts", "start_server", "use_server"]
-
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
 # The optimizers of torch load its compiler; this module and `small_pipelines` load pytest and

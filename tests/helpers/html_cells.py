@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-__all__ = ["cells_of", "parsed", "tables_of"]
-
 
 def parsed(html: str) -> ElementTree.Element:
     """Return the elements of HTML, which must be well-formed."""

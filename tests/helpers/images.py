@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["digits", "noisy_patches"]
-
 
 def digits(n: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """Return ``n`` of the 1,797 digits: (n, 1, 16, 16) from 0 to 1, and what they are, 0 to 9.

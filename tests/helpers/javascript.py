@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from places import ROOT
 
-__all__ = ["PAGE", "answering", "run_module"]
-
 PAGE = ROOT / "pipesim" / "plot" / "page" / "program"  # modules of the interactive timeline
 
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 
-__all__ = ["MODES", "Case", "run", "unsplit"]
-
 WIDTH, SAMPLES, K = 6, 4, 2
 
 

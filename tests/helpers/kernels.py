@@ -16,8 +16,6 @@ from places import ROOT
 import pipesim  # noqa: F401  # its modules are looked through
 from pipesim.utils.jit import Kernel
 
-__all__ = ["as_python", "compile_in_turn", "compiled", "every_kernel"]
-
 
 def every_kernel() -> list[Kernel[..., Any]]:
     """Return the kernels of all modules of pipesim."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import pipesim as ps
 
-__all__ = ["MACHINE", "SIZES", "TRUE_EFFICIENCY", "TRUTH", "measured_rows", "true_seconds"]
-
 MACHINE = "dgx_a100"
 #: The GPU that took the steps, far from the preset, and the share of its network's bandwidths.
 TRUTH = replace(

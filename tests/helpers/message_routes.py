@@ -8,8 +8,6 @@ import numpy as np
 
 import pipesim as ps
 
-__all__ = ["resolve"]
-
 
 def resolve(network: ps.Network, *pairs: tuple[int, int], n_devices: int = 4) -> list[Any]:
     """Return links (a frozen set), latency and bandwidth of each pair's message."""

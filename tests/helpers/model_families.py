@@ -13,8 +13,6 @@ import diffusion_and_vision_networks as networks
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "Family"]
-
 WORDS, LENGTH, IMAGE, CLASSES = 50, 8, 32, 5
 
 

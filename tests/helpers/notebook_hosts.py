@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from html import escape
 
-__all__ = ["VS_CODE", "framed_html", "host_html"]
-
 # A notebook's output is put into the element by innerHTML, which runs no scripts of its own.
 _HOST = """<!doctype html><html><head><meta charset="utf-8">{policy}</head>
 <body style="margin:0"><div style="height:150px"></div><div id="output"></div>

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-__all__ = ["FIRST", "KERNELS", "SECOND", "report"]
-
 #: Process, name, start and end of a range (us). The second process has a clock 1 ms ahead.
 FIRST = [(7, "PP:0F0", 0, 10), (7, "PP:0B0", 35, 45)]
 SECOND = [(9, "PP:1F0, seq = 3, sizes = [[2, 2]]", 1013, 1023), (9, "PP:1B0", 1023, 1033)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BENCHMARKS", "DATA", "HELPERS", "PUBLISHED", "ROOT"]
-
 ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").exists())
 BENCHMARKS = ROOT / "benchmarks"
 DATA = ROOT / "tests" / "data"

@@ -17,8 +17,6 @@ import pipeexec as px
 import pipesim as ps
 from pipesim.errors import PipeError
 
-__all__ = ["PROMPT", "TIMEOUT", "assert_errors", "errors_of", "make"]
-
 #: Seconds in which every process must have ended; the timeout is longer.
 PROMPT, TIMEOUT = 10.0, 30.0
 

@@ -21,8 +21,6 @@ import torch
 from torch import Generator, Tensor, nn
 from tricky_models import WIDTH, Case
 
-__all__ = ["Instruction", "RandomProgram", "program", "random_case"]
-
 
 class Instruction(NamedTuple):
     """An operation, two values or numbers by how far back they are, and a constant."""

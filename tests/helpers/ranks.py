@@ -21,8 +21,6 @@ from typing import Any, Concatenate
 import torch
 from forked import Forked
 
-__all__ = ["Ranks", "environment", "free_port", "meet", "run_to_end", "running"]
-
 #: What a rank runs: takes the processes, and whatever JSON can hold; returns what
 #: `torch.load` can read.
 Case = Callable[Concatenate[Any, ...], Any]

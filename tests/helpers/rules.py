@@ -15,8 +15,6 @@ import numpy as np
 import pipesim as ps
 from pipesim.ops import EXCHANGES, LISTED, Action, Op
 
-__all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times", "waited_for"]
-
 
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     """Return what each task of a lowered graph needs, from rules 3 and 4 alone.

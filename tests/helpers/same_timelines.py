@@ -10,8 +10,6 @@ import numpy as np
 
 import pipesim as ps
 
-__all__ = ["COSTS", "KINDS", "same", "timeline_of_kind"]
-
 
 def same(one: ps.Timeline, two: ps.Timeline) -> bool:
     """Tell whether two timelines agree bit for bit, the wiring of their graphs included."""

@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipeexec as px
 import pipesim as ps
 
-__all__ = ["Sanitizer", "check", "pipeline_on_slices", "sanitized"]
-
 
 def _imported() -> Any:
     """Import torch's sanitizer without its effect, which is to trace all that CUDA does."""

@@ -12,22 +12,6 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 
-__all__ = [
-    "DENSE",
-    "DIM",
-    "REPLICAS",
-    "ROWS",
-    "SIZES",
-    "Bottom",
-    "Rest",
-    "Top",
-    "batch",
-    "build_pipeline",
-    "lowered",
-    "model",
-    "share",
-]
-
 ROWS, DIM, DENSE, K, REPLICAS = (30, 7), 4, 5, 2, 2
 #: Samples of each replica.
 SIZES = [5, 4]

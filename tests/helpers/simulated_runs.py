@@ -11,15 +11,6 @@ from places import PUBLISHED
 import pipesim as ps
 from pipesim.ops import SCHEDULED
 
-__all__ = [
-    "UNIFORM",
-    "longest_span",
-    "published",
-    "run",
-    "run_schedule",
-    "without_costs",
-]
-
 #: A second for each of F, I and W; a byte from F to I, and from I to W.
 UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)
 

@@ -26,30 +26,6 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules
 
-__all__ = [
-    "NAMES_WITHOUT_SLICES",
-    "AddInputs",
-    "Faulty",
-    "Nap",
-    "assert_close",
-    "assert_order_respected",
-    "assert_same",
-    "call_within",
-    "cut",
-    "data",
-    "dense",
-    "gradients",
-    "mse",
-    "nap_stages",
-    "one_thread",
-    "orders",
-    "pipeline",
-    "sgd",
-    "train_whole",
-    "two_target_loss",
-    "unsplit",
-]
-
 #: Named schedules of whole micro-batches: those of slices cut the second dimension of a batch.
 NAMES_WITHOUT_SLICES = [
     name for name, options in options_of_schedules().items() if "n_slices" not in options

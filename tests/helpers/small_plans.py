@@ -11,8 +11,6 @@ from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.plans import Plans
 from pipesim.planning.configurations.problem import PlanProblem
 
-__all__ = ["CHOICE", "GPIPE", "SPLIT", "choice_of", "evaluation", "plans", "problem"]
-
 CHOICE = PlanChoice(
     tensor_parallel=2,
     pipeline_parallel=2,

@@ -8,8 +8,6 @@ import pandas as pd
 
 import pipesim as ps
 
-__all__ = ["BASE", "RESULTS", "sweep"]
-
 BASE = {"n_devices": 2, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 1e6}
 RESULTS = [
     "n_tasks", "makespan", "bubble_fraction", "throughput", "peak_memory", "seconds", "error",

@@ -21,24 +21,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from small_pipelines import one_thread
 from torch import Tensor, nn
 from tricky_models import CASES, Case
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.nesting import call_arguments, leaves, mapped
 from pipesim.errors import PipeError, StageError
 from pipesim.ops import Op
-
-__all__ = [
-    "CONFIGURATIONS",
-    "Configuration",
-    "configurations",
-    "is_right",
-    "output_loss",
-    "verdict",
-]
 
 _SEED, _STEPS, _MICROBATCHES, _SAMPLES = 3, 2, 4, 2
 #: Attributes that every module has.

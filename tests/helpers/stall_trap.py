@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["stall_trap"]
-
 #: How much later than the text is due the stacks are written without Python's lock, in seconds.
 #: Stacks read while their threads run may be freed meanwhile, which kills the process.
 _LATE = 5.0

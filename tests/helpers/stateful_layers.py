@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-__all__ = ["BUFFER_LAYERS", "Counter", "add_in_place", "stateful_stages"]
-
 
 class Counter(nn.Module):
     """Scales its output by the number of its forwards, counted in a buffer."""

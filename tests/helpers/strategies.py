@@ -21,28 +21,6 @@ from pipesim.scheduling.placement import LAYOUTS, Placement
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import VERSIONS
 
-__all__ = [
-    "Lowering",
-    "actions",
-    "cases",
-    "clusters",
-    "costs",
-    "custom_schedules",
-    "graphs",
-    "host_links",
-    "hosts",
-    "linked_networks",
-    "lower_options",
-    "lowerings",
-    "named_schedules",
-    "networks",
-    "noises",
-    "placements",
-    "schedules",
-    "skipping_cases",
-    "unequal_cases",
-]
-
 NAMES = sorted(ps.schedules().index)
 #: Whole numbers make ties. The others are coarse enough that adding one always changes a time,
 #: so that "the same moment" means one thing.

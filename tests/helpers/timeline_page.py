@@ -14,8 +14,6 @@ import pipesim as ps
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-__all__ = ["TimelinePage", "open_timeline"]
-
 
 class TimelinePage(NamedTuple):
     """A page in Chromium."""

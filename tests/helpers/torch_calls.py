@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from places import ROOT
 
-__all__ = ["ROOT", "Use", "driver_uses", "problem", "sources", "torch_uses"]
-
 #: What is returned by functions of torch whose results the sources go on to use.
 _RETURNS = {
     "torch.cuda.current_stream": "torch.cuda.Stream",

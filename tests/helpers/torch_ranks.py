@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 import pipesim as ps
 
-__all__ = ["BATCH", "WIDTH", "batch", "layers", "run_ranks"]
-
 WIDTH, BATCH = 8, 12
 
 

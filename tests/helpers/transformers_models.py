@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Case", "batch"]
-
 WORDS, LENGTH = 50, 6
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CASES", "WIDTH", "Batch", "Case", "floats"]
-
 WIDTH, WORDS = 6, 9
 
 #: Function of a number of samples and a generator.

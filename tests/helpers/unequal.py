@@ -14,16 +14,6 @@ from torch.nn.functional import cross_entropy
 import pipeexec as px
 from pipeexec.demo_models.gpt import gpt
 
-__all__ = [
-    "SHAPES",
-    "assert_like_whole",
-    "language_stages",
-    "mean_loss",
-    "token_loss",
-    "tokens",
-    "whole_step",
-]
-
 #: Samples and tokens of each micro-batch; two are alike.
 SHAPES = [(2, 6), (1, 9), (3, 4), (2, 6)]
 

@@ -21,8 +21,6 @@ from case_choice import EVERY_CASE
 
 from pipesim.errors import CapacityError, PipeError, PipeWarning
 
-__all__ = ["Outcome", "attacks", "outcome", "parameters", "sandbox"]
-
 #: Seconds of one call, which none comes near but on a machine with much other work, and bytes that
 #: the process may take besides what it has.
 SECONDS, ROOM = 20.0, 3 * 2**30

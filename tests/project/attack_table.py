@@ -21,7 +21,6 @@ import pipesim as ps
 from pipesim.models.kernels.kernel import Kernel
 
 Good = Mapping[str, Any]
-__all__ = ["GOOD", "Good"]
 
 
 @cache

@@ -18,8 +18,6 @@ from torch.optim.lr_scheduler import LinearLR
 import pipeexec as px
 import pipesim as ps
 
-__all__ = ["GOOD"]
-
 ORDER = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PATHS", "SELDOM", "VALUES", "allowed_by", "make_paths"]
-
 #: By name, because a generator is used up by one call.
 VALUES: dict[str, Callable[[], object]] = {
     "None": lambda: None,

@@ -14,8 +14,6 @@ from attack import SECONDS, Outcome, Overdue
 from case_choice import EVERY_CASE
 from places import DATA
 
-__all__ = ["COMMANDS", "attack_option", "options", "run", "texts"]
-
 _TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 #: Texts that an option takes: names of files and folders, no skip, no limit.
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")

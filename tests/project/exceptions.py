@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALLOWED", "ENDLESS", "UNATTACKED"]
-
 _PLAIN = "a record of columns or numbers, made by the library; what takes it checks it"
 _INSIDE = "part of an engine, called with arrays that it made itself; its callers are attacked"
 _WORKER = "part of a device, called by the executor in its own threads"

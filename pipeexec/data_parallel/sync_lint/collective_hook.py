@@ -19,8 +19,6 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["AllReduce", "hook_all_reduces"]
-
 #: Frames above a kernel that are searched for its caller.
 _DEPTH = 12
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Moment", "device_timer"]
-
 #: A time: seconds of the host's clock, or a CUDA event.
 Moment = Any
 

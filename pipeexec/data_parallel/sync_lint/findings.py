@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Finding", "SyncReport"]
-
 #: Cause and advice, by kind of finding.
 _MEANINGS = {
     "added_to": "a later backward adds to the result, which is reduced again before the optimizer "

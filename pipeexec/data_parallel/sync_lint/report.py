@@ -11,8 +11,6 @@ from pipesim.errors import ArgumentTypeError
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
 
-__all__ = ["sync_report"]
-
 
 def sync_report(source: str | Path | Timeline) -> SyncReport:
     """Return the report of `pipeexec.watch_sync` on a recorded trace or a timeline.

@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple
 from pipeexec.data_parallel.sync_lint.findings import KINDS, Finding, SyncReport
 from pipeexec.data_parallel.sync_lint.time_spans import TimeSpan, covered_seconds
 
-__all__ = ["CLEAR", "STEP", "AllReduceCall", "History", "HistoryEvent", "MicroStep", "apply_rules"]
-
 
 class AllReduceCall(NamedTuple):
     """One all-reduce of gradients.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["TimeSpan", "covered_seconds", "uncovered"]
-
 #: Start and end, seconds.
 TimeSpan = tuple[float, float]
 

@@ -24,8 +24,6 @@ from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["timeline_report"]
-
 
 def timeline_report(timeline: Timeline) -> SyncReport:
     """Return the report on a timeline; see `sync_report`.

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from pipeexec.data_parallel.sync_lint.time_spans import TimeSpan, covered_seconds
 from pipesim.trace.communication import ALL_REDUCE
 
-__all__ = ["CallFinder", "DeviceWork", "HostCall", "Launch", "outermost", "work_of_calls"]
-
 
 class HostCall(NamedTuple):
     """A call on the CPU: its span (s) and thread."""

@@ -32,8 +32,6 @@ from pipesim.errors import TimelineError, number
 from pipesim.trace.chrome_json import complete_events, load, seconds
 from pipesim.trace.communication import ALL_REDUCE, collective, is_communication, is_launch
 
-__all__ = ["trace_report"]
-
 _FORWARD, _ACCUMULATE, _CALL = (
     "DistributedDataParallel.forward",
     "torch::autograd::AccumulateGrad",

@@ -1,7 +1,4 @@
-"""`watch_sync`: a linter of gradient synchronization for existing training loops.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`watch_sync`: a linter of gradient synchronization for existing training loops."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ from pipeexec.data_parallel.sync_lint.watched_model import (
     WatchedModel,
 )
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_type
-
-__all__ = ["SyncWatch", "watch_sync"]
 
 
 def watch_sync(

@@ -19,8 +19,6 @@ from pipeexec.data_parallel.sync_lint.sync_rules import (
     MicroStep,
 )
 
-__all__ = ["TimedAllReduce", "WatchedBackward", "WatchedModel"]
-
 
 @dataclass(eq=False)
 class WatchedBackward:

@@ -39,8 +39,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PTX", "GpuKernels", "load_kernels"]
-
 PTX = """\
 .version 6.3
 .target sm_70

@@ -23,8 +23,6 @@ from pipesim.errors import ArgumentError, check_count, number
 from pipesim.network.network import Network
 from pipesim.utils.host_memory import check_memory
 
-__all__ = ["Worker", "workers"]
-
 #: Bytes that Python needs for a worker, at least.
 _BYTES_PER_WORKER = 2000
 

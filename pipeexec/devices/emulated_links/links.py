@@ -23,8 +23,6 @@ from pipeexec.devices.emulated_links.timers import StreamTimer
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network
 
-__all__ = ["EmulatedLinks", "TimedMessage", "check_links"]
-
 
 class TimedMessage(tuple[Tensor | None, ...]):
     """The tensors of a message, the time at which its SEND ended, and its latency.

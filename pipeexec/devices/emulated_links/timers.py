@@ -20,8 +20,6 @@ from torch import Tensor
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
 from pipesim.errors import AccuracyWarning
 
-__all__ = ["CycleTimer", "GpuTimer", "SleepTimer", "StreamTimer", "make_timer"]
-
 
 class StreamTimer(Protocol):
     """Makes the current stream wait, not the host.

@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["GreenContextsMissingError", "LibCuda", "call_driver", "find_driver", "load_driver"]
-
 
 class GreenContextsMissingError(ExecutionError):
     """The driver or the GPU has no green contexts; slices then share SMs."""

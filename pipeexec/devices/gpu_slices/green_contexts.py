@@ -19,8 +19,6 @@ from pipeexec.devices.gpu_slices.cuda_driver import (
 )
 from pipesim.errors import ArgumentError
 
-__all__ = ["GreenContext", "part_size", "split_gpu", "split_with_any_driver"]
-
 #: By major compute capability: fewest SMs of a part, and the number that divides its SMs
 #: (CUDA programming guide, "Green contexts").
 _GRANULARITY = {6: (1, 1), 7: (2, 2), 8: (4, 2)}

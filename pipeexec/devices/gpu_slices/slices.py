@@ -37,8 +37,6 @@ from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
 
-__all__ = ["Slice", "slices"]
-
 #: Names of streams on which a slice computes; all others copy.
 _COMPUTING = frozenset({"compute", "collective"})
 

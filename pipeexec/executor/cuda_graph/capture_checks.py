@@ -18,15 +18,6 @@ from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COPIES
 
-__all__ = [
-    "HostState",
-    "Optimizers",
-    "check_can_capture",
-    "check_not_random",
-    "check_state",
-    "host_state",
-]
-
 #: One a module, path after path.
 Optimizers = Sequence[torch.optim.Optimizer | None]
 

@@ -11,8 +11,6 @@ from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """Captures steps on a GPU as CUDA graphs, and launches these."""

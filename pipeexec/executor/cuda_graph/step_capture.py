@@ -45,8 +45,6 @@ from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["StepCapture"]
-
 #: Eager steps before a capture: the first allocates lasting state, the second shows it complete.
 WARM_UP = 2
 

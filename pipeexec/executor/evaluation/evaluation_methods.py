@@ -9,8 +9,6 @@ from pipeexec.executor.evaluation.evaluator import Evaluator
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.results.step_result import EvaluationResult
 
-__all__ = ["EvaluationMethods"]
-
 
 class EvaluationMethods(ABC):
     """Methods of `Pipeline` that evaluate batches and predict outputs."""

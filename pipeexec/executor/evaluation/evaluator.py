@@ -26,8 +26,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.subsets import fewer_microbatches
 
-__all__ = ["Evaluator"]
-
 
 class Evaluator:
     """Evaluates batches, and predicts outputs, with the stages of a pipeline.

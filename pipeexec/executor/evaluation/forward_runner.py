@@ -15,8 +15,6 @@ from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError
 
-__all__ = ["ForwardRunner"]
-
 
 class ForwardRunner(StepRunner):
     """Runs a forward-only graph as `StepRunner` runs the graph of a step.

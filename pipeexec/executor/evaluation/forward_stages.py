@@ -21,8 +21,6 @@ from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["MicrobatchResult", "make_forward_stages"]
-
 
 class MicrobatchResult(MicrobatchLoss):
     """Compute the losses of an evaluation, or keep the outputs of a prediction.

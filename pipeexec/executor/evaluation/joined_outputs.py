@@ -24,8 +24,6 @@ from pipeexec.stages.sample_dims import NO_DIMS, BatchDims, dims_by_path
 from pipeexec.stages.sequence_slices.cut_batch import SequenceCut, positions_of
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["joined_output", "joined_slices"]
-
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 

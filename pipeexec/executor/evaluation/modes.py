@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["evaluation_mode"]
-
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:

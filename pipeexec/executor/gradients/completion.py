@@ -9,8 +9,6 @@ from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.step import Step
 from pipesim.errors import ExecutionError
 
-__all__ = ["complete_gradients"]
-
 
 def complete_gradients(
     step: Step, model: PlacedModel, *, accumulates: bool, has_optimizer_steps: bool

@@ -25,7 +25,6 @@ from pipesim.errors import ExecutionError
 if TYPE_CHECKING:
     from pipeexec.executor.step import Step
 
-__all__ = ["GradNorm", "clip_gradients", "compute_grad_norm"]
 
 #: Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_.
 _EPSILON = 1e-6

@@ -24,18 +24,6 @@ from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.earlier_gradients import add_gradients
 from pipesim.errors import ExecutionError
 
-__all__ = [
-    "add_per_group",
-    "assign_reduced_gradients",
-    "copy_sums",
-    "gradient_bytes",
-    "last_microbatch_in_group",
-    "mark_buckets",
-    "reduce_gradients",
-    "reduced_parameters",
-    "split_buckets",
-]
-
 
 def split_buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
     """Return a module's parameters in ``n`` buckets of about equal bytes, the last ones first.

@@ -22,8 +22,6 @@ from pipesim.errors import ExecutionError
 if TYPE_CHECKING:
     from pipeexec.executor.gradients.grad_norm import GradNorm
 
-__all__ = ["StepGradients"]
-
 
 @dataclass(eq=False)
 class StepGradients:

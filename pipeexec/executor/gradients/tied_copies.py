@@ -11,8 +11,6 @@ from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.splitting.split_facts import tied_parameter
 from pipeexec.splitting.tied import TiedGroup
 
-__all__ = ["TiedCopies"]
-
 
 class TiedCopies:
     """Copies of tied parameters in this process.

@@ -19,8 +19,6 @@ from pipesim.errors import ExecutionError
 if TYPE_CHECKING:
     from pipeexec.executor.step import Step
 
-__all__ = ["reduce_tied_gradients"]
-
 
 @torch.no_grad()
 def reduce_tied_gradients(step: Step, task: PlannedTask) -> None:

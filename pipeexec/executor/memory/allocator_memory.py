@@ -26,14 +26,13 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
 from pipesim.plot.paper_figure import add_legend, axes_or_new, end_of_axis, label
-from pipesim.plot.style import byte_unit, time_unit
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.units import byte_unit, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Allocated", "AllocatorSamples", "sample_tasks"]
 
 Floats = NDArray[np.float64]
 #: Returns the bytes that are allocated on a GPU.

@@ -26,8 +26,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.thread_modes import ThreadMode
 from pipesim.ops import COPIES, Op
 
-__all__ = ["ByteCounter"]
-
 #: Storages and their bytes.
 _Storages = dict[StorageWeakRef, int]
 

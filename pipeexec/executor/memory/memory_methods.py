@@ -18,8 +18,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.stage_like import StageLike
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["MemoryMethods"]
-
 
 class MemoryMethods(ABC):
     """Methods of a pipeline that count bytes; each runs a step that leaves no trace."""

@@ -21,8 +21,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.stage import attach_meters
 
-__all__ = ["count_activations", "count_task_bytes", "sample_allocator"]
-
 
 def count_activations(
     runner: StepRunner, inputs: Batch, targets: Any, groups: Sequence[int]

@@ -17,7 +17,6 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Bytes", "StepMemory"]
 
 Floats = NDArray[np.float64]
 

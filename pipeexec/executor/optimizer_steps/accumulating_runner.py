@@ -10,8 +10,6 @@ from pipeexec.executor.step_runner import StepRunner
 from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError
 
-__all__ = ["AccumulatingRunner"]
-
 
 class AccumulatingRunner(StepRunner):
     """Runs the graph of a pipeline without STEP.

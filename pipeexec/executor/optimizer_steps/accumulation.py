@@ -18,8 +18,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 
-__all__ = ["AccumulatedSteps", "accumulation_graph"]
-
 
 @dataclass
 class AccumulatedSteps:

@@ -18,8 +18,6 @@ from torch.amp import GradScaler
 
 from pipesim.errors import check_type
 
-__all__ = ["GradScaling", "make_scaling"]
-
 
 def make_scaling(scaler: GradScaler | None) -> GradScaling | None:
     """Return the gradient scaling of a pipeline; None without a scaler, or if it is disabled."""

@@ -1,7 +1,4 @@
-"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages.
-
-The file is longer than 300 lines for its documentation.
-"""
+"""`LRSchedulers`: one learning-rate schedule for the optimizers of all stages."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeexec.executor.pipeline import Pipeline
 from pipesim.errors import ArgumentError, check_function, check_type
-
-__all__ = ["LRSchedulers", "SchedulerFactory"]
 
 #: Makes the learning-rate scheduler of an optimizer.
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]

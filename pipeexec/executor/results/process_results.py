@@ -14,8 +14,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.collective_starts import align_collectives
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["ProcessResult", "merge_results", "none_if_all_nan"]
-
 Floats = NDArray[np.float64]
 
 

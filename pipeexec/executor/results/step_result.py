@@ -19,8 +19,6 @@ from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["EvaluationResult", "StepResult", "copy_losses", "gathered_result", "lazy_result"]
-
 #: Fields that are read from events, and the attribute that holds the events until then.
 _EVENT_FIELDS = frozenset({"timeline", "clock_error", "milestones", "host_times"})
 _READINGS = "_readings"

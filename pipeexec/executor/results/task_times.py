@@ -23,8 +23,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.collective_starts import align_collectives
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Milestone", "Readings"]
-
 
 class Milestone(NamedTuple):
     """A task that waits for an event inside a backward, and that backward's start and end event."""

@@ -33,8 +33,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 
-__all__ = ["agree_on_graph", "agree_on_messages", "agree_on_shapes", "agree_on_weights"]
-
 
 def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     """Check that every process has the same graph, and that its messages cannot deadlock.

@@ -10,8 +10,6 @@ from torch import nn
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["check_graph", "check_stages", "check_timeout"]
-
 
 def check_timeout(timeout: float | None) -> None:
     """Raise unless a timeout is a positive number of seconds, or None."""

@@ -27,8 +27,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["agree_on_pipeline", "make_pipeline_devices", "make_stages"]
-
 
 def make_pipeline_devices(
     names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None

@@ -17,16 +17,6 @@ from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, check_flag, number
 from pipesim.graph.graph import TaskGraph
 
-__all__ = [
-    "Clipping",
-    "GradientOptions",
-    "check_copies",
-    "check_gradient_options",
-    "check_optimizers_of_copies",
-    "checked_tied_parameters",
-    "clear_later_copies",
-]
-
 #: A group of tied parameters, for messages.
 _EXAMPLE = "[(0, 'embedding.weight'), (3, 'head.weight')]"
 

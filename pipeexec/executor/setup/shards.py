@@ -19,8 +19,6 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["Sharding", "check_sharding", "make_shards", "sharding_of"]
-
 #: For each stage, whether its replicas share "none", the "optimizer", or all "parameters".
 Sharding = tuple[str, ...]
 _ARGUMENTS = {"optimizer": "shard_optimizer=True", "parameters": "shard_parameters"}

@@ -10,8 +10,6 @@ from torch import Tensor
 from pipeexec.executor.state.names import StateNames
 from pipesim.errors import ArgumentError, PipeError
 
-__all__ = ["check_model_state", "load_model_state"]
-
 
 def check_model_state(
     names: StateNames,

@@ -24,8 +24,6 @@ from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.splitting.parameter_names import first_names
 from pipeexec.splitting.split_stage import SplitStage
 
-__all__ = ["StateNames"]
-
 
 class StateNames:
     """Keys of the parameters and buffers of all stages.

@@ -23,8 +23,6 @@ from pipeexec.executor.state.names import StateNames
 from pipeexec.stages.restore import restore_optimizer
 from pipesim.errors import ArgumentError, PipeError
 
-__all__ = ["apply_optimizer_states", "merged_groups", "optimizer_state", "prepared_states"]
-
 #: Options that say how a step is computed, not what: each optimizer keeps its own.
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 #: An optimizer, or one of shares as one of whole parameters.

@@ -21,8 +21,6 @@ from pipeexec.executor.state.optimizer_state import (
 from pipeexec.executor.state.tied_values import check_tied_values, tied_values
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, check_flag
 
-__all__ = ["StateMethods", "raise_together"]
-
 
 class StateMethods:
     """Methods of a pipeline that return its state by the names of the original model.

@@ -16,8 +16,6 @@ from pipeexec.splitting.split_facts import tied_parameter
 from pipeexec.splitting.tied import TiedGroup
 from pipesim.errors import ArgumentError, PipeError
 
-__all__ = ["TiedValues", "check_tied_values", "tied_values"]
-
 #: Key and checksum of each local copy, by group; the key is empty for a value that stays.
 TiedValues = list[list[tuple[str, str]]]
 

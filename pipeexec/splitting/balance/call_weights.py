@@ -17,8 +17,6 @@ from pipeexec.devices.thread_settings import one_thread
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.tracing.operations import storage_of
 
-__all__ = ["CallWeights", "Seconds", "detached", "measured_seconds"]
-
 #: Measured runs of a module, after one that warms up.
 _N_RUNS = 3
 #: Called before a call, with its number, its module and its arguments, or after it.

@@ -12,8 +12,6 @@ from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.utils.units import format_bytes
 
-__all__ = ["Balance", "Balancing", "Cuts", "first_calls"]
-
 #: What stages have equally much of.
 Balance = Literal["blocks", "parameters", "time", "memory"]
 #: Description of stages: their number, blocks of each, first modules, or Megatron's layout.

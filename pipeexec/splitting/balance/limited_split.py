@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["limited_split"]
-
 
 def limited_split(
     weights: Sequence[float], nbytes: Sequence[float], n_stages: int, limit: float

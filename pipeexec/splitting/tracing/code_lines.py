@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["line_of_error", "present_line"]
-
 #: Folders whose code is not the model's: torch, and this package.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _STANDARD_LIBRARY = Path(linecache.__file__).parent

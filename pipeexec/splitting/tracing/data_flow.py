@@ -37,20 +37,6 @@ from pipeexec.splitting.tracing.operations import (
 )
 from pipesim.errors import ArgumentError
 
-__all__ = [
-    "Aliases",
-    "Call",
-    "DataFlow",
-    "Mode",
-    "Read",
-    "Record",
-    "Source",
-    "Sources",
-    "StateWrite",
-    "follow",
-    "merged",
-]
-
 #: Readers by which the forward may also write, unseen.
 _WRITERS = frozenset({
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage,

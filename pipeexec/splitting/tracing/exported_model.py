@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["ExportedModel", "called_module", "export_model"]
-
 #: What a graph may keep: tensors, and graphs of parts of the forward.
 _KEPT = Tensor, nn.Module
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.tracing.data_flow import follow
 
-__all__ = ["Finder", "ModuleCall", "module_calls"]
-
 #: Share of a module's parameters in a chain from which on the module itself is cut.
 _DOMINANT = 0.9
 

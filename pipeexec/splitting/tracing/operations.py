@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["READERS", "argument_tensors", "read_tensors", "storage_of", "written_tensors"]
-
 #: Methods of tensors that read their values without an operation.
 READERS = frozenset({
     Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr,

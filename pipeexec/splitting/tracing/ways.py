@@ -11,8 +11,6 @@ from torch import nn
 
 from pipeexec.splitting.tracing.module_calls import Finder, ModuleCall, module_calls
 
-__all__ = ["UncutModules", "uncut_modules"]
-
 _SEQUENTIAL, _BLOCKS, _PLAN = "nn.Sequential", "blocks of a list", "base_model_pp_plan"
 _REPEATED, _MODULES = "calls of one module", "modules that the forward calls"
 _NO_CHAIN = (

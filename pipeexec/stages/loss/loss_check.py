@@ -21,8 +21,6 @@ from torch import Tensor
 
 from pipeexec.nesting import leaves, tensors_in, with_tensors
 
-__all__ = ["Difference", "LossCheck"]
-
 #: Bytes of outputs that the check keeps, unless two micro-batches have more.
 MOST_BYTES = 64 << 20
 #: Bytes of an output beyond which nothing is checked: the check copies two outputs several times.

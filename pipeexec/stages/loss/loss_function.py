@@ -12,8 +12,6 @@ from pipeexec.nesting import leaves
 from pipeexec.stages.loss.metrics import Metrics, checked_metrics
 from pipesim.errors import ExecutionError, check_function, check_name, number
 
-__all__ = ["Count", "Loss", "LossFunction", "combined_loss"]
-
 Count = Tensor | float
 #: Takes the output of the last stage and the targets of a micro-batch; returns a loss tensor, or
 #: the tuple ``(sum, count)``, or a tuple of one of these and a dict of metrics.

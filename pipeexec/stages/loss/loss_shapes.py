@@ -13,8 +13,6 @@ from pipeexec.stages.loss.loss_function import Count
 from pipeexec.stages.microbatches import shapes_beyond_samples
 from pipesim.errors import ExecutionError
 
-__all__ = ["LossShapes"]
-
 
 class LossShapes:
     """Shapes of the outputs and targets of one step's `Microbatches`, without their samples.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pipesim.errors import ExecutionError, number
 
-__all__ = ["MetricSum", "Metrics", "checked_metrics", "metric_sums"]
-
 Value = Tensor | float
 #: Value of each metric of a micro-batch, and its count; None for a mean over samples, or a sum.
 Metrics = dict[str, tuple[Value, Value | None]]

@@ -4,8 +4,6 @@ A mean over samples is weighted by the samples of its micro-batch, which are kno
 A mean over something else, such as tokens that are not masked, comes as ``(sum, count)``. Backwards
 begin before the last count is known, so they start from sums, and gradients are divided by the
 total count when the optimizer steps. Megatron-LM does the same (``calculate_per_token_loss``).
-
-The file is longer than 300 lines, since weights, counts and checks need the losses of one step.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ from pipeexec.stages.loss.loss_function import Count, LossFunction
 from pipeexec.stages.loss.loss_shapes import LossShapes
 from pipeexec.stages.loss.metrics import Metrics, MetricSum, metric_sums
 from pipesim.errors import ExecutionError
-
-__all__ = ["StepLoss"]
 
 #: A count on the host, or on each GPU.
 _LossCounts = float | dict[torch.device, Tensor]

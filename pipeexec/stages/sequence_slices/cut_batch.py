@@ -17,16 +17,6 @@ from pipeexec.devices.device import Values
 from pipeexec.nesting import Leaf, leaves
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "NO_SLICES",
-    "SequenceCut",
-    "check_slice_dim",
-    "cut_parts",
-    "n_positions",
-    "positions_of",
-    "slice_sizes",
-]
-
 
 class SequenceCut(NamedTuple):
     """Number of slices of a sequence, and the dimension of its positions in each tensor."""

@@ -10,8 +10,6 @@ and values of each slice until its last reader has run:
 
 `pipeexec.stages.sequence_slices.stage_slices` does the bookkeeping. Outside of a pipeline with
 slices, a cache keeps nothing.
-
-The file is longer than 300 lines for its documentation.
 """
 
 from __future__ import annotations
@@ -31,9 +29,6 @@ from pipesim.errors import (
     check_count,
     check_flag,
 )
-
-__all__ = ["KeyValueCache", "KeysValues", "Masks", "SliceCall"]
-
 
 _T = TypeVar("_T")
 

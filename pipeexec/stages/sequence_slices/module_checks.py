@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["AttentionWatch", "check_sliceable"]
-
 _CACHE = "call pipeexec.KeyValueCache.attend in its place"
 _STATE = (
     "begins every slice with a new state",

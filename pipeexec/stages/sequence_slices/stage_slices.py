@@ -18,8 +18,6 @@ from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
 from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache, Masks, SliceCall
 from pipeexec.stages.sequence_slices.module_checks import AttentionWatch
 
-__all__ = ["Mode", "StageSlices"]
-
 #: Forward that a slice runs: one whose graph is kept; one that is recomputed later, and its
 #: recompute; one without a backward.
 Mode = Literal["train", "drop", "recompute", "evaluate"]

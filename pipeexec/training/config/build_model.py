@@ -17,8 +17,6 @@ from pipeexec.training.config.read_config import Config
 from pipeexec.training.config.text_data import TextBatches, read_texts, text_files
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_name
 
-__all__ = ["Data", "make_data", "make_loss", "make_model"]
-
 #: Samples of a step of all replicas, by default.
 _BATCH_SIZE = 16
 

@@ -23,8 +23,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.scheduling.schedule import Schedule
 from pipesim.sweeps.schedule_sources import source_info
 
-__all__ = ["make_grad_scaler", "make_optimizer", "make_pipeline", "make_scheduler"]
-
 
 def n_devices(config: Config, processes: Processes | None) -> tuple[int, int]:
     """Return the numbers of devices of a replica, and of this process.

@@ -12,8 +12,6 @@ from typing import Any
 from pipeexec.training.config.read_config import Config
 from pipesim.errors import ArgumentError, ExecutionError, suggestion
 
-__all__ = ["call", "imported", "named_class", "parameters"]
-
 
 def imported(name: str, folder: Path) -> Callable[..., Any]:
     """Import a function by ``"package.module:function"``, also from modules in a folder.

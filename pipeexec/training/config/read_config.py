@@ -13,8 +13,6 @@ from pipeexec.training.config.sections import SECTIONS, Key
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.utils.files import check_path, read_text
 
-__all__ = ["Config", "read_config"]
-
 
 @dataclass(frozen=True)
 class Config:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["SECTIONS", "Key"]
-
 
 @dataclass(frozen=True)
 class Key:

@@ -12,8 +12,6 @@ from pipeexec.devices.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count
 from pipesim.utils.files import read_bytes
 
-__all__ = ["TextBatches", "read_texts", "text_files"]
-
 
 class TextBatches:
     """Batches of samples from a text, one token a byte; called with the number of an epoch.

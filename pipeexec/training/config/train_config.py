@@ -25,8 +25,6 @@ from pipeexec.training.train import train
 from pipeexec.training.training_run import TrainingRun
 from pipesim.errors import ArgumentError
 
-__all__ = ["train_config"]
-
 
 def train_config(
     config: Config,

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.loss.loss_function import Loss, LossFunction
-from pipeexec.validation.equivalence.layer_isolation import broken_layers, broken_loss
+from pipeexec.validation.equivalence.layer_isolation import BrokenLayer, broken_layers, broken_loss
 from pipeexec.validation.equivalence.real_steps import (
     check_layers,
     named_layers,
     run_step,
     to_dtype,
 )
-from pipeexec.validation.equivalence.report import BrokenLayer, Equivalence
+from pipeexec.validation.equivalence.report import Equivalence
 from pipeexec.validation.equivalence.small_runs import Configuration, small_runs
 from pipeexec.validation.equivalence.tolerances import compared, different_buffers, rounding_share
 from pipesim.errors import (
@@ -32,8 +32,6 @@ from pipesim.errors import (
     number,
 )
 from pipesim.planning.configurations.choice import PlanChoice
-
-__all__ = ["check_equivalent"]
 
 
 def check_equivalent(

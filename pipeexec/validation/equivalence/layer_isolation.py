@@ -21,8 +21,6 @@ from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss.loss_function import LossFunction
 from pipeexec.validation.equivalence.real_steps import Layers
 
-__all__ = ["BrokenLayer", "broken_layers", "broken_loss"]
-
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _RANDOM = (
     "draws random numbers for each micro-batch and stage, so that other micro-batches, stages or "

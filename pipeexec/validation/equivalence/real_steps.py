@@ -26,16 +26,6 @@ from pipesim.errors import (
     OversubscriptionWarning,
 )
 
-__all__ = [
-    "OPTIMIZERS",
-    "Layers",
-    "StepTensors",
-    "check_layers",
-    "named_layers",
-    "run_step",
-    "to_dtype",
-]
-
 #: Layers by name, in order.
 Layers = OrderedDict[str, nn.Module]
 

@@ -11,8 +11,6 @@ from pipeexec.validation.equivalence.small_runs import SmallRun
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BrokenLayer", "Equivalence"]
-
 
 @dataclass(frozen=True, eq=False)
 class Equivalence:

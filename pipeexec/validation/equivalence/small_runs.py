@@ -14,8 +14,6 @@ from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.scheduling.registry import options_of_schedules, schedule
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Configuration", "SmallRun", "small_runs"]
-
 #: Two of these can be compared.
 Configuration = PlanChoice | Mapping[str, Any]
 

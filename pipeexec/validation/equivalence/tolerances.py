@@ -19,7 +19,6 @@ from pipesim.errors import ArgumentError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["compared", "different_buffers", "rounding_share"]
 
 #: Units in the last place by which results may differ.
 SHARE = 4096

@@ -15,8 +15,6 @@ from pipesim.analysis.audit.data_uses import data_uses
 from pipesim.graph.graph import TaskGraph
 from pipesim.utils.csr import Ints
 
-__all__ = ["Conflicts", "conflicts"]
-
 
 class Conflicts(NamedTuple):
     """Pairs of nodes that must be ordered: both use the same data, and one of them writes it.

@@ -30,7 +30,6 @@ from pipesim.utils.csr import CSR, Ints
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MOST_TASKS", "audit"]
 
 #: One bit for each pair of this many tasks takes 50 MB.
 MOST_TASKS = 20_000

@@ -10,8 +10,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["DATA_NAMES", "DataUses", "Milestones", "gradient_parts", "local_inputs"]
-
 #: Text of each kind of data: data of a stage, with or without a micro-batch.
 DATA_NAMES = {
     "weights": "weights of stage {stage}",

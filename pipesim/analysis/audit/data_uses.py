@@ -19,8 +19,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import KEPT, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["data_uses"]
-
 
 def data_uses(graph: TaskGraph) -> Ints:
     """Return rows: data, replica, stage, micro-batch, part, node, and whether it writes."""

@@ -10,8 +10,6 @@ from pipesim.analysis.audit.data_table import DataUses, gradient_parts, local_in
 from pipesim.ops import EXCHANGES, EXPERT_EXCHANGES, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["embedding_exchanges", "expert_exchanges"]
-
 
 def embedding_exchanges(uses: DataUses) -> None:
     """Add uses of exchanges: a member reads the data of every replica (rule 9)."""

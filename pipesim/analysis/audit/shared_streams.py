@@ -14,8 +14,6 @@ from pipesim.graph.topological_order import stable_topological_order
 from pipesim.ops import RECVS, SENDS, TRANSFERS
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["merged", "on_compute"]
-
 
 def merged(graph: TaskGraph, names: list[str]) -> TaskGraph:
     """Return the graph with renamed streams; streams of one device and name become one queue."""

@@ -21,8 +21,6 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import RECVS, SENDS, Op, part_name
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["WaitKind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]
-
 RENDEZVOUS = "SEND waits until its RECV is reached"
 
 

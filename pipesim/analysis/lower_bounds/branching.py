@@ -7,8 +7,6 @@ import numpy as np
 from pipesim.analysis.lower_bounds.windows import Windows
 from pipesim.utils.csr import Ints
 
-__all__ = ["some_branch_is_left"]
-
 #: Branches that wait while a search goes deeper. A search that is deeper is given up: it has seldom
 #: time for all of them.
 _MOST_BRANCHES = 32

@@ -13,8 +13,6 @@ from pipesim.analysis.lower_bounds.longest_paths import Places
 from pipesim.analysis.lower_bounds.stage_lanes import BYTES_ROUNDING, DeviceStages, StageLanes
 from pipesim.utils.csr import Ints
 
-__all__ = ["device_lanes"]
-
 #: Lanes of a device whose orders are counted.
 MOST_LANES = 6
 

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from pipesim.analysis.lower_bounds.lanes import Floats
 from pipesim.utils.csr import Ints
 
-__all__ = ["MOST_INDICES", "MOST_STATES", "DeviceLanes", "StateSpace", "new_states"]
-
 #: States of a row that are reached in time, up to which its orders are counted.
 MOST_STATES = 2**18
 #: Indices of a row that fit into an integer.

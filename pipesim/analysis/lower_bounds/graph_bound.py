@@ -41,8 +41,6 @@ from pipesim.timeline.timeline import LONGEST
 from pipesim.utils.csr import Ints
 from pipesim.utils.units import Bytes
 
-__all__ = ["graph_bound"]
-
 #: Relative error of sums of times that are no whole numbers, at least.
 _ROUNDING = 1e-12
 

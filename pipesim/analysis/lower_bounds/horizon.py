@@ -14,8 +14,6 @@ from pipesim.analysis.lower_bounds.branching import some_branch_is_left
 from pipesim.analysis.lower_bounds.windows import MOST_VISITS_OF_SEARCH, Windows
 from pipesim.utils import jit
 
-__all__ = ["latest_excluded_horizon"]
-
 #: Horizons are told apart to this share of the bound.
 _RESOLUTION = 1 / 8192
 #: First step from the bound to a later horizon: in these shares of the bound.

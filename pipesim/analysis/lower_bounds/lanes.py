@@ -21,8 +21,6 @@ from pipesim.graph.wiring import apply_rules
 from pipesim.ops import FETCHES, RECVS
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["Arcs", "Floats", "LaneGraph", "joined_arcs", "lane_graph", "task_lanes"]
-
 Floats = NDArray[np.float64]
 
 

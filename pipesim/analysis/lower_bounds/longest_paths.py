@@ -11,17 +11,6 @@ from pipesim.errors import GraphError
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = [
-    "Places",
-    "heads_of",
-    "heads_pass",
-    "ordered_places",
-    "raise_heads",
-    "raise_tails",
-    "tails_of",
-    "tails_pass",
-]
-
 
 class Places(NamedTuple):
     """Places of lanes in a topological order, with their arcs.

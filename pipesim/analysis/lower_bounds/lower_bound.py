@@ -20,8 +20,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.units import Bytes
 
-__all__ = ["lower_bound"]
-
 
 def lower_bound(
     placement: Placement,

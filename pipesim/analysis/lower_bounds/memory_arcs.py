@@ -32,8 +32,6 @@ from pipesim.analysis.lower_bounds.lanes import Arcs, LaneGraph, joined_arcs
 from pipesim.analysis.lower_bounds.stage_lanes import BYTES_ROUNDING, DeviceStages, StageLanes
 from pipesim.timeline.memory_limit import too_low_limit
 
-__all__ = ["memory_arcs"]
-
 
 class _Chain(NamedTuple):
     """F of all stages of a device and replica, then their B or I, in the order of a micro-batch.

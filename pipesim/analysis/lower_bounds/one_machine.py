@@ -8,8 +8,6 @@ from pipesim.analysis.lower_bounds.lanes import Floats
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["busiest_stream", "shared_streams"]
-
 
 def shared_streams(lane: Ints, stream: Ints) -> CSR:
     """Return the places of each stream that runs several lanes, as CSR.

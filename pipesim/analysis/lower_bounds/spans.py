@@ -11,8 +11,6 @@ from pipesim.analysis.lower_bounds.longest_paths import Places, raise_heads, rai
 from pipesim.analysis.lower_bounds.one_machine import busiest_stream
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["NO_SPANS", "Spans", "limit_spans", "longest_span_bound", "spans_of_devices"]
-
 
 class Spans(NamedTuple):
     """Devices whose span is limited, and the places of their actions.

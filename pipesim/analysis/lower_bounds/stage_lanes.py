@@ -14,8 +14,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.timeline.task_bytes import kind_bytes, static_parts, weight_versions, workspaces
 
-__all__ = ["BYTES_ROUNDING", "DeviceStages", "StageLanes", "device_stages"]
-
 #: Relative error of sums of bytes.
 BYTES_ROUNDING = 1e-9
 

@@ -7,15 +7,6 @@ import numpy as np
 from pipesim.analysis.lower_bounds.device_orders import MOST_INDICES, DeviceLanes, StateSpace
 from pipesim.analysis.lower_bounds.lanes import Floats
 
-__all__ = [
-    "fill_earliest",
-    "fill_latest",
-    "following_index",
-    "keep_numbers",
-    "set_ranges",
-    "slot_of",
-]
-
 
 def set_ranges(
     lanes: DeviceLanes, space: StateSpace, row: int, head: Floats, due: Floats, slack: float

@@ -10,8 +10,6 @@ from pipesim.analysis.lower_bounds.graph_bound import graph_bound
 from pipesim.ops import RECVS
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["gap", "timeline_bound"]
-
 #: Differences of times below this share of the makespan are rounding.
 _ROUNDING = 1e-9
 

@@ -26,8 +26,6 @@ from pipesim.analysis.lower_bounds.state_times import (
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["MOST_VISITS_OF_SEARCH", "Windows"]
-
 #: Visits of places and of lanes of states, after which no further horizon is excluded: about a
 #: quarter of a second; and those of a search, about a second.
 MOST_VISITS, MOST_VISITS_OF_SEARCH = 8_000_000, 30_000_000

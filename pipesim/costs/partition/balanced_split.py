@@ -14,8 +14,6 @@ from pipesim.costs.partition.near_even import narrow_ranges
 from pipesim.costs.partition.stage_bound import least_bound, possible_borders
 from pipesim.errors import ArgumentError, CostsError, check_count, number
 
-__all__ = ["balanced_split"]
-
 
 def balanced_split(
     seconds: Sequence[float] | NDArray[np.floating], n_stages: int

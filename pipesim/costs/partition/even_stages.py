@@ -26,8 +26,6 @@ from pipesim.costs.partition.exact_sums import (
 from pipesim.costs.partition.stage_bound import BORDER_HELPERS, first_reaching
 from pipesim.utils.jit import kernel
 
-__all__ = ["even_borders", "stage_units"]
-
 #: Largest whole number up to which floats have no gaps.
 _EXACT = 2.0**53
 _LIMB = 1 << BITS

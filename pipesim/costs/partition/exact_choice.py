@@ -15,8 +15,6 @@ from pipesim.errors import CostsWarning
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.jit import kernel
 
-__all__ = ["States", "choose_exactly"]
-
 _HALF = BITS // 2
 _HALF_MASK = (1 << _HALF) - 1
 _MASK = (1 << BITS) - 1

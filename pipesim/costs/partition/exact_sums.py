@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from pipesim.utils.jit import kernel
 
-__all__ = ["BITS", "ExactSums", "add", "exact_sums", "exceeds", "subtract", "to_limbs", "to_whole"]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

@@ -21,8 +21,6 @@ from pipesim.errors import CostsWarning
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.jit import kernel
 
-__all__ = ["narrow_ranges"]
-
 #: Steps of the search for the level; any level is right, and a good one narrows ranges more.
 _LEVELS = 20
 #: Most possible borders in all; each takes 40 bytes, and about a tenth of a microsecond.

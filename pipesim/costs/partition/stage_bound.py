@@ -23,8 +23,6 @@ from pipesim.costs.partition.exact_sums import (
 )
 from pipesim.utils.jit import kernel
 
-__all__ = ["BORDER_HELPERS", "first_reaching", "last_within", "least_bound", "possible_borders"]
-
 
 def last_within(sums: Ints, limit: Ints, first: int, guess: int) -> int:
     """Return the last border whose sum is at most ``limit``; that of ``first`` must be.

@@ -10,7 +10,6 @@ from pipesim.models.size_checks import check_divides
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["CONTEXT_EXCHANGES", "ContextExchange", "check_context"]
 
 ContextExchange = Literal["ring", "all_gather", "all_to_all"]
 CONTEXT_EXCHANGES = ("ring", "all_gather", "all_to_all")

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
     from pipesim.network.links import Nodes
 
-__all__ = ["ContextCollective", "context_collectives"]
-
 
 class ContextCollective(NamedTuple):
     """The exchange around one attention core, forward or backward.

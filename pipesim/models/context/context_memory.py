@@ -20,8 +20,6 @@ from pipesim.models.memory_tensors import Operation, Tensors
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["context_bytes"]
-
 
 def context_bytes(shard: Shard, x: Tensors) -> Operation:
     """Return the bytes that the exchange keeps, and those during F and B; 0 for one GPU."""

@@ -10,7 +10,6 @@ from pipesim.models.size_checks import check_divides, check_size, checked_value
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["EXCHANGE_WAYS", "ExpertExchange", "check_expert_parallel"]
 
 ExpertExchange = Literal["direct", "hierarchical"]
 EXCHANGE_WAYS = ("direct", "hierarchical")

@@ -37,7 +37,6 @@ from pipesim.network.node_collectives import Group, gpus_all_to_all, group_of_gp
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["Segments", "copy_seconds", "exchange_seconds", "expert_fields", "segment_shares"]
 
 #: For each stage, shares of F, of B and of I between its exchanges.
 Segments: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]

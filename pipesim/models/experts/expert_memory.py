@@ -34,8 +34,6 @@ from pipesim.models.shard_sizes import FP32_BYTES, routed_matrices, shared_matri
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["expert_operations"]
-
 
 class _ExpertTensors(NamedTuple):
     """Bytes of the tensors of the table above; ``up`` are gate and up."""

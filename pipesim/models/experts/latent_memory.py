@@ -15,8 +15,6 @@ from pipesim.models.shard_sizes import attention_matrices
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["latent_operations"]
-
 
 def latent_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     """Return the operations between the norm of a layer and the attention core."""

@@ -25,16 +25,6 @@ from pipesim.errors import ArgumentError
 if TYPE_CHECKING:
     from pipesim.models.transformer import Transformer
 
-__all__ = [
-    "SIZES_OF_SOME",
-    "active_matrices",
-    "attention_biases",
-    "attention_matrices",
-    "check_experts",
-    "check_latent_attention",
-    "expert_matrix",
-    "latent_norms",
-]
 
 #: Sizes that only models with experts have, and that only models with latent attention have.
 _OF_EXPERTS = (

@@ -20,14 +20,6 @@ from pipesim.models.stage_layers import per_stage
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "copied_bytes",
-    "dense_parameters",
-    "optimizer_parameters",
-    "routed_parameters",
-    "stage_parameters",
-]
-
 
 def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
     """Return the parameters of each stage on one GPU without those of experts."""

@@ -1,7 +1,4 @@
-"""`Routing`: how a router spreads tokens over experts.
-
-More than 300 lines: one class, most of it docstrings.
-"""
+"""`Routing`: how a router spreads tokens over experts."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_list, check_name, number
-
-__all__ = ["UNIFORM", "Routing", "as_routing"]
 
 Distribution = Literal["uniform", "zipf", "dirichlet", "counts"]
 _DISTRIBUTIONS = ("uniform", "zipf", "dirichlet", "counts")

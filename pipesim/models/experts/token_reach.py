@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipesim.models.transformer import Transformer
 
-__all__ = ["reached"]
-
 
 def reached(model: Transformer, n: int) -> float:
     """Return the share of tokens that have one or more of n consecutive experts, 0 to 1.

@@ -23,8 +23,6 @@ from pipesim.models.kernels.kernel import Kernel
 from pipesim.models.kernels.kernel_sizes import KernelSizes, OperationKernels
 from pipesim.models.shard_sizes import MASK_BYTES
 
-__all__ = ["attention_core", "latent_norms", "rotary_kernels"]
-
 #: Queries of a tile of a fused core, as in FlashAttention.
 _TILE = 128
 #: Share of the rate that fused cores reach whose queries are deeper than values, as in latent

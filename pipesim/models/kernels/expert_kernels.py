@@ -32,7 +32,6 @@ from pipesim.models.shard_sizes import FP32_BYTES, Matrix, routed_matrices, shar
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["ExpertKernels", "expert_kernels"]
 
 #: Kernels that read and write the scores, forward and backward: softmax, selection of groups and of
 #: experts, masks, capacity, normalization, auxiliary loss; about as many as in ``moe_utils.py``.

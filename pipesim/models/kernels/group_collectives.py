@@ -20,15 +20,6 @@ from pipesim.network.network import Network
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "AnyCollective",
-    "Collective",
-    "ExpertCollective",
-    "GroupCollectives",
-    "PartCollectives",
-    "group_collectives",
-]
-
 
 class Collective(NamedTuple):
     """All-reduces, or halves of one: all-gathers and reduce-scatters.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Kernel"]
-
 
 class Kernel(NamedTuple):
     """Work of one kernel on one GPU, or of ``n_kernels`` together.

@@ -14,8 +14,6 @@ from pipesim.models.shard_sizes import MASK_BYTES, Matrix, fuses_weight_grads
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["KernelSizes", "OperationKernels"]
-
 
 class OperationKernels(NamedTuple):
     """Kernels of one layer, of the embedding, or of the head, by operation.

@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.kernels.kernel import Kernel
-from pipesim.models.kernels.layer_kernels import (
-    OperationKernels,
-    embedding_kernels,
-    head_kernels,
-    layer_kernels,
-)
+from pipesim.models.kernels.kernel_sizes import OperationKernels
+from pipesim.models.kernels.layer_kernels import embedding_kernels, head_kernels, layer_kernels
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["kernel_table"]
 
 #: Operation of each field of `OperationKernels`.
 _OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}

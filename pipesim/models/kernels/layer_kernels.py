@@ -44,14 +44,6 @@ from pipesim.models.shard_sizes import (
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "LayerSegments",
-    "OperationKernels",
-    "embedding_kernels",
-    "head_kernels",
-    "layer_kernels",
-    "layer_segments",
-]
 
 #: Share of the bandwidth of element-wise kernels that a fused loss reaches, forward and backward
 #: together: Transformer Engine's, on B200 (SimuMax, see `pipesim.models.data_sheets`): the five

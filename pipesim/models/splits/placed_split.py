@@ -18,8 +18,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.utils.units import Bytes
 
-__all__ = ["Placed", "is_word", "placed_sizes"]
-
 #: Argument ``placement``: devices of stages, without or with the order of tasks.
 Placed = Placement | Schedule | TaskGraph
 #: Most layers of a model whose split is searched.

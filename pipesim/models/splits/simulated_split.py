@@ -16,8 +16,6 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.units import format_bytes
 
-__all__ = ["fastest_split"]
-
 #: Most simulations of a search, and most tasks in all of them.
 _SIMULATIONS, _TASKS = 1000, 600_000
 

@@ -18,8 +18,6 @@ from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.timeline.task_bytes import dropped_activations, weight_versions
 
-__all__ = ["LayerModel", "StageCosts", "first_borders", "split_problem"]
-
 #: Costs of stages with these many layers.
 StageCosts = Callable[[Sequence[int]], Costs]
 

@@ -15,8 +15,6 @@ from pipesim.costs.partition.balanced_split import balanced_split
 from pipesim.errors import ArgumentError, CostsWarning, check_count
 from pipesim.utils.caller_warnings import warn_caller
 
-__all__ = ["stage_sizes"]
-
 #: Seconds of each layer, of the embedding and of the LM head.
 _Seconds = tuple[Sequence[float], float, float]
 #: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.

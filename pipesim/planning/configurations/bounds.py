@@ -32,15 +32,6 @@ from pipesim.planning.configurations.memory_bounds import ROUNDING, Sharing
 from pipesim.planning.configurations.stage_devices import StageDevices
 from pipesim.scheduling.placement import Layout, replica_devices
 
-__all__ = [
-    "Bounds",
-    "DeviceWork",
-    "Reductions",
-    "device_work",
-    "least_end",
-    "reductions",
-]
-
 Floats = NDArray[np.float64]
 #: Bytes of a stage's gradients that no GPU holds.
 _MOST_BYTES = 1e13

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-__all__ = ["Cache"]
-
 T = TypeVar("T")
 
 

@@ -10,21 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from pipesim.lowering.parameter_shards import ShardParameters
 
-__all__ = [
-    "Evaluation",
-    "PlanChoice",
-    "Status",
-    "invalid",
-    "layers_text",
-    "microbatches_text",
-    "offload_text",
-    "partial_choice",
-    "sharding_text",
-    "sizes_text",
-    "slices_text",
-    "with_settings",
-]
-
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
 

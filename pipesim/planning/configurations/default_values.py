@@ -10,17 +10,6 @@ from pipesim.models.transformer import Transformer
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.setting_reasons import tensor_reason
 
-__all__ = [
-    "SCHEDULES",
-    "SLICED",
-    "chunk_counts",
-    "depths",
-    "expert_sizes",
-    "recomputes",
-    "sequence_counts",
-    "tensor_sizes",
-]
-
 #: Schedules that are tried by default: of whole sequences, and of slices.
 SCHEDULES = (
     "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "zbv", "v_half", "v_min",

@@ -1,7 +1,4 @@
-"""`Evaluator`: bounds, memory and exact step of configurations, with what they share in caches.
-
-The file has more than 300 lines: one class, whose methods share the caches.
-"""
+"""`Evaluator`: bounds, memory and exact step of configurations, with what they share in caches."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
 from pipesim.utils.csr import Ints
 from pipesim.utils.units import format_bytes
-
-__all__ = ["Evaluator"]
 
 Floats = NDArray[np.float64]
 #: Graphs that an evaluator keeps at most.

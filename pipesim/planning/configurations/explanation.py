@@ -15,7 +15,6 @@ from pipesim.utils.units import format_bytes, format_time
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Explanation", "explanation"]
 
 #: Parts below this share of the longer step, or of the larger memory, are listed together.
 _SMALL = 5e-4

@@ -10,8 +10,6 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_function, check_list
 from pipesim.planning.configurations.choice import PlanChoice
 
-__all__ = ["Filters", "checked_filters", "keeps"]
-
 #: Functions that all must keep a configuration.
 Filters = Sequence[Callable[[PlanChoice], bool]]
 

@@ -30,8 +30,6 @@ from pipesim.scheduling.registry import schedule_info
 if TYPE_CHECKING:
     from pipesim.planning.configurations.search_space import SearchSpace
 
-__all__ = ["Listing"]
-
 
 @dataclass
 class Listing:

@@ -14,8 +14,6 @@ from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.scheduling.placement import Layout
 
-__all__ = ["OFFLOADED", "megatron_flags"]
-
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 _RECOMPUTE: dict[str, tuple[str, ...]] = {
     "none": (),

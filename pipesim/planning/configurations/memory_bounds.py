@@ -17,8 +17,6 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.expert_pricing import moved_bytes, shared_bytes
 from pipesim.planning.configurations.stage_devices import StageDevices
 
-__all__ = ["ROUNDING", "Sharing", "least_memory"]
-
 Floats = NDArray[np.float64]
 #: Share by which bounds are lowered, since sums are rounded.
 ROUNDING = 1e-9

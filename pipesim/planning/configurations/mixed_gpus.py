@@ -8,8 +8,6 @@ from functools import lru_cache
 from pipesim.planning.cluster import Cluster
 from pipesim.scheduling.placement import Layout, replica_devices
 
-__all__ = ["kinds_of_devices", "least_bytes", "mean_peak", "slowest_kinds"]
-
 
 @lru_cache(maxsize=4096)
 def kinds_of_devices(

@@ -15,8 +15,6 @@ from pipesim.planning.configurations.plan_tables import SETTINGS
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.planning.configurations.search_space import SearchSpace
 
-__all__ = ["checked_choice", "named_choice"]
-
 _DEFAULTS: Mapping[str, Any] = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,

@@ -22,8 +22,6 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
 from pipesim.utils.units import format_bytes, format_time
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True, repr=False)
 class Plan:

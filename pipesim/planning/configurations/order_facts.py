@@ -13,17 +13,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ScheduleInfo, schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = [
-    "OrderFacts",
-    "choice_facts",
-    "hides_exchanges",
-    "order_facts",
-    "order_facts_of",
-    "placement_of",
-    "schedule_options",
-    "takes_slices",
-]
-
 
 class OrderFacts(NamedTuple):
     """Facts of a schedule that hold for any number of micro-batches.

@@ -42,8 +42,6 @@ from pipesim.scheduling.placement import Layout
 from pipesim.simulation.noise import Noise
 from pipesim.utils.units import format_bytes
 
-__all__ = ["PlanSplit", "plan"]
-
 #: How layers are divided among stages.
 PlanSplit = Literal["refined", "balanced", "even"]
 

@@ -21,8 +21,6 @@ from pipesim.planning.configurations.search import Workers
 from pipesim.scheduling.placement import LAYOUTS
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 
-__all__ = ["checked_percentile", "checked_problem", "checked_workers"]
-
 #: Most sequences of a step.
 _MOST_SEQUENCES = 10**9
 

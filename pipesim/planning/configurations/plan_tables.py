@@ -18,7 +18,6 @@ from pipesim.utils.units import format_numbers, format_time
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SETTINGS", "front_ranks", "ranked_table", "ruled_out_table", "shown_columns"]
 
 #: Columns of the settings of a configuration.
 SETTINGS = tuple(field.name for field in fields(PlanChoice))

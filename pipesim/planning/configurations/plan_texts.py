@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pipesim.planning.configurations.one_plan import Plan
     from pipesim.planning.configurations.plans import Plans
 
-__all__ = ["plan_html", "plans_html", "plans_line", "plans_text", "short_names"]
 
 #: Rows of a table in a notebook.
 _BEST = 5

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Plan", "Plans"]
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Plans:

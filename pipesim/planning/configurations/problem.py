@@ -39,8 +39,6 @@ from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["PlanProblem"]
-
 
 @dataclass(frozen=True)
 class PlanProblem:

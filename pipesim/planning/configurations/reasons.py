@@ -12,8 +12,6 @@ from pipesim.planning.configurations.choice import (
 )
 from pipesim.planning.configurations.order_facts import placement_of
 
-__all__ = ["part_name", "part_reason"]
-
 #: Name of each part of a step in sentences.
 _NAMES: Mapping[str, str] = {
     "compute": "Compute",

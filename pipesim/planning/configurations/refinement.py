@@ -9,8 +9,6 @@ from pipesim.planning.configurations.choice import Evaluation, PlanChoice
 from pipesim.planning.configurations.evaluator import Evaluator
 from pipesim.planning.configurations.search import evaluate
 
-__all__ = ["refined"]
-
 #: Configurations that are refined, and most simulations for each.
 _BEST, _SIMULATIONS = 3, 60
 #: Least gain of a step by a change, as a share of the step; below are ties.

@@ -16,8 +16,6 @@ from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.sweeps.worker_pool import LostCall, run_calls
 from pipesim.utils.units import format_bytes, format_time
 
-__all__ = ["Search", "Workers"]
-
 #: Configurations of one call of a worker, and calls of a round for each worker.
 _BATCH, _CALLS = 50, 2
 #: Most processes for which rounds are cut.

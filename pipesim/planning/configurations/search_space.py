@@ -20,8 +20,6 @@ from pipesim.planning.configurations.order_facts import (
 from pipesim.planning.configurations.problem import PlanProblem
 from pipesim.scheduling.registry import schedule_info
 
-__all__ = ["SearchSpace"]
-
 
 @dataclass(frozen=True)
 class SearchSpace:

@@ -19,7 +19,6 @@ from pipesim.simulation.scenarios import simulate_many
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
-__all__ = ["by_step", "fill_search", "run_search", "with_noise", "with_refined"]
 
 #: Scenarios of noise for each of the best.
 _SCENARIOS = 200

@@ -13,8 +13,6 @@ from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.order_facts import choice_facts
 from pipesim.planning.configurations.problem import PlanProblem
 
-__all__ = ["FeatureReasons", "context_reason", "setting_reason", "tensor_reason"]
-
 #: Most F and B of a replica; beyond it a single schedule takes many seconds and gigabytes.
 _MOST_TASKS = 500_000
 #: A reason, and the settings that it is about.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints, bincount
 
-__all__ = ["StageDevices"]
-
 Floats = NDArray[np.float64]
 
 

@@ -12,8 +12,6 @@ from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.order_facts import placement_of
 from pipesim.planning.configurations.problem import PlanProblem
 
-__all__ = ["DeviceSeconds", "stages_of", "uniform_split"]
-
 
 class DeviceSeconds(NamedTuple):
     """Seconds of one micro-batch on one device: of a layer, of the embedding, and of the head."""

@@ -20,8 +20,6 @@ from pipesim.timeline.memory import costs_of
 from pipesim.timeline.memory_breakdown import memory_breakdown
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["PARTS", "memory_parts", "step_parts"]
-
 #: Parts of a step, in the order of a table.
 PARTS = (
     *("compute", "tensor_parallel", "recompute"),

@@ -20,8 +20,6 @@ from pipesim.planning.configurations.choice import PlanChoice
 from pipesim.planning.configurations.order_facts import placement_of
 from pipesim.scheduling.placement import Layout, looped, v_shaped
 
-__all__ = ["TORCH_NAMES", "torchtitan_toml"]
-
 
 class _TorchSchedule(NamedTuple):
     """A schedule of torch: its name, and the micro-batches and chunks that it can run."""

@@ -29,14 +29,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = [
-    "Candidate",
-    "first_orders",
-    "named_orders",
-    "sequential_candidate",
-    "sequential_order",
-]
-
 #: Values that list schedules are tried with, the most promising ones first. Micro-batches in
 #: flight are counted for each stage after a stage; infinity for no limit but that of memory.
 _IN_FLIGHT = (1.0, 2.0, math.inf, 0.5)

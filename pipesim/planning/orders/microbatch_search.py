@@ -19,7 +19,6 @@ from pipesim.planning.orders.move_rate import moves_a_second
 if TYPE_CHECKING:
     from pipesim.planning.orders.order_search_run import Search
 
-__all__ = ["improve_both"]
 
 #: Moves of a round for each task, and as a share of all that will be made, at most.
 _MOVES, _SHARE = 100, 0.1

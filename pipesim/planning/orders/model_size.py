@@ -8,8 +8,6 @@ from pipesim.order_search import OrderProblem, has_equal_microbatches
 from pipesim.planning.orders.cp_sat.proof import MOST_TASKS
 from pipesim.planning.orders.effort import Effort
 
-__all__ = ["can_prove"]
-
 #: Seconds for each pair of tasks of a device in the model of its memory limit, and the most that
 #: the model may take, as a share of the seconds, if that is more than a second.
 _PAIR_SECONDS, _MODEL_SHARE = 5e-6, 0.1

@@ -7,8 +7,6 @@ import time
 from pipesim.order_search import LaneOrder, LocalSearch, Objective, OrderProblem
 from pipesim.planning.orders.effort import Effort
 
-__all__ = ["moves_a_second"]
-
 #: Share of the effort in which it is measured, and the most seconds.
 _SHARE, _SECONDS = 0.02, 0.1
 

@@ -41,8 +41,6 @@ from pipesim.simulation.simulate import checked_noise
 from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 from pipesim.utils.units import Bytes
 
-__all__ = ["optimize"]
-
 
 def optimize(
     placement: Placement,

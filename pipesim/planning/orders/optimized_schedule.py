@@ -10,8 +10,6 @@ from pipesim.order_search import Objective
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.units import format_time
 
-__all__ = ["OptimizedSchedule"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OptimizedSchedule(Schedule):

@@ -32,8 +32,6 @@ from pipesim.planning.orders.move_rate import moves_a_second
 from pipesim.planning.orders.periods import fewer_microbatches, unrolled
 from pipesim.scheduling.placement import Placement
 
-__all__ = ["Search"]
-
 #: Share of the effort after which the local search gives way to CP-SAT: with one stage a device,
 #: and with several, where CP-SAT rarely finds better orders.
 _LOCAL_SHARE, _LOCAL_SHARE_CHUNKS = 0.4, 0.65

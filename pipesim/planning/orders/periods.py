@@ -13,8 +13,6 @@ import numpy as np
 from pipesim.order_search import LaneOrder, Objective, OrderProblem, evaluate
 from pipesim.order_search.periods import periods_of
 
-__all__ = ["LONGEST_PERIOD", "fewer_microbatches", "unrolled"]
-
 #: Micro-batches of a path in the longest period; shorter ones divide it.
 LONGEST_PERIOD = 12
 _PERIODS = (1, 2, 3, 4, 6, 12)

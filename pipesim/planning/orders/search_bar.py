@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipesim.planning.orders.effort import Effort
 from pipesim.planning.orders.order_search_run import Search
 
-__all__ = ["SearchBar"]
-
 
 class SearchBar:
     """Progress bar of a search, with the best value and its gap."""

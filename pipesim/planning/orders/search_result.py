@@ -18,8 +18,6 @@ from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.device_spans import longest_span
 
-__all__ = ["search_result"]
-
 #: Scenarios of noise over which orders are ranked.
 _SCENARIOS = 64
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pipesim.errors import ArgumentError, check_count, check_list
 from pipesim.utils.texts import parse_int
 
-__all__ = ["Flags"]
-
 
 class Flags:
     """Flags with their values, and which of them were read.

@@ -20,8 +20,6 @@ from pipesim.planning.trainer_settings.megatron_layers import (
 )
 from pipesim.planning.trainer_settings.settings import TrainerSettings, replicas_of, whole_number
 
-__all__ = ["read_megatron"]
-
 #: Flags that change the pipeline in a way that a configuration does not have.
 _REFUSED: Mapping[str, str] = {
     "--hybrid-layer-pattern": "layers of several kinds",

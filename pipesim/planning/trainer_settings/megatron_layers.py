@@ -9,8 +9,6 @@ from pipesim.errors import ArgumentError
 from pipesim.planning.trainer_settings.flags import Flags
 from pipesim.planning.trainer_settings.settings import whole_number
 
-__all__ = ["chunks_of_devices", "layers_of_stages"]
-
 _LAYOUT = "--pipeline-model-parallel-layout"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _STAGES = "--num-virtual-stages-per-pipeline-rank"

@@ -16,8 +16,6 @@ from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["TrainerSettings", "replicas_of", "whole_number"]
-
 
 @dataclass(frozen=True, repr=False)
 class TrainerSettings:

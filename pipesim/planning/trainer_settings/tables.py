@@ -9,8 +9,6 @@ from typing import Any
 from pipesim.errors import ArgumentError, check_count, check_text
 from pipesim.utils.files import read_text
 
-__all__ = ["PREFIX", "Tables"]
-
 #: Beginning of the names of settings of the pipeline.
 PREFIX = "pipeline_parallel_"
 

@@ -22,8 +22,6 @@ from pipesim.planning.trainer_settings.torchtitan_layers import (
     shared_layers,
 )
 
-__all__ = ["read_torchtitan"]
-
 #: Schedules of torch that take their order from a file, and whether devices have several stages.
 _OF_FILES = {
     "PipelineScheduleSingle": False,

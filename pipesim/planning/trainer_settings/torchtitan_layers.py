@@ -9,8 +9,6 @@ from pipesim.planning.configurations.torchtitan import TORCH_NAMES
 from pipesim.planning.trainer_settings.settings import whole_number
 from pipesim.planning.trainer_settings.tables import PREFIX, Tables
 
-__all__ = ["SINGLE", "check_chunks", "listed_layers", "shared_layers"]
-
 #: Schedules with one stage a device; others have two unless the layers make more.
 SINGLE = frozenset({"gpipe", "1f1b"})
 _V_SHAPED = frozenset({"zbv", "dualpipev"})

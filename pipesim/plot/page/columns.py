@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ColumnWriter", "Spec", "decimal_digits", "ticks_of"]
-
 #: Place and encoding of a column, as JSON.
 Spec = dict[str, Any]
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle import Cause
+from pipesim.analysis.idle_gaps import Cause
 from pipesim.analysis.waits import WaitReason
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
@@ -34,8 +34,6 @@ from pipesim.plot.page.timeline_columns import timeline_columns
 from pipesim.plot.style import HATCHED, LABELS, OUTLINES, PALETTE
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
-
-__all__ = ["LAYOUTS", "Panel", "Track", "packed_document"]
 
 #: Arrangements of the panels of a page: below each other, or one at a time.
 LAYOUTS = ("stack", "steps")

@@ -8,8 +8,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.plot.page.columns import ColumnWriter, Spec
 from pipesim.plot.style import chunks, shades, text_colours
 
-__all__ = ["graph_columns"]
-
 
 def graph_columns(writer: ColumnWriter, graph: TaskGraph) -> Spec:
     """Add the tasks of a graph, and all that they wait for; return their places."""

@@ -15,8 +15,6 @@ from functools import cache
 from html import escape
 from importlib import resources
 
-__all__ = ["PAGE_MARK", "page_html", "program", "widget_program"]
-
 #: Text near the beginning of each page that tells it from other HTML.
 PAGE_MARK = 'id="pipesim-page"'
 _IMPORT = re.compile(r'^import [^;]*?"([./\w]+)\.js";\n', re.MULTILINE)

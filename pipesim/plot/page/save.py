@@ -23,16 +23,6 @@ from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_text
 
-__all__ = [
-    "MAX_TASKS",
-    "Showable",
-    "check_size",
-    "named_items",
-    "packed_page",
-    "page_path",
-    "to_html",
-]
-
 #: What a page shows.
 Showable = Timeline | Comparison | Schedule | TaskGraph
 #: Most tasks of all timelines of a page.

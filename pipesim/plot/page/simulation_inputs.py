@@ -22,8 +22,6 @@ from pipesim.simulation.engines.plan import shared_links
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["SimulationInputs", "input_columns", "simulation_inputs", "unit_costs"]
-
 Floats = NDArray[np.float64]
 #: Tasks of a timeline up to which a page replays measured durations.
 MAX_REPLAYED = 20_000

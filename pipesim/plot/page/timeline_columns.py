@@ -19,8 +19,6 @@ from pipesim.timeline.task_bytes import changes, row_bytes, static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
-__all__ = ["timeline_columns"]
-
 Floats = NDArray[np.float64]
 #: Compressed bytes that exact doubles may take in a page.
 EXACT_BYTES = 7_500

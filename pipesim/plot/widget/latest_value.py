@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["LatestValue"]
-
 T = TypeVar("T")
 
 

@@ -11,7 +11,6 @@ from pipesim.utils.extras import import_extra
 if TYPE_CHECKING:
     from pipesim.plot.widget.timeline_widget import TimelineWidget
 
-__all__ = ["widget"]
 
 _ADVICE = (
     "Without it, a timeline in the last line of a cell shows the same page, which does not tell "

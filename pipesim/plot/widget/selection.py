@@ -18,8 +18,6 @@ from pipesim.timeline.timeline import COLUMNS, Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Selection", "chain_rows", "find_selection", "gap_rows", "task_rows"]
-
 
 class Selection(NamedTuple):
     """A selected task or idle gap.

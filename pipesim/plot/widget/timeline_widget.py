@@ -25,7 +25,6 @@ from pipesim.plot.widget.selection import (
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TimelineWidget"]
 
 #: Least time between two updates of the page (s), and the most share of the time that they take.
 PERIOD, SHARE = 0.2, 0.2

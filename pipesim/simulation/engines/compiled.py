@@ -22,8 +22,6 @@ from pipesim.simulation.engines.one_pass_batched import ScenarioBatch, one_pass_
 from pipesim.simulation.engines.plan import Plan, make_plan, new_progress
 from pipesim.simulation.noise import Noise
 
-__all__ = ["ScenarioBatches", "run", "run_event_loop", "run_in_one_pass", "run_plan"]
-
 Floats = NDArray[np.float64]
 #: Scenarios of one batch.
 LANES = 32

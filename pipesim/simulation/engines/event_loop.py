@@ -1,7 +1,6 @@
 """The compiled engine's loop over events, for graphs in which tasks wait for links.
 
-Streams run their queues as far as they can. Links are granted in order of time (rule 8). The file
-has just over 300 lines, because one kernel inlines all of these helpers, which share `State`.
+Streams run their queues as far as they can. Links are granted in order of time (rule 8).
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from pipesim.simulation.engines.plan import (
 )
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
-
-__all__ = ["event_loop", "new_state"]
 
 Floats = NDArray[np.float64]
 #: Places in `State.sizes`.

@@ -21,8 +21,6 @@ from pipesim.simulation.engines.plan import (
 )
 from pipesim.utils.jit import kernel
 
-__all__ = ["one_pass"]
-
 Floats = NDArray[np.float64]
 
 

@@ -22,8 +22,6 @@ from pipesim.utils.random_draws import (
     uniform,
 )
 
-__all__ = ["ScenarioBatch", "one_pass_batched", "prune"]
-
 Floats = NDArray[np.float64]
 
 

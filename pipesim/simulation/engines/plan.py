@@ -13,19 +13,6 @@ from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = [
-    "COPY",
-    "HOLDS",
-    "RECV",
-    "SEND",
-    "Plan",
-    "Progress",
-    "make_plan",
-    "new_progress",
-    "shared_links",
-    "with_several_streams",
-]
-
 Floats = NDArray[np.float64]
 #: Values of `Plan.role`, besides 0 for all other kinds.
 SEND, RECV, COPY = 1, 2, 3

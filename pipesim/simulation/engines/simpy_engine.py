@@ -20,8 +20,6 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COPIES, RECVS, SENDS
 
-__all__ = ["run"]
-
 Process = Generator[simpy.Event, Any, None]
 #: SimPy serves events of equal time by priority: 0 urgent, 1 normal, then 2: links are granted when
 #: all requests of this time are known.

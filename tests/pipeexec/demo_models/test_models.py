@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -420,24 +419,3 @@ def test_records_cannot_be_changed() -> None:
 def test_bad_models_are_named(name, options, message) -> None:
     with pytest.raises(ArgumentError, match=message):
         build_model(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("construction", set()),
-        ("convnet", set()),
-        ("data", {"BatchMaker", "LabelledBatch"}),
-        ("gpt", set()),
-        ("registry", {"MODELS"}),
-        ("split", set()),
-    ],
-)
-def test_all_lists_the_public_definitions_of_a_file(name, others) -> None:
-    module = importlib.import_module(f"pipeexec.demo_models.{name}")
-    defined = {
-        name
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-    }
-    assert set(module.__all__) == defined | others

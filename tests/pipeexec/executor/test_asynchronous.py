@@ -16,7 +16,6 @@ from small_pipelines import (
     data,
     dense,
     mse,
-    one_thread,
     orders,
     pipeline,
     sgd,
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pipesim as ps
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op

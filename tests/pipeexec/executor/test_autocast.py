@@ -12,12 +12,13 @@ import pytest
 import torch
 from parity import lowered
 from ranks import Ranks
-from small_pipelines import assert_same, cut, data, mse, one_thread, pipeline, unsplit
+from small_pipelines import assert_same, cut, data, mse, pipeline, unsplit
 from split_models import Language
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices.thread_settings import one_thread
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 

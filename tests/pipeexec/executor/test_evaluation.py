@@ -14,23 +14,13 @@ import pytest
 import torch
 from process_errors import assert_errors, errors_of, make
 from ranks import Ranks
-from small_pipelines import (
-    Faulty,
-    assert_same,
-    cut,
-    data,
-    dense,
-    mse,
-    one_thread,
-    orders,
-    pipeline,
-    sgd,
-)
+from small_pipelines import Faulty, assert_same, cut, data, dense, mse, orders, pipeline, sgd
 from split_models import WORDS, Language
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.embedding.stage import EmbeddingStage
 from pipesim.errors import ArgumentError, ExecutionError, RandomnessWarning, StageError
 from pipesim.graph.tasks import Tasks

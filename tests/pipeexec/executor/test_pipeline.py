@@ -26,7 +26,6 @@ from small_pipelines import (
     dense,
     gradients,
     mse,
-    one_thread,
     orders,
     pipeline,
     two_target_loss,
@@ -39,6 +38,7 @@ import pipesim as ps
 from pipeexec.demo_models.registry import build_model
 from pipeexec.demo_models.split import split
 from pipeexec.devices.make_devices import available_cores
+from pipeexec.devices.thread_settings import one_thread
 from pipesim.errors import OversubscriptionWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

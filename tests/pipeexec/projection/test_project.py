@@ -8,12 +8,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from small_pipelines import Nap, mse, one_thread
+from small_pipelines import Nap, mse
 from split_models import Language, Residual, Translation
 from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.projection import project as projecting
 from pipeexec.projection.layer_seconds import LayerSeconds
 from pipesim.analysis.measured_costs import output_bytes

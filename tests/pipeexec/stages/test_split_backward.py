@@ -12,16 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from small_pipelines import (
-    assert_same,
-    call_within,
-    cut,
-    dense,
-    one_thread,
-    orders,
-    pipeline,
-    unsplit,
-)
+from small_pipelines import assert_same, call_within, cut, dense, orders, pipeline, unsplit
 from split_backward_cases import (
     CASES,
     MIXED,
@@ -37,7 +28,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
-from pipeexec.devices.thread_settings import current_autocast
+from pipeexec.devices.thread_settings import current_autocast, one_thread
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import StageError

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_pipelines import call_within, mse, one_thread
+from small_pipelines import call_within, mse
 from torch import Tensor, nn
 
 import pipeexec.stages.module_call
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipeexec.stages.stage import Stage

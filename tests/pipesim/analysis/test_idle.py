@@ -19,9 +19,9 @@ from strategies import COLLECTIVE_SECONDS, cases, noises
 import pipesim as ps
 from pipesim import plot
 from pipesim.analysis import idle_attribution
-from pipesim.analysis.idle import CAUSES, Cause, idle_shares
+from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.analysis.idle_attribution import causes_of_gaps
-from pipesim.analysis.idle_gaps import Chain, Gaps, make_chain
+from pipesim.analysis.idle_gaps import Cause, Chain, Gaps, make_chain
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.plot import paper_figure

@@ -18,8 +18,9 @@ from small_plans import CHOICE, GPIPE, SPLIT, choice_of, evaluation, plans, prob
 import pipesim as ps
 from pipesim.errors import ArgumentError
 from pipesim.planning.configurations.choice import Evaluation, PlanChoice
+from pipesim.planning.configurations.one_plan import Plan
 from pipesim.planning.configurations.plan_texts import short_names
-from pipesim.planning.configurations.plans import Plan, Plans
+from pipesim.planning.configurations.plans import Plans
 
 NAN = float("nan")
 

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 
 import pytest
-from torch_calls import ROOT, driver_uses, problem, sources, torch_uses
+from places import ROOT
+from torch_calls import driver_uses, problem, sources, torch_uses
 
 from pipeexec.devices.gpu_slices.cuda_driver import LibCuda
 

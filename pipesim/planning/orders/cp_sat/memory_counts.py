@@ -16,8 +16,6 @@ from pipesim.order_search import OrderProblem
 from pipesim.planning.orders.cp_sat.precedence import LaneArc, topological_lanes
 from pipesim.planning.orders.cp_sat.ticks import TickProblem
 
-__all__ = ["MemoryArcs", "checked_lanes", "memory_arcs"]
-
 
 class MemoryArcs(NamedTuple):
     """Precedence that follows from the limits.

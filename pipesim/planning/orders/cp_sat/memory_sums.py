@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from pipesim.planning.orders.cp_sat.model import OrderModel
 
-__all__ = ["add_memory_sums"]
 
 Task = tuple[int, int]
 

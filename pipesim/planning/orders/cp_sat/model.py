@@ -27,8 +27,6 @@ from pipesim.planning.orders.cp_sat.ticks import TickProblem
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["OrderModel", "order_model"]
-
 
 class OrderModel:
     """A CP-SAT model with the variables of a problem's tasks.

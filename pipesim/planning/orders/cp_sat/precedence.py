@@ -11,16 +11,6 @@ from pipesim.order_search import OrderProblem
 from pipesim.planning.orders.cp_sat.ticks import TickProblem
 from pipesim.utils.csr import Ints
 
-__all__ = [
-    "LaneArc",
-    "Windows",
-    "lane_arcs",
-    "lane_reach",
-    "may_queue",
-    "topological_lanes",
-    "windows",
-]
-
 
 class LaneArc(NamedTuple):
     """Precedence between the tasks of two lanes.

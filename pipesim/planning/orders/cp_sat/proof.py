@@ -37,8 +37,6 @@ from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
 from pipesim.utils.extras import install_command
 
-__all__ = ["MOST_TASKS", "Proof", "available", "prove"]
-
 #: Most tasks of a problem that is given to CP-SAT as a whole.
 MOST_TASKS = 6000
 

@@ -14,7 +14,6 @@ from pipesim.utils.csr import Ints
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Effort", "Outcome", "solve"]
 
 #: Seconds between two calls of ``stop``.
 _POLL_SECONDS = 0.05

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from pipesim.order_search import OrderProblem
 from pipesim.utils.csr import Ints
 
-__all__ = ["COARSE_TICKS", "FINE_TICKS", "TickProblem", "tick_problem"]
-
 Floats = NDArray[np.float64]
 
 #: Parts of the smallest number that are tried as the unit of all numbers.
