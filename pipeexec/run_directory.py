@@ -97,13 +97,7 @@ def _check_only_a_run(path: Path) -> None:
 
 
 def checked_record(record: object) -> dict[str, Any]:
-    """Return the user's additions to the record of a run, as a dict.
-
-    Raises
-    ------
-    ArgumentError
-        If they are neither a mapping nor None.
-    """
+    """Return the user's additions to the record of a run, as a dict."""
     if record is None:
         return {}
     if not isinstance(record, Mapping):

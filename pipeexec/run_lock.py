@@ -47,14 +47,7 @@ os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def check_run_name(name: object) -> str:
-    """Return the name of a run, if it is a folder name without parents.
-
-    Raises
-    ------
-    ArgumentError
-        If it is empty, ``..``, too long, or has a slash. Also if it ends with ``-partial``, the end
-        of the directory that a failed run leaves.
-    """
+    """Return the name of a run, if it is a folder name without parents."""
     name = _check_name("name", name, _LONGEST - _TEMPORARY)
     if name.endswith(PARTIAL):
         raise ArgumentError(
@@ -65,13 +58,7 @@ def check_run_name(name: object) -> str:
 
 
 def check_file_names(label: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
-    """Raise unless all names are valid file names, all different, and none is reserved.
-
-    Raises
-    ------
-    ArgumentError
-        If a name is not; the message begins with ``label``.
-    """
+    """Raise unless all names are valid file names, all different, and none is reserved."""
     taken_names = set(reserved)
     for name in names:
         if _check_name(label, name, _LONGEST) in taken_names:

@@ -180,13 +180,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def check_name(kind: str, name: object, choices: Iterable[str]) -> str:
-    """Return ``name`` if it is one of ``choices``.
-
-    Raises
-    ------
-    UnknownNameError
-        With the nearest choice and all choices.
-    """
+    """Return ``name`` if it is one of ``choices``."""
     choices = choices if isinstance(choices, Collection) else list(choices)
     if isinstance(name, str) and name in choices:
         return name
@@ -218,11 +212,6 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
         A class of ours, or of another package.
     advice
         Advice: a valid alternative.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For a value of another type, naming both.
     """
     if isinstance(value, kind):
         return value
@@ -238,13 +227,7 @@ def _wrong_type(name: str, wanted: str, value: object, advice: str = "") -> Argu
 
 
 def check_text(name: str, value: object) -> str:
-    """Return ``value`` if it is a text.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For a value of another type.
-    """
+    """Return ``value`` if it is a text."""
     if isinstance(value, str):
         return value
     raise _wrong_type(name, "a text", value)
@@ -254,11 +237,6 @@ def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is True or False: a text such as "no" would count as True.
 
     A bool of NumPy, as tables of pandas have them, is returned as Python's.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For a value of another type.
     """
     if isinstance(value, bool | np.bool_):
         return bool(value)
@@ -266,25 +244,13 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_function(name: str, value: object, form: str) -> None:
-    """Raise unless ``value`` can be called; ``form`` is an example of a call.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For a value that cannot be called.
-    """
+    """Raise unless ``value`` can be called; ``form`` is an example of a call."""
     if not callable(value):
         raise _wrong_type(name, f"a function, called as {form}", value)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """Return ``value`` as an int if it is a whole number of at least ``minimum``.
-
-    Raises
-    ------
-    ArgumentError
-        For booleans, fractions, other types, and numbers below ``minimum``.
-    """
+    """Return ``value`` as an int if it is a whole number of at least ``minimum``."""
     if type(value) is int and value >= minimum:  # most values, which need no slower check
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -298,26 +264,14 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def check_list(name: str, values: object, allowed: str) -> list[Any]:
-    """Return the values of a sequence, which is neither text nor a mapping, as a list.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything else.
-    """
+    """Return the values of a sequence, which is neither text nor a mapping, as a list."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ArgumentTypeError(f"{name} must be a list, got {values!r:.60}; give {allowed}")
     return list(values)
 
 
 def check_numbers(name: str, values: object) -> list[float]:
-    """Return the numbers of a sequence as floats; NaN is one.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything but a sequence of numbers.
-    """
+    """Return the numbers of a sequence as floats; NaN is one."""
     items = check_list(name, values, "numbers, such as [1.0, 2.5]")
     if not all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in items):
         raise ArgumentTypeError(f"{name} must be numbers, got {values!r:.60}")

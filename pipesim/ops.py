@@ -172,11 +172,6 @@ class Action(NamedTuple):
         - which of `KEPT` an OFFLOAD or a RELOAD moves;
         - the segment of F, B or I of a stage with experts.
 
-    Raises
-    ------
-    ArgumentError
-        Not here, but by `parse`, and by `pipesim.Schedule.from_orders` for fields of other types.
-
     See Also
     --------
     pipesim.Op : The operations.
@@ -220,16 +215,6 @@ class Action(NamedTuple):
         -------
         Action
             The action.
-
-        Raises
-        ------
-        ArgumentError
-            If the text is no action, naming the text and the nearest operation.
-
-        See Also
-        --------
-        pipesim.Schedule.from_orders : Make a schedule from texts of actions.
-        pipesim.Schedule.load : Read a file of actions.
 
         Examples
         --------
@@ -362,13 +347,7 @@ class Overlapped(NamedTuple):
 
 
 def parse_action(text: str) -> Action | Overlapped:
-    """Read an action, or two that overlap, from the text form.
-
-    Raises
-    ------
-    ArgumentError
-        If the text is no action, or those that overlap are not an F and a B.
-    """
+    """Read an action, or two that overlap, from the text form."""
     match = _OVERLAPPED.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return Action.parse(text)

@@ -59,13 +59,7 @@ class Contents:
 
 
 def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
-    """Return the contents of this process.
-
-    Raises
-    ------
-    ArgumentError
-        For an object that a checkpoint cannot hold, and for shares of experts.
-    """
+    """Return the contents of this process."""
     names, contents = pipeline.names, Contents()
     _check_whole(pipeline)
     optimizer = optimizer_state(names, pipeline._model.whole_optimizers())
@@ -180,11 +174,6 @@ def plan_files(everyone: Sequence[Mapping[str, Any]], n_stages: int) -> Plan:
 
     A tensor that several processes have is written by one of them. The files of a stage are written
     by one process.
-
-    Raises
-    ------
-    ArgumentError
-        If an object differs between processes.
     """
     for rank, facts in enumerate(everyone):
         for name in {**everyone[0]["digests"], **facts["digests"]}:

@@ -40,11 +40,6 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     ----------
     name
         Name of the value, for keys of tensors and for messages.
-
-    Raises
-    ------
-    ArgumentError
-        For a value of another kind; names it.
     """
     try:
         return _encoded(value, name, tensors)

@@ -71,8 +71,6 @@ def save_checkpoint(
 
     Raises
     ------
-    ArgumentError
-        For an object that a checkpoint cannot hold, or that differs between processes.
     ExecutionError
         After a step with ``accumulate=True``: a checkpoint has no gradients.
     CheckpointError

@@ -139,8 +139,6 @@ def measure_steps(
 
     Raises
     ------
-    ArgumentError
-        If there are too few batches.
     CapacityError
         If the results of so many steps do not fit in memory.
     """

@@ -81,12 +81,6 @@ class GradientAccumulation:
     has_stepped
         Whether the last block, or `flush`, ended with an optimizer step.
 
-    Raises
-    ------
-    ArgumentError
-        If ``n_steps`` does not divide ``n_batches``; if DDP is around a part of the model; or if
-        DDP has options that expect a backward that reduces gradients after each forward.
-
     See Also
     --------
     pipeexec.Pipeline.step : Its ``accumulate`` adds up gradients of a pipeline's steps.
@@ -193,17 +187,9 @@ class GradientAccumulation:
 
         Raises
         ------
-        ArgumentError
-            If some micro-batches of a batch have ``n_samples`` and others do not, or ``n_losses``
-            is below 1.
         ExecutionError
             If blocks are nested, one ends before ``n_losses`` calls of `backward`, or gradients of
             the batch were cleared since the last one.
-
-        See Also
-        --------
-        backward : Backward of a loss in the block.
-        flush : Step with an incomplete batch.
 
         Examples
         --------
@@ -273,13 +259,6 @@ class GradientAccumulation:
         ------
         ExecutionError
             Outside a block of `microbatch`, or if a block calls it more than ``n_losses`` times.
-        ArgumentError
-            If the loss is not a tensor with one element that depends on parameters.
-
-        See Also
-        --------
-        microbatch : Block in which it is called.
-        flush : Step with an incomplete batch.
 
         Examples
         --------
@@ -343,11 +322,6 @@ class GradientAccumulation:
         ExecutionError
             Within a block.
 
-        See Also
-        --------
-        load_state_dict : Resume from it.
-        pipeexec.save_checkpoint : Save the state of a pipeline.
-
         Examples
         --------
         >>> import torch
@@ -386,15 +360,8 @@ class GradientAccumulation:
 
         Raises
         ------
-        ArgumentError
-            If the checkpoint is of another training, naming the difference; nothing has changed
-            then.
         ExecutionError
             Within a block.
-
-        See Also
-        --------
-        state_dict : Return a checkpoint.
 
         Examples
         --------
@@ -437,10 +404,6 @@ class GradientAccumulation:
         ------
         ExecutionError
             Within a block.
-
-        See Also
-        --------
-        microbatch : Block of a micro-batch; the last one of a batch steps by itself.
 
         Examples
         --------

@@ -18,12 +18,6 @@ class Replicas:
     ----------
     model
         A module in DistributedDataParallel; any other module is the only replica.
-
-    Raises
-    ------
-    ArgumentError
-        If DDP is around a part of the model, or has an option that expects a backward that reduces
-        gradients after each forward.
     """
 
     def __init__(self, model: nn.Module) -> None:

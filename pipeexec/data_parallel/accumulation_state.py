@@ -67,16 +67,7 @@ def restore_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, 
 def check_state(
     state: object, parameters: Mapping[str, Tensor], replicas: Replicas, n_steps: int
 ) -> dict[str, Any]:
-    """Return a checkpoint if it fits this training.
-
-    Raises
-    ------
-    ArgumentTypeError
-        If ``state`` is no dict.
-    ArgumentError
-        If ``state`` is no checkpoint, or is of another ``n_steps`` or of other parameters. In the
-        middle of a batch also if it is of another rank or another number of replicas.
-    """
+    """Return a checkpoint if it fits this training."""
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
             f"state_dict must be a dict of GradientAccumulation.state_dict(), got {state!r:.60}"

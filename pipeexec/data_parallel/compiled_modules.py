@@ -37,13 +37,7 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def compile_copy(stage: nn.Module, replica: nn.Module, index: int) -> None:
-    """Compile a copy of a stage as the stage is: copies lose what was compiled in place.
-
-    Raises
-    ------
-    ArgumentError
-        If that is not possible.
-    """
+    """Compile a copy of a stage as the stage is: copies lose what was compiled in place."""
     if not any(map(_in_place, stage.modules())):
         return
     options = getattr(stage, "compile_options", None)

@@ -12,14 +12,7 @@ from pipesim.errors import ArgumentError
 
 
 def ddp_of(module: nn.Module, name: str) -> DistributedDataParallel | None:
-    """Return the module if it is a DistributedDataParallel, None if no module in it is.
-
-    Raises
-    ------
-    ArgumentError
-        If DDP is around a part of the module only, or has an option under which its reducer does
-        not wait for a chosen backward. The message calls the module ``name``.
-    """
+    """Return the module if it is a DistributedDataParallel, None if no module in it is."""
     inside = [k for k, m in module.named_modules() if isinstance(m, DistributedDataParallel)]
     if not inside:
         return None

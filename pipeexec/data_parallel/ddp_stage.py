@@ -31,13 +31,7 @@ from pipesim.errors import ArgumentError
 
 
 def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
-    """Check that DDP stages can run in one pipeline of this process.
-
-    Raises
-    ------
-    ArgumentError
-        If two of them share a process group, or a bidirectional placement would copy them.
-    """
+    """Check that DDP stages can run in one pipeline of this process."""
     owner: dict[object, int] = {}
     for index, stage in enumerate(stages):
         ddp = None if stage is None else ddp_of(stage, f"stage {index}")
@@ -61,14 +55,7 @@ def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
 def ddp_stage(
     module: nn.Module, index: int, batch_size: int | None, has_versions: bool
 ) -> DdpStage | None:
-    """Return the `DdpStage` of a stage in DDP, None for other stages.
-
-    Raises
-    ------
-    ArgumentError
-        If DDP is around a part of the stage, or has an option that no stage can have, or
-        ``batch_size`` is None.
-    """
+    """Return the `DdpStage` of a stage in DDP, None for other stages."""
     ddp = ddp_of(module, f"stage {index}")
     if ddp is None:
         return None

@@ -49,11 +49,6 @@ def scaled_learning_rate(
     float
         The learning rate.
 
-    Raises
-    ------
-    ArgumentError
-        For a rate that is negative or not finite, a size below 1, or an unknown rule.
-
     See Also
     --------
     pipeexec.LRSchedulers : Learning-rate schedulers of a pipeline.

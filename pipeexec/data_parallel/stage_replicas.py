@@ -31,11 +31,6 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
     is_local
         Whether this process has the stage, for each stage of each replica: replica by replica,
         ``len(stages)`` entries each.
-
-    Raises
-    ------
-    ArgumentError
-        If a stage cannot be copied, or its copy not be compiled as it is.
     """
     modules: list[nn.Module] = []
     placed_stages: set[int] = set()

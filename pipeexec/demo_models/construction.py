@@ -28,13 +28,7 @@ def check_sizes(**sizes: object) -> None:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a random generator for a seed of any length.
-
-    Raises
-    ------
-    ArgumentError
-        If the seed is no whole number of at least 0.
-    """
+    """Return a random generator for a seed of any length."""
     # Torch takes 64 bits. A longer seed, such as a hash, wraps.
     return torch.Generator().manual_seed(check_count("seed", seed, minimum=0) % (1 << 63))
 

@@ -32,11 +32,6 @@ def convnet(
     -------
     nn.Sequential
         From (batch, 3, image_size, image_size) to logits (batch, n_classes).
-
-    Raises
-    ------
-    ArgumentError
-        For a size that is no whole number of at least 1.
     """
     check_sizes(n_blocks=n_blocks, channels=channels, image_size=image_size, n_classes=n_classes)
     check_parameters(

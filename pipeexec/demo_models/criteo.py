@@ -35,13 +35,7 @@ _BLOCKS = 4096
 
 
 def scaled_rows(rows: Sequence[int], factor: float, least: int = 4) -> tuple[int, ...]:
-    """Return the rows of smaller tables: times ``factor``, but at least ``least`` or all rows.
-
-    Raises
-    ------
-    ArgumentError
-        For a factor that is not above 0 and at most 1, and a ``least`` that is no whole number.
-    """
+    """Return the rows of smaller tables: times ``factor``, but at least ``least`` or all rows."""
     got = number(factor)
     if got is None or not 0 < got <= 1:
         raise ArgumentError(f"factor must be above 0 and at most 1, got {factor!r}")
@@ -52,13 +46,7 @@ def scaled_rows(rows: Sequence[int], factor: float, least: int = 4) -> tuple[int
 def draw_keys(
     rows: Sequence[int], n: int, generator: torch.Generator, skew: float = SKEW
 ) -> Tensor:
-    """Return keys of ``n`` samples, int64 of shape ``(n, tables)``; small ones are frequent.
-
-    Raises
-    ------
-    ArgumentError
-        For a skew that is negative or not finite. A skew of 0 draws evenly.
-    """
+    """Return keys of ``n`` samples, int64 of shape ``(n, tables)``; small ones are frequent."""
     share = torch.rand(n, len(rows), generator=generator, dtype=torch.float64).numpy()
     columns = [_quantile(share[:, i], size, skew) for i, size in enumerate(rows)]
     return torch.from_numpy(np.stack(columns, axis=1))

@@ -40,12 +40,6 @@ def text_batch(
     -------
     inputs, targets
         int64 (batch, sequence) each; the targets are the inputs shifted by one byte.
-
-    Raises
-    ------
-    ArgumentError
-        For a text that is missing, unreadable or shorter than ``sequence + 1`` bytes, or a size
-        that is no whole number of at least 1.
     """
     batch, sequence = check_count("batch", batch), check_count("sequence", sequence)
     needed = sequence + 1
@@ -84,11 +78,6 @@ def image_batch(
     -------
     images, classes
         float32 (batch, 3, image_size, image_size), and int64 (batch,) below ``n_classes``.
-
-    Raises
-    ------
-    ArgumentError
-        For a size that is no whole number of at least 1.
     """
     batch, n_classes = check_count("batch", batch), check_count("n_classes", n_classes)
     size, random_numbers = check_count("image_size", image_size), generator(seed)

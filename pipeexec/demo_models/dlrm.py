@@ -62,11 +62,6 @@ class DLRM:
     n_dense
         Number of numbers of a sample.
 
-    Raises
-    ------
-    ArgumentError
-        For sizes that are no whole numbers of at least 1.
-
     Examples
     --------
     >>> TERABYTE.n_interactions, TERABYTE.n_rows  # 26 * 27 / 2 pairs, and the bottom MLP's output
@@ -168,13 +163,6 @@ class DLRM:
             Type of activations, and of sent vectors and gradients; parameters have 32 bits.
         skew
             Skew of the keys; a larger skew means fewer different keys.
-
-        Raises
-        ------
-        ArgumentError
-            For counts that are no whole numbers of at least 1, and for anything but a GPU.
-        UnknownNameError
-            For an unknown preset, or an unknown field of a GPU.
         """
         device = as_gpu(gpu)
         batch, n_replicas = check_count("batch", batch), check_count("n_replicas", n_replicas)

@@ -50,12 +50,6 @@ def gpt(
     -------
     nn.Sequential
         From int64 (batch, sequence) to logits (batch, sequence, vocabulary).
-
-    Raises
-    ------
-    ArgumentError
-        For a size that is no whole number of at least 1, heads that do not divide the width, or a
-        dropout out of range. The model raises it for an input longer than ``sequence``.
     """
     check_sizes(n_layers=n_layers, d_model=d_model, n_heads=n_heads)
     check_sizes(sequence=sequence, vocabulary=vocabulary)

@@ -48,11 +48,6 @@ class KernelRecorder(TorchDispatchMode):
     ----------
     kernels
         Recorded kernels, in order, with the names of PyTorch's operations.
-
-    Raises
-    ------
-    ArgumentError
-        For ``winograd`` below 1 or not finite.
     """
 
     def __init__(self, winograd: float = 1.0) -> None:

@@ -126,14 +126,6 @@ class LayerCosts:
             ``flops`` are those for the data type of the layers.
         network
             As in `Costs`.
-
-        Raises
-        ------
-        ArgumentError
-            For a balance that does not sum to the number of layers, or has an empty stage, and for
-            anything but a GPU.
-        UnknownNameError
-            For an unknown preset, or an unknown field of a GPU.
         """
         device = as_gpu(gpu)
         sizes = checked_split(balance, len(self.layers), "balance")
@@ -166,11 +158,6 @@ def layer_costs(module: nn.Sequential, sample: Batch, *, winograd: float = 1.0) 
     winograd
         Counted operations over executed ones of 3 x 3 convolutions with stride 1, as in
         `KernelRecorder`; 1 (the default) if convolutions are computed directly.
-
-    Raises
-    ------
-    ArgumentError
-        For ``winograd`` below 1 or not finite.
 
     Examples
     --------

@@ -48,12 +48,6 @@ def moe_gpt(
     -------
     nn.Sequential
         From int64 (batch, sequence) to logits (batch, sequence, vocabulary).
-
-    Raises
-    ------
-    ArgumentError
-        For a size that is no whole number of at least 1, heads that do not divide the width, and
-        for arguments that `pipeexec.Experts` refuses.
     """
     check_sizes(n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_experts=n_experts)
     check_sizes(sequence=sequence, vocabulary=vocabulary, experts_per_token=experts_per_token)

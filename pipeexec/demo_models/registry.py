@@ -116,12 +116,6 @@ def build_model(name: str, *, seed: int = 0, **options: Option) -> DemoModel:
     """Build a ready-made model of `MODELS` by name; options that are None take their defaults.
 
     The option ``layers`` counts blocks. The model has two more layers: the first and the last.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown name or option (with the known ones), a bad value, or a text that cannot be
-        read.
     """
     spec = MODELS[check_name("model", name, MODELS)]
     chosen = {option: value for option, value in options.items() if value is not None}

@@ -91,11 +91,6 @@ def unet(
     dropout
         Probability that a channel is dropped; at 0 the model draws no random numbers.
 
-    Raises
-    ------
-    ArgumentError
-        For invalid counts, fewer than two base channels, and an invalid probability.
-
     References
     ----------
     U-Net, arXiv 1505.04597; in this simplified form torchgpipe, arXiv 2004.09910, benchmarks.
@@ -157,11 +152,6 @@ def resnet(
         channels. (3, 4, 6, 3) is ResNet-50. A small model: ``resnet([1, 1], 10, 8)``.
     base_channels
         Channels of the first convolution, and of the middle of the first group's blocks.
-
-    Raises
-    ------
-    ArgumentError
-        For invalid counts, and without any blocks.
 
     References
     ----------

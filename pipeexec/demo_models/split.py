@@ -28,12 +28,6 @@ def split(
         Number of stages; optional if ``balance`` is given.
     balance
         Number of layers of each stage, in order.
-
-    Raises
-    ------
-    ArgumentError
-        For more stages than layers, a balance of the wrong length or sum, a count that is no whole
-        number of at least 1, or a parameter that two stages would share.
     """
     if not isinstance(model, nn.Sequential):
         raise ArgumentError(

@@ -56,11 +56,6 @@ class CpuDevice(NamedStreams):
         Event
             The zero of this device's clock.
 
-        See Also
-        --------
-        rejoin : Wait for an event.
-        pipeexec.Pipeline.align : Align the clocks of several processes.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -79,11 +74,6 @@ class CpuDevice(NamedStreams):
             Event of a stream of this device.
         values
             Ignored: references keep their memory.
-
-        See Also
-        --------
-        wait_for_host : Wait for the host's part of the work.
-        synchronize : Wait for all streams.
 
         Examples
         --------
@@ -104,10 +94,6 @@ class CpuDevice(NamedStreams):
         ----------
         event
             Event of a stream of this device.
-
-        See Also
-        --------
-        rejoin : Wait for the work itself, which on a CPU is the same.
 
         Examples
         --------
@@ -130,10 +116,6 @@ class CpuDevice(NamedStreams):
             Tensor from another stream.
         stream
             Stream of this device that will use it.
-
-        See Also
-        --------
-        carry : Copy a message.
 
         Examples
         --------

@@ -41,10 +41,6 @@ class CudaDevice(NamedStreams):
         Event
             The zero of this device's clock.
 
-        See Also
-        --------
-        rejoin : Wait for an event.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -66,11 +62,6 @@ class CudaDevice(NamedStreams):
         values
             Tensors that streams of this device made. Their memory is kept until the caller's stream
             has used it.
-
-        See Also
-        --------
-        mark : Event of the compute stream.
-        synchronize : Block the caller until all work has run.
 
         Examples
         --------
@@ -106,10 +97,6 @@ class CudaDevice(NamedStreams):
         RuntimeError
             By torch, if the copy does not fit in memory.
 
-        See Also
-        --------
-        from_host : Copy back.
-
         Examples
         --------
         >>> import torch
@@ -141,10 +128,6 @@ class CudaDevice(NamedStreams):
         RuntimeError
             By torch, if the copy does not fit in the memory of the GPU.
 
-        See Also
-        --------
-        to_host : Copy to host memory.
-
         Examples
         --------
         >>> import torch
@@ -168,10 +151,6 @@ class CudaDevice(NamedStreams):
         event
             Event of a stream of this GPU.
 
-        See Also
-        --------
-        synchronize : Block the caller until all work has run.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -192,11 +171,6 @@ class CudaDevice(NamedStreams):
             Tensor from another stream.
         stream
             Stream of this GPU that will use it.
-
-        See Also
-        --------
-        carry : Copy a message.
-        torch.Tensor.record_stream : It does this.
 
         Examples
         --------

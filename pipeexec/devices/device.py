@@ -141,11 +141,6 @@ class NamedStreams:
         RuntimeError
             If a thread cannot be started, or CUDA cannot make a stream.
 
-        See Also
-        --------
-        host : Thread that issues tasks.
-        synchronize : Wait for the work of all streams.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -172,11 +167,6 @@ class NamedStreams:
         -------
         CpuStream
             A thread with a queue of work, which is no stream of the GPU.
-
-        See Also
-        --------
-        stream : Streams on which tasks run.
-        pipesim.lower : Its ``hosts`` gives a graph several hosts.
 
         Examples
         --------
@@ -209,10 +199,6 @@ class NamedStreams:
         -------
         bool
             True also for the thread of `host`.
-
-        See Also
-        --------
-        stream : Streams by name.
 
         Examples
         --------
@@ -249,10 +235,6 @@ class NamedStreams:
         RuntimeError
             By torch, if a copy does not fit in memory.
 
-        See Also
-        --------
-        await_link : Wait for the rest of a message's time.
-
         Examples
         --------
         >>> import torch
@@ -276,11 +258,6 @@ class NamedStreams:
         ----------
         values
             Message from `carry`.
-
-        See Also
-        --------
-        carry : Copy a message.
-        pipeexec.workers : Workers whose links are imposed.
 
         Examples
         --------
@@ -309,10 +286,6 @@ class NamedStreams:
         ------
         RuntimeError
             By torch, if the copy does not fit in memory.
-
-        See Also
-        --------
-        from_host : Copy back.
 
         Examples
         --------
@@ -344,10 +317,6 @@ class NamedStreams:
         RuntimeError
             By torch, if the copy does not fit in memory.
 
-        See Also
-        --------
-        to_host : Copy to host memory.
-
         Examples
         --------
         >>> import torch
@@ -366,11 +335,6 @@ class NamedStreams:
         Exception
             The first exception that the work of a stream has raised.
 
-        See Also
-        --------
-        wait_for_host : Wait for the host's part of the work.
-        close : End the streams.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -385,11 +349,6 @@ class NamedStreams:
 
     def close(self) -> None:
         """End every stream; the device takes no more work.
-
-        See Also
-        --------
-        abandon : Do not wait for work that runs.
-        pipeexec.Pipeline.close : Close all devices of a pipeline.
 
         Examples
         --------
@@ -409,10 +368,6 @@ class NamedStreams:
         """Take no more work.
 
         It does not wait for work that runs, which may never end.
-
-        See Also
-        --------
-        close : Wait for the work, and end the streams.
 
         Examples
         --------

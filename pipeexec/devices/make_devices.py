@@ -36,12 +36,6 @@ def make_devices(
     ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number. ``stacklevel`` counts
     from the caller, as in `warnings.warn`.
 
-    Raises
-    ------
-    ArgumentError
-        For a name that torch does not know, missing hardware, CPU and GPU together, or a device
-        that was closed.
-
     Warns
     -----
     OversubscriptionWarning
@@ -114,13 +108,7 @@ def _keep_freed_memory() -> None:
 
 
 def parse_device(name: DeviceLike) -> torch.device:
-    """Return the torch device, if it is one that can run here.
-
-    Raises
-    ------
-    ArgumentError
-        For a name that torch does not know, or missing hardware.
-    """
+    """Return the torch device, if it is one that can run here."""
     try:
         device = torch.device(name)  # type: ignore[arg-type]  # raises for other types
     except (RuntimeError, TypeError, ValueError) as error:

@@ -76,11 +76,6 @@ class ControlMessages:
         ExecutionError
             After `close`, and in a forked child.
 
-        See Also
-        --------
-        guard : Stop every process if a block fails.
-        barrier : Wait for every process.
-
         Examples
         --------
         >>> import torch.distributed as dist
@@ -120,15 +115,8 @@ class ControlMessages:
         ------
         PeerError
             If a process does not call it within the timeout.
-        ArgumentTypeError
-            If the value is not bytes.
         ExecutionError
             After `close`, in a forked child, and while another thread makes such a call.
-
-        See Also
-        --------
-        share : The same for values that JSON can hold.
-        total : Sums of numbers.
 
         Examples
         --------
@@ -210,15 +198,8 @@ class ControlMessages:
 
         Raises
         ------
-        ArgumentError
-            If JSON cannot hold the value.
         PeerError, ExecutionError
             As `gather`.
-
-        See Also
-        --------
-        gather : The same for bytes.
-        agree : Check that all values are equal.
 
         Examples
         --------
@@ -253,15 +234,8 @@ class ControlMessages:
 
         Raises
         ------
-        ArgumentError
-            If values are no numbers, or not as many in every process.
         PeerError, ExecutionError
             As `gather`.
-
-        See Also
-        --------
-        share : Values of all processes, without sums.
-        pipeexec.Pipeline.total : The same by a pipeline, also of one process.
 
         Examples
         --------
@@ -294,10 +268,6 @@ class ControlMessages:
         int
             1 at the first call, then one more each time.
 
-        See Also
-        --------
-        publish : Publish a number under a name.
-
         Examples
         --------
         >>> import torch.distributed as dist
@@ -328,11 +298,6 @@ class ControlMessages:
         ------
         PeerError
             If the store is lost.
-
-        See Also
-        --------
-        published : Read the number.
-        next_number : Number for the names of one step.
 
         Examples
         --------
@@ -370,10 +335,6 @@ class ControlMessages:
         PeerError
             If something fails anywhere meanwhile, or the store is lost.
 
-        See Also
-        --------
-        publish : Publish a number.
-
         Examples
         --------
         >>> import torch.distributed as dist
@@ -407,10 +368,6 @@ class ControlMessages:
         PeerError, ExecutionError
             As `gather`.
 
-        See Also
-        --------
-        gather : Exchange values as well.
-
         Examples
         --------
         >>> import torch.distributed as dist
@@ -434,15 +391,8 @@ class ControlMessages:
 
         Raises
         ------
-        ArgumentError
-            In every process, naming the first rank whose value differs from rank 0's. Also if JSON
-            cannot hold the value.
         PeerError, ExecutionError
             As `gather`.
-
-        See Also
-        --------
-        share : Return the values of all processes.
 
         Examples
         --------

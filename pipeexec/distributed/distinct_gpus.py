@@ -23,11 +23,6 @@ def check_distinct(names: Sequence[Sequence[str]], uuids: Sequence[Sequence[str]
     ----------
     names, uuids
         Names and UUIDs of the devices of each process.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the processes and the GPU.
     """
     owners: dict[str, tuple[int, str]] = {}
     for rank, devices in enumerate(zip(names, uuids, strict=True)):

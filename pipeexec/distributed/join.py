@@ -51,9 +51,6 @@ def join(timeout: float = 60.0) -> Processes:
 
     Raises
     ------
-    ArgumentError
-        If torchrun's environment variables are missing or wrong, or ``timeout`` or ``WORLD_SIZE``
-        differ between processes.
     ExecutionError
         If a process does not call this within ``timeout``, naming its rank; in a process that was
         forked from one that has joined; and while another thread joins.

@@ -51,13 +51,7 @@ class LaunchEnvironment(NamedTuple):
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Read the environment variables of torchrun.
-
-        Raises
-        ------
-        ArgumentError
-            If variables are missing, are no numbers, or contradict each other, naming them.
-        """
+        """Read the environment variables of torchrun."""
         missing = [name for name in _NEEDED if not os.environ.get(name)]
         if missing:
             raise LaunchError(missing[0], f"{', '.join(missing)} not set in the environment")

@@ -160,15 +160,8 @@ class Processes(ControlMessages):
 
         Raises
         ------
-        ArgumentError
-            If a rank does not exist or occurs twice, and after `close`.
         ExecutionError
             In a forked child.
-
-        See Also
-        --------
-        spread : Devices of all processes.
-        channel : Channel between two processes.
 
         Examples
         --------
@@ -214,11 +207,6 @@ class Processes(ControlMessages):
         ArgumentError, ExecutionError
             As `group`.
 
-        See Also
-        --------
-        channel : Return one of the channels.
-        spread : Devices of all processes.
-
         Examples
         --------
         One process has no routes to others:
@@ -263,10 +251,6 @@ class Processes(ControlMessages):
         KeyError
             If `open` has not made it.
 
-        See Also
-        --------
-        open : Make the channels of a graph.
-
         Examples
         --------
         It needs two processes, whose devices 0 and 1 send each other messages:
@@ -299,15 +283,8 @@ class Processes(ControlMessages):
 
         Raises
         ------
-        ArgumentError
-            If devices are of several kinds, or two processes have one GPU.
         PeerError, ExecutionError
             As `share`.
-
-        See Also
-        --------
-        open : Make the channels between the devices.
-        pipeexec.workers : CPU workers of one process.
 
         Examples
         --------
@@ -353,11 +330,6 @@ class Processes(ControlMessages):
         BaseException
             The error of the block.
 
-        See Also
-        --------
-        fail : Stop every process with an error.
-        check : Raise if another process has stopped.
-
         Examples
         --------
         >>> import torch.distributed as dist
@@ -384,11 +356,6 @@ class Processes(ControlMessages):
         ----------
         error
             Error whose type and message the other processes report.
-
-        See Also
-        --------
-        guard : Stop every process if a block fails.
-        check : Raise if a process has stopped.
 
         Examples
         --------
@@ -424,10 +391,6 @@ class Processes(ControlMessages):
         tuple of (int, str)
             The rank, -1 if any may be lost, and a text for people.
 
-        See Also
-        --------
-        fail : Stop every process with an error.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -457,11 +420,6 @@ class Processes(ControlMessages):
             If a process does not leave within the timeout.
         ExecutionError
             In a forked child, or while another thread waits for other processes.
-
-        See Also
-        --------
-        pipeexec.join : Join again.
-        pipeexec.Pipeline.close : End the pipelines first.
 
         Examples
         --------
@@ -495,10 +453,6 @@ class Processes(ControlMessages):
         """Let the threads of streams end that wait for messages of other processes.
 
         After a failure such messages may never come. The channels cannot be used again.
-
-        See Also
-        --------
-        close : Leave together with all other processes; after a failure it calls this.
 
         Examples
         --------

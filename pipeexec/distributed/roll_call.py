@@ -68,8 +68,6 @@ def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: floa
     ------
     AbsentError
         If processes are missing, naming their ranks.
-    ArgumentError
-        If settings differ, or two processes have one rank.
     """
     own = Member(launch.rank, launch.n_ranks, timeout, socket.gethostname(), os.getpid(), machine())
     text = json.dumps(own)

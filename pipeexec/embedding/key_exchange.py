@@ -142,8 +142,6 @@ class Exchange:
 
         Raises
         ------
-        ArgumentError
-            For a key that is no row, and for a wrong type or shape. The others get a PeerError.
         PeerError
             If another process has refused its keys.
         LostConnection

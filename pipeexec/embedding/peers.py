@@ -32,11 +32,6 @@ class Peers:
         A process group of torch.distributed, or `Processes`. None: the default group, or this
         process alone if torch.distributed is not initialised.
 
-    Raises
-    ------
-    ArgumentError
-        If this process is not in the group.
-
     Attributes
     ----------
     rank, n
@@ -68,8 +63,6 @@ class Peers:
 
         Raises
         ------
-        ArgumentError
-            In every process, if settings differ; names the first one that differs.
         PeerError
             If another process has an error instead of settings, or does not make the call.
         """

@@ -98,9 +98,6 @@ class ShardedEmbedding(nn.Module):
 
     Raises
     ------
-    ArgumentError
-        For an invalid argument, an argument that differs between processes, and process groups
-        that differ.
     CapacityError
         If the rows of this process do not fit in the memory of the machine.
     PeerError
@@ -249,15 +246,6 @@ class ShardedEmbedding(nn.Module):
         ShardedEmbedding
             The embedding, with copies of the rows of this process.
 
-        Raises
-        ------
-        ArgumentError
-            For rows of different lengths, and as for the class.
-
-        See Also
-        --------
-        full_weight : Return all rows.
-
         Examples
         --------
         >>> import torch
@@ -295,11 +283,6 @@ class ShardedEmbedding(nn.Module):
         LostConnection
             If a process has exited.
 
-        See Also
-        --------
-        from_full : Make an embedding of these rows.
-        pipeexec.save_checkpoint : Save the rows of all processes.
-
         Examples
         --------
         >>> import torch
@@ -325,17 +308,6 @@ class ShardedEmbedding(nn.Module):
         ----------
         keys
             As for `forward`.
-
-        Raises
-        ------
-        ArgumentError
-            For a key that is no row of its table, and keys of another shape.
-        ArgumentTypeError
-            For keys of another type.
-
-        See Also
-        --------
-        forward : Look up the keys.
 
         Examples
         --------
@@ -366,16 +338,6 @@ class ShardedEmbedding(nn.Module):
             The exchange; its methods are called in the order ``counts``, ``keys``, ``lookup``,
             ``vectors``.
 
-        Raises
-        ------
-        ArgumentTypeError
-            If ``keeps_keys`` is no flag.
-
-        See Also
-        --------
-        forward : All phases, with autograd.
-        accumulated_gradients : Gradients of several exchanges.
-
         Examples
         --------
         >>> import torch
@@ -399,10 +361,6 @@ class ShardedEmbedding(nn.Module):
         -------
         AccumulatedGradients
             The object, without gradients so far.
-
-        See Also
-        --------
-        dispatch : Make an exchange, with ``keeps_keys=True``.
 
         Examples
         --------
@@ -431,18 +389,10 @@ class ShardedEmbedding(nn.Module):
 
         Raises
         ------
-        ArgumentError
-            For keys of another type or shape, and a key that is no row of its table. No key is
-            sent.
         PeerError
             If another process has refused its keys.
         LostConnection
             If another process has exited.
-
-        See Also
-        --------
-        check : Check keys without an exchange.
-        dispatch : Run the phases one by one.
 
         Examples
         --------
@@ -465,11 +415,6 @@ class ShardedEmbedding(nn.Module):
         torch.Tensor
             Rank, number of ranks, rows of each table, and a code of the placement.
 
-        See Also
-        --------
-        set_extra_state : Check such a code.
-        full_weight : Rows for another number of processes.
-
         Examples
         --------
         >>> import torch
@@ -490,18 +435,6 @@ class ShardedEmbedding(nn.Module):
         state
             Result of `get_extra_state`.
 
-        Raises
-        ------
-        ArgumentError
-            If the state is that of another rank, number of ranks, size or placement.
-        ArgumentTypeError
-            If it is no tensor.
-
-        See Also
-        --------
-        get_extra_state : Return the code.
-        from_full : Make an embedding of all rows.
-
         Examples
         --------
         >>> import torch
@@ -519,10 +452,6 @@ class ShardedEmbedding(nn.Module):
         -------
         str
             The text between the parentheses of `repr`.
-
-        See Also
-        --------
-        layout : Rows of each table and rank.
 
         Examples
         --------

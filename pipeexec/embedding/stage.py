@@ -31,11 +31,6 @@ class EmbeddingStage(nn.Module):
     embedding
         The embedding, over the processes that have the stage: one for each replica of the pipeline.
 
-    Raises
-    ------
-    ArgumentError
-        For a module of another class.
-
     See Also
     --------
     pipeexec.ShardedEmbedding : The embedding.
@@ -74,10 +69,6 @@ class EmbeddingStage(nn.Module):
         ArgumentError, PeerError
             As `pipeexec.ShardedEmbedding.forward`.
 
-        See Also
-        --------
-        output_signature : Shapes and types, without a lookup.
-
         Examples
         --------
         >>> import torch
@@ -107,10 +98,6 @@ class EmbeddingStage(nn.Module):
         ------
         ValueError
             If there are no inputs.
-
-        See Also
-        --------
-        forward : The outputs themselves.
 
         Examples
         --------

@@ -124,11 +124,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
     Raises
     ------
-    ArgumentError
-        If the number of stages or devices is not the graph's, stages share parameters, or copies of
-        tied parameters differ. Also if the graph lacks the operations for ``tied`` or
-        ``max_grad_norm``, or processes do not agree. With ``cuda_graph``, see
-        `pipeexec.executor.cuda_graph`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
 
@@ -365,17 +360,8 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
         Raises
         ------
-        ArgumentError
-            If ``graph`` is no task graph, places its stages on other devices, or has more replicas
-            or paths.
         ExecutionError
             While a step runs, and after `close`.
-
-        See Also
-        --------
-        step : Run one training step of the graph.
-        pipesim.lower : Lower a schedule to a task graph.
-        pipeexec.validate : Predict and measure steps of several graphs.
 
         Examples
         --------
@@ -454,11 +440,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         PeerError
             If another process failed or was lost. Like any other failure of a step of several
             processes, it closes the pipeline.
-        ArgumentError
-            If the batch has fewer samples than there are micro-batches; if its shape is not that of
-            the captured CUDA graph; if replicas in several processes have different numbers of
-            samples; if a key is no row of a sharded first stage; or if tensors of the batch require
-            gradients, or are sparse.
         ExecutionError
             If the pipeline is closed, before the step or while it runs; if its step cannot be
             captured as a CUDA graph; if the call comes from a second thread, a stage, or a forked
@@ -468,13 +449,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         -----
         BatchWarning
             In the first step, of matrices of as many rows and columns as there are samples.
-
-        See Also
-        --------
-        evaluate : Loss of a batch, without gradients.
-        check_batch : Check a batch without a step.
-        gather : Collect the result of all processes.
-        pipeexec.train : Run many steps, with a log and checkpoints.
 
         Notes
         -----
@@ -539,17 +513,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         inputs, targets
             A batch as for `step`.
 
-        Raises
-        ------
-        ArgumentError
-            For a batch with fewer samples than micro-batches, and others that `step` refuses by
-            their form.
-
-        See Also
-        --------
-        step : Run one training step on a batch.
-        evaluate : Loss of a batch, which may have fewer samples.
-
         Examples
         --------
         >>> import torch
@@ -581,12 +544,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             If a process does not call this within the timeout.
         ExecutionError
             In several processes, if a step runs in another thread.
-
-        See Also
-        --------
-        clocks : Offsets of the clocks.
-        gather : Put the timelines of all processes on one clock.
-        pipeexec.join : Connect the processes of a pipeline.
 
         Examples
         --------
@@ -625,11 +582,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ExecutionError
             In several processes, if a step runs in another thread.
 
-        See Also
-        --------
-        align : Measure the offsets again.
-        pipeexec.Validation : Its ``clocks`` are these.
-
         Examples
         --------
         >>> import torch
@@ -665,18 +617,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
         Raises
         ------
-        ArgumentTypeError
-            If ``result`` is no `pipeexec.StepResult`.
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
             In several processes, if a step runs in another thread.
-
-        See Also
-        --------
-        step : Run one training step.
-        total : Sum numbers over processes.
-        pipeexec.Processes.gather : Exchange bytes between processes.
 
         Examples
         --------
@@ -717,17 +661,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
         Raises
         ------
-        ArgumentError
-            If values are no numbers, or not as many in every process.
         PeerError
             If a process does not call this within the timeout.
         ExecutionError
             In several processes, if a step runs in another thread.
-
-        See Also
-        --------
-        gather : Collect the result of a step.
-        pipeexec.Processes.total : The same, without a pipeline.
 
         Examples
         --------
@@ -760,12 +697,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ------
         ExecutionError
             If the pipeline is closed, or a step runs in another thread.
-
-        See Also
-        --------
-        step : Run one training step.
-        state_dict : Return parameters and buffers.
-        pipeexec.profile : Measure costs in steps that leave no trace.
 
         Examples
         --------
@@ -800,11 +731,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ExecutionError
             From within a stage or the loss on CPU workers. On GPUs these run in the thread of the
             step, which then ends as if it was closed from another thread.
-
-        See Also
-        --------
-        with_graph : Make another pipeline on the same devices.
-        pipeexec.Processes.close : Leave the other processes.
 
         Examples
         --------

@@ -39,11 +39,6 @@ def plan(
     """Return the planned tasks of this process, in order of ids.
 
     ``stages`` are the stages of the first replica, then those of the next.
-
-    Raises
-    ------
-    ArgumentError
-        For a graph with tasks that cannot be run, or with skip connections.
     """
     _check_runnable(graph)
     _check_links(graph, devices)

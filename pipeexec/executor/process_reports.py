@@ -43,8 +43,6 @@ class ProcessReports:
 
     Raises
     ------
-    ArgumentError
-        If processes have different graphs.
     DeadlockError
         If messages between processes would deadlock.
     """

@@ -41,11 +41,6 @@ class RemoteParts:
         Those of the pipeline.
     tasks
         Numbers of the tasks of this process.
-
-    Raises
-    ------
-    ArgumentError
-        If messages between processes have a stream for each micro-batch.
     """
 
     def __init__(

@@ -80,12 +80,6 @@ def split_inputs(
     """Split a batch into micro-batches on their devices; all processes must call this.
 
     The first stage of a model that ``is_split`` by `pipeexec.split` takes the tensors alone.
-
-    Raises
-    ------
-    ArgumentError
-        If the batch has too few samples, or the batches of processes are not compatible. See
-        `split_batches` for `Microbatches`.
     """
     n_microbatches = shares.n_shares * shares.n_microbatches
     numbers = shares.local_numbers()

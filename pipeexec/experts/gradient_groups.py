@@ -88,11 +88,6 @@ def expert_groups(
     """Return the group of each local stage of which processes have shares of the experts.
 
     All processes must call this.
-
-    Raises
-    ------
-    ArgumentError
-        If one process alone has a share, or shares overlap.
     """
     own = {
         str(slot % n_stages): part_of_experts(module)

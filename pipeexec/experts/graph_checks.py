@@ -48,12 +48,6 @@ def check_experts(modules: Sequence[nn.Module], graph: TaskGraph, *, cuda_graph:
         Graph to run.
     cuda_graph
         Whether steps are captured.
-
-    Raises
-    ------
-    ArgumentError
-        For other numbers of layers, experts that are no part of a replica's own, and options of the
-        graph that stages with experts do not have.
     """
     lowered, g = layers_of_graph(graph), n_members(graph)
     members = member_of_replica(graph)

@@ -88,14 +88,6 @@ class Experts(nn.Module):
     held
         Numbers of the experts that this module has, which name them in ``state_dict()``.
 
-    Raises
-    ------
-    ArgumentError
-        For counts below 1, more experts a token than experts, and a share that does not divide the
-        experts. Also if two experts share a parameter.
-    ArgumentTypeError
-        If ``expert`` is no function that makes modules, and for other arguments of a wrong type.
-
     See Also
     --------
     pipesim.lower : Its ``expert_layers`` spreads the experts of a stage.
@@ -180,14 +172,6 @@ class Experts(nn.Module):
         ------
         ExecutionError
             If the module has only a share of the experts.
-        ArgumentTypeError
-            As `route`.
-
-        See Also
-        --------
-        route : Choose the experts of each token.
-        compute : Run the experts.
-        combine : Add up the results of each token.
 
         Examples
         --------
@@ -220,16 +204,6 @@ class Experts(nn.Module):
         Routed
             Tokens sorted by expert, number of rows of each expert, and the values that `combine`
             needs.
-
-        Raises
-        ------
-        ArgumentTypeError
-            For anything but a tensor of floating-point numbers whose last dimension is the width.
-
-        See Also
-        --------
-        compute : Run the experts on the rows.
-        combine : Add up the results of each token.
 
         Examples
         --------
@@ -292,11 +266,6 @@ class Experts(nn.Module):
         KeyError
             If this module does not have one of the experts.
 
-        See Also
-        --------
-        route : Sort tokens by expert.
-        combine : Add up the results of each token.
-
         Examples
         --------
         >>> import torch
@@ -329,11 +298,6 @@ class Experts(nn.Module):
         ------
         IndexError
             By torch, if there are fewer results than rows.
-
-        See Also
-        --------
-        route : Sort tokens by expert.
-        compute : Run the experts.
 
         Examples
         --------
@@ -372,10 +336,6 @@ class Experts(nn.Module):
         RuntimeError
             By torch, if the tokens cannot be cut into rows of the width.
 
-        See Also
-        --------
-        forward : The output itself, with all experts in this module.
-
         Examples
         --------
         >>> import torch
@@ -398,10 +358,6 @@ class Experts(nn.Module):
         -------
         str
             The text between the parentheses of `repr`.
-
-        See Also
-        --------
-        has_all : Whether this module has all experts.
 
         Examples
         --------

@@ -32,13 +32,7 @@ def expert_layers(module: nn.Module) -> list[Experts]:
 
 
 def stage_parts(module: nn.Module, stage: int) -> StageParts:
-    """Return the parts of a stage.
-
-    Raises
-    ------
-    ArgumentError
-        If a layer with experts is no child of an ``nn.Sequential``, or occurs twice.
-    """
+    """Return the parts of a stage."""
     layers: list[Experts] = []
     between: list[list[nn.Module]] = [[]]
     for child in _children(module):

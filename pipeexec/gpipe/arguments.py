@@ -101,8 +101,6 @@ def check_order(order: Schedule | None, n_partitions: int) -> None:
 
     Raises
     ------
-    ArgumentError
-        For a schedule of other stages, or with split or overlapped backwards.
     ScheduleError
         For a schedule that cannot run.
     """

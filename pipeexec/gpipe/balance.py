@@ -40,11 +40,6 @@ def balance_by_time(
         Time to measure for (s). Layers are run once, and again until the time is over.
     device
         Device to measure on; by default the current GPU, or the CPU if there is no GPU.
-
-    Raises
-    ------
-    ArgumentError
-        For fewer layers than stages, and for a parameter that has a gradient already.
     """
     place = _device(device)
     if any(p.grad is not None for p in module.parameters()):
@@ -93,11 +88,6 @@ def balance_by_size(
         with Adam.
     device
         Device to measure on; by default the current GPU, or the CPU if there is no GPU.
-
-    Raises
-    ------
-    ArgumentError
-        For fewer layers than stages.
     """
     place, chunks = _device(device), check_count("chunks", chunks)
     first: Batch = (
@@ -127,11 +117,6 @@ def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
         Cost of each layer, at least 0; any unit.
     partitions
         Number of blocks; none is empty.
-
-    Raises
-    ------
-    ArgumentError
-        For fewer layers than blocks.
 
     Examples
     --------

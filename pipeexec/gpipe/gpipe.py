@@ -122,9 +122,6 @@ class GPipe(nn.Module):
 
     Raises
     ------
-    ArgumentError
-        For an invalid module, balance or mode; also `TypeError` for a module that is not
-        sequential, and `IndexError` for too few devices.
     SkipError
         For skips that are not stashed once and popped once.
 
@@ -244,15 +241,6 @@ class GPipe(nn.Module):
         Never
             It does not return.
 
-        Raises
-        ------
-        ArgumentTypeError
-            Always; ``devices`` of the module are the place to name GPUs.
-
-        See Also
-        --------
-        to : Change the type of parameters.
-
         Examples
         --------
         >>> import torch
@@ -273,15 +261,6 @@ class GPipe(nn.Module):
         -------
         Never
             It does not return.
-
-        Raises
-        ------
-        ArgumentTypeError
-            Always; ``devices`` of the module are the place to name workers.
-
-        See Also
-        --------
-        to : Change the type of parameters.
 
         Examples
         --------
@@ -309,15 +288,6 @@ class GPipe(nn.Module):
         -------
         GPipe
             This module.
-
-        Raises
-        ------
-        ArgumentTypeError
-            For a device, or a tensor that has one: every partition has its device.
-
-        See Also
-        --------
-        pipeexec.GPipe : Its ``devices`` are those of the partitions.
 
         Examples
         --------
@@ -347,18 +317,6 @@ class GPipe(nn.Module):
         -------
         torch.Tensor or tuple of torch.Tensor
             Output of the last layer for all samples, in their order.
-
-        Raises
-        ------
-        ArgumentTypeError
-            If the input is neither a tensor nor a tuple of tensors.
-        ArgumentError
-            If tensors of the input have different numbers of samples.
-
-        See Also
-        --------
-        timeline : Measured times of the forward and its backward.
-        graph : Tasks of a forward and backward.
 
         Examples
         --------
@@ -459,17 +417,6 @@ class GPipe(nn.Module):
             Tasks of ``min(chunks, batch_size)`` micro-batches or fewer, as `torch.Tensor.chunk`
             cuts them.
 
-        Raises
-        ------
-        ArgumentError
-            If ``batch_size`` is no whole number from 1, or too large. Also if ``backward_order``
-            has another number of micro-batches.
-
-        See Also
-        --------
-        timeline : Measured times of these tasks.
-        pipesim.simulate : Predict their times.
-
         Examples
         --------
         >>> import torch
@@ -517,11 +464,6 @@ class GPipe(nn.Module):
             Bytes by pair of partitions, ``(source, target)``; 0 before the first forward. Empty
             without skips.
 
-        See Also
-        --------
-        metered : Count the bytes that partitions hold.
-        pipesim.Costs : Its ``skip_bytes`` are these.
-
         Examples
         --------
         >>> import torch
@@ -547,11 +489,6 @@ class GPipe(nn.Module):
         contextmanager
             Yields a meter a partition. Its ``peak`` is the most bytes held so far, and ``current``
             the bytes held now.
-
-        See Also
-        --------
-        skip_bytes : Bytes of skips between partitions.
-        pipeexec.Pipeline.held_bytes : The same for a pipeline.
 
         Examples
         --------
@@ -582,11 +519,6 @@ class GPipe(nn.Module):
         ------
         ExecutionError
             If there was no forward and backward yet, or the last one failed.
-
-        See Also
-        --------
-        graph : The same tasks, without times.
-        pipesim.compare : Compare it with a prediction.
 
         Examples
         --------

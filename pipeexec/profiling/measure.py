@@ -38,8 +38,6 @@ def profile(
 
     Raises
     ------
-    ArgumentError
-        For arguments of a wrong type, and batches that ``pipeline.step`` does not accept.
     CapacityError
         If the results of ``n_steps`` steps do not fit in memory.
     ExecutionError
@@ -103,8 +101,6 @@ def measure(
 
     Raises
     ------
-    ArgumentError
-        For arguments of a wrong type, and batches that ``pipeline.step`` does not accept.
     CapacityError
         If the results of ``n_steps`` steps do not fit in memory.
     ExecutionError, StageError, StallError, PeerError

@@ -98,16 +98,6 @@ class Profile:
         matplotlib.axes.Axes
             The axes; sizes in bytes and times in a fitting unit, both logarithmic.
 
-        Raises
-        ------
-        ArgumentError
-            If ``ax`` is no Axes.
-
-        See Also
-        --------
-        save : Write the figure and the tables.
-        pipeexec.measure : Make a profile.
-
         Examples
         --------
         >>> import torch
@@ -141,13 +131,6 @@ class Profile:
         RunDirectoryError
             If it cannot be written, ``path`` exists and is no run directory, or another process is
             writing it.
-        ArgumentError
-            If ``record`` is neither a mapping nor None.
-
-        See Also
-        --------
-        load : Read the directory.
-        pipeexec.Validation.save : Write a validation with its profile.
 
         Examples
         --------
@@ -187,13 +170,6 @@ class Profile:
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run has no profile.
-        ArgumentTypeError
-            If ``path`` is no path.
-
-        See Also
-        --------
-        save : Write such a directory.
-        pipeexec.load_run : Read the directory of a validation.
 
         Examples
         --------

@@ -106,10 +106,6 @@ def project(
 
     Raises
     ------
-    ArgumentError
-        As `pipeexec.split` for a model that cannot be cut or a sample that it does not take; for
-        anything but a cluster, for counts below 1, and for more busy workers than
-        cores. `UnknownNameError` for an unknown machine.
     ExecutionError
         If the model fails on the sample, or its loss has no gradient.
     StageError

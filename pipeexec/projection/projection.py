@@ -118,17 +118,6 @@ class Projection:
             Seconds and bytes of each stage, the network of the cluster, and bytes of tied
             parameters.
 
-        Raises
-        ------
-        ArgumentError
-            As `pipesim.Layers.costs`, such as for more stages than layers.
-
-        See Also
-        --------
-        predict : Predict a step of a schedule.
-        blocks : The same split, for `pipeexec.split`.
-        pipesim.Layers.costs : Costs of layers without tied parameters.
-
         Examples
         --------
         >>> import torch
@@ -161,16 +150,6 @@ class Projection:
         tuple of tuple of int
             Stages of each group, as ``tied`` of `pipesim.lower` takes them; each set of stages
             once.
-
-        Raises
-        ------
-        ArgumentError
-            As `costs`.
-
-        See Also
-        --------
-        costs : Costs of the stages; ``tied_bytes`` are those of these groups.
-        pipeexec.Stages.tied_stages : The groups of a model that is cut.
 
         Examples
         --------
@@ -207,16 +186,6 @@ class Projection:
         -------
         list of int
             Number of blocks of each stage.
-
-        Raises
-        ------
-        ArgumentError
-            As `costs`.
-
-        See Also
-        --------
-        costs : Costs of the stages.
-        pipeexec.split : Cut the model into stages of these blocks.
 
         Examples
         --------
@@ -269,26 +238,12 @@ class Projection:
         Timeline
             Start and end of each task (s), and the memory of each device (bytes).
 
-        Raises
-        ------
-        ArgumentError
-            For more devices than the cluster has, more stages than layers, and counts that are
-            missing or given twice.
-        UnknownNameError
-            For the name of an unknown schedule.
-
         Warns
         -----
         AccuracyWarning
             If F or B of a stage takes less than 1 ms on CPU workers.
         MemoryLimitWarning
             If a device needs more bytes than it has.
-
-        See Also
-        --------
-        compare : Predictions of several schedules as a table.
-        plan : Search the best configuration.
-        pipesim.simulate : Predict a graph from costs.
 
         Examples
         --------
@@ -339,19 +294,6 @@ class Projection:
         pandas.DataFrame
             Indexed by schedule: ``makespan`` (s), ``samples_per_second``, ``bubble`` (idle share of
             the devices), ``peak_memory`` (bytes of the fullest device), ``fits``, ``split``.
-
-        Raises
-        ------
-        ArgumentError
-            If ``schedules`` is empty or no list; otherwise as `predict`.
-        UnknownNameError
-            For the name of an unknown schedule.
-
-        See Also
-        --------
-        predict : The timeline of one schedule.
-        plan : Search the best configuration.
-        pipesim.sweep : Many configurations to one table.
 
         Examples
         --------
@@ -408,17 +350,6 @@ class Projection:
         Plans
             All configurations: simulated ones by rank, and why the others were ruled out.
 
-        Raises
-        ------
-        ArgumentError
-            For a ``microbatch_size`` other than the profiled one, and as `pipesim.plan`.
-
-        See Also
-        --------
-        predict : The timeline of one schedule.
-        compare : Predictions of several schedules as a table.
-        pipesim.plan : Plans for any model and cluster.
-
         Examples
         --------
         >>> import torch
@@ -458,13 +389,6 @@ class Projection:
         RunDirectoryError
             If it cannot be written, ``path`` exists and is no run directory, or another process is
             writing it.
-        ArgumentError
-            If ``record`` is neither a mapping nor None.
-
-        See Also
-        --------
-        load : Read the directory.
-        pipeexec.Profile.save : Write a profile of stages.
 
         Examples
         --------
@@ -499,13 +423,6 @@ class Projection:
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run is no projection.
-        ArgumentTypeError
-            If ``path`` is no path.
-
-        See Also
-        --------
-        save : Write such a directory.
-        pipeexec.project : Make a projection.
 
         Examples
         --------

@@ -31,11 +31,6 @@ def ordered_batch(
         Arguments of the call with the sample.
     batch
         The batch.
-
-    Raises
-    ------
-    ArgumentError
-        If it is nested otherwise, or has other values that are no tensors.
     """
     args, kwargs = sample_arguments(model, batch)
     kwargs = {name: kwargs[name] for name in sample[1] if name in kwargs} | kwargs

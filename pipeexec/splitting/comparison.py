@@ -82,8 +82,6 @@ def compared(
 
     Raises
     ------
-    ArgumentError
-        If two forwards of the model differ, or if stages draw other random numbers.
     ExecutionError
         If ``loss_fn`` fails.
     """

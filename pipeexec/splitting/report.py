@@ -259,15 +259,7 @@ def _row_costs(rows: Sequence[StageRow]) -> Costs:
 def _orders(
     schedules: Sequence[str | Schedule], n_microbatches: int, n_stages: int
 ) -> dict[str, Schedule]:
-    """Return schedules by their names.
-
-    Raises
-    ------
-    ArgumentError
-        If a schedule cannot have so many stages.
-    UnknownNameError
-        For an unknown name.
-    """
+    """Return schedules by their names."""
     orders = {}
     for x in check_list("schedules", schedules, "names of schedules, or schedules"):
         order = x if isinstance(x, Schedule) else _named(x, n_stages, n_microbatches)

@@ -66,13 +66,7 @@ class SampleForward(NamedTuple):
     flows: dict[Mode, DataFlow]
 
     def for_stages(self, calls: Sequence[range]) -> SampleForward:
-        """Return the forward with the modes that stages of these calls can run in.
-
-        Raises
-        ------
-        ArgumentError
-            If they cannot run in the mode of the model.
-        """
+        """Return the forward with the modes that stages of these calls can run in."""
         (own, flow), *others = self.flows.items()
         check_flow(flow, calls)
         flows, refused, stateful = {own: flow}, dict(self.refused), dict(self.stateful)
@@ -107,8 +101,6 @@ def sample_forward(
 
     Raises
     ------
-    ArgumentError
-        If the forward changes attributes of modules that are cut.
     ExecutionError
         If the forward fails.
     """
@@ -221,11 +213,6 @@ def _flow(
     """Return the data flow of a forward in one mode, and which modules change their state.
 
     Modules of ``calls`` are calls, and those that change their state, even without parameters.
-
-    Raises
-    ------
-    ArgumentError
-        If modules that are cut change attributes.
     """
     names = {id(module): name for name, module in model.named_modules()}
     stateful: frozenset[str] = frozenset()
@@ -303,13 +290,7 @@ def _other_way(flow: DataFlow, other: DataFlow) -> str:
 
 
 def _carried(empty: Mapping[str, nn.Module], flow: DataFlow) -> Iterator[int]:
-    """Yield the calls whose result has a shape that only the result tells.
-
-    Raises
-    ------
-    ArgumentError
-        If these are numbers.
-    """
+    """Yield the calls whose result has a shape that only the result tells."""
     for number, (call, record) in enumerate(zip(flow.calls, flow.records, strict=True)):
         rows = leaves(record.result)
         args, kwargs = own_tensors(record.arguments)
@@ -367,8 +348,6 @@ def graph_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     Raises
     ------
-    ArgumentError
-        If there is no graph, or if it would lack what the forward does.
     ExecutionError
         If the forward fails.
     """

@@ -126,14 +126,6 @@ def split(
 
     Raises
     ------
-    ArgumentError
-        - If there are fewer blocks than stages, and for numbers, names and layouts that do not fit.
-        - For a name of a module inside a block, and for compiled models.
-        - If a stage needs more than ``memory_limit``; the message has the least possible limit.
-        - If a module keeps tensors that another stage reads, such as a cache of keys and values.
-        - If random numbers are drawn outside of modules, and several stages need the result.
-        - With ``way="graph"``, if torch.export refuses the model, if its forward does what a graph
-          does not, if the stages cannot be compared with it, and for a function that makes it.
     ExecutionError
         - If the model's forward fails on the sample, or, to measure it, its backward.
         - If the stages differ from the model.
@@ -294,13 +286,7 @@ def _forward_to_cut(
     has_data: bool,
     is_whole: bool,
 ) -> SampleForward:
-    """Return the forward of the sample; of a model of functions alone, that of its exported graph.
-
-    Raises
-    ------
-    ArgumentError
-        If the model calls nothing that has parameters.
-    """
+    """Return the forward of the sample, or that of an exported graph for functions alone."""
     forward = sample_forward(model, args, kwargs, has_data=has_data)
     if has_data and not is_whole and len(forward.flow.calls) < 2:
         forward = exported_forward(forward)
@@ -324,13 +310,7 @@ def _unused_parameters(
 
 
 def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[Mode, str]:
-    """Return the modes in which modules of several stages change state, and which modules.
-
-    Raises
-    ------
-    ArgumentError
-        For the mode of the model.
-    """
+    """Return the modes in which modules of several stages change state, and which modules."""
     refused = {}
     stages: dict[str, set[int]] = defaultdict(set)
     tensors: dict[int, set[int]] = defaultdict(set)  # stages by the ids of modules and buffers

@@ -78,8 +78,6 @@ class SplitFacts:
 
         Raises
         ------
-        ArgumentError
-            If they cannot be compared.
         ExecutionError
             If they differ by more than rounding.
         """
@@ -103,11 +101,6 @@ def split_facts(stages: Sequence[nn.Module | None]) -> SplitFacts | None:
     """Return the facts about a split whose stages these are; None for other modules.
 
     Stages may be compiled, or in DistributedDataParallel. Those of other processes are None.
-
-    Raises
-    ------
-    ArgumentError
-        If they are stages of several splits, or in another order.
     """
     parts = {k: unwrapped(x) for k, x in enumerate(stages) if isinstance(x, nn.Module)}
     split = [(k, x, x.facts) for k, x in parts.items() if isinstance(x, SplitStage) and x.facts]

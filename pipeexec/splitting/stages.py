@@ -166,16 +166,6 @@ class Stages(Sequence[SplitStage | None]):
         tuple of torch.Tensor
             The tensors, in the order of the first stage's arguments.
 
-        Raises
-        ------
-        ArgumentError
-            If the batch is not nested as the sample was, or has other values that are no tensors.
-
-        See Also
-        --------
-        ordered : Return the batch itself, in this order.
-        check : Compare the stages with the model.
-
         Examples
         --------
         >>> import torch
@@ -199,15 +189,6 @@ class Stages(Sequence[SplitStage | None]):
         -------
         object
             The batch, in the order of the sample; for example, a dict with its keys in this order.
-
-        Raises
-        ------
-        ArgumentError
-            As `arguments`.
-
-        See Also
-        --------
-        arguments : Return the tensors alone.
 
         Examples
         --------
@@ -264,18 +245,8 @@ class Stages(Sequence[SplitStage | None]):
 
         Raises
         ------
-        ArgumentError
-            If a schedule has another number of stages; and as `arguments`.
-        UnknownNameError
-            For an unknown schedule.
         ExecutionError
             If stages are those of other processes, or if one fails.
-
-        See Also
-        --------
-        check : Compare loss and gradients with those of the model.
-        pipeexec.profile : Measure the stages on their devices.
-        pipesim.simulate : Predict a timeline from the costs.
 
         Examples
         --------
@@ -316,16 +287,8 @@ class Stages(Sequence[SplitStage | None]):
 
         Raises
         ------
-        ArgumentError
-            If two forwards of the model differ, after the same state of torch's random numbers; and
-            as `arguments`.
         ExecutionError
             If ``loss_fn`` fails, or returns no loss; and if stages are those of other processes.
-
-        See Also
-        --------
-        report : Measure the stages.
-        pipeexec.check_equivalent : Compare training steps of two configurations.
 
         Examples
         --------
@@ -355,8 +318,6 @@ class Stages(Sequence[SplitStage | None]):
 
         Raises
         ------
-        ArgumentError
-            If they must be compared, and cannot.
         ExecutionError
             If they differ.
         """

@@ -34,11 +34,6 @@ def shared_parameters(
         Calls of each stage.
     outer
         Parameters that each stage needs outside of calls.
-
-    Raises
-    ------
-    ArgumentError
-        If such a parameter has hooks.
     """
     stages: dict[int, dict[int, str]] = defaultdict(dict)
     for stage, own in enumerate(calls):

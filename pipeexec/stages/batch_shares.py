@@ -83,12 +83,6 @@ class BatchShares:
             Samples of each micro-batch of this process's shares; empty if it does not give them.
         facts
             Shapes and weights of `Microbatches`; None for another batch.
-
-        Raises
-        ------
-        ArgumentError
-            If processes with stages of one share give batches of other lengths, or a later step has
-            other lengths than the first, or `Microbatches` that the first step had not.
         """
         own: list[float] = [*(inputs or targets)]
         if processes is None:
@@ -143,13 +137,7 @@ class BatchShares:
         self._agreed, self._varies = None, False
 
     def _merge_weights(self, by_rank: Sequence[Sequence[Any]]) -> list[float]:
-        """Return the weight of every micro-batch; empty if no process gives weights.
-
-        Raises
-        ------
-        ArgumentError
-            If processes of one share give other weights, or some shares have none.
-        """
+        """Return the weight of every micro-batch; empty if no process gives weights."""
         m = self.n_microbatches
         merged: dict[int, list[float]] = {}
         for local, _, _, words in by_rank:

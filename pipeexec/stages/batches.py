@@ -50,13 +50,7 @@ class SplitBatch(NamedTuple):
 
 
 def check_batch(inputs: Batch, targets: Batch) -> None:
-    """Raise unless the tensors of inputs and targets are dense data; either may be None.
-
-    Raises
-    ------
-    ArgumentError
-        For tensors that require gradients, which a step would not compute, and sparse tensors.
-    """
+    """Raise unless the tensors of inputs and targets are dense data; either may be None."""
     for name, batch in (("inputs", inputs), ("targets", targets)):
         for path, tensor in leaves(batch, name):
             if not isinstance(tensor, Tensor):
@@ -91,13 +85,6 @@ def split_batches(
     Inputs or targets may be None, and then have no micro-batches. Each of ``n_shares`` replicas has
     ``n_microbatches`` of them. If ``cut`` has several slices, they are slices of sequences.
     `Microbatches` are returned as they were given.
-
-    Raises
-    ------
-    ArgumentError
-        If there are too few samples, or the batch cannot be split; see `sample_dims`. Also if there
-        are more or fewer `Microbatches`, or inputs and targets do not match,
-        or ``cut`` has several slices.
     """
     n_parts = n_shares * n_microbatches // cut.n_slices
     if inputs is None and targets is None:

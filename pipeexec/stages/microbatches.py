@@ -53,13 +53,6 @@ class Microbatches:
         Weight of each micro-batch in a mean, such as its number of tokens. By default, the number
         of its samples. A loss that returns ``(sum, count)`` needs no weights.
 
-    Raises
-    ------
-    ArgumentError
-        If there are no micro-batches, one has no tensors or is nested otherwise, or a tensor is
-        empty that is not empty in others; and for weights that are not finite and above 0, or not
-        one a micro-batch.
-
     See Also
     --------
     pipeexec.Pipeline.step : Run a step on them.
@@ -109,19 +102,6 @@ class Microbatches:
         -------
         Microbatches
             One micro-batch a length, without weights. Tensors are views.
-
-        Raises
-        ------
-        ArgumentError
-            If lengths are no whole numbers of at least 1, or do not add up to the length of the
-            tensors. Also if the batch has no tensor, or a tensor has no such dimension.
-        ArgumentTypeError
-            If ``dim`` is no whole number, or ``lengths`` no list.
-
-        See Also
-        --------
-        take : Choose some of the micro-batches.
-        map : Change each micro-batch.
 
         Examples
         --------
@@ -177,16 +157,6 @@ class Microbatches:
         Microbatches
             The chosen micro-batches.
 
-        Raises
-        ------
-        ArgumentError
-            If a number is that of no micro-batch, or there is none.
-
-        See Also
-        --------
-        split : Cut a batch.
-        map : Change each micro-batch.
-
         Examples
         --------
         >>> import torch
@@ -214,18 +184,6 @@ class Microbatches:
         Microbatches
             As many micro-batches, in the same order.
 
-        Raises
-        ------
-        ArgumentError
-            If results cannot be micro-batches of one step, as for the class.
-        ArgumentTypeError
-            If ``function`` is no function.
-
-        See Also
-        --------
-        take : Choose some of the micro-batches.
-        pin_memory : Copy them to pinned memory.
-
         Examples
         --------
         >>> import torch
@@ -251,10 +209,6 @@ class Microbatches:
         ------
         RuntimeError
             By torch, if there is no GPU.
-
-        See Also
-        --------
-        map : Change each micro-batch.
 
         Examples
         --------
@@ -282,13 +236,7 @@ def check_uncut(n_slices: int) -> None:
 
 
 def batch_facts(inputs: Any, targets: Any) -> BatchFacts | None:
-    """Return the facts of a step's `Microbatches`; None for another batch.
-
-    Raises
-    ------
-    ArgumentError
-        If inputs and targets have different weights.
-    """
+    """Return the facts of a step's `Microbatches`; None for another batch."""
     if not are_microbatches(inputs, targets):
         return None
     rows = [batch.weights for batch in (inputs, targets) if isinstance(batch, Microbatches)]

@@ -30,12 +30,6 @@ def make_optimizers(
 
     These are all without a factory, those without parameters, and those whose parameters are all
     frozen and left out by the factory.
-
-    Raises
-    ------
-    ArgumentError
-        If the factory is not callable, fails, or returns no optimizer, one of other parameters, or
-        one that needs a closure.
     """
     if factory is None:
         return [None] * len(modules)

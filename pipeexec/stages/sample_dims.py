@@ -62,14 +62,7 @@ def check_batch_dims(batch_dims: object) -> BatchDims:
 
 
 def sample_dims(inputs: Any, targets: Any, batch_dims: BatchDims = NO_DIMS) -> SampleDims:
-    """Return the dimension of the samples in each tensor, by the rules of this file.
-
-    Raises
-    ------
-    ArgumentError
-        For inputs or targets without a tensor of samples, tensors of another number of samples,
-        values that cannot be split, and paths in ``batch_dims`` that the batch does not have.
-    """
+    """Return the dimension of the samples in each tensor, by the rules of this file."""
     if _is_usual(inputs, targets) and not batch_dims:
         return SampleDims(len(inputs), (0,), (0,))
     sizes: dict[str, int] = {}
@@ -133,13 +126,7 @@ def warn_of_squares(inputs: Any, batch_dims: BatchDims) -> None:
 
 
 def dims_by_path(values: Sequence[Leaf], name: str, batch_dims: BatchDims) -> dict[str, int | None]:
-    """Return the dimensions that ``batch_dims`` has for the values of a batch, by their paths.
-
-    Raises
-    ------
-    ArgumentError
-        If ``batch_dims`` has a path that begins with ``name``, and is that of no value.
-    """
+    """Return the dimensions that ``batch_dims`` has for the values of a batch, by their paths."""
     options: dict[str, int | None] = {}
     for key, dim in batch_dims.items():
         if not key.startswith(name):

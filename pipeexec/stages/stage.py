@@ -88,11 +88,6 @@ class Stage(ModuleCaller):
         its gradients over replicas after so many.
     n_slices
         Slices of a sequence; micro-batches are slices then.
-
-    Raises
-    ------
-    ArgumentError
-        For DistributedDataParallel that cannot be a stage; see `pipeexec.data_parallel.ddp_stage`.
     """
 
     def __init__(

@@ -74,10 +74,6 @@ def to_torch(
     ------
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
-    ArgumentError
-        If the stages are not those of this rank, ``loss_fn`` cannot be called, or torch has no such
-        option. Also if torch's runtime has no action for a part of the schedule: recompute, copies
-        of stages, several mini-batches or weight versions, replicas.
 
     See Also
     --------
@@ -152,8 +148,6 @@ def from_torch(
 
     Raises
     ------
-    ArgumentError
-        If the schedule has no order.
     ScheduleError
         If an action cannot be simulated, naming rank and position. The order itself is not checked
         before `pipesim.verify`.
@@ -217,8 +211,6 @@ def torch_schedule_order(
 
     Raises
     ------
-    ArgumentError
-        For counts that the class does not take, with torch's reason.
     CapacityError
         If the order would not fit in memory.
 

@@ -40,11 +40,6 @@ class BatchSource:
     ----------
     epoch, n_taken
         Number of the epoch, from 0, and of the batches taken from it.
-
-    Raises
-    ------
-    ArgumentError
-        If ``batches`` is neither, or an iterator of several epochs.
     """
 
     def __init__(self, batches: Batches, epochs: int | None, name: str = "batches") -> None:
@@ -75,13 +70,7 @@ class BatchSource:
         return self._batches if isinstance(self._batches, Iterable) else None
 
     def next(self) -> tuple[Any, Any] | None:
-        """Return inputs and targets of the next batch; None after the last epoch.
-
-        Raises
-        ------
-        ArgumentError
-            If an epoch has no batches, or a batch has no inputs and targets.
-        """
+        """Return inputs and targets of the next batch; None after the last epoch."""
         while self.epochs is None or self.epoch < self.epochs:
             if self._iterator is None:
                 self._iterator = self._begin_epoch()
@@ -147,11 +136,6 @@ class BatchSource:
         -----
         ResumeWarning
             If the last batch that is skipped is not the one that was trained on.
-
-        Raises
-        ------
-        ArgumentError
-            If the epoch has fewer batches.
         """
         self.epoch, n_taken = int(state["epoch"]), int(state["n_taken"])
         if state["loader"] is not None and hasattr(self._batches, "load_state_dict"):

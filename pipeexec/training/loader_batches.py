@@ -15,11 +15,6 @@ def as_inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
     A tuple or list of two has inputs and targets. The inputs of a mapping with ``"labels"``, as
     models of transformers take them, are all of it; the targets are these labels.
-
-    Raises
-    ------
-    ArgumentError
-        For any other batch.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]

@@ -37,11 +37,6 @@ def loss_curve(
         Axes to draw into. New axes, two columns wide, by default.
     title
         No title by default.
-
-    Raises
-    ------
-    ArgumentError
-        If the log has no rows, or ``ax`` is no Axes.
     """
     if title is not None:
         check_text("title", title)

@@ -39,13 +39,7 @@ _RESERVED = ("processes", "pipeline", "path", "keep", _SCHEDULER, _SCALER)
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Arguments of `pipeexec.train`, except the pipeline and its batches; checked here.
-
-    Raises
-    ------
-    ArgumentError
-        For arguments of a wrong type or value, and those that need another one.
-    """
+    """Arguments of `pipeexec.train`, except the pipeline and its batches; checked here."""
 
     n_steps: int | None = None
     epochs: int | None = None
@@ -139,13 +133,7 @@ class TrainingOptions:
         return Path(os.path.abspath(check_path("directory", self.directory, "write")))
 
     def identity(self) -> dict[str, Any]:
-        """Return the record, as JSON holds it.
-
-        Raises
-        ------
-        ArgumentError
-            If JSON cannot hold it.
-        """
+        """Return the record, as JSON holds it."""
         try:
             values = json.loads(json.dumps({} if self.record is None else dict(self.record)))
         except (TypeError, ValueError, RecursionError) as error:

@@ -107,8 +107,6 @@ def train(
 
     Raises
     ------
-    ArgumentError
-        For arguments that do not fit together, and batches that ``pipeline.step`` does not accept.
     RunDirectoryError
         If ``directory`` is in use, of another training, or damaged.
     StageError, StallError, PeerError, ExecutionError

@@ -107,14 +107,6 @@ class TrainingRun:
         ------
         RunDirectoryError
             If there is no log, or a file was edited.
-        ArgumentTypeError
-            If ``directory`` is no path.
-
-        See Also
-        --------
-        summary : The run as text.
-        plot : The losses as a figure.
-        pipeexec.train : Write such a directory, or continue its run.
 
         Examples
         --------
@@ -165,10 +157,6 @@ class TrainingRun:
     def stop(self) -> None:
         """End the training after the step that runs, or has just run; for hooks.
 
-        See Also
-        --------
-        pipeexec.train : Its hooks are called after each step.
-
         Examples
         --------
         >>> import torch
@@ -198,16 +186,6 @@ class TrainingRun:
         matplotlib.axes.Axes
             The axes: loss of each step, its moving average, and losses of evaluations.
 
-        Raises
-        ------
-        ArgumentError
-            If there is no step yet, or ``ax`` is no Axes.
-
-        See Also
-        --------
-        summary : The run as text.
-        pipesim.Timeline.plot : Draw a timeline of the run.
-
         Examples
         --------
         >>> import torch
@@ -232,11 +210,6 @@ class TrainingRun:
         -------
         str
             A few lines of text.
-
-        See Also
-        --------
-        plot : The losses as a figure.
-        load : Read the tables of a directory.
 
         Examples
         --------

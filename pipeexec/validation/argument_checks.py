@@ -39,14 +39,7 @@ def check_no_pipeline_options(**options: object) -> None:
 
 
 def widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
-    """Return the graph with the most replicas.
-
-    Raises
-    ------
-    ArgumentError
-        If there are no graphs, or a name or graph has the wrong type. Also if graphs differ in
-        their number of micro-batches.
-    """
+    """Return the graph with the most replicas."""
     if not isinstance(graphs, Mapping):
         raise ArgumentError(
             f"graphs must be a mapping of names to graphs, got {graphs!r:.60} "
@@ -78,8 +71,6 @@ def check_costs(costs: object, graphs: Mapping[str, TaskGraph]) -> None:
 
     Raises
     ------
-    ArgumentError
-        If ``costs`` are no `Costs`.
     CostsError
         If they do not suit a graph.
     """

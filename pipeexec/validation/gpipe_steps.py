@@ -26,13 +26,7 @@ _DURATIONS = ("forward", "backward", "recompute")
 
 
 def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
-    """Return the modules by name, if one set of costs holds for all of them.
-
-    Raises
-    ------
-    ArgumentError
-        If there are no modules, or they differ in balance or number of micro-batches.
-    """
+    """Return the modules by name, if one set of costs holds for all of them."""
     if not models:
         raise ArgumentError("validate needs at least one GPipe")
     gpipes: dict[str, GPipe] = {}

@@ -182,16 +182,6 @@ class Validation:
         matplotlib.figure.Figure
             One axes a row, under each other, on one time axis.
 
-        Raises
-        ------
-        ArgumentError, UnknownNameError
-            As `pipesim.plot.overlay`.
-
-        See Also
-        --------
-        save : Write the figure and all tables.
-        pipesim.plot.overlay : Draw comparisons.
-
         Examples
         --------
         >>> import torch
@@ -239,14 +229,6 @@ class Validation:
         RunDirectoryError
             If the folder cannot be written, ``path`` is something else, or another process is
             writing it.
-        ArgumentError
-            If two rows would have the same folder.
-
-        See Also
-        --------
-        pipeexec.load_run : Read the directory.
-        pipeexec.Profile.save : Write a profile alone.
-        figure : Draw predictions over measured steps.
 
         Examples
         --------
@@ -282,8 +264,6 @@ def load_run(path: Path | str) -> Validation:
     ------
     RunDirectoryError
         If a file is missing, truncated or edited.
-    ArgumentTypeError
-        If ``path`` is no path.
 
     See Also
     --------

@@ -47,13 +47,7 @@ _OTHER_ENTRIES = ("rows", "clocks", "notes", "files", CHECKSUM)
 
 
 def check_rows(names: Iterable[object]) -> None:
-    """Raise unless each row of a validation can have its own folder.
-
-    Raises
-    ------
-    ArgumentError
-        For a name that is no text, or whose folder is that of another row.
-    """
+    """Raise unless each row of a validation can have its own folder."""
     names = list(names)
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise ArgumentError(f"names of graphs must be texts, got {wrong[0]!r}")

@@ -46,13 +46,7 @@ def check_options(
     processes: Processes | None,
     cuda_graph: bool,
 ) -> RunOptions:
-    """Return the options that every validation has.
-
-    Raises
-    ------
-    ArgumentError
-        If an option has a wrong type or value. `check_costs` checks ``costs``.
-    """
+    """Return the options that every validation has."""
     n_steps = check_count("n_steps", n_steps)
     warm_up = check_count("warm_up", warm_up, 0)
     repeat = check_count("repeat", repeat)

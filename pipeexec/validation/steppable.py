@@ -100,13 +100,7 @@ class PipelineCalibration:
         self._calibration.warm_up(1)
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Measure a step on the constructor's batch; raise if this one has other shapes.
-
-        Raises
-        ------
-        ArgumentError
-            If batches are `Microbatches`, and these have other shapes than the first.
-        """
+        """Measure a step on the constructor's batch; raise if this one has other shapes."""
         shapes = self._shapes_of(inputs)
         if shapes != self._shapes:
             changed = [k for k, (a, b) in enumerate(zip(shapes, self._shapes)) if a != b]  # noqa: B905

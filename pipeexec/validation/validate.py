@@ -149,9 +149,6 @@ def validate(
 
     Raises
     ------
-    ArgumentError
-        If there are no graphs, graphs that differ in placement or number of micro-batches, or too
-        few batches.
     CapacityError
         If the results of so many steps do not fit in memory.
     CostsError

@@ -185,8 +185,6 @@ def autograd_orders(
 
     Raises
     ------
-    ArgumentError
-        For counts below 1, and for arguments that `lower` refuses.
     CostsError, NetworkError
         For costs that `pipesim.simulate` refuses.
 

@@ -70,9 +70,6 @@ def compare(
 
     Raises
     ------
-    ArgumentError
-        If the mapping is empty, a value is no `Timeline`, or ``memory_limit`` is negative, NaN or
-        for another number of devices, or the page cannot be written.
     TimelineError
         If a makespan is so short that its throughput is no finite number.
     CostsError
@@ -248,8 +245,6 @@ class Comparison:
     ------
     TimelineError
         If the two timelines have different tasks; the message names some.
-    ArgumentError
-        If one of them is no `Timeline`.
 
     See Also
     --------
@@ -336,13 +331,6 @@ class Comparison:
         ------
         TimelineError
             If tasks of a timeline did not run.
-        ArgumentError
-            If ``launch`` is negative or not finite.
-
-        See Also
-        --------
-        makespan_error : Predicted over measured makespan, minus 1.
-        by_op : Mean seconds of each operation.
 
         Examples
         --------
@@ -373,17 +361,6 @@ class Comparison:
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
 
-        Raises
-        ------
-        ArgumentError
-            If ``ax`` is no Axes, and for an unknown unit.
-
-        See Also
-        --------
-        to_html : Write an interactive page.
-        pipesim.Timeline.plot : Draw one timeline.
-        pipesim.plot.overlay : Draw several comparisons below each other.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -408,15 +385,8 @@ class Comparison:
 
         Raises
         ------
-        ArgumentError
-            For another ending, a file that cannot be written, and other values of options.
         CapacityError
             If the timelines have over 5,000,000 tasks together.
-
-        See Also
-        --------
-        pipesim.to_html : Write a page of several comparisons.
-        plot : Draw a figure for a paper.
 
         Examples
         --------

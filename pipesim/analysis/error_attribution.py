@@ -83,8 +83,6 @@ def error_parts(
     ------
     TimelineError
         If tasks of a timeline did not run.
-    ArgumentError
-        If ``launch`` is negative or not finite.
 
     Notes
     -----

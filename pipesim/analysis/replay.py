@@ -50,8 +50,6 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
 
     Raises
     ------
-    ArgumentError
-        For an unknown engine, and for an argument that is no `Timeline`.
     TimelineError
         If tasks of the timeline did not run.
     GraphError

@@ -139,13 +139,7 @@ class Calibration:
         }
 
     def save(self, path: Path | str) -> None:
-        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values.
-
-        Raises
-        ------
-        ArgumentError
-            For a value that is no path, and a file that cannot be written.
-        """
+        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values."""
         path, values = check_path("path", path, "write"), self.to_dict()
         write_text(path, json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n")
 

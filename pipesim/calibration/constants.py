@@ -142,12 +142,6 @@ def chosen_constants(
         As in `pipesim.GPU.fit`.
     blocking
         Whether messages block their stage in any row, so that ``synchronization`` has an effect.
-
-    Raises
-    ------
-    ArgumentError
-        For no constant, one that is named twice, and a network's without a network.
-        `UnknownNameError` for unknown constants, GPUs and machines.
     """
     start = as_gpu(gpu)
     if isinstance(network, str):

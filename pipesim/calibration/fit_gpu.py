@@ -83,10 +83,6 @@ def fit_gpu(
 
     Raises
     ------
-    ArgumentError
-        For rows that are no table of measured steps, or of fewer configurations than constants;
-        for seconds that are not finite and above 0; and for constants that cannot be fitted.
-        `UnknownNameError` for unknown columns, constants, GPUs and machines.
     PipeError
         For settings of a row that are wrong, or do not suit each other, naming the row.
 

@@ -77,13 +77,6 @@ def measured_steps(
     """Return the steps of a table; see `pipesim.GPU.fit` for its columns.
 
     Without ``need_seconds``, steps without seconds have NaN.
-
-    Raises
-    ------
-    ArgumentError
-        For rows of another type, a file that cannot be read or is no table, a missing column, and
-        seconds that are no finite number above 0; naming the row. `UnknownNameError` for an
-        unknown column, with the nearest known one.
     """
     from pipesim.utils.packages import pandas as pd
 

@@ -146,8 +146,6 @@ def parse_arguments(
 
     Raises
     ------
-    ArgumentError
-        For wrong arguments.
     SystemExit
         After ``--help`` or ``--version``.
     """

@@ -119,11 +119,6 @@ def plan_settings(args: argparse.Namespace) -> dict[str, Any]:
 
     ``model`` and ``cluster`` are tables: of sizes, with the ``model`` that they change, and of the
     parameters of `pipesim.Cluster`. A model that is a file of layers is a text.
-
-    Raises
-    ------
-    ArgumentError
-        For a file that cannot be read, and unknown keys, naming the nearest known one.
     """
     settings = {} if "config" not in args else _read(args.config)
     model = dict(settings.pop("model", {}))

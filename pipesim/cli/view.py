@@ -47,13 +47,7 @@ def view(args: argparse.Namespace) -> None:
 
 
 def page_target(out: Path | None, default: str) -> Path:
-    """Return the path of a page to write: ``out``, or ``default`` if that replaces nothing else.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no ``out``, and the file ``default`` is no page of ours.
-    """
+    """Return the path of a page to write: ``out``, or ``default`` if that replaces nothing else."""
     if out is not None:
         return out
     path = Path(default)

@@ -75,8 +75,6 @@ def read_items(files: Sequence[str], options: ViewOptions) -> dict[str, Showable
 
     Raises
     ------
-    ArgumentError
-        For a file that is given twice or of no known kind, and options of traces without a trace.
     PipeError
         For a file that cannot be read.
     """

@@ -229,8 +229,6 @@ class Costs:
     CostsError
         For values that are negative, NaN, infinite, None or no numbers, naming field and stage;
         and for fields of whole stages, or of different numbers of micro-batches.
-    UnknownNameError
-        For an unknown algorithm.
 
     See Also
     --------
@@ -363,12 +361,6 @@ class Costs:
         ------
         CostsError
             If these costs have no such micro-batch.
-        ArgumentError
-            For a number that is no whole number of at least 0.
-
-        See Also
-        --------
-        averaged : Averages over all micro-batches.
 
         Examples
         --------
@@ -385,10 +377,6 @@ class Costs:
         -------
         Costs
             The same costs if all micro-batches have equal ones.
-
-        See Also
-        --------
-        microbatch : Costs of one micro-batch.
 
         Examples
         --------
@@ -419,17 +407,8 @@ class Costs:
         CostsError
             If the field was given for another number of stages, not at all, or with values that
             differ between micro-batches: take those of one `microbatch`, or `averaged` ones.
-        UnknownNameError
-            For a name that is no field.
-        ArgumentError
-            For a number of stages that is no whole number of at least 1.
         CapacityError
             If one value a stage would not fit in memory.
-
-        See Also
-        --------
-        of : Seconds and bytes of each task of a graph.
-        microbatch : Costs of one micro-batch, with one value a stage.
 
         Examples
         --------
@@ -522,14 +501,6 @@ class Costs:
             stages or for other skip connections.
         NetworkError
             If a link names a device that the graph does not have.
-        ArgumentError
-            If ``graph`` is no `TaskGraph`.
-
-        See Also
-        --------
-        per_stage : One field of these costs, for each stage.
-        pipesim.lower : Make a task graph of a schedule.
-        pipesim.simulate : Predict a timeline from a graph and costs.
 
         Examples
         --------
@@ -597,20 +568,12 @@ class Costs:
             For a field with neither one value nor one a device, and for layers with experts that do
             not divide among the stages of a device. For ``"layers"``, also if the devices do not
             divide the stages.
-        ArgumentError
-            If ``placement`` is no `Placement`.
 
         Warns
         -----
         CostsWarning
             If devices have several stages and differ in their seconds, and ``per`` is not given:
             slow devices and slow layers have different best schedules.
-
-        See Also
-        --------
-        pipesim.Layers.costs : Costs of stages cut from a table of layers.
-        pipesim.Placement : Which device holds which stage.
-        rebuilt : Costs of the same transformer, with other layers of stages.
 
         Examples
         --------
@@ -684,11 +647,6 @@ class Costs:
         dict
             Fields by name. Numbers are in seconds or bytes; infinite bandwidth is None.
 
-        See Also
-        --------
-        from_dict : Return the costs in such a mapping.
-        save : Write the costs to a file.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -741,13 +699,6 @@ class Costs:
             If ``values`` is no mapping, or for values out of range.
         NetworkError
             For a wrong ``network``.
-        UnknownNameError
-            For an unknown key, naming it and the nearest known one.
-
-        See Also
-        --------
-        to_dict : Return plain values of costs.
-        load : Read costs from a file.
 
         Examples
         --------
@@ -774,16 +725,6 @@ class Costs:
         ----------
         path
             File to write, such as ``"costs.json"``. A file of that name is replaced.
-
-        Raises
-        ------
-        ArgumentError
-            For a value that is no path, and a file that cannot be written.
-
-        See Also
-        --------
-        load : Read the file again.
-        to_dict : Return the same values without a file.
 
         Examples
         --------
@@ -815,18 +756,11 @@ class Costs:
 
         Raises
         ------
-        ArgumentError
-            For a value that is no path.
         CostsError
             Naming the file, if it is missing, is no regular file, names a key twice, has no such
             content, or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
-
-        See Also
-        --------
-        save : Write such a file.
-        from_dict : Return the costs in a mapping.
 
         Examples
         --------
@@ -871,16 +805,8 @@ class Costs:
 
         Raises
         ------
-        ArgumentError
-            For settings that are unknown, missing or impossible.
         NetworkError
             For a network whose devices have another number of GPUs than share a layer.
-
-        See Also
-        --------
-        pipesim.Transformer.costs : The same for an existing model, with all settings.
-        rebuilt : Costs of the same transformer with other settings.
-        from_layers : Costs of profiled layers.
 
         Examples
         --------
@@ -918,8 +844,6 @@ class Costs:
         ------
         CostsError
             If these costs are of no transformer.
-        ArgumentError
-            For settings that are unknown or impossible.
         NetworkError
             For a network whose devices have fewer GPUs than share a layer.
 
@@ -927,12 +851,6 @@ class Costs:
         -----
         CostsWarning
             As `pipesim.Transformer.costs` does.
-
-        See Also
-        --------
-        transformer : Costs of a transformer's stages, from its sizes.
-        scaled : Costs with the seconds of operations multiplied by a factor.
-        pipesim.Network.scaled : A network with other latencies and bandwidths.
 
         Examples
         --------
@@ -991,14 +909,6 @@ class Costs:
         ------
         CostsError
             For a table that cannot be read, naming file, line and column.
-        ArgumentError
-            For a split that does not suit the number of layers, and layers of another type.
-
-        See Also
-        --------
-        pipesim.Layers : The columns of the table.
-        pipesim.Layers.costs : The same for layers that exist already.
-        transformer : Costs of a transformer's stages, from its sizes.
 
         Examples
         --------
@@ -1070,13 +980,9 @@ class Costs:
 
         Raises
         ------
-        ArgumentError
-            If ``timeline`` is no `Timeline`.
         TimelineError
             If tasks of the timeline did not run, or if it does not show the bytes of a skip
             connection.
-        UnknownNameError
-            For an unknown average or field.
 
         Warns
         -----
@@ -1085,12 +991,6 @@ class Costs:
               the timeline's costs nor ``fields`` have ``parameter_bytes``.
             - If tasks waited for their host for more than 1 % of the timeline, and ``launch`` is
               not given.
-
-        See Also
-        --------
-        scaled : Costs with the seconds of operations multiplied by a factor.
-        pipesim.Timeline.load : Read a measured timeline.
-        pipesim.replay : Simulate a timeline again with the seconds of each of its tasks.
 
         Examples
         --------
@@ -1142,13 +1042,6 @@ class Costs:
         CostsError
             For a factor that is negative or not finite, a stage or an operation that these costs
             do not have, and a number of stages that differs from theirs.
-        UnknownNameError
-            For an operation that is unknown, or that does not compute.
-
-        See Also
-        --------
-        rebuilt : Costs of the same transformer with other settings.
-        pipesim.Network.scaled : A network with other latencies and bandwidths.
 
         Examples
         --------

@@ -34,8 +34,6 @@ def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
     ------
     CostsError
         For another form, and bytes that are negative or not finite.
-    UnknownNameError
-        For an unknown exchange.
     """
     if value is None:
         return None

@@ -42,8 +42,6 @@ def checked_experts(costs: Costs) -> dict[str, Any]:
     CostsError
         For layers that are no whole numbers, shares above 1, parts of experts that exceed the
         whole, and segments that do not suit the layers.
-    ArgumentError
-        For a number of replicas that is no whole number of at least 1.
     """
     check_whole_layers(costs.expert_layers)
     if np.max(costs.reduced_share) > 1:

@@ -52,12 +52,6 @@ class Keys:
     n_keys
         One number a table.
 
-    Raises
-    ------
-    ArgumentError
-        For frequencies that are negative, not finite, or 0 for all rows of a table, and counts that
-        are no whole numbers of at least 1.
-
     See Also
     --------
     pipesim.Costs : Costs of a stage; `exchange_bytes` is one of its fields.
@@ -107,16 +101,8 @@ class Keys:
 
         Raises
         ------
-        ArgumentError
-            For an exponent that is negative or not finite, and for counts that are no whole
-            numbers of at least 1.
         CapacityError
             For more rows than fit in memory.
-
-        See Also
-        --------
-        uniform : Keys for which all rows are equally frequent.
-        counted : Keys of a batch.
 
         Examples
         --------
@@ -146,14 +132,8 @@ class Keys:
 
         Raises
         ------
-        ArgumentError
-            For counts that are no whole numbers of at least 1.
         CapacityError
             For more rows than fit in memory.
-
-        See Also
-        --------
-        zipf : Keys for which few rows are frequent.
 
         Examples
         --------
@@ -181,15 +161,6 @@ class Keys:
         -------
         Keys
             Keys that occur at most as often as they were counted.
-
-        Raises
-        ------
-        ArgumentError
-            For counts that are no whole numbers, and more ``n_keys`` than were counted.
-
-        See Also
-        --------
-        counted : The same from the keys of a batch.
 
         Examples
         --------
@@ -238,15 +209,6 @@ class Keys:
         Keys
             Keys that occur at most as often as in the batch.
 
-        Raises
-        ------
-        ArgumentError
-            For keys that are no rows, naming the first, and for a batch without keys.
-
-        See Also
-        --------
-        from_counts : The same from numbers that were counted already.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -281,16 +243,6 @@ class Keys:
         -------
         list
             Average numbers of keys, one array of shape ``(rows,)`` a table.
-
-        Raises
-        ------
-        ArgumentError
-            For more micro-batches than the counted keys suffice for, and other wrong arguments.
-
-        See Also
-        --------
-        sent : Keys that each rank sends to each owner.
-        load : How much more the busiest owner receives.
 
         Examples
         --------
@@ -340,16 +292,8 @@ class Keys:
 
         Raises
         ------
-        ArgumentError
-            For ranks that are no whole number of at least 1, and ``unique`` that is no bool.
-        UnknownNameError
-            For an unknown placement.
         CapacityError
             For more ranks than fit in memory.
-
-        See Also
-        --------
-        load : How evenly a placement divides the keys.
 
         Examples
         --------
@@ -392,11 +336,6 @@ class Keys:
         ArgumentError, CapacityError
             As `owners` and `loads`.
 
-        See Also
-        --------
-        exchange_bytes : The same in bytes.
-        loads : How often a rank sends each row's key.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -427,11 +366,6 @@ class Keys:
         ------
         ArgumentError, CapacityError
             As `owners`.
-
-        See Also
-        --------
-        busiest : The average of the largest number, instead of the largest average.
-        sent : Keys from each rank to each owner.
 
         Examples
         --------
@@ -466,10 +400,6 @@ class Keys:
         ------
         ArgumentError, CapacityError
             As `owners`.
-
-        See Also
-        --------
-        load : The largest average of received keys.
 
         Examples
         --------
@@ -521,11 +451,6 @@ class Keys:
         ArgumentError, CapacityError
             As `owners` and `loads`; and for sizes that are no whole numbers of at least 1.
 
-        See Also
-        --------
-        sent : Numbers of keys instead of bytes.
-        pipesim.Costs : Its field ``exchange_bytes`` takes these matrices.
-
         Examples
         --------
         Rank 0 owns row 0, which each rank sends three times: 12 bytes of keys, and 96 of vectors.
@@ -564,14 +489,8 @@ class Keys:
 
         Raises
         ------
-        ArgumentError
-            For a seed that is no whole number of at least 0.
         CapacityError
             For more keys than fit in memory.
-
-        See Also
-        --------
-        counted : Keys of a batch, counted.
 
         Examples
         --------

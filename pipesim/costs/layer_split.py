@@ -29,15 +29,7 @@ LayerPartition = Literal["even", "balanced"]
 
 
 def check_partition(partition: object, split: object, name: str) -> bool:
-    """Return whether ``split`` is a number of stages; only then may a partition be given.
-
-    Raises
-    ------
-    ArgumentError
-        For a partition together with the layers of each stage.
-    UnknownNameError
-        For an unknown partition.
-    """
+    """Return whether ``split`` is a number of stages; only then may a partition be given."""
     is_number = isinstance(split, Integral)
     if partition is not None:
         if isinstance(partition, list | tuple | np.ndarray):
@@ -69,11 +61,6 @@ def checked_split(
         Name of the argument, for messages.
     ends_may_be_empty
         Whether the first and the last stage may have no layer, since they hold other modules.
-
-    Raises
-    ------
-    ArgumentError
-        If ``n_layers`` do not divide evenly, sizes do not sum to it, or a stage is empty.
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)

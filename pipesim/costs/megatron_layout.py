@@ -41,13 +41,6 @@ def read_layout(text: str) -> tuple[int, ...]:
     tuple of int
         Layers of each stage, without embedding and loss; shape ``(n_stages,)``.
 
-    Raises
-    ------
-    ArgumentError
-        For a value that is no text. For a mistake, with its position; ``m`` (multi-token
-        prediction) is not supported. For a layout without embedding first and loss last, and one of
-        more than a million letters.
-
     See Also
     --------
     pipesim.write_layout : The inverse.
@@ -103,11 +96,6 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
     -------
     str
         Value for ``--pipeline-model-parallel-layout``.
-
-    Raises
-    ------
-    ArgumentError
-        For anything but a list of whole numbers of at least 0.
 
     See Also
     --------

@@ -56,13 +56,7 @@ class RowHash(NamedTuple):
 
 
 def row_hash(table: int, n_rows: int, n_ranks: int) -> RowHash:
-    """Return the hash of a table's rows.
-
-    Raises
-    ------
-    ArgumentError
-        For a table of more than 2**39 rows.
-    """
+    """Return the hash of a table's rows."""
     size = -(-n_rows // n_ranks) * n_ranks
     if size > MOST_HASHED:
         raise ArgumentError(

@@ -141,16 +141,6 @@ class TaskCosts:
         TaskCosts
             Costs whose ``row`` is ``0, 1, 2, ...``
 
-        Raises
-        ------
-        ArgumentError
-            For arguments of another type, and if ``issued`` has not one number a task.
-
-        See Also
-        --------
-        per_task : The same costs, with a row a task.
-        pipesim.Costs.of : Costs of the tasks of a graph, from those of stages.
-
         Examples
         --------
         The second backward of stage 0 takes a second longer:
@@ -183,10 +173,6 @@ class TaskCosts:
         -------
         TaskCosts
             Equal costs, whose arrays may be changed task by task.
-
-        See Also
-        --------
-        of_tasks : Make costs from a table with a row a task.
 
         Examples
         --------

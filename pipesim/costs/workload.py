@@ -56,8 +56,6 @@ class Workload:
     ------
     CostsError
         For numbers that are not finite and above 0, and for settings that JSON cannot hold.
-    ArgumentError
-        If ``gpus_per_device``, ``n_slices`` or ``n_microbatches`` is no whole number of at least 1.
     NetworkError
         For ``nodes`` that are none.
 
@@ -118,10 +116,6 @@ class Workload:
         dict
             Fields by name, in tokens, FLOPs, FLOP/s and bytes.
 
-        See Also
-        --------
-        from_dict : Return the workload in such a mapping.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -151,16 +145,8 @@ class Workload:
         ------
         CostsError
             If ``values`` is no mapping, or lacks a field; and for numbers out of range.
-        ArgumentError
-            For a count that is no whole number of at least 1.
         NetworkError
             For ``nodes`` that are none.
-        UnknownNameError
-            For an unknown key, with the nearest known one.
-
-        See Also
-        --------
-        to_dict : Return plain values of a workload.
 
         Examples
         --------

@@ -34,12 +34,6 @@ def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: in
         Number of stages.
     batch_size
         Micro-batches of a mini-batch. This number means ``"last"``, and 1 means ``"every"``.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown mode, a number that does not divide ``batch_size``, and values for stages
-        that do not exist.
     """
     if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
         grad_sync = from_text(grad_sync)

@@ -206,15 +206,6 @@ class TaskGraph:
             naming column and row.
         CapacityError
             If the graph would not fit in memory.
-        ArgumentError
-            For an option of another type, or an unknown mode.
-
-        See Also
-        --------
-        pipesim.lower : Make a graph from a schedule.
-        wire : Keep the ids of the tasks.
-        pipesim.Tasks : Columns of tasks.
-        pipesim.verify : Check the graph.
 
         Examples
         --------
@@ -281,14 +272,6 @@ class TaskGraph:
             for options that do not suit the tasks.
         CapacityError
             If the graph would not fit in memory.
-        ArgumentError
-            For an option of another type, or an unknown mode.
-
-        See Also
-        --------
-        build : Move tasks so that ids are a topological order.
-        in_topological_order : Do so later.
-        pipesim.verify : Check the graph, the order of ids included.
 
         Examples
         --------
@@ -345,11 +328,6 @@ class TaskGraph:
         ------
         CapacityError
             If the graph would not fit in memory.
-
-        See Also
-        --------
-        build : Wire tasks from their columns.
-        pipesim.Tasks.kinds : Kinds of tasks.
 
         Examples
         --------
@@ -413,11 +391,6 @@ class TaskGraph:
         TaskGraph
             A graph with other ids; this one if they are in order already, or if no order is
             topological.
-
-        See Also
-        --------
-        build : Wire tasks and order them.
-        wire : Wire tasks and keep their ids.
 
         Examples
         --------
@@ -535,11 +508,6 @@ class TaskGraph:
         TaskGraph
             The graph itself.
 
-        See Also
-        --------
-        verified : Whether the graph is marked.
-        pipesim.verify : Check the graph, and mark it.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -580,16 +548,8 @@ class TaskGraph:
 
         Raises
         ------
-        ArgumentError
-            For another ending, a file that cannot be written, and other values of options.
         CapacityError
             If the graph has over 5,000,000 tasks.
-
-        See Also
-        --------
-        pipesim.to_html : Write a page of several graphs.
-        plot : Draw a figure for a paper.
-        pipesim.Timeline.to_html : Write a page with times.
 
         Examples
         --------
@@ -671,16 +631,6 @@ class TaskGraph:
         Task
             Its columns as a named tuple.
 
-        Raises
-        ------
-        ArgumentError
-            If there is no such task.
-
-        See Also
-        --------
-        pipesim.Timeline.frame : All tasks as a table, with their times.
-        pipesim.Task : The fields of a task.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -716,17 +666,6 @@ class TaskGraph:
         ----------
         path
             File to write; an existing one is replaced.
-
-        Raises
-        ------
-        ArgumentError
-            If the graph recomputes, has skips, copies of its stages, tied stages or several
-            mini-batches, for which torch has no form, or the file cannot be written.
-
-        See Also
-        --------
-        pipesim.Schedule.save : Write a schedule without messages.
-        pipesim.Schedule.load : Read either file.
 
         Examples
         --------
@@ -764,15 +703,8 @@ class TaskGraph:
 
         Raises
         ------
-        ArgumentError
-            If networkx is not installed.
         CapacityError
             If the graph would not fit in memory.
-
-        See Also
-        --------
-        plot : Draw the dependencies.
-        precedence : The edges as arrays.
 
         Examples
         --------
@@ -806,17 +738,6 @@ class TaskGraph:
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
 
-        Raises
-        ------
-        ArgumentError
-            For a graph of over 300 tasks on compute streams, if ``ax`` is no Axes, and for an
-            unknown way to draw messages.
-
-        See Also
-        --------
-        to_html : Write an interactive page.
-        pipesim.Timeline.plot : Draw when each task runs.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -840,16 +761,6 @@ class TaskGraph:
         -------
         TaskGraph
             A copy with this name; `verified` if this graph is.
-
-        Raises
-        ------
-        ArgumentError
-            For a name that is no text.
-
-        See Also
-        --------
-        pipesim.Schedule.with_name : Name a schedule, and graphs after it.
-        pipesim.Timeline.with_name : Name a timeline.
 
         Examples
         --------
@@ -878,11 +789,6 @@ class TaskGraph:
         ------
         TypeError
             For a list or another set: the argument must be hashable.
-
-        See Also
-        --------
-        op : Operation of each task.
-        on_compute : Tasks on compute streams.
 
         Examples
         --------

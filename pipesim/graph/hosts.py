@@ -26,13 +26,6 @@ def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
         without gaps. Also as text, ``"0,0,1,1"``.
     n_devices
         Number of devices, those of all replicas included.
-
-    Raises
-    ------
-    UnknownNameError
-        For any other name, and for any other type.
-    ArgumentError
-        For a list of another length, and for numbers that are not whole, below 0, or have gaps.
     """
     numbers, example = _numbers(hosts), [device // 2 for device in range(min(n_devices, 4))]
     if numbers is None:

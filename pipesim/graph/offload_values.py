@@ -61,14 +61,7 @@ class StageOffload:
 def checked_offload(
     offload: OffloadArgument, n_stages: int
 ) -> StageOffload | tuple[StageOffload, ...]:
-    """Return the value for all stages together, or one a stage if they were given.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown text, a share out of range, values for another number of stages, and for
-        stages that do not exist.
-    """
+    """Return the value for all stages together, or one a stage if they were given."""
     if isinstance(offload, str) and _BETWEEN in offload:
         offload = offload.split(_BETWEEN)
     if isinstance(offload, Mapping):
@@ -114,13 +107,7 @@ def _checked(value: object, name: str) -> StageOffload:
 
 
 def checked_shares(shares: Sequence[float] | str, n_stages: int) -> tuple[float, ...]:
-    """Return the shares of stages that OFFLOADs move, one a stage; empty if all are 1.
-
-    Raises
-    ------
-    ArgumentError
-        For another number of shares, and for shares that are not above 0 and at most 1.
-    """
+    """Return the shares of stages that OFFLOADs move, one a stage; empty if all are 1."""
     listed = shares.split(_BETWEEN) if isinstance(shares, str) and shares else shares
     if isinstance(listed, str) and not listed:
         listed = ()

@@ -120,9 +120,6 @@ class LoweringOptions:
 
         Raises
         ------
-        ArgumentError
-            For an option of another type, an unknown mode, skips that are no pairs of stages, and
-            tied stages that are no groups.
         GraphError
             If a forward-only graph has tasks of a backward, if mini-batches have unequal numbers of
             micro-batches, or parts of a sequence, a message carries none of the skips, or a

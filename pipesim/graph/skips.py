@@ -29,13 +29,7 @@ def skip_text(skip: Skip) -> str:
 
 
 def skip_from_text(text: str) -> Skip:
-    """Read the text of `skip_text`.
-
-    Raises
-    ------
-    ArgumentError
-        For any other text.
-    """
+    """Read the text of `skip_text`."""
     source, dash, target = text.strip().partition("-")
     digits = source + target
     if not (dash and source and target and digits.isascii() and digits.isdecimal()
@@ -47,14 +41,7 @@ def skip_from_text(text: str) -> Skip:
 
 
 def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
-    """Return skips in order.
-
-    Raises
-    ------
-    ArgumentError
-        For anything but a list of pairs of stages, a pair that does not lead to a later existing
-        stage, and a pair that is given twice.
-    """
+    """Return skips in order."""
     if isinstance(skips, str):
         skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
     if not isinstance(skips, Iterable):
@@ -103,8 +90,6 @@ def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, 
 
     Raises
     ------
-    ArgumentError
-        For anything but pairs of stages.
     GraphError
         For a message without any of these skips.
     """

@@ -241,10 +241,6 @@ class Tasks:
         GraphError
             If numbers of devices, stages or replicas are too large to tell kinds apart.
 
-        See Also
-        --------
-        pipesim.TaskGraph.of_kinds : Wire a graph from kinds.
-
         Examples
         --------
         Two F of one stage are of one kind:

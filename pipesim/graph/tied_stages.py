@@ -24,14 +24,7 @@ _MOST_GROUPS = 1000
 
 
 def checked_tied(tied: Iterable[Iterable[int]] | str, n_stages: int) -> Tied:
-    """Return the groups of tied stages, each in rising order.
-
-    Raises
-    ------
-    ArgumentError
-        For a value of another form, for a group of fewer than two stages, and for a stage that
-        does not exist or is twice in one group.
-    """
+    """Return the groups of tied stages, each in rising order."""
     groups = tuple(_stages_of(group, tied) for group in _listed(tied))
     for group in groups:
         for stage in group:

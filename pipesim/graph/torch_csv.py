@@ -23,12 +23,6 @@ def torch_orders(graph: TaskGraph) -> list[list[str]]:
 
     ``REDUCE_GRAD`` follows the last gradient of a stage: there torch averages over the
     micro-batches. Optimizer steps are omitted: in torch the caller runs them.
-
-    Raises
-    ------
-    ArgumentError
-        If the graph recomputes, or has skips, copies of its stages, tied stages, or several
-        mini-batches: rows of torch's CSV cannot express these.
     """
     _check(graph)
     left = np.zeros(graph.n_stages, dtype=np.int64)

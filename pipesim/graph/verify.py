@@ -50,8 +50,6 @@ def verify(what: Schedule | TaskGraph) -> None:
         For a deadlock; the message has the next task of each blocked device and what blocks it.
     GraphError
         For a wrong graph; the message has the wrong tasks.
-    ArgumentError
-        For any other type.
 
     See Also
     --------

@@ -79,11 +79,6 @@ def checked_limits(
         Bytes that the F of a micro-batch takes; shape ``(n_classes, n_stages)``.
     class_of
         Which row of these each micro-batch has; shape ``(n_microbatches,)``.
-
-    Raises
-    ------
-    ArgumentError
-        For a limit that is no number of bytes, and for one that is too small for a micro-batch.
     """
     n = placement.n_devices
     limits = np.full(n, math.inf)
@@ -138,13 +133,7 @@ def _check_fits(
 
 
 def checked_in_flight(in_flight: object, n_stages: int) -> list[float]:
-    """Return the most micro-batches in flight on each stage; infinity for None.
-
-    Raises
-    ------
-    ArgumentError
-        For a number that is no count, and for several that are not one a stage.
-    """
+    """Return the most micro-batches in flight on each stage; infinity for None."""
     if in_flight is None:
         return [math.inf] * n_stages
     if not _is_several(in_flight):

@@ -102,9 +102,6 @@ def order_by(
 
     Raises
     ------
-    ArgumentError
-        For arguments that are out of range, and for a limit in which no micro-batch fits; the
-        message names the device and the bytes that it needs at least.
     CostsError
         If the costs lack seconds of an operation or are of another number of micro-batches, or if
         sums of their seconds or bytes are not finite.

@@ -38,11 +38,6 @@ def action_ranks(priority: object, problem: Problem, ops: Sequence[Op]) -> Ranks
         Actions to order.
     ops
         Operation of each phase.
-
-    Raises
-    ------
-    ArgumentError
-        For another name, and for a function that does not take an action and a time.
     """
     if callable(priority):
         _check_takes_two(priority)

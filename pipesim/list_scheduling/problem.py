@@ -95,8 +95,6 @@ def make_problem(
 
     Raises
     ------
-    ArgumentError
-        For a limit that is out of range, or in which no micro-batch fits.
     CostsError
         If the costs lack seconds of an operation, or if sums of seconds or bytes are not finite.
     CapacityError

@@ -37,13 +37,7 @@ class DeviceCollectives(NamedTuple):
 def checked_device_collectives(
     schedule: Schedule, tied: Tied, grad_norm: bool, sharded: tuple[int, ...], step: str
 ) -> DeviceCollectives:
-    """Return the options of `pipesim.lower`, checked to suit the schedule.
-
-    Raises
-    ------
-    ArgumentError
-        For several mini-batches, for a tied stage that is sharded, and for a norm without steps.
-    """
+    """Return the options of `pipesim.lower`, checked to suit the schedule."""
     what = [f"tied={tied_text(tied)!r}"] * bool(tied)
     what += ["grad_norm=True"] * check_flag("grad_norm", grad_norm)
     if what and schedule.n_batches > 1:

@@ -62,13 +62,7 @@ def checked_exchanges(
     prefetch_keys: object,
     sparse_grad_sync: object,
 ) -> Exchanges:
-    """Check the options of `pipesim.lower` for exchanges of sharded stages, and return them.
-
-    Raises
-    ------
-    ArgumentError
-        For options of another type, and for exchange options without sharded stages.
-    """
+    """Check the options of `pipesim.lower` for exchanges of sharded stages, and return them."""
     check_name("exchange_work", exchange_work, ("collective", "compute"))
     check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
     check_flag("prefetch_keys", prefetch_keys)

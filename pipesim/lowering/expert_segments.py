@@ -35,13 +35,7 @@ _MOST_LAYERS = 1000
 def checked_expert_layers(
     expert_layers: object, n_stages: int, sharded: tuple[int, ...]
 ) -> ExpertLayers:
-    """Return the layers with experts of each stage, from the argument of `pipesim.lower`.
-
-    Raises
-    ------
-    ArgumentError
-        For values that are no counts, for another number of stages, and for sharded stages.
-    """
+    """Return the layers with experts of each stage, from the argument of `pipesim.lower`."""
     values = _values(expert_layers, n_stages)
     layers = tuple(
         check_count(f"expert_layers of stage {stage}", _whole(value), 0)
@@ -86,13 +80,7 @@ def _whole(value: object) -> object:
 
 
 def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int:
-    """Return the number of replicas that exchange tokens; 0 for all.
-
-    Raises
-    ------
-    ArgumentError
-        For a number that is no count, or does not divide the replicas.
-    """
+    """Return the number of replicas that exchange tokens; 0 for all."""
     if expert_replicas is None:
         return 0
     if n_replicas % check_count("expert_replicas", expert_replicas):

@@ -286,15 +286,6 @@ def lower(
 
     Raises
     ------
-    ArgumentError
-        - For an argument of another type or out of range, and for an unknown mode.
-        - For ``recompute_first`` if a forward comes after a backward or the schedule lists R.
-        - For ``recompute_waits`` if transfers overlap.
-        - For collectives that do not suit the schedule: ``tied`` and ``grad_norm`` with several
-          mini-batches, ``grad_norm`` without steps.
-        - For an ``offload`` if all activations are needed again too soon to be offloaded.
-        - For ``shard_parameters`` with one replica, several paths or mini-batches,
-          ``shard_optimizer``, bucketed gradients or ``tied``.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError

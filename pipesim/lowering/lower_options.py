@@ -39,14 +39,7 @@ _MOST_BUCKETS = 1000
 
 
 def check_options(**options: object) -> None:
-    """Check options that are names or flags, and their combinations.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown name, a flag that is neither True nor False, and for ``recompute_waits``
-        with overlapping transfers.
-    """
+    """Check options that are names or flags, and their combinations."""
     for name, value in options.items():
         if name in _NAMES:
             check_name("recompute mode" if name == "recompute" else name, value, _NAMES[name])
@@ -68,14 +61,7 @@ def checked_collectives(
     shard_optimizer: bool,
     step: str,
 ) -> Collectives:
-    """Return the collectives of a schedule, from options of `pipesim.lower`.
-
-    Raises
-    ------
-    ArgumentError
-        For options of another type or out of range, and for collectives that do not suit the
-        schedule.
-    """
+    """Return the collectives of a schedule, from options of `pipesim.lower`."""
     n_stages = schedule.n_stages
     if check_count("n_buckets", n_buckets) > _MOST_BUCKETS:
         raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")

@@ -34,8 +34,6 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
 
     Raises
     ------
-    ArgumentError
-        If the collectives do not suit the schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     CapacityError

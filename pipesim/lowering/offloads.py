@@ -67,13 +67,7 @@ class Offloads(NamedTuple):
 def checked_offloads(
     offload: object, prefetch: int, schedule: Schedule, sharded: tuple[int, ...]
 ) -> Offloads:
-    """Return the options of `pipesim.lower`, checked to suit the schedule.
-
-    Raises
-    ------
-    ArgumentError
-        For values of another form or out of range, and for a sharded stage that has one.
-    """
+    """Return the options of `pipesim.lower`, checked to suit the schedule."""
     if isinstance(offload, str) and offload == "none":
         return Offloads(prefetch=prefetch, sharded=sharded)
     values = checked_offload(offload, schedule.n_stages)  # type: ignore[arg-type]
@@ -143,11 +137,6 @@ def with_offloads(
     -------
     Kinds, Issued, tuple of float
         All kinds and tasks, and the share of each stage; see `LoweringOptions.offload_shares`.
-
-    Raises
-    ------
-    ArgumentError
-        If every activation is needed again too soon to be offloaded.
     """
     if offloads.is_none:
         return kinds, issued, ()

@@ -61,12 +61,6 @@ def checked_parameter_shards(
 
     ``others`` are other arguments of `pipesim.lower`, checked: ``n_replicas``, ``shard_optimizer``,
     ``grad_sync``, ``tied`` and ``sharded``.
-
-    Raises
-    ------
-    ArgumentError
-        For another value, one replica, several paths or mini-batches, and for options that do not
-        suit sharded parameters.
     """
     value = checked_shard_parameters(shard_parameters)
     if value == "none":
@@ -100,15 +94,7 @@ def checked_parameter_shards(
 
 
 def checked_shard_parameters(value: object) -> ShardParameters:
-    """Return the option ``shard_parameters`` of `pipesim.lower`: a mode, or a number of stages.
-
-    Raises
-    ------
-    ArgumentError
-        For a value of another type, and a number below 1.
-    UnknownNameError
-        For an unknown mode.
-    """
+    """Return the option ``shard_parameters`` of `pipesim.lower`: a mode, or a number of stages."""
     if isinstance(value, str):
         if value in SHARD_PARAMETERS or (number := parse_int(value)) is None:
             check_name("shard_parameters", value, SHARD_PARAMETERS)

@@ -71,11 +71,6 @@ def with_recomputes(
 
     An R is inserted before the action at its place: its own backward, or with ``first`` the first
     backward of its stage.
-
-    Raises
-    ------
-    ArgumentError
-        For ``first`` if a forward comes after a backward, or if the schedule lists R.
     """
     recomputes = (schedule.op == Op.R).any()
     if first and recomputes:

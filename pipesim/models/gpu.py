@@ -118,12 +118,6 @@ class GPU:
     name
         Name for tables; empty for none.
 
-    Raises
-    ------
-    ArgumentError
-        For rates and memory that are not finite and above 0, times that are not finite and at
-        least 0, ``multiprocessors`` that are no whole number, and ``peak_flops`` below ``flops``.
-
     See Also
     --------
     pipesim.gpus : The GPUs that `preset` has.
@@ -204,19 +198,6 @@ class GPU:
         GPU
             With the rates that kernels reach, and the memory of the data sheet.
 
-        Raises
-        ------
-        UnknownNameError
-            Naming the nearest known name and all of them.
-        ArgumentError
-            For a ``launch`` that is negative or not finite.
-
-        See Also
-        --------
-        pipesim.gpus : List the GPUs with their rates and sources.
-        fit : Constants of a GPU from measured steps.
-        pipesim.Cluster : Many GPUs of a kind, with their network.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -285,11 +266,6 @@ class GPU:
 
         Raises
         ------
-        ArgumentError
-            For rows that are no table of measured steps, or fewer than constants; for seconds that
-            are not finite and above 0; for constants that cannot be fitted; and without SciPy.
-        UnknownNameError
-            For unknown columns, constants, GPUs and machines.
         PipeError
             For settings of a row that are wrong, or do not suit each other, naming the row.
 
@@ -298,11 +274,6 @@ class GPU:
         CalibrationWarning
             For constants that the rows do not determine, constants at a bound, large errors, and no
             more rows than constants.
-
-        See Also
-        --------
-        preset : The GPU to start from.
-        pipesim.Transformer.costs : Costs of a transformer on the fitted GPU.
 
         Examples
         --------
@@ -333,16 +304,6 @@ class GPU:
         GPU
             With other ``flops`` and ``bandwidth``.
 
-        Raises
-        ------
-        ArgumentError
-            For a factor that is not finite and above 0, or too large for the rates.
-
-        See Also
-        --------
-        pipesim.Network.scaled : The same for a network.
-        pipesim.Costs.scaled : The same for the seconds of operations.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -368,16 +329,6 @@ class GPU:
         dict
             Seconds by ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap, unless
             the kernel is of a group.
-
-        Raises
-        ------
-        ArgumentTypeError
-            For anything but a `Kernel`.
-
-        See Also
-        --------
-        kernel_seconds : Seconds of the kernel in all.
-        pipesim.Transformer.kernels : The kernels of a transformer.
 
         Examples
         --------
@@ -426,16 +377,6 @@ class GPU:
         float
             Seconds.
 
-        Raises
-        ------
-        ArgumentTypeError
-            For anything but a `Kernel`.
-
-        See Also
-        --------
-        kernel_shares : Seconds of its parts.
-        seconds : Seconds of several kernels, launches included.
-
         Examples
         --------
         The product takes 20 ms, during which memory is read; the overhead is 1 ms.
@@ -463,16 +404,6 @@ class GPU:
         float
             Seconds.
 
-        Raises
-        ------
-        ArgumentTypeError
-            For anything but kernels.
-
-        See Also
-        --------
-        kernel_seconds : Seconds of one kernel without its launch.
-        pipesim.Transformer.kernels : The kernels of a transformer, with their seconds.
-
         Examples
         --------
         Two kernels of 1 us each, whose launches take 5 us each:
@@ -497,13 +428,6 @@ def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
         A GPU; the name of a preset; a mapping of fields; the path of a JSON file that
         ``pipesim calibrate --json`` or `Calibration.save` wrote, with the ending ``.json``; or the
         mapping in such a file. Factors of the network in it do not matter here.
-
-    Raises
-    ------
-    UnknownNameError
-        For an unknown name or field.
-    ArgumentError
-        As `GPU`, for fields that are missing, a file that cannot be read, and anything else.
     """
     if has_gpu_table(gpu):
         values = gpu_table(gpu).fields

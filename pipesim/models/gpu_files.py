@@ -45,12 +45,6 @@ def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
     gpu
         Path of a JSON file, such as ``pipesim calibrate --json`` and `Calibration.save` write; or
         its content; or fields of a GPU alone, whose network has factors of 1.
-
-    Raises
-    ------
-    ArgumentError
-        For a file that cannot be read, one without a table of fields, and factors that are no
-        numbers above 0. `UnknownNameError` for an unknown key beside the table.
     """
     values, place = gpu, "gpu"
     if not isinstance(gpu, Mapping):

@@ -75,8 +75,6 @@ class Layers:
         For a missing or unknown column; for columns that are no sequences, have different lengths
         or no values; and for values that are negative, NaN or infinite. Messages name source, layer
         and column. For joint bytes of another shape.
-    ArgumentTypeError
-        For a ``source`` that is no text.
 
     See Also
     --------
@@ -150,18 +148,11 @@ class Layers:
 
         Raises
         ------
-        ArgumentError
-            For a value that is no path.
         CostsError
             If the file cannot be read, or is no such table; naming file, line and column, and
             the nearest known column.
         CapacityError
             For a file that is too large for memory.
-
-        See Also
-        --------
-        from_frame : Layers of a DataFrame.
-        costs : Costs of stages made of the layers.
 
         Examples
         --------
@@ -192,15 +183,8 @@ class Layers:
 
         Raises
         ------
-        ArgumentTypeError
-            For anything but a DataFrame.
         CostsError
             If ``frame`` is no such table; naming layer and column, and the nearest known column.
-
-        See Also
-        --------
-        read : Layers of a CSV file.
-        costs : Costs of stages made of the layers.
 
         Examples
         --------
@@ -278,19 +262,9 @@ class Layers:
 
         Raises
         ------
-        ArgumentError
-            For a split that does not sum to the number of layers, has an empty stage, or has more
-            stages than there are layers. For a placement of another number of stages, a word
-            without a placement, and a limit of memory without a schedule or a graph.
         CostsError
             If the values of a stage are too large to be added, or no split is found that fits in
             memory.
-
-        See Also
-        --------
-        split : The layers of each stage alone.
-        pipesim.Costs.from_layers : The same from a file or a DataFrame.
-        pipesim.simulate : Predict a step from a task graph and costs.
 
         Examples
         --------
@@ -331,16 +305,9 @@ class Layers:
 
         Raises
         ------
-        ArgumentError
-            As `costs`.
         CostsError
             If no split is found that fits in memory, or the values of a stage are too large to be
             added.
-
-        See Also
-        --------
-        costs : Costs of these stages.
-        pipesim.balanced_split : Divide seconds among stages.
 
         Examples
         --------

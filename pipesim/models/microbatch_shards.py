@@ -29,11 +29,6 @@ def microbatch_shards(shard: Shard, lengths: Lengths | None, slices: Slices) -> 
     """Return the shard of each micro-batch, or of each slice; see `Transformer.costs`.
 
     Empty if all micro-batches are those of ``shard``.
-
-    Raises
-    ------
-    ArgumentError
-        For lengths and slices that are no counts, or do not suit the sequences.
     """
     wholes = [shard] if lengths is None else _of_lengths(shard, lengths)
     is_sliced = not (isinstance(slices, Integral) and not isinstance(slices, bool) and slices == 1)

@@ -116,13 +116,7 @@ _MODELS = {
 
 
 def published_sizes(name: str) -> dict[str, Any]:
-    """Return the attributes of `pipesim.Transformer` for a published model.
-
-    Raises
-    ------
-    UnknownNameError
-        With the nearest known name and all of them.
-    """
+    """Return the attributes of `pipesim.Transformer` for a published model."""
     return _MODELS[check_name("transformer", name, _MODELS)].sizes
 
 

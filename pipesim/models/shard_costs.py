@@ -69,13 +69,7 @@ class ShardCosts:
         self._names: tuple[str, ...] = ()
 
     def __call__(self, sizes: Sequence[int]) -> Costs:
-        """Return the costs of stages with these many layers.
-
-        Raises
-        ------
-        ArgumentError
-            For layers that do not sum to the model's.
-        """
+        """Return the costs of stages with these many layers."""
         end, stages = len(sizes) - 1, self._stages
         keys = stage_keys(self._shard.model, sizes)
         is_kept = stages.keys() >= {*keys} and sum(sizes) == self._shard.model.n_layers

@@ -16,13 +16,7 @@ _LARGEST, _LARGEST_VALUE = 10**15, 1e100
 
 
 def check_size(name: str, value: object, minimum: int = 1) -> int:
-    """Return a whole number of at least ``minimum``, small enough that no formula overflows.
-
-    Raises
-    ------
-    ArgumentError
-        For anything else.
-    """
+    """Return a whole number of at least ``minimum``, small enough that no formula overflows."""
     size = check_count(name, value, minimum)
     if size > _LARGEST:
         raise ArgumentError(f"{name} must be at most {_LARGEST:g}, got {_shortened(size)}")
@@ -40,13 +34,7 @@ def _text(value: object) -> str:
 
 
 def checked_documents(shard: Shard) -> tuple[int, ...]:
-    """Return the tokens of each document packed into the one sequence of a shard, if any.
-
-    Raises
-    ------
-    ArgumentError
-        For documents that are no counts, or do not fill the sequence.
-    """
+    """Return the tokens of each document packed into the one sequence of a shard, if any."""
     documents, length = shard.documents, shard.model.sequence_length
     if isinstance(documents, tuple) and not documents:
         return ()
@@ -73,13 +61,7 @@ def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def checked_value(name: str, value: object, unit: str, *, above_zero: bool = False) -> float:
-    """Return ``value`` as a float, checked to be finite and >= 0, or > 0 if ``above_zero``.
-
-    Raises
-    ------
-    ArgumentError
-        For anything else.
-    """
+    """Return ``value`` as a float, checked to be finite and >= 0, or > 0 if ``above_zero``."""
     result = number(value)
     if result is None or not 0 <= result < inf or (result == 0 and above_zero):
         least = "> 0" if above_zero else ">= 0"

@@ -134,14 +134,6 @@ class Shard:
         Megatron-LM does so (``param_and_grad_buffer.py``, ``clip_grads.py``), while norms are above
         the limit. False (the default): STEP reads and writes gradients three times in all.
 
-    Raises
-    ------
-    ArgumentError
-        If t, c or x do not divide the sizes that they split, for x without experts, and for experts
-        that fewer than t GPUs share without sequence parallelism.
-    UnknownNameError
-        For an unknown ``recompute``, ``context_exchange`` or ``expert_exchange``.
-
     See Also
     --------
     pipesim.Transformer.shard : Return the shard of a model.
@@ -429,16 +421,6 @@ class Shard:
         tuple
             Parameters of one GPU, one number a stage.
 
-        Raises
-        ------
-        ArgumentError
-            For layers that do not sum to the model's or do not divide evenly.
-
-        See Also
-        --------
-        stage_bytes : Bytes of the same stages.
-        pipesim.read_layout : Layers of a layout string.
-
         Examples
         --------
         Tensor parallelism leaves an eighth of the parameters, but for norms and some biases.
@@ -494,16 +476,6 @@ class Shard:
         dict
             Tuples of seconds and of bytes, by name of the field.
 
-        Raises
-        ------
-        ArgumentError
-            For a rate that is not finite and above 0, and as `Transformer.costs`.
-
-        See Also
-        --------
-        stage_bytes : The bytes alone.
-        pipesim.Transformer.costs : The same as `Costs`, or with the seconds of a GPU's kernels.
-
         Notes
         -----
         - For R tasks, use ``recompute="none"`` and lower the schedule with ``"always"``: a graph
@@ -541,16 +513,6 @@ class Shard:
         -------
         dict
             Tuples of bytes of one GPU, by name of the field.
-
-        Raises
-        ------
-        ArgumentError
-            For layers that do not sum to the model's or do not divide evenly.
-
-        See Also
-        --------
-        stage_parameters : Parameters of the same stages.
-        stages : Bytes and seconds.
 
         Examples
         --------

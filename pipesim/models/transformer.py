@@ -123,13 +123,6 @@ class Transformer:
         before it picks experts among those ("node-limited routing", arXiv 2412.19437, section
         2.1.2); 0 (the default) for no groups.
 
-    Raises
-    ------
-    ArgumentError
-        For sizes that are no whole numbers or beyond 10^15, heads that do not divide the hidden
-        size, key and value heads that do not divide the heads, and bytes that are impossible; for
-        sizes of experts or of latent attention that do not suit each other.
-
     See Also
     --------
     pipesim.transformers : The models that `preset` has.
@@ -219,18 +212,6 @@ class Transformer:
         -------
         Transformer
             The model.
-
-        Raises
-        ------
-        UnknownNameError
-            For an unknown model or attribute, with the nearest known name.
-        ArgumentError
-            As `Transformer`.
-
-        See Also
-        --------
-        pipesim.transformers : List the models with their sizes and sources.
-        costs : Costs of the model's stages.
 
         Examples
         --------
@@ -356,16 +337,6 @@ class Transformer:
         int
             FLOPs, two per multiply-add.
 
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-
-        See Also
-        --------
-        core_flops : FLOPs of the attention core.
-        layer_flops : The sum of both.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -392,16 +363,6 @@ class Transformer:
         int
             FLOPs, two per multiply-add.
 
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-
-        See Also
-        --------
-        linear_flops : FLOPs of the linear maps.
-        layer_flops : The sum of both.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -427,17 +388,6 @@ class Transformer:
         int
             FLOPs, two per multiply-add.
 
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-
-        See Also
-        --------
-        expert_layer_flops : FLOPs of a layer with experts.
-        head_flops : FLOPs of the LM head.
-        step_flops : FLOPs of a batch.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -461,16 +411,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-
-        See Also
-        --------
-        layer_flops : FLOPs of a dense layer.
-        step_flops : FLOPs of a batch.
 
         Examples
         --------
@@ -500,16 +440,6 @@ class Transformer:
         int
             FLOPs, two per multiply-add.
 
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-
-        See Also
-        --------
-        layer_flops : FLOPs of a dense layer.
-        step_flops : FLOPs of a batch.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -533,17 +463,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Raises
-        ------
-        ArgumentError
-            For a size that is no whole number of at least 1.
-        UnknownNameError
-            For an unknown ``recompute``.
-
-        See Also
-        --------
-        step_flops : FLOPs of a batch, recompute included.
 
         Examples
         --------
@@ -574,18 +493,6 @@ class Transformer:
         -------
         int
             FLOPs of all layers and of the LM head, two per multiply-add.
-
-        Raises
-        ------
-        ArgumentError
-            For a batch size that is no whole number of at least 1.
-        UnknownNameError
-            For an unknown ``recompute``.
-
-        See Also
-        --------
-        layer_flops : FLOPs of a dense layer in the forward.
-        pipesim.Timeline.mfu : Model FLOPs utilization of a step.
 
         Notes
         -----
@@ -653,18 +560,6 @@ class Transformer:
         -------
         Shard
             Bytes, parameters and FLOPs of the GPU.
-
-        Raises
-        ------
-        ArgumentError
-            For sizes that do not divide those of the model, and for experts of a model without.
-        UnknownNameError
-            For an unknown ``recompute``, ``context_exchange`` or ``expert_exchange``.
-
-        See Also
-        --------
-        pipesim.Shard : Describes the settings and the formulas.
-        costs : Costs of stages on such GPUs.
 
         Examples
         --------
@@ -736,16 +631,6 @@ class Transformer:
             and R for kernels that a backward runs again; ``kernel``, its name; ``n_kernels``; their
             ``flops``, ``bytes`` and ``seconds``; and ``bound``, the longest share of these seconds:
             compute, memory or overhead. Messages between GPUs are no kernels here.
-
-        Raises
-        ------
-        ArgumentError
-            As `shard`, and for a GPU that is none.
-
-        See Also
-        --------
-        costs : Costs of stages that run these kernels.
-        pipesim.GPU.kernel_shares : Seconds of a kernel's parts.
 
         Examples
         --------
@@ -887,14 +772,6 @@ class Transformer:
 
         Raises
         ------
-        ArgumentError
-            - For layers that do not sum to the model's or do not divide evenly.
-            - For a tensor-, context- or expert-parallel size that does not divide the sizes it
-              splits, and for arguments of experts of a model without.
-            - For a rate that is not positive, and for both or none of ``gpu`` and
-              ``flops_per_second``.
-            - For an unknown ``recompute``, ``partition`` or GPU (`UnknownNameError`).
-            - For a ``partition`` together with the layers of each stage.
         NetworkError
             With ``gpu``, for a network whose devices have another number of GPUs than
             ``tensor_parallel * context_parallel``.
@@ -908,13 +785,6 @@ class Transformer:
               memory of ``gpu``: by how much the fastest without that limit does not fit.
             - With ``gpu``, for tensor or context parallelism on a network without nodes, whose
               collectives then take no time.
-
-        See Also
-        --------
-        kernels : The kernels from which seconds follow.
-        pipesim.Costs.transformer : The same from the sizes of the model.
-        pipesim.simulate : Predict a step from a task graph and costs.
-        pipesim.plan : Rank many configurations of a model.
 
         Examples
         --------

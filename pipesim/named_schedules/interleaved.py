@@ -182,11 +182,6 @@ def gis(
     group_size
         Micro-batches of a group: at least half of the devices, and at most all (the default).
         ``--interleave-group-size`` of the authors' code; `gis_h` has the smallest.
-
-    Raises
-    ------
-    ArgumentError
-        For groups of another size.
     """
     return _in_groups("gis", n_devices, n_microbatches, n_chunks, group_size or n_devices)
 
@@ -233,13 +228,7 @@ def _least_group(p: int) -> int:
 
 
 def _in_groups(name: str, p: int, m: int, n_chunks: int, group_size: int) -> Schedule:
-    """Build interleaved 1F1B in groups, with W right after I.
-
-    Raises
-    ------
-    ArgumentError
-        For a group that is too small or too large.
-    """
+    """Build interleaved 1F1B in groups, with W right after I."""
     least = _least_group(p)
     if not least <= check_count("group_size", group_size) <= p:
         raise ArgumentError(

@@ -158,11 +158,6 @@ def zb_1p(
         of ``n_devices`` micro-batches, unless there is a ``memory_limit``. If the costs have no
         ``activation_bytes``, the unit is micro-batches, from F to W.
 
-    Raises
-    ------
-    ArgumentError
-        If a device's limit is too small for one micro-batch.
-
     Warns
     -----
     CostsWarning
@@ -205,11 +200,6 @@ def zb_2p(
     ----------
     n_devices, n_microbatches, costs, memory_limit, activation_limit
         As for `zb_1p`, but the limit is by default that of ``2 * n_devices`` micro-batches.
-
-    Raises
-    ------
-    ArgumentError
-        If a device's limit is too small for one micro-batch.
 
     Warns
     -----

@@ -38,8 +38,6 @@ class HostLink:
     ------
     NetworkError
         For a latency or a bandwidth out of range.
-    ArgumentError
-        For a number of devices that is no whole number of at least 1.
 
     See Also
     --------
@@ -87,12 +85,6 @@ class HostLink:
         ------
         NetworkError
             If groups and links of several GPUs do not fit into each other.
-        ArgumentError
-            For GPUs that are no whole number of at least 1.
-
-        See Also
-        --------
-        pipesim.Network.grouped : The same for a whole network.
 
         Examples
         --------
@@ -117,10 +109,6 @@ class HostLink:
         -------
         dict
             ``latency`` (s), ``bandwidth`` (bytes/s) and ``devices_per_link``.
-
-        See Also
-        --------
-        from_dict : Return the link in such a mapping.
 
         Examples
         --------
@@ -148,13 +136,6 @@ class HostLink:
         ------
         NetworkError
             Naming an unknown key, or one that is out of range.
-        ArgumentError
-            For a number of devices that is no whole number of at least 1.
-
-        See Also
-        --------
-        to_dict : Return plain values of a host link.
-        pipesim.Network.from_dict : A whole network from settings.
 
         Examples
         --------

@@ -34,8 +34,6 @@ class Link:
     NetworkError
         For a negative or non-finite latency, a bandwidth that is not positive, pairs that are none,
         or a pair that leads from a device to itself.
-    ArgumentError
-        For the number of a device that is no whole number of at least 0.
 
     See Also
     --------
@@ -91,10 +89,6 @@ class Link:
         TypeError
             For a missing argument. Wrong values raise nothing here, and fail later.
 
-        See Also
-        --------
-        pipesim.Network.from_matrix : One link for each pair of devices.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -114,10 +108,6 @@ class Link:
         -------
         dict
             ``latency`` (s), ``bandwidth`` (bytes/s) and ``pairs``, as lists.
-
-        See Also
-        --------
-        from_dict : Return the link in such a mapping.
 
         Examples
         --------
@@ -149,13 +139,6 @@ class Link:
         ------
         NetworkError
             Naming an unknown key, a missing one, or one that is out of range.
-        ArgumentError
-            For the number of a device that is no whole number of at least 0.
-
-        See Also
-        --------
-        to_dict : Return plain values of a link.
-        pipesim.Network.from_dict : A whole network from settings.
 
         Examples
         --------
@@ -208,8 +191,6 @@ class Nodes:
     NetworkError
         For latencies or bandwidths out of range, and counts that do not divide each other, naming
         the field.
-    ArgumentError
-        For a count that is no whole number of at least 1.
 
     See Also
     --------
@@ -292,12 +273,6 @@ class Nodes:
         NetworkError
             For GPUs that neither divide those of a node nor are a multiple of them, and for nodes
             that are grouped already.
-        ArgumentError
-            For GPUs that are no whole number of at least 1.
-
-        See Also
-        --------
-        pipesim.Network.grouped : The same for a whole network.
 
         Examples
         --------
@@ -369,10 +344,6 @@ class Nodes:
         TypeError
             For anything but numbers. Values are not checked.
 
-        See Also
-        --------
-        nic_of : Return the NIC of each device.
-
         Examples
         --------
         >>> import numpy as np
@@ -400,10 +371,6 @@ class Nodes:
         TypeError
             For anything but numbers. Values are not checked.
 
-        See Also
-        --------
-        node_of : Return the node of each device.
-
         Examples
         --------
         Nodes of four devices, of which two share a NIC:
@@ -424,10 +391,6 @@ class Nodes:
         -------
         dict
             Fields by name. Latencies are in seconds, bandwidths in bytes a second.
-
-        See Also
-        --------
-        from_dict : Return the nodes in such a mapping.
 
         Examples
         --------
@@ -456,13 +419,6 @@ class Nodes:
         ------
         NetworkError
             Naming an unknown key, a missing one, or one that is out of range.
-        ArgumentError
-            For a count that is no whole number of at least 1.
-
-        See Also
-        --------
-        to_dict : Return plain values of nodes.
-        pipesim.Network.from_dict : A whole network from settings.
 
         Examples
         --------

@@ -192,11 +192,6 @@ class Network:
         NetworkError
             If a message or a link has an end that is none of these devices.
 
-        See Also
-        --------
-        resolve_host : Routes of copies to and from host memory.
-        collective_links : Links that a collective holds.
-
         Examples
         --------
         One link is slow; the other direction has the rate of the network.
@@ -241,11 +236,6 @@ class Network:
         ------
         NetworkError
             If the network has no host link.
-
-        See Also
-        --------
-        resolve : Routes of messages between devices.
-        pipesim.HostLink : The link between devices and their host.
 
         Examples
         --------
@@ -299,13 +289,6 @@ class Network:
         NetworkError
             For bytes that are not finite or negative, members that are no devices, and seconds that
             are not finite.
-        UnknownNameError
-            For an unknown algorithm.
-
-        See Also
-        --------
-        group_all_reduce : The same between the GPUs of one device.
-        all_to_all : Exchange in which each member sends a part to each other.
 
         Examples
         --------
@@ -342,13 +325,6 @@ class Network:
         NetworkError
             For bytes that are not finite or negative, and for a network without nodes, or with
             fewer ``gpus_per_device``, unless ``n_gpus`` is 1.
-        ArgumentError
-            For ``n_gpus`` that are no whole number of at least 1.
-
-        See Also
-        --------
-        group_all_gather : All-gather or reduce-scatter between the same GPUs.
-        all_reduce : All-reduce between devices.
 
         Examples
         --------
@@ -381,10 +357,6 @@ class Network:
         ------
         NetworkError, ArgumentError
             As `group_all_reduce`.
-
-        See Also
-        --------
-        group_all_reduce : All-reduce between the same GPUs.
 
         Examples
         --------
@@ -447,11 +419,6 @@ class Network:
             For bytes that are not finite or negative, or have another shape, members that are no
             devices, and seconds that are not finite.
 
-        See Also
-        --------
-        all_reduce : Sum over devices.
-        pipesim.Keys.exchange_bytes : Bytes of the uneven exchanges of a sharded embedding.
-
         Examples
         --------
         Each device keeps half of its 20 bytes, and sends the other half at 10 bytes a second.
@@ -496,13 +463,6 @@ class Network:
         ------
         NetworkError
             For members, or ends of links, that are none of these devices.
-        UnknownNameError
-            For an unknown algorithm.
-
-        See Also
-        --------
-        resolve : Links of messages, with the same numbers.
-        all_reduce : Seconds of an all-reduce.
 
         Examples
         --------
@@ -535,10 +495,6 @@ class Network:
         Network
             With the same latencies and links; those of infinite bandwidth are never held.
 
-        See Also
-        --------
-        scaled : Multiply latencies and bandwidths by finite factors.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -566,13 +522,6 @@ class Network:
         NetworkError
             For a network with named links, or without nodes, unless the group is one GPU; and as
             `Nodes.grouped`.
-        ArgumentError
-            For GPUs that are no whole number of at least 1.
-
-        See Also
-        --------
-        preset : The network of a machine, which can be grouped at once.
-        pipesim.Layout.network : The network of the devices of a layout.
 
         Examples
         --------
@@ -615,11 +564,6 @@ class Network:
         ------
         NetworkError
             For factors out of range, or too large for a bandwidth or latency.
-
-        See Also
-        --------
-        unlimited : Make all bandwidths infinite.
-        pipesim.Costs.rebuilt : Costs of the same transformer with another network.
 
         Examples
         --------
@@ -693,19 +637,9 @@ class Network:
 
         Raises
         ------
-        UnknownNameError
-            Naming the nearest known name and all of them.
         NetworkError
             For an efficiency out of range, and GPUs that neither divide those of a node nor are a
             multiple of them.
-        ArgumentError
-            For GPUs that are no whole number of at least 1.
-
-        See Also
-        --------
-        pipesim.machines : List the machines and their rates.
-        grouped : Make devices of groups of GPUs.
-        pipesim.Cluster : GPUs and network of a training run.
 
         Examples
         --------
@@ -745,17 +679,10 @@ class Network:
 
         Raises
         ------
-        ArgumentError
-            For a value that is no path.
         NetworkError
             Naming file, line and column; or the file, if it cannot be read.
         CapacityError
             For a file that is too large for memory.
-
-        See Also
-        --------
-        from_matrix : Links from arrays.
-        from_dict : A network from settings.
 
         Examples
         --------
@@ -789,11 +716,6 @@ class Network:
         NetworkError
             For other shapes, and for values out of range, naming the pair.
 
-        See Also
-        --------
-        from_csv : Links from a file.
-        pipesim.Link : One link, which several pairs may share.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -811,10 +733,6 @@ class Network:
         dict
             Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host`` and
             ``nominal_share`` only if set.
-
-        See Also
-        --------
-        from_dict : Return the network in such a mapping.
 
         Examples
         --------
@@ -856,15 +774,6 @@ class Network:
         ------
         NetworkError
             Naming an unknown key, a missing one, or one that is out of range.
-        ArgumentError
-            For a count, or the number of a device, that is no whole number in range.
-        UnknownNameError
-            For an unknown preset.
-
-        See Also
-        --------
-        to_dict : Return plain values of a network.
-        preset : The network of a common machine.
 
         Examples
         --------

@@ -66,16 +66,6 @@ class Layout:
     available_gpus
         GPUs of the cluster; None (the default) for as many as needed.
 
-    Raises
-    ------
-    ArgumentError
-        - For sizes that are no whole numbers of at least 1, and orders that do not name each kind
-          once.
-        - For experts that do not divide the GPUs of a stage; and, as in Megatron-Core, for copies
-          of experts and of other parameters that differ in number, in an order that does not end
-          with ``pp``.
-        - For more GPUs than ``available_gpus``.
-
     See Also
     --------
     pipesim.Cluster : GPUs and nodes without a layout.
@@ -181,13 +171,7 @@ class Layout:
 
     @property
     def lowering(self) -> dict[str, Any]:
-        """Arguments of `pipesim.lower` for this layout: ``n_replicas`` and ``layout``.
-
-        Raises
-        ------
-        ArgumentError
-            For an order in which the GPUs of a device are no neighbours.
-        """
+        """Arguments of `pipesim.lower` for this layout: ``n_replicas`` and ``layout``."""
         kinds = [kind for kind in self.order.split("-") if kind != "ep"]
         alone = [kind for kind in ("tp", "cp") if self._size(kind) > 1]
         used = [kind for kind in kinds if self._size(kind) > 1]
@@ -225,17 +209,6 @@ class Layout:
         -------
         tuple
             Groups of numbers of GPUs, in Megatron-Core's order.
-
-        Raises
-        ------
-        ArgumentError
-            For kinds that no group has.
-        UnknownNameError
-            For an unknown kind.
-
-        See Also
-        --------
-        table : Coordinates of each GPU.
 
         Examples
         --------
@@ -278,16 +251,6 @@ class Layout:
         int
             The number, as in a graph of ``lower(schedule, **layout.lowering)``.
 
-        Raises
-        ------
-        ArgumentError
-            For stages and replicas that are not there, and as `lowering`.
-
-        See Also
-        --------
-        lowering : The order of devices.
-        table : The device of each GPU.
-
         Examples
         --------
         Replicas of a stage are neighbours.
@@ -321,15 +284,6 @@ class Layout:
         tuple
             Numbers of GPUs, ascending.
 
-        Raises
-        ------
-        ArgumentError
-            For a node that is not there.
-
-        See Also
-        --------
-        table : The node of each GPU.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -356,15 +310,6 @@ class Layout:
         range
             Consecutive numbers of experts.
 
-        Raises
-        ------
-        ArgumentError
-            For a GPU that is not there, and experts that ``expert_parallel`` does not divide.
-
-        See Also
-        --------
-        groups : Groups of GPUs that together have all experts.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -388,11 +333,6 @@ class Layout:
 
         Columns: ``node``; coordinates ``tp``, ``cp``, ``dp``, ``pp``, and ``etp``, ``ep``, ``edp``
         of experts; ``device``, as in `device`.
-
-        Raises
-        ------
-        ArgumentError
-            As `lowering`.
         """
         from pipesim.utils.packages import pandas as pd
 
@@ -421,17 +361,8 @@ class Layout:
 
         Raises
         ------
-        ArgumentError
-            As `lowering`, and for a machine that is none.
-        UnknownNameError
-            For an unknown machine.
         NetworkError
             As `Network.preset` and `Network.grouped`.
-
-        See Also
-        --------
-        pipesim.Network.grouped : Devices of groups of GPUs in any network.
-        pipesim.machines : The machines.
 
         Examples
         --------

@@ -133,13 +133,7 @@ MACHINES = {
 
 
 def machine(name: str) -> Machine:
-    """Return the machine with this name.
-
-    Raises
-    ------
-    UnknownNameError
-        Naming the nearest known name and all of them.
-    """
+    """Return the machine with this name."""
     return MACHINES[check_name("machine", name, MACHINES)]
 
 

@@ -70,11 +70,6 @@ class LocalSearch:
         they must have the same order.
     budget
         Number of moves that will be made, about; the length of rounds follows from it. None: many.
-
-    Raises
-    ------
-    ArgumentError
-        For an order that does not keep the limits, or deadlocks.
     """
 
     def __init__(
@@ -240,11 +235,6 @@ def improve(
         Value of the objective at which to stop, such as a lower bound.
     temperature
         As for `LocalSearch`.
-
-    Raises
-    ------
-    ArgumentError
-        For arguments out of range, and for an order that does not keep the limits or deadlocks.
     """
     most = check_count("evaluations", evaluations, 0)
     search = LocalSearch(

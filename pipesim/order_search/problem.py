@@ -133,9 +133,6 @@ def order_problem(
 
     Raises
     ------
-    ArgumentError
-        For a placement of another type, fewer micro-batches than paths, and for a limit that is
-        no number of bytes.
     CostsError
         If the costs lack seconds of an operation, or are for another number of stages or of
         micro-batches.

@@ -60,11 +60,6 @@ class Cluster:
 
     Raises
     ------
-    ArgumentError
-        - For a cluster without a GPU, a GPU without memory, and a wrong number of GPUs.
-        - For GPUs that do not fill nodes, and nodes of different sizes.
-        - For a network that is none, that groups GPUs, or has named links.
-        - `UnknownNameError` for an unknown machine or GPU.
     NetworkError
         For a mapping that is no network; see `Network.from_dict`.
 
@@ -108,13 +103,7 @@ class Cluster:
 
     @property
     def gpu(self) -> GPU:
-        """GPU of all nodes.
-
-        Raises
-        ------
-        ArgumentError
-            If GPUs differ.
-        """
+        """GPU of all nodes."""
         if self.is_mixed:
             names = ", ".join(group.name for group in self.groups)
             raise ArgumentError(f"GPUs of the cluster differ: {names}; take cluster.gpus")
@@ -154,15 +143,6 @@ class Cluster:
         float
             Bytes: ``gpu.memory`` times ``usable_memory``.
 
-        Raises
-        ------
-        ArgumentError
-            For anything but a GPU with memory.
-
-        See Also
-        --------
-        memory : The same for the GPU with the least memory.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -190,15 +170,8 @@ class Cluster:
 
         Raises
         ------
-        ArgumentError
-            For GPUs that are no whole number of at least 1.
         NetworkError
             As `Network.grouped`.
-
-        See Also
-        --------
-        pipesim.Network.grouped : The same for any network.
-        gpu_numbers : GPUs of each device.
 
         Examples
         --------
@@ -221,16 +194,6 @@ class Cluster:
         list
             One list a device, with ascending indices into `gpus`.
 
-        Raises
-        ------
-        ArgumentError
-            For GPUs of a device that do not divide those of the cluster.
-
-        See Also
-        --------
-        gpus : The different GPUs of the cluster.
-        network : Links between these devices.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -252,10 +215,6 @@ class Cluster:
         -------
         dict
             ``machine`` (rows of name, number of GPUs and GPU), ``network`` and ``usable_memory``.
-
-        See Also
-        --------
-        from_dict : Return the cluster in such a mapping.
 
         Examples
         --------
@@ -287,16 +246,8 @@ class Cluster:
 
         Raises
         ------
-        ArgumentError
-            For anything but a mapping, and as the class.
-        UnknownNameError
-            For an unknown key, machine or GPU.
         NetworkError
             For a network that `Network.from_dict` refuses.
-
-        See Also
-        --------
-        to_dict : Return plain values of a cluster.
 
         Examples
         --------

@@ -50,14 +50,6 @@ def accuracy(
         Unit of both axes: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
     title
         No title by default.
-
-    Raises
-    ------
-    ArgumentError
-        For different numbers of values, none, values that are not finite and above 0, or an ``ax``
-        that is no Axes.
-    UnknownNameError
-        For an unknown unit.
     """
     true, guess = _checked("measured", measured), _checked("predicted", predicted)
     if len(true) != len(guess) or not len(true):

@@ -49,12 +49,8 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
 
     Raises
     ------
-    ArgumentError
-        If ``timeline`` is no `Timeline`, or ``ax`` no Axes.
     TimelineError
         If the timeline has no costs.
-    UnknownNameError
-        For an unknown unit.
     """
     held = check_drawable(timeline, Timeline).memory()
     sign, scale = time_unit(timeline.makespan, unit)
@@ -109,13 +105,6 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     column
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
         ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
-
-    Raises
-    ------
-    ArgumentError
-        If ``table`` is no such table or empty, or ``ax`` no Axes.
-    UnknownNameError
-        For an unknown column.
     """
     title, format_value = _COLUMNS[check_name("column", column, _COLUMNS)]
     if column not in getattr(table, "columns", ()) or not len(table):

@@ -57,13 +57,6 @@ def comparison(
         As for `timeline`.
     title
         By default the measured timeline's name.
-
-    Raises
-    ------
-    ArgumentError
-        If ``comparison`` is no `Comparison`, or ``ax`` no Axes.
-    UnknownNameError
-        For an unknown unit.
     """
     graph = check_drawable(comparison, Comparison).predicted.graph
     ax = axes_or_new(ax, ROWS_PER_DEVICE * rows(graph, transfers=transfers))
@@ -100,13 +93,6 @@ def overlay(
     -------
     matplotlib.figure.Figure
         Not managed by pyplot: there is nothing to close.
-
-    Raises
-    ------
-    ArgumentError
-        For an empty mapping, a value that is no `Comparison`, or a width that is not positive.
-    UnknownNameError
-        For an unknown unit.
     """
     from pipesim.plot.task_boxes import legend_entries
     from pipesim.utils.packages import Figure

@@ -85,13 +85,6 @@ def dependencies(
     title
         No title by default.
 
-    Raises
-    ------
-    ArgumentError
-        For a larger graph, or if ``graph`` is no `TaskGraph`, or ``ax`` no Axes.
-    UnknownNameError
-        For another way to draw messages.
-
     Warns
     -----
     LegibilityWarning

@@ -71,12 +71,8 @@ def idle(
 
     Raises
     ------
-    ArgumentError
-        If ``timeline`` is no `Timeline`, or ``ax`` no Axes.
     TimelineError
         If tasks of the timeline did not run.
-    UnknownNameError
-        For an unknown unit.
     """
     table = idle_by_cause(check_drawable(timeline, Timeline))
     longest = float(timeline.idle.max(initial=0.0))

@@ -46,11 +46,6 @@ def figure(
         Rows of devices; they set the height.
     height
         Height (inches) instead of ``rows``.
-
-    Raises
-    ------
-    ArgumentError
-        For another number of columns, or a height that is not positive.
     """
     from pipesim.utils.packages import pyplot as plt
 
@@ -58,26 +53,14 @@ def figure(
 
 
 def width_of(columns: int) -> float:
-    """Return the width of one or two columns (inches).
-
-    Raises
-    ------
-    ArgumentError
-        For another number of columns.
-    """
+    """Return the width of one or two columns (inches)."""
     if check_count("columns", columns) > 2:
         raise ArgumentError(f"columns must be 1 or 2, got {columns}")
     return ONE_COLUMN if columns == 1 else TWO_COLUMNS
 
 
 def check_height(height: float, name: str = "height") -> float:
-    """Return a height that is a finite number above 0.
-
-    Raises
-    ------
-    ArgumentError
-        Otherwise; ``name`` is the argument's.
-    """
+    """Return a height that is a finite number above 0."""
     real = number(height)
     if real is None or not 0 < real < math.inf:
         raise ArgumentError(f"{name} must be a finite number > 0, got {height!r}")
@@ -106,11 +89,6 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
         A figure, or axes in it.
     *paths
         Files that end in ``.pdf``, ``.png`` or ``.svg``.
-
-    Raises
-    ------
-    ArgumentError
-        For another ending, or a file that cannot be written.
     """
     from pipesim.utils.packages import matplotlib as mpl
 
@@ -142,13 +120,7 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
 
 
 def check_drawable(value: object, kind: type[_T]) -> _T:
-    """Return ``value`` if it is of the type that a function draws.
-
-    Raises
-    ------
-    ArgumentError
-        Otherwise.
-    """
+    """Return ``value`` if it is of the type that a function draws."""
     if isinstance(value, kind):
         return value
     raise ArgumentError(f"cannot draw {value!r}: it is no {kind.__name__}")
@@ -163,13 +135,7 @@ def end_of_axis(timeline: Timeline) -> float:
 
 
 def axes_or_new(ax: Axes | None, rows: float) -> Axes:
-    """Return ``ax``, or new axes two columns wide with room for ``rows``.
-
-    Raises
-    ------
-    ArgumentError
-        If ``ax`` is no Axes.
-    """
+    """Return ``ax``, or new axes two columns wide with room for ``rows``."""
     if ax is None:
         return figure(2, rows)[1]
     from matplotlib.axes import Axes

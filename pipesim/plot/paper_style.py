@@ -42,16 +42,6 @@ def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
     dict
         Values of `matplotlib.rcParams` by name.
 
-    Raises
-    ------
-    ArgumentError
-        For another number of columns, or a height that is not positive.
-
-    See Also
-    --------
-    figure : Make one figure of such a width, without other settings.
-    save : Write a figure to files, with fonts of type 42 under any settings.
-
     Notes
     -----
     ``plt.rcParams.update(paper_style())`` sets them for all that follows, and

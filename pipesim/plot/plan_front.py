@@ -69,14 +69,6 @@ def plan_front(
         Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default one that fits.
     title
         No title by default.
-
-    Raises
-    ------
-    ArgumentError
-        For another table, one without rows, ranks that it has not, a limit that is no positive
-        number, or an ``ax`` that is no Axes.
-    UnknownNameError
-        For an unknown unit.
     """
     if not set(_COLUMNS) <= set(getattr(table, "columns", ())) or not len(table):
         raise ArgumentError(

@@ -72,13 +72,6 @@ def timeline(
         Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
     title
         No title by default.
-
-    Raises
-    ------
-    ArgumentError
-        If ``timeline`` is no `Timeline`, or ``ax`` no Axes.
-    UnknownNameError
-        For an unknown unit.
     """
     graph = check_drawable(timeline, Timeline).graph
     sign, scale = time_unit(timeline.makespan, unit)
@@ -120,18 +113,6 @@ def panels(
     -------
     matplotlib.figure.Figure
         A pyplot figure. Its axes are in the order of ``timelines``.
-
-    Raises
-    ------
-    ArgumentError
-        For an empty mapping, a value that is no `Timeline`, or another number of columns.
-    UnknownNameError
-        For an unknown unit.
-
-    See Also
-    --------
-    timeline : Draw one timeline, into axes of your own.
-    overlay : Draw predicted over measured timelines below each other.
 
     Examples
     --------

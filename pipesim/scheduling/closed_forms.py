@@ -27,12 +27,6 @@ class ClosedForm:
     exact
         Whether a simulation gives exactly this value; else it is a bound or an approximation.
 
-    Raises
-    ------
-    ArgumentError
-        Not here, but by `pipesim.register`: for a ``text`` that is no str, and a ``value`` that is
-        no function.
-
     See Also
     --------
     pipesim.register : Register a schedule with its closed forms.
@@ -68,10 +62,6 @@ class ClosedForm:
         float
             The value; NaN if the formula raises, or returns no number.
 
-        See Also
-        --------
-        pipesim.schedules : List the values of all schedules.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -96,12 +86,6 @@ class Counts(NamedTuple):
     allow
         ``allow(n_devices, n_microbatches, **options)`` returns whether a schedule takes these
         numbers; options that it does not have are left out. By default any.
-
-    Raises
-    ------
-    ArgumentError
-        Not here, but by `pipesim.register`: for a ``text`` that is no str, and an ``allow`` that is
-        no function.
 
     See Also
     --------

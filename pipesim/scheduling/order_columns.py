@@ -16,13 +16,7 @@ DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
 
 
 def checked_columns(devices: Iterable[DeviceOrder]) -> list[list[NDArray[Any]]]:
-    """Return the columns of each device as arrays of their types, all of one length.
-
-    Raises
-    ------
-    ArgumentError
-        For columns that are no numbers or differ in length, naming the device.
-    """
+    """Return the columns of each device as arrays of their types, all of one length."""
     types = (np.int8, np.int32, np.int32, np.bool_)
     wanted = "devices must be a sequence of columns (ops, stages, microbatches) of each device"
     if not isinstance(devices, Iterable):

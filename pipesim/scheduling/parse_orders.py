@@ -28,8 +28,6 @@ def parse_orders(orders: object) -> list[list[Action | Overlapped]]:
 
     Raises
     ------
-    ArgumentError
-        If an order is no sequence, or an entry is no action, naming device and position.
     ScheduleError
         If a schedule may not list an action of this kind.
     CapacityError

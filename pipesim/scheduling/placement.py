@@ -39,10 +39,6 @@ class Placement:
 
     Raises
     ------
-    ArgumentError
-        - If a path is no sequence, or a device number is not a whole number from 0.
-        - If a device is left without a stage.
-        - If paths are of different length, or have the same stage on the same device.
     CapacityError
         If so many stages would not fit in memory.
 
@@ -146,16 +142,6 @@ class Placement:
         tuple of int
             Numbers of the stages; a device of several paths may hold a copy of any.
 
-        Raises
-        ------
-        ArgumentError
-            For a device that the placement does not have.
-
-        See Also
-        --------
-        device_of : Device of each stage.
-        n_chunks : Largest number of stages on a device.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -184,15 +170,8 @@ class Placement:
 
         Raises
         ------
-        ArgumentError
-            For a number of micro-batches that is no whole number of at least 1.
         CapacityError
             If so many micro-batches would not fit in memory.
-
-        See Also
-        --------
-        n_paths : Number of paths.
-        pipesim.bidirectional : A placement with two paths.
 
         Examples
         --------
@@ -219,8 +198,6 @@ def linear(n_devices: int) -> Placement:
 
     Raises
     ------
-    ArgumentError
-        For a number that is no whole number of at least 1.
     CapacityError
         If so many stages would not fit in memory.
 
@@ -257,8 +234,6 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
 
     Raises
     ------
-    ArgumentError
-        For numbers that are no whole numbers of at least 1.
     CapacityError
         If so many stages would not fit in memory.
 
@@ -294,8 +269,6 @@ def v_shaped(n_devices: int) -> Placement:
 
     Raises
     ------
-    ArgumentError
-        For a number that is no whole number of at least 1.
     CapacityError
         If so many stages would not fit in memory.
 
@@ -332,8 +305,6 @@ def waves(n_devices: int, n_waves: int) -> Placement:
 
     Raises
     ------
-    ArgumentError
-        For numbers that are no whole numbers of at least 1.
     CapacityError
         If so many stages would not fit in memory.
 
@@ -376,9 +347,6 @@ def bidirectional(n_devices: int) -> Placement:
 
     Raises
     ------
-    ArgumentError
-        If the number of devices is odd, as the middle device would hold a stage twice; and if it is
-        no whole number of at least 1.
     CapacityError
         If so many stages would not fit in memory.
 

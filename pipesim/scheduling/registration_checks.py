@@ -22,13 +22,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def checked_name(name: object) -> str:
-    """Return the name for a schedule, checked.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not a text or empty; for example, if it is the decorated function.
-    """
+    """Return the name for a schedule, checked."""
     if isinstance(name, str) and name.strip():
         return name
     if callable(name):
@@ -52,11 +46,6 @@ def builder(
     ----------
     name, function, placement
         As in `pipesim.register`.
-
-    Raises
-    ------
-    ArgumentError
-        If the function does not take the counts, or returns a schedule, which has a placement.
     """
     parameters = _parameters(function)
     by_device = parameters[:1] == ("device",)
@@ -98,13 +87,7 @@ def builder(
 
 
 def _placement(placement: PlacementLike, n_devices: int) -> Placement | None:
-    """Return the placement of a schedule on so many devices; None to infer it.
-
-    Raises
-    ------
-    ArgumentError
-        For anything but a placement of as many devices.
-    """
+    """Return the placement of a schedule on so many devices; None to infer it."""
     if callable(placement):
         with name_user_errors("placement"):
             placement = placement(n_devices)

@@ -180,12 +180,6 @@ def register(
     callable
         The decorator, which returns the function unchanged.
 
-    Raises
-    ------
-    ArgumentError
-        If another schedule has that name, if the function takes other arguments, or if an
-        argument has another type.
-
     See Also
     --------
     pipesim.schedule : Build a registered schedule by its name.
@@ -261,11 +255,6 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
 
     Raises
     ------
-    UnknownNameError
-        For an unknown name or option, with the nearest known one.
-    ArgumentError
-        For counts that are fractional, boolean, zero or negative, and for a missing option that
-        has no default.
     ScheduleError
         If the registered function raises, with its error as ``__cause__``, or does not return a
         schedule of these counts.
@@ -312,13 +301,6 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
         ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
         if the schedule does not take these counts.
-
-    Raises
-    ------
-    ArgumentError
-        For counts that are no whole numbers of at least 1.
-    UnknownNameError
-        For an option that no schedule takes.
 
     See Also
     --------

@@ -151,17 +151,6 @@ class Schedule:
         Schedule
             The orders, not verified.
 
-        Raises
-        ------
-        ArgumentError
-            For columns that are no numbers or differ in length, naming the device, and for
-            arguments of other types.
-
-        See Also
-        --------
-        from_orders : Make a schedule from actions or their texts.
-        pipesim.verify : Check a schedule.
-
         Examples
         --------
         One device that runs F and B of stage 0 and micro-batch 0:
@@ -217,20 +206,11 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            If an entry of an order is no action, naming device and position.
         ScheduleError
             If a schedule may not list an action of this kind. If the placement is inferred: also
             if a device lists nothing, or no stage that is not on an earlier device.
         CapacityError
             If an order does not end before its actions fill the memory.
-
-        See Also
-        --------
-        load : Read orders from a file.
-        from_columns : Make a schedule from arrays.
-        pipesim.register : Give a function that makes orders a name.
-        pipesim.verify : Check a schedule.
 
         Examples
         --------
@@ -288,8 +268,6 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            For an argument that is no path.
         ScheduleError
             - If the file cannot be read or has another form.
             - If it has a cell that is no action, or a SEND without its RECV, naming row and column
@@ -297,12 +275,6 @@ class Schedule:
             - If it was changed after it was written.
         CapacityError
             For a file that is too large for memory.
-
-        See Also
-        --------
-        save : Write a file.
-        from_orders : Make a schedule from orders in Python.
-        pipesim.TaskGraph.save_torch_csv : Write torch's CSV with messages.
 
         Examples
         --------
@@ -333,17 +305,9 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            If the file cannot be written.
         ScheduleError
             If there are several mini-batches, weight versions or slices of a sequence, which
             neither form can hold. For a CSV, if there are recomputes, which only a grid can hold.
-
-        See Also
-        --------
-        load : Read the file.
-        grid : Orders as text.
-        pipesim.TaskGraph.save_torch_csv : Write torch's CSV with messages.
 
         Examples
         --------
@@ -372,15 +336,6 @@ class Schedule:
         Schedule
             A copy with this name.
 
-        Raises
-        ------
-        ArgumentError
-            For a name that is no text.
-
-        See Also
-        --------
-        pipesim.Timeline.with_name : Name a timeline.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -407,15 +362,8 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            For an unknown name of ``weight_versions``.
         ScheduleError
             If the micro-batches cannot be divided evenly into ``n_batches`` mini-batches.
-
-        See Also
-        --------
-        pipesim.lower : Add the optimizer steps.
-        with_slices : Divide sequences instead.
 
         Examples
         --------
@@ -455,15 +403,8 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            For a number of another type, or below 1.
         ScheduleError
             If the micro-batches are no whole number of sequences.
-
-        See Also
-        --------
-        with_updates : Divide micro-batches into mini-batches.
-        pipesim.schedule : ``"seq1f1b"`` and ``"slimpipe"`` are schedules of slices.
 
         Examples
         --------
@@ -503,16 +444,9 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            If ``order`` does not name each micro-batch once.
         ScheduleError
             If it moves a micro-batch to another path or mini-batch, or takes the slices of a
             sequence apart.
-
-        See Also
-        --------
-        pipesim.order_by : Put actions in order by the length of micro-batches.
-        pipesim.optimize : Search for the order of micro-batches, too.
 
         Examples
         --------
@@ -579,16 +513,6 @@ class Schedule:
         tuple of int
             Device, and position in its order. An overlapped pair has one position.
 
-        Raises
-        ------
-        ArgumentError
-            If there is no such action.
-
-        See Also
-        --------
-        orders : Actions of each device.
-        grid : Orders as text, with a marked cell.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -644,18 +568,6 @@ class Schedule:
         str
             One line a device.
 
-        Raises
-        ------
-        ArgumentError
-            For a mark without such a device, or with a negative position, and for a width that is
-            no whole number from 0.
-
-        See Also
-        --------
-        orders : The actions as objects.
-        load : Read a grid from a file.
-        to_html : Write an interactive page.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -683,16 +595,8 @@ class Schedule:
 
         Raises
         ------
-        ArgumentError
-            For another ending, a file that cannot be written, and other values of options.
         CapacityError
             If the schedule has over 5,000,000 actions.
-
-        See Also
-        --------
-        grid : Orders as text.
-        pipesim.to_html : Write a page of several schedules.
-        pipesim.Timeline.to_html : Write a page with times.
 
         Examples
         --------

@@ -48,11 +48,6 @@ class Normal:
     std
         Standard deviation of the factors, at least 0, such as 0.02 for 2 %.
 
-    Raises
-    ------
-    ArgumentError
-        For an ``std`` that is negative or not finite.
-
     See Also
     --------
     pipesim.LogNormal : Factors that are never below 0, with a longer tail.
@@ -91,10 +86,6 @@ class Normal:
         statistics.StatisticsError
             For a level of 0 or less, or 1 or more.
 
-        See Also
-        --------
-        pipesim.Noise : Draws factors by their quantiles.
-
         Examples
         --------
         >>> import numpy as np
@@ -115,11 +106,6 @@ class LogNormal:
     ----------
     sigma
         Standard deviation of the logarithm, 0 to 3. Small ones are relative: 0.02 is about 2 %.
-
-    Raises
-    ------
-    ArgumentError
-        For a ``sigma`` outside 0 to 3.
 
     See Also
     --------
@@ -159,10 +145,6 @@ class LogNormal:
         statistics.StatisticsError
             For a level of 0 or less, or 1 or more.
 
-        See Also
-        --------
-        pipesim.Noise : Draws factors by their quantiles.
-
         Examples
         --------
         The median is below the mean of 1: ``exp(-0.1**2 / 2)``.
@@ -183,12 +165,6 @@ class Empirical:
     ----------
     samples
         Measured values, such as the seconds of an operation in each step.
-
-    Raises
-    ------
-    ArgumentError
-        If samples are empty or all 0, and if one of them is negative, not finite or not a number
-        (a text or a boolean, for example).
 
     See Also
     --------
@@ -234,10 +210,6 @@ class Empirical:
         IndexError
             For a level far below 0. Levels are not checked otherwise.
 
-        See Also
-        --------
-        pipesim.Noise : Draws factors by their quantiles.
-
         Examples
         --------
         >>> import numpy as np
@@ -265,11 +237,6 @@ class Failures:
         probability d / every.
     pause
         Seconds from a failure until the device continues.
-
-    Raises
-    ------
-    ArgumentError
-        If ``every`` is not finite and positive, or ``pause`` is negative or not finite.
 
     See Also
     --------
@@ -303,14 +270,7 @@ class Failures:
 
 @lru_cache(maxsize=64)
 def tabulated(distribution: Distribution, slowest_of: int) -> Floats:
-    """Return the table of quantiles of a distribution, which may be a class of the user.
-
-    Raises
-    ------
-    ArgumentError
-        If its quantile function raises, or does not return one factor for each level, and for
-        factors that are negative or not finite.
-    """
+    """Return the table of quantiles of a distribution, which may be a class of the user."""
     what = f"quantile of {distribution!r:.60}"
 
     def quantile(level: Floats) -> Floats:

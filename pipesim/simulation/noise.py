@@ -84,14 +84,6 @@ class Noise:
     failures
         Failures of devices and the pauses after them.
 
-    Raises
-    ------
-    ArgumentError
-        For a missing seed, factors that are not positive, distributions that are none, and failures
-        of so many GPUs that the seconds between them round to 0.
-    UnknownNameError
-        For an operation of ``task`` that does not compute.
-
     See Also
     --------
     pipesim.simulate : Simulate one scenario of noise.
@@ -164,14 +156,8 @@ class Noise:
 
         Raises
         ------
-        ArgumentError
-            For a device that the graph does not have, and a link without messages.
         CostsError
             If the longest duration of a task exceeds the largest float.
-
-        See Also
-        --------
-        applied : Costs of one scenario, random factors included.
 
         Examples
         --------
@@ -254,15 +240,6 @@ class Noise:
         Draws
             Tables of quantiles, and the table of each kind of task.
 
-        Raises
-        ------
-        ArgumentError
-            For a distribution whose quantiles are no factors of at least 0.
-
-        See Also
-        --------
-        draw : Seconds of each task in a scenario.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -308,16 +285,6 @@ class Noise:
         numpy.ndarray
             Shape ``(len(scenarios), n_devices)``; ones without ``device``.
 
-        Raises
-        ------
-        ArgumentError
-            For a distribution whose quantiles are no factors of at least 0.
-
-        See Also
-        --------
-        slowed : Costs with the constant factors of slow devices.
-        applied : Costs of one scenario.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -351,10 +318,6 @@ class Noise:
         OverflowError
             For a number below 0 or above 2^64 - 1.
 
-        See Also
-        --------
-        draw : Seconds of each task in a scenario.
-
         Examples
         --------
         A scenario has the same keys alone and among others.
@@ -385,15 +348,8 @@ class Noise:
 
         Raises
         ------
-        ArgumentError
-            For a scenario that is no whole number from 0 to 2^63 - 1, and as `slowed`.
         CostsError
             As `slowed`.
-
-        See Also
-        --------
-        slowed : Costs with constant factors alone.
-        pipesim.simulate : Simulate a scenario of noise at once.
 
         Examples
         --------
@@ -430,14 +386,8 @@ class Noise:
 
         Raises
         ------
-        ArgumentError
-            For a distribution whose quantiles are no factors of at least 0.
         OverflowError
             For a scenario below 0; `applied` checks it.
-
-        See Also
-        --------
-        applied : The same as costs, from costs that are not slowed.
 
         Examples
         --------

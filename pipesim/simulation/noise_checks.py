@@ -12,13 +12,7 @@ from pipesim.ops import COMPUTE
 
 
 def distributions_by_name(task: object) -> dict[str, object]:
-    """Return the distributions of compute tasks by their names in error messages.
-
-    Raises
-    ------
-    UnknownNameError
-        For an operation that does not compute.
-    """
+    """Return the distributions of compute tasks by their names in error messages."""
     if not isinstance(task, Mapping):
         return {"task": task}
     for name in task:

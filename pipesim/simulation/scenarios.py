@@ -107,15 +107,6 @@ class Scenarios:
             Indexed by ``percentile``. Columns: ``makespan`` (s), ``slowdown`` (makespan over that
             without noise) and ``bubble_fraction`` (0..1), each by itself.
 
-        Raises
-        ------
-        ArgumentError
-            For levels outside 0..100.
-
-        See Also
-        --------
-        timeline : Timeline of one scenario.
-
         Examples
         --------
         Without random factors, all scenarios are equal.
@@ -154,16 +145,6 @@ class Scenarios:
         -------
         Timeline
             As `pipesim.simulate` returns it for this noise and scenario.
-
-        Raises
-        ------
-        ArgumentError
-            For a scenario that there is not.
-
-        See Also
-        --------
-        percentiles : Percentiles over all scenarios.
-        pipesim.simulate : Simulate one scenario of noise.
 
         Examples
         --------
@@ -216,9 +197,6 @@ def simulate_many(
 
     Raises
     ------
-    ArgumentError
-        If ``noise`` is no `Noise` or does not suit the graph, and for counts that are no whole
-        numbers in range.
     CostsError
         If the costs do not suit the graph, or are so large that a task would end after more than
         1e150 s.

@@ -81,10 +81,6 @@ def simulate(
         ever. No task is simulated then.
     NetworkError
         If a link names a device that the graph does not have.
-    ArgumentError
-        - For an unknown engine, noise that does not suit the graph, or arguments of another type.
-        - For a scenario that is no whole number from 0, or is not 0 without noise.
-        - For a memory limit that is negative, NaN or for another number of devices.
 
     Warns
     -----

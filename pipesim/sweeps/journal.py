@@ -37,12 +37,6 @@ class Journal:
     ----------
     rows
         The rows by their digest, in the order of the file.
-
-    Raises
-    ------
-    ArgumentError
-        If the file cannot be written or locked, another process is writing it, it is no regular
-        file (reading a device might never end), or a line is no row; the message names the line.
     """
 
     def __init__(
@@ -72,13 +66,7 @@ class Journal:
         self._file.close()
 
     def append(self, digest: str, row: Mapping[str, Any]) -> None:
-        """Append a row to the file.
-
-        Raises
-        ------
-        ArgumentError
-            If the file cannot be written, as on a full disk. Earlier rows stay.
-        """
+        """Append a row to the file."""
         record = {"digest": digest, **row}
         record[CHECKSUM] = checksum(record)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)

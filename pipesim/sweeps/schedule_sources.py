@@ -27,8 +27,6 @@ def source_info(name: str) -> ScheduleInfo:
 
     Raises
     ------
-    UnknownNameError
-        For a name that is neither registered nor that of a file.
     ScheduleError
         For a file that cannot be read.
     """

@@ -118,13 +118,7 @@ def nest(flat: Mapping[str, Any]) -> Settings:
 
 
 def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) -> Settings:
-    """Return a layer, if all its keys are valid, with the costs of its file (in ``folder``).
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown key, or something else than a table. The message starts with ``where``.
-    """
+    """Return a layer, if all its keys are valid, with the costs of its file (in ``folder``)."""
     table = _check_table(where, layer, keys)
     if "options" in table:
         _check_table(f"{where}: options", table["options"], None)  # the schedule checks the keys
@@ -220,11 +214,6 @@ def cases(
         The layer of the arguments.
     other_tables
         Tables of the file that other functions read.
-
-    Raises
-    ------
-    ArgumentError
-        For a file that cannot be read, unknown keys, or no schedule at all.
     """
     shared, tables = ({}, []) if config is None else _read_layers(config, other_tables)
     if names:

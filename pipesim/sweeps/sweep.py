@@ -118,13 +118,6 @@ def sweep(
 
     Raises
     ------
-    UnknownNameError
-        For unknown keys, schedules and options, before anything is run.
-    ArgumentError
-        - For configurations of another form, arguments of another type, or a backend that joblib
-          cannot use.
-        - For a file that cannot be written, is not of a sweep, is being written by another sweep,
-          or has a line with wrong or changed values.
     CapacityError
         If the combinations of a grid would not fit in memory.
 

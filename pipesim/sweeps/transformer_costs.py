@@ -37,13 +37,7 @@ TRANSFORMER = (*MODEL, "layers_per_stage", "gpu", "flops_per_second", *COST_OPTI
 
 
 def make_model(settings: Mapping[str, Any]) -> Transformer:
-    """Return the transformer of settings: the preset ``model`` with other sizes, or sizes alone.
-
-    Raises
-    ------
-    ArgumentError
-        For sizes that are missing or wrong. `UnknownNameError` for an unknown preset.
-    """
+    """Return the transformer of settings: the preset ``model`` with other sizes, or sizes alone."""
     sizes = {name: settings[name] for name in _SIZES if name in settings}
     if "model" in settings:
         return Transformer.preset(settings["model"], **sizes)
@@ -57,13 +51,7 @@ def make_model(settings: Mapping[str, Any]) -> Transformer:
 
 
 def device_size(settings: Mapping[str, Any]) -> int:
-    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings.
-
-    Raises
-    ------
-    ArgumentError
-        For one of both that is no whole number of at least 1.
-    """
+    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings."""
     names = ("tensor_parallel", "context_parallel")
     return prod(check_count(name, settings.get(name, 1)) for name in names)
 

@@ -54,11 +54,6 @@ def run_calls(
     n_jobs, backend
         As for joblib. The default backend is that of the enclosing ``joblib.parallel_config``, or
         else processes.
-
-    Raises
-    ------
-    ArgumentError
-        If joblib cannot use the backend.
     """
     left = dict(calls)
     while left:

@@ -45,11 +45,6 @@ def arrow_table(timeline: Timeline) -> Any:
 
     Integers have 32 bits. Names of operations and streams are dictionaries. A time at which a task
     did not start or end is NaN.
-
-    Raises
-    ------
-    ArgumentError
-        If pyarrow is not installed.
     """
     pa = import_extra("pyarrow", "parquet", "an Arrow table")
     rows, settings = to_rows(timeline)

@@ -63,11 +63,6 @@ def checked_memory_limit(value: object, n_devices: int, name: str = "memory_limi
         Number of devices.
     name
         Name of the argument, for messages.
-
-    Raises
-    ------
-    ArgumentError
-        For negative numbers, NaN, other types, and another number of values.
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -147,13 +142,7 @@ def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
 
 
 def memory_limit_bytes(value: Any, name: str = "memory_limit") -> Any:
-    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list.
-
-    Raises
-    ------
-    ArgumentError
-        For a text that is no number of bytes; `checked_memory_limit` checks numbers.
-    """
+    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list."""
     if isinstance(value, list | tuple):
         return [memory_limit_bytes(part, name) for part in value]
     return in_bytes(name, value)

@@ -63,8 +63,6 @@ class Timeline:
     ------
     TimelineError
         For a column without one number a task, and times that are infinite or beyond 1e150 s.
-    ArgumentError
-        For another argument of a wrong type.
 
     See Also
     --------
@@ -186,15 +184,8 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            For a purpose that is no text.
         TimelineError
             If tasks of the timeline did not run.
-
-        See Also
-        --------
-        complete : Whether every task ran.
-        ran : Tasks that ran.
 
         Examples
         --------
@@ -343,20 +334,11 @@ class Timeline:
         TimelineError
             If no workload is given and the costs have none, or the graph is forward-only: the
             FLOPs of costs are those of forward and backward.
-        ArgumentError
-            If no ``peak_flops`` are known, or they are not finite and above 0, or so small that
-            the utilization is infinite.
 
         Warns
         -----
         CostsWarning
             For a utilization above 1, which no GPU reaches.
-
-        See Also
-        --------
-        tokens_per_second : Tokens a second of all replicas.
-        utilization : Share of the makespan that each device computes.
-        pipesim.Workload : FLOPs and tokens of a micro-batch.
 
         Examples
         --------
@@ -414,12 +396,6 @@ class Timeline:
         CostsError
             If the sum of the bytes of a device is not finite.
 
-        See Also
-        --------
-        peak_memory : Most bytes of each device.
-        memory_breakdown : Bytes at the peak, by what they are for.
-        host_memory : Bytes of offloaded activations over time.
-
         Examples
         --------
         GPipe holds the activations of all micro-batches:
@@ -452,12 +428,6 @@ class Timeline:
             If the timeline has no costs.
         CostsError
             If the sum of the bytes of a host is not finite.
-
-        See Also
-        --------
-        peak_host_memory : Most bytes of each host.
-        memory : Bytes that devices hold over time.
-        pipesim.HostLink : Link between devices and their host.
 
         Examples
         --------
@@ -504,12 +474,6 @@ class Timeline:
             If the timeline has no costs.
         CostsError
             If the sum of the bytes of a device is not finite.
-
-        See Also
-        --------
-        peak_memory : Most bytes of each device.
-        memory : Bytes that devices hold over time.
-        changes_that_fit : Changes that stay in the memory limit.
 
         Examples
         --------
@@ -576,12 +540,6 @@ class Timeline:
             If the timeline has no memory limit or no costs, or if its graph is not from
             `pipesim.lower`, such as one that was loaded.
 
-        See Also
-        --------
-        fits : Whether each device stays in its limit.
-        memory_limit : Bytes that each device may hold.
-        pipesim.plan : Search for the fastest configuration that fits.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -615,11 +573,6 @@ class Timeline:
         ------
         TimelineError
             If no task ran, or if measured times say that tasks waited for each other in a circle.
-
-        See Also
-        --------
-        idle_by_cause : Idle seconds of each device by their cause.
-        pipesim.audit : Time that each dependency of a graph costs.
 
         Examples
         --------
@@ -656,12 +609,6 @@ class Timeline:
         TimelineError
             If tasks of the timeline did not run.
 
-        See Also
-        --------
-        idle : Idle seconds of each device.
-        plot_idle : Draw the table as bars.
-        critical_path : Chain of tasks that sets the makespan.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -694,15 +641,8 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            If ``ax`` is no Axes, and for an unknown unit.
         TimelineError
             If tasks of the timeline did not run.
-
-        See Also
-        --------
-        idle_by_cause : The numbers of the drawing.
-        plot : Draw when each task ran.
 
         Examples
         --------
@@ -732,17 +672,6 @@ class Timeline:
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
 
-        Raises
-        ------
-        ArgumentError
-            If ``ax`` is no Axes, and for an unknown unit.
-
-        See Also
-        --------
-        plot_idle : Draw the causes of idle time.
-        to_html : Write an interactive page.
-        pipesim.Comparison.plot : Draw a prediction over a measurement.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -767,16 +696,8 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            For another ending, a file that cannot be written, and other values of options.
         CapacityError
             If the timeline has over 5,000,000 tasks.
-
-        See Also
-        --------
-        pipesim.to_html : Write a page of several timelines.
-        pipesim.widget : Show the page in a notebook, linked to Python.
-        plot : Draw a figure for a paper.
 
         Examples
         --------
@@ -804,16 +725,6 @@ class Timeline:
         -------
         Timeline
             A copy with this name.
-
-        Raises
-        ------
-        ArgumentError
-            For a name that is no text.
-
-        See Also
-        --------
-        pipesim.compare : Compare timelines by name.
-        pipesim.Schedule.with_name : Name a schedule, and timelines after it.
 
         Examples
         --------
@@ -849,11 +760,6 @@ class Timeline:
         pandas.DataFrame
             The columns of `frame`, indexed by task id; ``start`` and ``end`` are NaN for tasks that
             did not run.
-
-        See Also
-        --------
-        frame : The tasks that started.
-        save : Write the rows to a file.
 
         Examples
         --------
@@ -923,18 +829,6 @@ class Timeline:
         path
             File to write; an existing one is replaced.
 
-        Raises
-        ------
-        ArgumentError
-            For a value that is no path, a file that cannot be written, and if pyarrow is needed
-            and not installed.
-
-        See Also
-        --------
-        load : Read the file, with its graph.
-        to_chrome : Write a trace for ui.perfetto.dev.
-        frame : The same columns as a table.
-
         Examples
         --------
         >>> import tempfile
@@ -976,20 +870,11 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            For a value that is no path, costs or a name of a wrong type, and if pyarrow is needed
-            and not installed.
         TimelineError
             If the file is missing, lacks a column or has one twice, was truncated, has impossible
             values (naming the line), or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
-
-        See Also
-        --------
-        save : Write the file.
-        from_chrome : Read the traces of another framework.
-        pipesim.replay : Simulate a timeline from its own durations.
 
         Examples
         --------
@@ -1021,18 +906,6 @@ class Timeline:
         ----------
         path
             File that ends in ``.json``, or in ``.json.gz`` to compress it.
-
-        Raises
-        ------
-        ArgumentError
-            For another ending, and a file that cannot be written.
-
-        See Also
-        --------
-        from_chrome : Read a trace.
-        pipesim.trace.save : Write several timelines as one trace.
-        pipesim.hta.save : Write files for HolisticTraceAnalysis.
-        to_html : Write a page that needs no other program.
 
         Examples
         --------
@@ -1123,8 +996,6 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            For a step that the table does not have, and other values of other arguments.
         CapacityError
             For a file that is too large for memory.
         TimelineError
@@ -1138,13 +1009,6 @@ class Timeline:
         AccuracyWarning
             If clocks cannot be aligned well: a message is still used before it was sent, by more
             than 1 % of the makespan.
-
-        See Also
-        --------
-        from_chrome : Read the traces of a profiler.
-        load : Read a timeline that `save` wrote.
-        pipesim.replay : Simulate a measurement from its own durations.
-        pipesim.Costs.from_timeline : Take costs from a measurement.
 
         Examples
         --------
@@ -1253,10 +1117,6 @@ class Timeline:
 
         Raises
         ------
-        ArgumentError
-            - For a step or a number of ranks that is no whole number, a name that is no text or
-              that no timeline of the file has, and values that are no paths.
-            - For unknown fields, places and operations, and ``fields`` together with ``pattern``.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
@@ -1272,13 +1132,6 @@ class Timeline:
         AccuracyWarning
             If clocks cannot be aligned well: a message is still used before it was sent, by more
             than 1 % of the makespan.
-
-        See Also
-        --------
-        to_chrome : Write a trace.
-        load : Read a timeline that `save` wrote.
-        pipesim.Comparison : A prediction beside a measurement of the same tasks.
-        pipesim.trace.load : Read all timelines of a trace that `pipesim.trace.save` wrote.
 
         Examples
         --------

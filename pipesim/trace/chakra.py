@@ -96,17 +96,8 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
 
     Raises
     ------
-    ArgumentError
-        For a prefix that is no path or ends in no name, an object that is no timeline, files that
-        cannot be written, a file of this prefix that is of another timeline, and if protobuf is not
-        installed (``pip install 'pipesim[chakra]'``).
     TimelineError
         For tasks that did not run, and times or bytes beyond 64 bits.
-
-    See Also
-    --------
-    pipesim.trace.save : Write a Chrome trace.
-    pipesim.hta.save : Write traces for HolisticTraceAnalysis.
 
     Examples
     --------

@@ -72,13 +72,7 @@ _PACKAGE = "ChakraProtoMsg"
 
 @cache
 def messages() -> Messages:
-    """Return the classes of messages.
-
-    Raises
-    ------
-    ArgumentError
-        If protobuf is not installed.
-    """
+    """Return the classes of messages."""
     descriptor_pb2, descriptor_pool, message_factory = (
         import_extra(f"google.protobuf.{module}", "chakra", "a Chakra trace")
         for module in ("descriptor_pb2", "descriptor_pool", "message_factory")

@@ -64,18 +64,6 @@ def save(
         One, or several to show side by side, such as a prediction and a measurement. The
         processes of each have their own numbers and names. A mapping gives the names.
 
-    Raises
-    ------
-    ArgumentError
-        For another ending, a folder that cannot be written in, or an object that is no timeline.
-
-    See Also
-    --------
-    load : Read the timelines.
-    pipesim.Timeline.to_chrome : Write one timeline.
-    pipesim.hta.save : Write files for HolisticTraceAnalysis.
-    pipesim.to_html : Write a page that needs no other program.
-
     Examples
     --------
     >>> import tempfile
@@ -225,11 +213,6 @@ def names(timeline: Timeline) -> list[str]:
     list of str
         Text of each task, such as ``"0F3"``, in order of task ids.
 
-    See Also
-    --------
-    pipesim.Action : Action of a text.
-    pipesim.trace.save : Write a trace, whose slices have these names.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -259,11 +242,6 @@ def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
     -------
     tuple of numpy.ndarray
         Start and end of each task (ns), integers; shape ``(len(timeline.graph),)`` each.
-
-    See Also
-    --------
-    pipesim.trace.lanes : Tasks of each stream, in order.
-    pipesim.trace.NEVER : Start of a task that did not start.
 
     Examples
     --------
@@ -302,11 +280,6 @@ def lanes(
     ------
     tuple
         Number of the stream, number of the lane in the stream, and ids of its tasks by start.
-
-    See Also
-    --------
-    pipesim.trace.nanoseconds : Times of the tasks.
-    pipesim.TaskGraph.queues : Tasks of each stream.
 
     Examples
     --------
@@ -356,10 +329,6 @@ def slice_event(
     dict
         The event, to be written as JSON.
 
-    See Also
-    --------
-    pipesim.trace.write : Write a trace of events.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -394,16 +363,6 @@ def write(path: Path, trace: Event) -> None:
         File to write; compressed if the name ends in ``.gz``.
     trace
         The trace as a dict, with a list of events as ``"traceEvents"``.
-
-    Raises
-    ------
-    ArgumentError
-        For a file that cannot be written.
-
-    See Also
-    --------
-    pipesim.trace.save : Write timelines as a trace.
-    pipesim.trace.slice_event : An event.
 
     Examples
     --------

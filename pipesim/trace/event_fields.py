@@ -87,8 +87,6 @@ class RangeRules:
 
         Raises
         ------
-        ArgumentError
-            For a pattern together with fields, an unknown field or place, and wrong types.
         TimelineError
             For a pattern that cannot be used.
         """

@@ -41,17 +41,6 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     list of pathlib.Path
         The file of each device.
 
-    Raises
-    ------
-    ArgumentError
-        If the directory cannot be written in or has other traces, and for an object that is no
-        timeline.
-
-    See Also
-    --------
-    pipesim.trace.save : Write one trace for ui.perfetto.dev.
-    pipesim.Timeline.to_chrome : Write one timeline for ui.perfetto.dev.
-
     Examples
     --------
     >>> import tempfile

@@ -82,13 +82,6 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     ------
     TimelineError
         For a file that is no such database, and for one without ranges.
-    ArgumentError
-        For values that are no paths, and a folder that cannot be made.
-
-    See Also
-    --------
-    pipesim.Timeline.from_chrome : Read the traces.
-    pipesim.trace.load : Convert and read.
 
     Examples
     --------

@@ -59,13 +59,6 @@ def read_primus(
     ------
     TimelineError
         For files that Primus does not write, and for ranks that are missing.
-    ArgumentError
-        For values that are no paths or no placement.
-
-    See Also
-    --------
-    pipesim.Timeline.from_table : Make a timeline of a step.
-    pipesim.trace.load : Read all steps as timelines.
 
     Examples
     --------

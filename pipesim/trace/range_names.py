@@ -70,13 +70,7 @@ def check_mapping(name: str, value: object, advice: str) -> Mapping[Any, Any]:
 
 
 def check_ops(ops: object) -> dict[str, Op | None]:
-    """Return the operation of each word of a file, or None to leave its events out.
-
-    Raises
-    ------
-    ArgumentError
-        For anything but a mapping from texts to operations or None.
-    """
+    """Return the operation of each word of a file, or None to leave its events out."""
     words = check_mapping("ops", ops, "such as {'forward-compute': 'F', 'gc': None}")
     checked: dict[str, Op | None] = {}
     for word, op in words.items():

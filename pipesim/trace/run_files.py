@@ -74,17 +74,10 @@ def load(path: Path | str) -> LoadedTimelines:
 
     Raises
     ------
-    ArgumentError
-        For a value that is no path.
     TimelineError
         For a file that cannot be read, was cut or changed, or has no timelines.
     CapacityError
         For a file that is too large for memory, once decompressed.
-
-    See Also
-    --------
-    save : Write a trace.
-    pipesim.Timeline.from_chrome : Choose ranges, ranks and the step of a trace.
 
     Examples
     --------

@@ -86,11 +86,6 @@ def read_timers(path: Path | str) -> pd.DataFrame:
     TimelineError
         For a file that cannot be read or has no timers of steps.
 
-    See Also
-    --------
-    pipesim.Costs : Costs of operations.
-    pipesim.Timeline.from_chrome : Read times of tasks.
-
     Examples
     --------
     Divide by the number of micro-batches for the costs of one:

@@ -31,8 +31,6 @@ def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
 
     Raises
     ------
-    ArgumentError
-        For something else than paths.
     TimelineError
         For a directory that cannot be read or has no trace, and for no paths at all.
     """

@@ -40,8 +40,6 @@ def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> 
 
     Raises
     ------
-    ArgumentError
-        If the module cannot be imported. The message has the command that installs it.
     ModuleNotFoundError
         If the package lacks a package of its own.
     """

@@ -47,13 +47,6 @@ def check_path(name: str, value: object, verb: str = "read", needs: str = "") ->
     """Return the path of a user's argument ``name``; ``verb`` is ``"read"`` or ``"write"``.
 
     ``needs`` replaces ``"<name> must be"`` in the message.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything but a text or a path object; bytes and file descriptors are refused too.
-    ArgumentError
-        For a null character, and for characters that no file name can have.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -185,13 +178,7 @@ def _near(path: Path) -> str:
 
 
 def check_target(path: Path) -> Path:
-    """Return the file to write for ``path``: the path itself, or the target of its link.
-
-    Raises
-    ------
-    ArgumentError
-        For a folder, a device or a pipe, and a file that may not be written.
-    """
+    """Return the file to write for ``path``: the path itself, or the target of its link."""
     with write_errors(path):
         try:
             state = os.stat(path)
@@ -231,13 +218,7 @@ def check_no_others(folder: Path, pattern: str, own: Collection[str], reader: st
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the system while writing ``path`` into one that names the path.
-
-    Raises
-    ------
-    ArgumentError
-        For a full disk, a folder that is missing or cannot be written in, and the like.
-    """
+    """Turn errors of the system while writing ``path`` into one that names the path."""
     try:
         yield
     except OSError as error:
@@ -253,12 +234,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
     A link stays a link: its target is replaced. An existing file keeps its mode; a new one gets
     the mode of the process (``umask``).
-
-    Raises
-    ------
-    ArgumentError
-        Naming ``path``: if its folder is missing or cannot be written in, the disk is full, or
-        ``path`` is no regular file. An existing file stays unchanged.
     """
     target = check_target(path)
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.part")

@@ -24,13 +24,7 @@ _SIZES = {unit.lower(): 1024.0**k for k, unit in enumerate(_BYTE_UNITS)} | {
 
 
 def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
-    """Return a unit's sign and its number in a second; by default the unit fits ``seconds``.
-
-    Raises
-    ------
-    UnknownNameError
-        If ``unit`` is not ``s``, ``ms``, ``us`` or ``ns``.
-    """
+    """Return a unit's sign and its number in a second; by default the unit fits ``seconds``."""
     if unit is None:
         small = (name for name, scale in TIME_UNITS.items() if abs(seconds) * scale >= 0.9995)
         unit = next(small, "ns") if seconds else "s"
@@ -102,13 +96,7 @@ def parse_bytes(text: str) -> float | None:
 
 
 def in_bytes(name: str, value: T | str) -> T | float:
-    """Return a text such as ``"80GiB"`` as a number of bytes, and other values as they are.
-
-    Raises
-    ------
-    ArgumentError
-        For a text that is no number of bytes, naming the argument.
-    """
+    """Return a text such as ``"80GiB"`` as a number of bytes, and other values as they are."""
     if not isinstance(value, str):
         return value
     nbytes = parse_bytes(value)

@@ -47,10 +47,6 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
     TimelineError
         If the file cannot be read, is no trace, or has no forward of DDP; or if the timeline is
         partial, or has no backward.
-    ArgumentError
-        If ``source`` is text that cannot be a path.
-    ArgumentTypeError
-        If ``source`` is neither a path nor a timeline.
     CapacityError
         If the file is too large for memory.
 

@@ -89,10 +89,6 @@ def watch_sync(
 
     Raises
     ------
-    ArgumentTypeError
-        If ``model`` is no module, or ``group`` no process group.
-    ArgumentError
-        If the model has no parameters that require gradients.
     ExecutionError
         Within another block.
 

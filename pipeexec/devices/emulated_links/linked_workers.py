@@ -88,11 +88,6 @@ class Worker(CpuDevice):
         RuntimeError
             By torch, if a copy does not fit in memory.
 
-        See Also
-        --------
-        await_link : Wait for the latency of the link.
-        pipeexec.workers : Impose links.
-
         Examples
         --------
         >>> import torch
@@ -114,11 +109,6 @@ class Worker(CpuDevice):
         ----------
         values
             Message from `carry`. Others pass at once.
-
-        See Also
-        --------
-        carry : Send a message.
-        pipeexec.workers : Impose links.
 
         Examples
         --------
@@ -154,8 +144,6 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
 
     Raises
     ------
-    ArgumentError
-        For ``n`` below 1, a network of shared links, or a ``launch`` that is no finite number >= 0.
     CapacityError
         If the workers do not fit the machine's memory.
 

@@ -81,11 +81,6 @@ class EmulatedLinks:
         Makes streams wait.
     has_threads
         Whether streams are threads: a link then takes messages of several streams one by one.
-
-    Raises
-    ------
-    ArgumentError
-        If pairs share links.
     """
 
     def __init__(

@@ -70,11 +70,6 @@ def part_size(n_sms: int, n_parts: int, major: int) -> int:
 
     >>> [part_size(132, n, major=9) for n in (2, 4, 8, 16)]
     [64, 32, 16, 8]
-
-    Raises
-    ------
-    ArgumentError
-        If there are not enough SMs.
     """
     fewest, multiple = granularity(major)
     size = n_sms // n_parts // multiple * multiple
@@ -107,8 +102,6 @@ def split_gpu(
 
     Raises
     ------
-    ArgumentError
-        If there are not enough SMs.
     GreenContextsMissingError
         If the driver refuses every size.
     """

@@ -129,11 +129,6 @@ class Slice(CudaDevice):
         RuntimeError
             By torch, if a copy does not fit in the memory of the GPU.
 
-        See Also
-        --------
-        await_link : Wait for the latency of the link.
-        pipeexec.slices : Impose links.
-
         Examples
         --------
         >>> import torch
@@ -154,11 +149,6 @@ class Slice(CudaDevice):
         ----------
         values
             Message from `carry`. Others pass at once.
-
-        See Also
-        --------
-        carry : Send a message.
-        pipeexec.slices : Impose links.
 
         Examples
         --------
@@ -196,12 +186,6 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
     -------
     list of Slice
         ``n`` devices; ``n_sms`` of each is its number of multiprocessors.
-
-    Raises
-    ------
-    ArgumentError
-        For a device that is no GPU or missing, ``n`` below 1 or above the number of groups of SMs,
-        or a network of shared links.
 
     Warns
     -----

@@ -23,14 +23,7 @@ Optimizers = Sequence[torch.optim.Optimizer | None]
 
 
 def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: Optimizers) -> None:
-    """Check before the first step that steps can become CUDA graphs.
-
-    Raises
-    ------
-    ArgumentError
-        For devices that are not slices or names of one GPU, several hosts or mini-batches, or an
-        optimizer that is not capturable.
-    """
+    """Check before the first step that steps can become CUDA graphs."""
     places = sorted({str(device.torch_device) for device in devices})
     if any(device.torch_device.type != "cuda" for device in devices):
         raise ArgumentError(

@@ -87,11 +87,6 @@ class StepCapture:
     zero_grad
         Whether each step begins without gradients. If False, gradients add up over steps, except
         for those of copies.
-
-    Raises
-    ------
-    ArgumentError
-        See `check_can_capture`.
     """
 
     def __init__(
@@ -124,13 +119,7 @@ class StepCapture:
         self._targets: Batch = ()
 
     def replay(self, inputs: Batch, targets: Batch) -> Step | None:
-        """Replay the captured step and wait for it; return None if there is no valid one.
-
-        Raises
-        ------
-        ArgumentError
-            If the batch has another shape than the captured one.
-        """
+        """Replay the captured step and wait for it; return None if there is no valid one."""
         state = host_state(self.modules, self.optimizers)
         captured = self._captured
         if captured is None or state != captured.state:

@@ -48,17 +48,8 @@ class EvaluationMethods(ABC):
             As `Pipeline.step`. After a `StageError` in one process, the pipeline can be used again.
             A process does not wait for the stages after its own: their errors may come with its
             next call.
-        ArgumentError
-            For a batch that `Pipeline.step` refuses, or with fewer samples than there are replicas;
-            and if `pipesim.lower` did not make the graph.
         ExecutionError
             If the pipeline is closed, or called from another thread, a stage, or a forked process.
-
-        See Also
-        --------
-        predict : Output of the model, without a loss.
-        step : Run one training step.
-        gather : Collect the result of all processes.
 
         Examples
         --------
@@ -99,18 +90,10 @@ class EvaluationMethods(ABC):
 
         Raises
         ------
-        ArgumentError
-            As `evaluate`; and if the paths of a bidirectional pipeline are spread over processes.
         ExecutionError
             As `evaluate`; and if outputs of micro-batches cannot be joined, naming the value.
         StageError, StallError, PeerError
             As `evaluate`.
-
-        See Also
-        --------
-        evaluate : Loss of a batch.
-        step : Run one training step.
-        pipeexec.KeyValueCache : Attention of sequences cut into slices.
 
         Examples
         --------

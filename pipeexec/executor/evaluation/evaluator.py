@@ -164,13 +164,7 @@ def _shape(path: str, value: Any) -> list[Any]:
 
 
 def _forward_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
-    """Return the forward-only graph of the schedule of a graph, with so many micro-batches.
-
-    Raises
-    ------
-    ArgumentError
-        If the graph was not lowered from a schedule.
-    """
+    """Return the forward-only graph of the schedule of a graph, with so many micro-batches."""
     source = graph.options.source
     if source is None:
         raise ArgumentError(

@@ -46,9 +46,6 @@ def joined_output(
 
     Raises
     ------
-    ArgumentError
-        If ``batch_dims`` has another path than those of the outputs; or a dimension of inputs but
-        0, and none for a tensor of the outputs.
     ExecutionError
         If outputs are nested differently, or a value cannot be joined, naming it.
     """

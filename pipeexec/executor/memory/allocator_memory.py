@@ -75,8 +75,6 @@ class Allocated:
 
         Raises
         ------
-        ArgumentError
-            If ``predicted`` has another number of devices, or ``ax`` is no Axes.
         TimelineError
             If ``predicted`` has no costs.
         """
@@ -193,13 +191,7 @@ def sample_tasks(
     count: Count = torch.cuda.memory_allocated,
     count_active: Count = active_bytes,
 ) -> tuple[list[PlannedTask], AllocatorSamples]:
-    """Return tasks that sample the allocator, and their samples.
-
-    Raises
-    ------
-    ArgumentError
-        If a device is no GPU.
-    """
+    """Return tasks that sample the allocator, and their samples."""
     for device in devices:
         if device.torch_device.type != "cuda":
             raise ArgumentError(

@@ -61,13 +61,6 @@ class MemoryMethods(ABC):
         ArgumentError, ExecutionError, StageError, StallError, PeerError
             As `pipeexec.Pipeline.step`.
 
-        See Also
-        --------
-        device_bytes : The same for each device.
-        left_bytes : Bytes between a split backward's two parts.
-        memory : Bytes over the whole step, task by task.
-        pipesim.Timeline.memory : Prediction of these bytes.
-
         Examples
         --------
         Stage 0 holds the inputs of two micro-batches, of 32 bytes each. Stage 1 holds input, output
@@ -107,11 +100,6 @@ class MemoryMethods(ABC):
         ArgumentError, ExecutionError, StageError, StallError, PeerError
             As `pipeexec.Pipeline.step`.
 
-        See Also
-        --------
-        held_bytes : All bytes of activations of each stage.
-        pipesim.Costs : Its ``weight_grad_bytes`` are these.
-
         Examples
         --------
         >>> import torch
@@ -146,12 +134,6 @@ class MemoryMethods(ABC):
         ------
         ArgumentError, ExecutionError, StageError, StallError, PeerError
             As `pipeexec.Pipeline.step`.
-
-        See Also
-        --------
-        held_bytes : The same for each stage.
-        allocated : Bytes of torch's allocator on GPUs.
-        pipesim.Timeline : Its ``peak_memory`` is the prediction.
 
         Examples
         --------
@@ -195,12 +177,6 @@ class MemoryMethods(ABC):
         ------
         ArgumentError, ExecutionError, StageError, StallError, PeerError
             As `pipeexec.Pipeline.step`.
-
-        See Also
-        --------
-        held_bytes : Most bytes of activations of each stage.
-        allocated : Bytes of torch's allocator on GPUs.
-        pipesim.Timeline.memory : Prediction of these bytes.
 
         Examples
         --------
@@ -252,17 +228,8 @@ class MemoryMethods(ABC):
 
         Raises
         ------
-        ArgumentError
-            If the devices are CPU workers, whose memory torch does not count; and as
-            `pipeexec.Pipeline.step`.
         ExecutionError, StageError, StallError
             As `pipeexec.Pipeline.step`.
-
-        See Also
-        --------
-        memory : Bytes of tensors, on any device.
-        device_bytes : Most bytes of activations of each device.
-        pipesim.Timeline.memory : Prediction of these bytes.
 
         Examples
         --------

@@ -49,13 +49,7 @@ def count_task_bytes(
 
 
 def sample_allocator(runner: StepRunner, inputs: Batch, targets: Any) -> Allocated:
-    """Sample torch's allocator after each task of a step.
-
-    Raises
-    ------
-    ArgumentError
-        If a device is no GPU.
-    """
+    """Sample torch's allocator after each task of a step."""
     tasks, samples = sample_tasks(runner.tasks, runner.model.devices)
     with runner.preserved():
         step = runner.run(inputs, targets, partial(_walk_alone, tasks))

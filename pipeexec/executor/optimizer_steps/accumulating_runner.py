@@ -18,12 +18,6 @@ class AccumulatingRunner(StepRunner):
     ----------
     last
         Runs the step that follows, with the optimizers: gives graph, model, loss and timeout.
-
-    Raises
-    ------
-    ArgumentError
-        Without an optimizer, with a CUDA graph or DistributedDataParallel, and for graphs whose
-        schedule is unknown or has several mini-batches.
     """
 
     accumulates = True

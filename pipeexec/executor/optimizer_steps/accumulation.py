@@ -60,13 +60,7 @@ class AccumulatedSteps:
 
 
 def accumulation_graph(graph: TaskGraph) -> TaskGraph:
-    """Return the graph of a step that leaves its gradients for a later one: without STEP.
-
-    Raises
-    ------
-    ArgumentError
-        If the graph was not lowered from a schedule, or has several mini-batches.
-    """
+    """Return the graph of a step that leaves its gradients for a later one: without STEP."""
     source = graph.options.source
     if source is None or graph.n_batches > 1:
         reason = "has several mini-batches" if source else "was not made by pipesim.lower"

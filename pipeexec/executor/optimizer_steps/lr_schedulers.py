@@ -38,11 +38,6 @@ class LRSchedulers:
         Schedulers by number of the stage, replica after replica; None for stages without an
         optimizer and those of other processes.
 
-    Raises
-    ------
-    ArgumentError
-        If the factory fails, or returns no scheduler, or that of another optimizer.
-
     See Also
     --------
     pipeexec.train : Its ``scheduler`` takes them.
@@ -103,11 +98,6 @@ class LRSchedulers:
         TypeError
             By torch, if the scheduler takes other arguments.
 
-        See Also
-        --------
-        get_last_lr : Learning rates after the step.
-        pipeexec.Pipeline.step : Step of the optimizers, which comes first.
-
         Examples
         --------
         >>> import torch
@@ -137,10 +127,6 @@ class LRSchedulers:
             Numbers, or tensors if the optimizer's rates are. Empty in a process whose stages have
             no parameters.
 
-        See Also
-        --------
-        step : Change the learning rates.
-
         Examples
         --------
         >>> import torch
@@ -168,11 +154,6 @@ class LRSchedulers:
         -------
         dict
             State of a torch scheduler, or states by stage.
-
-        See Also
-        --------
-        load_state_dict : Load a state.
-        pipeexec.save_checkpoint : Save schedulers with a pipeline.
 
         Examples
         --------
@@ -203,17 +184,6 @@ class LRSchedulers:
         ----------
         state_dict
             Result of `state_dict`, or state of a torch scheduler of the same class.
-
-        Raises
-        ------
-        ArgumentError
-            If the state is empty, has another number of stages or parameter groups, or is that of
-            another kind of scheduler.
-
-        See Also
-        --------
-        state_dict : Return the state.
-        pipeexec.load_checkpoint : Load the state of a training.
 
         Examples
         --------

@@ -41,8 +41,6 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
 
     Raises
     ------
-    ArgumentError
-        If graphs differ.
     DeadlockError
         If sends and receives would block each other in these orders.
     """
@@ -76,11 +74,6 @@ def agree_on_weights(
     """Check that copies of a stage in different processes begin with the same weights.
 
     Processes have different rows of ``sharded`` stages, which are not compared.
-
-    Raises
-    ------
-    ArgumentError
-        If the weights of a stage differ; names the stage.
     """
     rows = processes.share([_checksums(module) for module in modules])
     for stage in sorted({*range(n_stages)}.difference(sharded)):

@@ -37,13 +37,7 @@ class Clipping(NamedTuple):
 
     @classmethod
     def checked(cls, max_norm: object, error_if_nonfinite: object) -> Clipping:
-        """Return the options of `Pipeline`, checked.
-
-        Raises
-        ------
-        ArgumentError
-            For a norm that is no positive number.
-        """
+        """Return the options of `Pipeline`, checked."""
         value = None if max_norm is None else number(max_norm)
         if max_norm is not None and (value is None or not value > 0):
             raise ArgumentError(
@@ -74,13 +68,7 @@ class GradientOptions(NamedTuple):
 def checked_tied_parameters(
     tied: Sequence[Sequence[tuple[int, str]]] | None, stages: Sequence[nn.Module | None]
 ) -> tuple[TiedGroup, ...]:
-    """Return the groups of tied parameters: those of split stages, or those that are given.
-
-    Raises
-    ------
-    ArgumentError
-        For a value of another form, a stage or a name that does not exist, and for both.
-    """
+    """Return the groups of tied parameters: those of split stages, or those that are given."""
     facts = split_facts(stages)
     if facts is not None:
         if tied is not None:
@@ -190,13 +178,7 @@ def _raise_untied(needed: list[tuple[int, ...]], summed: list[tuple[int, ...]]) 
 def check_copies(
     tied: Sequence[TiedGroup], modules: Sequence[nn.Module], processes: Processes | None
 ) -> None:
-    """Check that the copies of a tied parameter are equal when a pipeline is made.
-
-    Raises
-    ------
-    ArgumentError
-        If shapes, types or values differ.
-    """
+    """Check that the copies of a tied parameter are equal when a pipeline is made."""
     rows = [
         ["" if isinstance(modules[s], RemoteStage) else _summary(modules[s], name)
          for s, name in group]
@@ -232,13 +214,7 @@ def check_optimizers_of_copies(
     optimizers: Sequence[torch.optim.Optimizer | None],
     processes: Processes | None,
 ) -> None:
-    """Check that the copies of a tied parameter are trained alike, so that they stay equal.
-
-    Raises
-    ------
-    ArgumentError
-        If their optimizers are of different classes, or their groups have different options.
-    """
+    """Check that the copies of a tied parameter are trained alike, so that they stay equal."""
     if not tied:
         return
     rows = [

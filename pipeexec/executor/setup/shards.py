@@ -76,13 +76,6 @@ def make_shards(
     """Return the shards of each local stage whose replicas share something, by slot.
 
     The parameters of these stages become views of flat tensors. All processes must call this.
-
-    Raises
-    ------
-    ArgumentError
-        If replicas are not processes of their own, a graph or pipeline has no optimizer steps, an
-        optimizer is not known to treat each element by itself, parameters are of other kinds or
-        devices, or copies of parameters are tied.
     """
     sharding = sharding_of(graph)
     if not any(what != "none" for what in sharding):

@@ -61,12 +61,6 @@ class StateMethods:
         ExecutionError
             If a step runs in another thread.
 
-        See Also
-        --------
-        load_state_dict : Load these entries.
-        optimizer_state_dict : State of the optimizers.
-        pipeexec.save_checkpoint : Save the whole state to files.
-
         Examples
         --------
         >>> import torch
@@ -96,18 +90,8 @@ class StateMethods:
 
         Raises
         ------
-        ArgumentError
-            Names the first key that is missing or unexpected, or whose shape differs; and for
-            copies of a tied parameter that would get different values. Nothing has been changed
-            then.
         PeerError
             If another process has refused its state.
-
-        See Also
-        --------
-        state_dict : Return parameters and buffers.
-        load_optimizer_state_dict : Load the state of the optimizers.
-        pipeexec.load_checkpoint : Load the whole state from files.
 
         Examples
         --------
@@ -152,12 +136,6 @@ class StateMethods:
         ExecutionError
             If a step runs in another thread.
 
-        See Also
-        --------
-        load_optimizer_state_dict : Load this state.
-        state_dict : Parameters and buffers.
-        pipeexec.save_checkpoint : Save the whole state to files.
-
         Examples
         --------
         >>> import torch
@@ -184,18 +162,8 @@ class StateMethods:
 
         Raises
         ------
-        ArgumentError
-            Names the first parameter that is missing or unexpected, or whose state has another
-            shape; for groups that differ, and the state of another kind of optimizer. Nothing has
-            been changed then.
         PeerError
             If another process has refused its state.
-
-        See Also
-        --------
-        optimizer_state_dict : Return the state of the optimizers.
-        load_state_dict : Load parameters and buffers.
-        pipeexec.load_checkpoint : Load the whole state from files.
 
         Examples
         --------

@@ -52,12 +52,6 @@ def first_calls(
         As of `pipeexec.split`.
     balancing
         Weights of calls.
-
-    Raises
-    ------
-    ArgumentError
-        If there are fewer blocks than stages, for numbers and names that are not the model's, and
-        if a stage has more bytes than the limit.
     """
     check_name("balance", balancing.balance, get_args(Balance))
     starts = _starts(names, blocks, cuts, balancing)

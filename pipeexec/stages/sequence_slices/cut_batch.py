@@ -29,13 +29,7 @@ NO_SLICES = SequenceCut()
 
 
 def check_slice_dim(slice_dim: object) -> int:
-    """Return the dimension of the positions.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything but a whole number of at least 0.
-    """
+    """Return the dimension of the positions."""
     if not isinstance(slice_dim, int) or isinstance(slice_dim, bool) or slice_dim < 0:
         raise ArgumentTypeError(
             f"slice_dim must be the dimension of the sequence's positions, at least 0, got "
@@ -57,12 +51,6 @@ def n_positions(
         Dimension of the samples in each tensor of inputs and targets; None for shared ones.
     cut
         How sequences are cut.
-
-    Raises
-    ------
-    ArgumentError
-        If a tensor with samples has no such dimension, or another number of positions, or if there
-        are fewer positions than slices; the message names the tensor.
     """
     first: tuple[str, int] | None = None
     for name, batch, row in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):

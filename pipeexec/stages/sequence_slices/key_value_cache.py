@@ -99,11 +99,6 @@ class KeyValueCache(nn.Module):
         Whether positions attend to earlier positions alone. False marks attention in both
         directions, which no pipeline runs in slices: the first slice would need keys of the last.
 
-    Raises
-    ------
-    ArgumentError
-        If ``causal`` is no flag.
-
     See Also
     --------
     pipeexec.Pipeline : Its ``slice_dim`` is the dimension that is cut.
@@ -146,18 +141,6 @@ class KeyValueCache(nn.Module):
         -------
         torch.Tensor
             Shape of the queries, with the width of the values.
-
-        Raises
-        ------
-        ArgumentError
-            For other options, and for tensors of other numbers of positions.
-        ArgumentTypeError
-            For anything but tensors of positions.
-
-        See Also
-        --------
-        append : Keys and values for an attention of your own.
-        offset : Position of the slice in its sequence.
 
         Examples
         --------
@@ -212,18 +195,6 @@ class KeyValueCache(nn.Module):
         tuple of torch.Tensor
             Keys and values; shape ``(..., positions so far, width)``.
 
-        Raises
-        ------
-        ArgumentTypeError
-            For keys and values that are no tensors of positions.
-        ArgumentError
-            If they have other numbers of positions.
-
-        See Also
-        --------
-        attend : Attention of the slice to all positions so far.
-        offset : Position of the slice in its sequence.
-
         Examples
         --------
         Outside of a pipeline with slices, there are no earlier slices:
@@ -261,16 +232,6 @@ class KeyValueCache(nn.Module):
             Number of positions of all earlier slices; 0 for the first, and outside of a pipeline
             with slices.
 
-        Raises
-        ------
-        ArgumentError
-            For a number that is no whole number of at least 0.
-
-        See Also
-        --------
-        attend : Attention of the slice to all positions so far.
-        append : Keys and values of all slices so far.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -293,10 +254,6 @@ class KeyValueCache(nn.Module):
         str
             The text between the parentheses of `repr`; empty for a causal cache.
 
-        See Also
-        --------
-        attend : Attention with the cache.
-
         Examples
         --------
         >>> import pipeexec as px
@@ -307,13 +264,7 @@ class KeyValueCache(nn.Module):
 
 
 def _check_positions(**tensors: Tensor) -> None:
-    """Raise unless all are tensors of shape (..., positions, width), of as many positions.
-
-    Raises
-    ------
-    ArgumentTypeError, ArgumentError
-        Naming the first that is not, or that differs from the one before.
-    """
+    """Raise unless all are tensors of shape (..., positions, width), of as many positions."""
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dim() < 2:

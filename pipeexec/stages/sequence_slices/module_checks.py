@@ -45,12 +45,6 @@ def check_sliceable(modules: Sequence[nn.Module], n_stages: int, n_slices: int) 
         Module of each stage, replica after replica.
     n_stages, n_slices
         Those of the graph.
-
-    Raises
-    ------
-    ArgumentError
-        For attention in both directions, for torch's attention modules and recurrent layers, and
-        for stages that are DistributedDataParallel; the message names stage and module.
     """
     for slot, module in enumerate(modules[:n_stages]):
         if isinstance(module, nn.parallel.DistributedDataParallel):

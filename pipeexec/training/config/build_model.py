@@ -40,13 +40,7 @@ def _one_of(config: Config, section: str, *keys: str) -> str:
 
 
 def make_model(config: Config) -> nn.Module:
-    """Return the model that a configuration names.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown name or argument, or a factory that returns something else.
-    """
+    """Return the model that a configuration names."""
     with config.errors("model"):
         section, seed = config["model"], config["training"]["seed"]
         if _one_of(config, "model", "name", "factory") == "factory":
@@ -74,13 +68,7 @@ def make_loss(config: Config) -> Loss:
 
 
 def make_data(config: Config, replicas: Sequence[int]) -> Data:
-    """Return the batches of some data-parallel replicas, which this process runs.
-
-    Raises
-    ------
-    ArgumentError
-        If there are no data, or a factory cannot give the batches of some replicas.
-    """
+    """Return the batches of some data-parallel replicas, which this process runs."""
     with config.errors("data"):
         if _one_of(config, "data", "text", "factory") == "text":
             return _text_data(config, replicas)

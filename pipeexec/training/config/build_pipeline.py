@@ -25,13 +25,7 @@ from pipesim.sweeps.schedule_sources import source_info
 
 
 def n_devices(config: Config, processes: Processes | None) -> tuple[int, int]:
-    """Return the numbers of devices of a replica, and of this process.
-
-    Raises
-    ------
-    ArgumentError
-        If stages, replicas and devices do not fit together.
-    """
+    """Return the numbers of devices of a replica, and of this process."""
     section, n_ranks = config["pipeline"], 1 if processes is None else processes.n_ranks
     n_replicas, names = section["replicas"], section["devices"]
     n_all = None if names is None else len(names) * n_ranks
@@ -62,13 +56,7 @@ def make_pipeline(
     processes: Processes | None,
     timeout: float,
 ) -> Pipeline:
-    """Return the pipeline of a model; ``sample`` has the inputs of one batch.
-
-    Raises
-    ------
-    ArgumentError
-        For values that do not fit together, and models that cannot be split.
-    """
+    """Return the pipeline of a model; ``sample`` has the inputs of one batch."""
     with config.errors("pipeline"):
         section = config["pipeline"]
         n_stages, n_local = n_devices(config, processes)
@@ -125,13 +113,7 @@ def _graph(
 
 
 def make_optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return the function that makes the optimizer of a stage.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown name, or an argument that the optimizer does not take.
-    """
+    """Return the function that makes the optimizer of a stage."""
     section, arguments = config["optimizer"], dict(config.arguments["optimizer"])
     optimizer = named_class(section["name"], torch.optim, torch.optim.Optimizer)
     least = section["decay_dimensions"]
@@ -159,11 +141,6 @@ def make_scheduler(config: Config, pipeline: Pipeline) -> LRSchedulers | None:
     """Return the learning-rate schedulers of a pipeline; None without one.
 
     ``warm_up`` steps before it raise the rate from zero in equal steps.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown name, or an argument that the scheduler does not take.
     """
     section, arguments = config["scheduler"], config.arguments["scheduler"]
     name, warm_up = section["name"], section["warm_up"]

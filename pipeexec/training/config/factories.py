@@ -17,11 +17,6 @@ def imported(name: str, folder: Path) -> Callable[..., Any]:
     """Import a function by ``"package.module:function"``, also from modules in a folder.
 
     Importing a module runs its code: it is the user's own, named in the user's own file.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no such module or function.
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or not all(x.isidentifier() for x in [*module_name.split("."), function_name]):
@@ -54,13 +49,7 @@ def imported(name: str, folder: Path) -> Callable[..., Any]:
 
 
 def named_class(name: str, module: Any, base: type) -> type:
-    """Return a class of a module by its name.
-
-    Raises
-    ------
-    ArgumentError
-        If it has no such subclass of ``base``, with the nearest name.
-    """
+    """Return a class of a module by its name."""
     value = vars(module).get(name)
     if isinstance(value, type) and issubclass(value, base) and value is not base:
         return value
@@ -90,8 +79,6 @@ def call(
 
     Raises
     ------
-    UnknownNameError
-        For an argument that it does not take.
     ExecutionError
         If it raises another error than one of this package.
     """

@@ -58,13 +58,7 @@ class Config:
 
     @contextmanager
     def errors(self, section: str) -> Iterator[None]:
-        """Name the file and the section in errors of a block.
-
-        Raises
-        ------
-        ArgumentError
-            For errors about arguments; others pass.
-        """
+        """Name the file and the section in errors of a block."""
         try:
             yield
         except ArgumentError as error:
@@ -74,14 +68,7 @@ class Config:
 
 
 def read_config(path: Path | str) -> Config:
-    """Read and check the TOML file of a training.
-
-    Raises
-    ------
-    ArgumentError
-        If it cannot be read or is no TOML, for unknown sections and keys (with the nearest known
-        one), missing keys and values of a wrong type; the message names file, section and key.
-    """
+    """Read and check the TOML file of a training."""
     path = check_path("config", path)
     text = read_text(path, "the configuration", ArgumentError)
     try:

@@ -34,11 +34,6 @@ class TextBatches:
         First and last sample of a batch that this process takes; None for all.
     limit
         Most batches of an epoch; None for all.
-
-    Raises
-    ------
-    ArgumentError
-        If the text is too short for a batch.
     """
 
     def __init__(
@@ -79,13 +74,7 @@ class TextBatches:
 
 
 def text_files(patterns: Sequence[str], folder: Path) -> list[Path]:
-    """Return the files that patterns name, relative to a folder, in order of their names.
-
-    Raises
-    ------
-    ArgumentError
-        If a pattern matches no file.
-    """
+    """Return the files that patterns name, relative to a folder, in order of their names."""
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
@@ -112,8 +101,6 @@ def read_texts(files: Sequence[Path]) -> Tensor:
 
     Raises
     ------
-    ArgumentError
-        If a file cannot be read.
     CapacityError
         If they do not fit in memory.
     """

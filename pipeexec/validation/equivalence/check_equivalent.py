@@ -81,12 +81,6 @@ def check_equivalent(
 
     Raises
     ------
-    ArgumentError
-        If the batch does not divide into equal micro-batches or has NaN, a count is wrong, or no
-        parameter trains. Also if stages share a parameter, a schedule updates weights elsewhere
-        than at the end, or a type has too few digits (float16, bfloat16).
-    ArgumentTypeError
-        For a model or configuration of another type.
     StageError
         If a layer or the loss raises; see `Pipeline.step`.
 

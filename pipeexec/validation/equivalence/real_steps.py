@@ -55,11 +55,6 @@ def named_layers(model: object) -> Layers:
     """Return the layers of a model that stages are made of.
 
     They are the modules of an `nn.Sequential` or of a list, and any other module as a whole.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything but modules.
     """
     if isinstance(model, nn.Sequential):
         return OrderedDict(model.named_children())

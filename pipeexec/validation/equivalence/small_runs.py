@@ -83,16 +83,7 @@ class SmallRun:
 def small_runs(
     a: Configuration, b: Configuration, n_samples: int, n_layers: int
 ) -> tuple[SmallRun, SmallRun]:
-    """Return the runs of two configurations; see `check_equivalent`.
-
-    Raises
-    ------
-    ArgumentError
-        If the samples do not divide into equal micro-batches, there are more stages than layers, or
-        a schedule updates weights elsewhere than at the end.
-    ArgumentTypeError
-        For another type of configuration, or two different ones.
-    """
+    """Return the runs of two configurations; see `check_equivalent`."""
     if isinstance(a, PlanChoice) and isinstance(b, PlanChoice):
         return _scaled(a, b, n_samples, n_layers)
     for name, value in (("a", a), ("b", b)):

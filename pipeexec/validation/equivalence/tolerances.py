@@ -29,13 +29,7 @@ _ADAM_EPS = 1e-8
 
 
 def rounding_share(dtype: torch.dtype) -> float:
-    """Return the difference that rounding explains, as a share of the largest value.
-
-    Raises
-    ------
-    ArgumentError
-        If the type has so few digits that rounding would explain any difference.
-    """
+    """Return the difference that rounding explains, as a share of the largest value."""
     eps = torch.finfo(dtype).eps
     if eps > _LARGEST_EPS:
         raise ArgumentError(

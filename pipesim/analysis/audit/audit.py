@@ -97,11 +97,6 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
         - ``needed``: whether a data race occurs without the item;
         - ``race``: two tasks that then race, and the data, or an empty text.
 
-    Raises
-    ------
-    ArgumentError
-        For a graph of more tasks, and arguments of another type; others as `pipesim.simulate`.
-
     See Also
     --------
     pipesim.simulate : Predict when each task of the graph runs.

@@ -84,11 +84,6 @@ def without(graph: TaskGraph, kind: WaitKind | str) -> TaskGraph:
     A task that no longer waits for the task before it on its stream begins a new queue there, and
     the tasks behind it are in the new queue. A RECV that no longer waits for its SEND takes no
     time. It then has another operation, and only the simulator accepts such a graph.
-
-    Raises
-    ------
-    UnknownNameError
-        If the graph has no such kind.
     """
     if isinstance(kind, str):
         kinds = {item.name: item for item in kinds_of_waits(graph)}

@@ -100,8 +100,6 @@ def graph_bound(
 
     Raises
     ------
-    ArgumentError
-        For a memory limit that is less than one micro-batch needs, and an unknown objective.
     CostsError
         If the costs lack an operation, if sums of their seconds are not finite, and for a memory
         limit if they have no bytes.

@@ -72,9 +72,6 @@ def lower_bound(
 
     Raises
     ------
-    ArgumentError
-        For arguments out of range, and for a limit that is less than one micro-batch needs; the
-        message names the device and its bytes.
     CostsError
         If the costs lack seconds of an operation or have another number of stages, or if sums of
         them are not finite.

@@ -58,13 +58,7 @@ class _Chain(NamedTuple):
 
 
 def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: float) -> Arcs:
-    """Return the arcs of the memory limits of devices; ``reserve`` is `Costs.memory_reserve`.
-
-    Raises
-    ------
-    ArgumentError
-        For a limit that is less than one micro-batch needs, naming device and bytes.
-    """
+    """Return the arcs of the memory limits of devices; ``reserve`` is `Costs.memory_reserve`."""
     none = np.empty(0, dtype=np.int64)
     arcs = [Arcs(none, none, np.empty(0))]
     for number, device in enumerate(devices):

@@ -39,9 +39,6 @@ def balanced_split(
 
     Raises
     ------
-    ArgumentError
-        If there are more stages than layers, or ``seconds`` is no list or 1-d array of a layer or
-        more.
     CostsError
         For a weight that is negative, NaN or infinite.
 
@@ -134,13 +131,7 @@ def _borders_of_few(layers: Ints, n_layers: int, n_stages: int) -> list[int]:
 
 
 def _weights(seconds: object) -> Floats:
-    """Return weights as a contiguous array; those that are no numbers are NaN.
-
-    Raises
-    ------
-    ArgumentError
-        If ``seconds`` is no list of a layer or more.
-    """
+    """Return weights as a contiguous array; those that are no numbers are NaN."""
     values = seconds
     if isinstance(seconds, np.ndarray) and seconds.ndim == 1:
         if seconds.dtype == np.float64 and len(seconds):

@@ -44,13 +44,6 @@ class Routing:
     counts
         Assignments of each expert.
 
-    Raises
-    ------
-    ArgumentError
-        For values out of range, and for counts that do not suit the distribution.
-    UnknownNameError
-        For an unknown distribution.
-
     See Also
     --------
     pipesim.Transformer.costs : Costs of a model with experts; takes a routing.
@@ -98,16 +91,6 @@ class Routing:
         Routing
             For any number of experts.
 
-        Raises
-        ------
-        ArgumentError
-            For an exponent or a seed out of range.
-
-        See Also
-        --------
-        dirichlet : Random shares.
-        from_counts : Measured shares.
-
         Examples
         --------
         Shares are in the ratio of 1, 1/2, 1/3 and 1/4.
@@ -134,16 +117,6 @@ class Routing:
         Routing
             For any number of experts.
 
-        Raises
-        ------
-        ArgumentError
-            For a concentration or a seed out of range.
-
-        See Also
-        --------
-        zipf : Shares by Zipf's law.
-        from_counts : Measured shares.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -168,15 +141,6 @@ class Routing:
         Routing
             For as many experts as there are counts.
 
-        Raises
-        ------
-        ArgumentError
-            For counts that are negative, not finite, all 0, or none.
-
-        See Also
-        --------
-        zipf : Shares by Zipf's law, if none are measured.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -200,16 +164,6 @@ class Routing:
         -------
         numpy.ndarray
             Shares, 0 to 1, that sum to 1; shape ``(n_experts,)``.
-
-        Raises
-        ------
-        ArgumentError
-            For counts that are no whole numbers, more experts a token than experts, and counts
-            of another number of experts.
-
-        See Also
-        --------
-        imbalance : How much more the busiest rank gets.
 
         Examples
         --------
@@ -248,15 +202,6 @@ class Routing:
         float
             1 if all ranks get as many.
 
-        Raises
-        ------
-        ArgumentError
-            For ranks that do not divide the experts, and as `shares`.
-
-        See Also
-        --------
-        shares : Shares of the experts.
-
         Examples
         --------
         Two ranks get 3 and 1 of 4 assignments, 2 on average.
@@ -280,10 +225,6 @@ class Routing:
         -------
         dict
             Fields by name; `pipesim.Transformer.costs` takes such a mapping as ``routing``.
-
-        See Also
-        --------
-        pipesim.Transformer.costs : Costs of a model with experts.
 
         Examples
         --------
@@ -324,13 +265,6 @@ def as_routing(value: Routing | Mapping[str, Any] | str) -> Routing:
     ----------
     value
         A `Routing`; ``"uniform"``; or a mapping of its fields.
-
-    Raises
-    ------
-    ArgumentError
-        For anything else, and as `Routing`.
-    UnknownNameError
-        For an unknown field or distribution.
     """
     if isinstance(value, Routing):
         return value

@@ -15,13 +15,7 @@ Filters = Sequence[Callable[[PlanChoice], bool]]
 
 
 def checked_filters(where: Any) -> Filters:
-    """Return the functions that configurations must pass.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For anything but None, a function, or a list of functions.
-    """
+    """Return the functions that configurations must pass."""
     listed = [] if where is None else [where] if callable(where) else where
     functions = check_list("where", listed, "a function, or a list of functions")
     for function in functions:
@@ -30,13 +24,7 @@ def checked_filters(where: Any) -> Filters:
 
 
 def keeps(filters: Filters, choice: PlanChoice) -> bool:
-    """Return whether all functions keep a configuration.
-
-    Raises
-    ------
-    ArgumentError
-        If a function raises, or returns anything but True or False.
-    """
+    """Return whether all functions keep a configuration."""
     return all(_answer(function, choice) for function in filters)
 
 

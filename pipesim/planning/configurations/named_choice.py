@@ -92,13 +92,7 @@ def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> Pl
 
 
 def checked_choice(problem: PlanProblem, choice: PlanChoice) -> PlanChoice:
-    """Return a configuration without settings that do not apply, such as sharing by one replica.
-
-    Raises
-    ------
-    ArgumentError
-        For one of another batch, cluster or model, and for settings that are impossible.
-    """
+    """Return a configuration without settings that do not apply, such as sharing by one replica."""
     settings = {name: getattr(choice, name) for name in SETTINGS}
     for name in _COUNTS:
         check_count(name, settings[name])

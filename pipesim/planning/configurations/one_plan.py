@@ -108,16 +108,6 @@ class Plan:
         str
             Flags in one line, quoted for a shell.
 
-        Raises
-        ------
-        ArgumentError
-            For a configuration that Megatron-LM cannot run, naming those that it can.
-
-        See Also
-        --------
-        to_torchtitan : Settings of torchtitan.
-        pipesim.write_layout : Layers of stages as a layout string of Megatron.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -151,17 +141,6 @@ class Plan:
         -------
         str
             Tables of TOML, with comments.
-
-        Raises
-        ------
-        ArgumentError
-            For a configuration that torchtitan cannot run, naming those that it can; for an order
-            that is made for costs, without a file; for a file that cannot be written.
-
-        See Also
-        --------
-        to_megatron : Flags of Megatron-LM.
-        pipesim.Schedule.save : Write the order alone, as torch's CSV.
 
         Examples
         --------

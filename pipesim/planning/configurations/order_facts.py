@@ -48,14 +48,7 @@ def choice_facts(choice: PlanChoice) -> OrderFacts:
 
 
 def order_facts(name: str, n_devices: int, n_chunks: int, n_slices: int = 1) -> OrderFacts:
-    """Return placement and operations of a schedule, from the order of few micro-batches.
-
-    Raises
-    ------
-    ArgumentError
-        For a schedule of several paths or mini-batches, which a plan cannot use, and for one that
-        does not cut sequences into so many slices.
-    """
+    """Return placement and operations of a schedule, from the order of few micro-batches."""
     return order_facts_of(schedule_info(name), n_devices, n_chunks, n_slices)
 
 

@@ -167,12 +167,6 @@ def plan(
         ``complete`` is False, and configurations that were left are missing. Those whose noisy
         steps were left follow the others, by steps without noise.
 
-    Raises
-    ------
-    ArgumentError
-        For arguments of another type or out of range, and if no configuration is possible, naming
-        those that are the nearest to fit and what they lack.
-
     See Also
     --------
     pipesim.sweep : Simulate all of a list of configurations.

@@ -147,17 +147,6 @@ class Plans:
         Plan
             The configuration with its costs, schedule, graph and timeline.
 
-        Raises
-        ------
-        ArgumentError
-            For a rank that there is not, and for a configuration that `choice` would refuse, or
-            of another global batch, number of GPUs or model.
-
-        See Also
-        --------
-        choice : Return a configuration by its settings.
-        explain : Compare two configurations.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -196,16 +185,6 @@ class Plans:
         PlanChoice
             All settings of the configuration.
 
-        Raises
-        ------
-        ArgumentError
-            For settings that are unknown, or impossible for this model, cluster and batch.
-
-        See Also
-        --------
-        plan : Return the configuration with its timeline.
-        explain : Compare the configuration with another.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -236,19 +215,6 @@ class Plans:
         matplotlib.axes.Axes
             Seconds of a step on the x axis, bytes of the fullest device on the y axis, in suitable
             units.
-
-        Raises
-        ------
-        ArgumentError
-            If no configuration is ranked, for an ``ax`` that is no Axes, and for a limit that is
-            not above 0.
-        UnknownNameError
-            For an unknown unit.
-
-        See Also
-        --------
-        summary : The best configurations as text.
-        front : The configurations that are labelled.
 
         Examples
         --------
@@ -287,16 +253,6 @@ class Plans:
         Explanation
             Parts of the difference in seconds, and of the memory in bytes; as text when printed.
 
-        Raises
-        ------
-        ArgumentError
-            As `plan`.
-
-        See Also
-        --------
-        plan : Return a configuration with its timeline.
-        pipesim.compare : Compare two timelines task by task.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -323,16 +279,6 @@ class Plans:
         str
             Flags in one line, quoted for a shell.
 
-        Raises
-        ------
-        ArgumentError
-            As `Plan.to_megatron`, and if no configuration is ranked.
-
-        See Also
-        --------
-        pipesim.Plan.to_megatron : The same for any configuration.
-        to_torchtitan : Settings of torchtitan.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -357,16 +303,6 @@ class Plans:
         str
             Tables ``training``, ``parallelism`` and ``activation_checkpoint``.
 
-        Raises
-        ------
-        ArgumentError
-            As `Plan.to_torchtitan`, and if no configuration is ranked.
-
-        See Also
-        --------
-        pipesim.Plan.to_torchtitan : The same for any configuration.
-        to_megatron : Flags of Megatron-LM.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -387,16 +323,6 @@ class Plans:
         ----------
         path
             File to write. A file of that name is replaced.
-
-        Raises
-        ------
-        ArgumentError
-            For a value that is no path, and a file that cannot be written.
-
-        See Also
-        --------
-        table : The ranked configurations.
-        ruled_out : The other configurations.
 
         Examples
         --------
@@ -432,16 +358,6 @@ class Plans:
         -------
         str
             A line of counts, and a line for each of the best.
-
-        Raises
-        ------
-        ArgumentError
-            For a number that is no whole number of at least 1.
-
-        See Also
-        --------
-        table : All ranked configurations, as a DataFrame.
-        plot : Draw all ranked configurations.
 
         Examples
         --------

@@ -45,13 +45,7 @@ class SearchSpace:
 
     @classmethod
     def checked(cls, **values: Any) -> SearchSpace:
-        """Return the space of values that are fixed, listed, or None.
-
-        Raises
-        ------
-        ArgumentError
-            For values of another type, empty lists, and unknown names.
-        """
+        """Return the space of values that are fixed, listed, or None."""
         checks = {
             "schedules": _schedule, "recompute": lambda _, x: check_name("recompute", x, RECOMPUTE),
             "shard_optimizer": check_flag, "sequence_parallel": check_flag,
@@ -65,13 +59,7 @@ class SearchSpace:
         )
 
     def measured_size(self, problem: PlanProblem) -> int | None:
-        """Return the sequences of the micro-batch of measured layers; None for a transformer.
-
-        Raises
-        ------
-        ArgumentError
-            For several sizes.
-        """
+        """Return the sequences of the micro-batch of measured layers; None for a transformer."""
         if isinstance(problem.model, Transformer):
             return None
         sizes = self.microbatch_size or (1,)

@@ -126,9 +126,6 @@ def optimize(
 
     Raises
     ------
-    ArgumentError
-        For arguments that are out of range, and for a limit in which no micro-batch fits; the
-        message names the device and the bytes that it needs at least.
     CostsError
         If the costs lack seconds of an operation, or are of another number of micro-batches.
     NetworkError
@@ -210,13 +207,7 @@ def _checked_percentile(noise: object, percentile: object, objective: str) -> fl
 def _checked_limit(
     problem: OrderProblem, costs: Costs, memory_limit: object, stacklevel: int
 ) -> list[float] | None:
-    """Return the bytes that each device may hold, None for no limit.
-
-    Raises
-    ------
-    ArgumentError
-        If one micro-batch does not fit.
-    """
+    """Return the bytes that each device may hold, None for no limit."""
     if memory_limit is None:
         memory_limit = None if costs.work is None else costs.work.memory
     elif not np.any(costs.activation_bytes) and not np.any(costs.weight_grad_bytes):

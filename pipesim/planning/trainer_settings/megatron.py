@@ -88,13 +88,6 @@ def read_megatron(
     TrainerSettings
         Schedule, placement, layers of each stage, options of `pipesim.lower`, parallel sizes.
 
-    Raises
-    ------
-    ArgumentError
-        - For flags of a wrong type or value, and flags that contradict each other.
-        - For flags that change the pipeline and are not understood.
-        - For layers, GPUs or a batch that cannot be shared evenly, as Megatron-LM needs it.
-
     See Also
     --------
     Plan.to_megatron : Write the flags of a configuration.

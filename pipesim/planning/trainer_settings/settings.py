@@ -42,12 +42,6 @@ class TrainerSettings:
         Flags or settings that do not change the tasks, or that are not known. Sizes of the model
         are among them: give them to `pipesim.Transformer`.
 
-    Raises
-    ------
-    ArgumentError
-        When `schedule` is used: for a number of micro-batches that the schedule does not take, and
-        a file of another pipeline.
-
     See Also
     --------
     Plans.choice : Make a configuration from settings.

@@ -58,13 +58,6 @@ def read_torchtitan(
     TrainerSettings
         Schedule, placement, layers of each stage, options of `pipesim.lower`, parallel sizes.
 
-    Raises
-    ------
-    ArgumentError
-        - For a text that is no TOML, a file that cannot be read, and values of a wrong type.
-        - For settings that change the pipeline and are not understood.
-        - For layers, GPUs or a batch that cannot be shared as torchtitan needs it.
-
     See Also
     --------
     Plan.to_torchtitan : Write the settings of a configuration.

@@ -62,9 +62,6 @@ def to_html(
 
     Raises
     ------
-    ArgumentError
-        For another ending, an item of another type, no items, an unknown layout, and numbers of
-        micro-batches for a timeline of no named schedule.
     CapacityError
         If the items have over 5,000,000 tasks together.
 

@@ -55,9 +55,6 @@ def widget(
 
     Raises
     ------
-    ArgumentError
-        If anywidget is not installed, for a height below 100, and for the arguments that `to_html`
-        refuses.
     CapacityError
         If the items have over 5,000,000 tasks together.
 

@@ -45,8 +45,6 @@ def find_selection(shown: Sequence[Showable], values: Mapping[str, Any]) -> Sele
     ------
     TimelineError
         If it is in a schedule, a task graph or a simulation of the page, which are no timelines.
-    ArgumentError
-        If the values name nothing that is shown.
     """
     if not values:
         return None
@@ -114,11 +112,6 @@ def gap_rows(selection: Selection | None) -> pd.DataFrame:
         ``device``, ``start``, ``end`` (s), and a column of seconds for each cause of
         `pipesim.analysis.idle.idle_by_cause`; these sum to ``end - start``, up to rounding. No rows
         if no gap is selected.
-
-    Raises
-    ------
-    ArgumentError
-        If the timeline has no such gap.
     """
     from pipesim.utils.packages import pandas as pd
 

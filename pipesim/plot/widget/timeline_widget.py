@@ -95,8 +95,6 @@ class TimelineWidget(anywidget.AnyWidget):
 
         Raises
         ------
-        ArgumentError
-            For items that `pipesim.to_html` refuses.
         CapacityError
             If they have over 5,000,000 tasks together.
         """
@@ -117,8 +115,6 @@ class TimelineWidget(anywidget.AnyWidget):
 
         Raises
         ------
-        ArgumentError
-            For an item of another type, and a name that another item has.
         CapacityError
             If the items have over 5,000,000 tasks together.
         """

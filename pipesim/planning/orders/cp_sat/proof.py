@@ -123,11 +123,6 @@ def prove(
     stop
         Called some 20 times a second in this thread. The search ends when it returns true. Ctrl-C
         ends the search too; what was reached is returned.
-
-    Raises
-    ------
-    ArgumentError
-        Without a limit, or if the order deadlocks or exceeds a memory limit.
     """
     if seconds is None and work is None and stop is None:
         raise ArgumentError("prove needs a limit: seconds, work, or stop")
