@@ -16,14 +16,15 @@ def same(one: ps.Timeline, two: ps.Timeline) -> bool:
     a, b = one.graph, two.graph
     columns = ("op", "device", "stage", "microbatch", "stream", "pair", "replica", "part")
     return (
-        all((getattr(a, column) == getattr(b, column)).all() for column in columns)
+        len(a) == len(b)
+        and all((getattr(a, column) == getattr(b, column)).all() for column in columns)
         and a.streams == b.streams
         and all(
             getattr(a, count) == getattr(b, count)
             for count in ("n_devices", "n_stages", "n_microbatches", "n_replicas", "n_batches")
         )
         and all(
-            (x.ptr == y.ptr).all() and (x.values == y.values).all()
+            np.array_equal(x.ptr, y.ptr) and np.array_equal(x.values, y.values)
             for x, y in (
                 (a.dependencies, b.dependencies),
                 (a.queues, b.queues),

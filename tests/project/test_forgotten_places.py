@@ -1,0 +1,212 @@
+"""A field of a record that a place forgets: files, flags, sweeps, prices.
+
+Options of `lower` and fields of `Costs` are read from their signatures, so a new one fails here
+until it has an example, and then until each place knows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_output import succeed
+from same_timelines import same
+
+import pipesim as ps
+from pipesim.sweeps.settings import FLAT, LOWERING
+
+#: Each option of `lower` with a value that is not its default, and the options that it needs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": "except_last"},
+    "overlap": {"overlap": False},
+    "streams": {"streams": "single"},
+    "rendezvous": {"rendezvous": True},
+    "hosts": {"hosts": "per_device"},
+    "host_threads": {"host_threads": True, "hosts": "per_device"},
+    "issue_order": {"issue_order": "stage_major"},
+    "step": {"step": "none"},
+    "n_replicas": {"n_replicas": 2},
+    "layout": {"layout": "stage_major", "n_replicas": 2},
+    "grad_sync": {"grad_sync": "every", "n_replicas": 2},
+    "n_buckets": {"n_buckets": 2, "grad_sync": "bucketed", "n_replicas": 2},
+    "shard_optimizer": {"shard_optimizer": True, "n_replicas": 2},
+    "sharded": {"sharded": [0], "n_replicas": 2},
+    "exchange_work": {"exchange_work": "compute", "sharded": [0], "n_replicas": 2},
+    "prefetch_keys": {"prefetch_keys": True, "sharded": [0], "n_replicas": 2},
+    "sparse_grad_sync": {"sparse_grad_sync": "last", "sharded": [0], "n_replicas": 2},
+    "skips": {"skips": [(0, 2)]},
+    "portals": {"portals": False, "skips": [(0, 2)]},
+    "recompute_first": {"recompute_first": True, "recompute": "always"},
+    "recompute_waits": {"recompute_waits": True, "recompute": "always", "overlap": False},
+    "forward_only": {"forward_only": True},
+    "tied": {"tied": [(0, 3)]},
+    "grad_norm": {"grad_norm": True},
+    "prefetch": {"prefetch": 2, "offload": "all"},
+    "offload": {"offload": 0.5},
+    "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
+    "expert_layers": {"expert_layers": 1, "n_replicas": 2},
+    "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},
+}
+NETWORK = ps.Network(latency=0.01, bandwidth=64, host=ps.HostLink(bandwidth=32))
+#: Costs of which network and bytes give the seconds of messages and collectives.
+DERIVED = ps.Costs(
+    forward=1.0, backward=2.5, input_grad=1.25, weight_grad=1.125, optimizer_step=0.5,
+    dispatch=0.25, reorder=0.125, launch=0.0625, output_bytes=4, output_seconds=0.03,
+    activation_bytes=16, weight_grad_bytes=3, parameter_bytes=48, optimizer_bytes=96, key_bytes=2,
+    tied_bytes=8, network=NETWORK, forward_workspace_bytes=5, backward_workspace_bytes=6,
+    memory_reserve=0.1, grad_norm=0.2, expert_layers=1, dispatch_bytes=7, combine_bytes=9,
+    expert_parameter_bytes=20, expert_gradient_bytes=21, expert_optimizer_bytes=22,
+    reduce_copies=0.3, skip_bytes={(0, 2): 10.0}, expert_replicas=2,
+)  # fmt: skip
+#: Another value of each field of `Costs`.
+CHANGES: dict[str, Any] = {
+    **dict.fromkeys(("recompute", "reorder_gradients", "reduce_grad", "unshard"), 3.5),
+    **dict.fromkeys(("exchange_counts", "exchange_keys", "exchange_vectors"), 3.5),
+    **dict.fromkeys(("exchange_gradients", "exchange_accumulated", "reduce_tied"), 3.5),
+    **dict.fromkeys(("exchange_dispatch", "exchange_combine", "offload", "reload"), 3.5),
+    "overlapped": 3.25,
+    "gradient_bytes": 100,
+    "vector_bytes": 11,
+    "offload_bytes": 12,
+    "buckets": [[(0.75, 0.25), (0.25, 1.0)]],
+    "exchange_bytes": {0: {"keys": [[1, 2], [3, 4]]}},
+    "skip_bytes": {(0, 2): 20.0},
+    "network": ps.Network(latency=0.02, bandwidth=64, host=ps.HostLink(bandwidth=32)),
+    "all_reduce": "tree",
+    "workload": ps.Workload(tokens=10, flops=100),
+    "memory_reserve": 0.2,
+    "reduced_share": 0.5,
+    "expert_replicas": 1,
+    "expert_layers": 2,
+    "segments": [[(0.5, 0.25, 0.25)] * 3] * 4,
+}
+
+
+def lowered(schedule: str = "gpipe", **options: Any) -> ps.TaskGraph:
+    """Return a graph of four devices and four micro-batches."""
+    return ps.lower(ps.schedule(schedule, 4, 4), **options)
+
+
+def costs_of(graph: ps.TaskGraph, costs: ps.Costs = DERIVED) -> ps.Costs:
+    """Return costs without what the graph does not have."""
+    if not graph.skips:
+        costs = replace(costs, skip_bytes=None)
+    return costs if graph.n_replicas > 1 else replace(costs, expert_replicas=1)
+
+
+def test_all_options_have_an_example() -> None:
+    """Add an option of `lower` above, with a value that is not the default."""
+    assert OPTIONS.keys() == inspect.signature(ps.lower).parameters.keys() - {"schedule"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_files_keep_each_option(option: str, tmp_path: Path) -> None:
+    """A step with it differs from one without, and is what each kind of file returns."""
+    chosen = OPTIONS[option]
+    others = {name: value for name, value in chosen.items() if name != option}
+    graph, without = lowered(**chosen), lowered(**others)
+    timeline = ps.simulate(graph, costs_of(graph))
+    shown = [name for name in ("recompute", "overlap") if name != option]
+    usual = dict.fromkeys(shown, None) | {"source": None}
+    costs = replace(costs_of(without), expert_replicas=without.n_replicas)
+    assert not same(timeline, ps.simulate(without, costs)) or (
+        replace(graph.options, **usual) != replace(without.options, **usual)
+        or not np.array_equal(graph.host, without.host)
+    )
+    for name in ("step.csv", "step.parquet"):
+        timeline.save(tmp_path / name)
+        read = ps.Timeline.load(tmp_path / name, costs=timeline.costs)
+        assert same(timeline, read), name
+        np.testing.assert_array_equal(read.graph.host, graph.host)
+        labels = {"recompute": "", "overlap": True, "source": None}  # which the tasks show
+        assert replace(read.graph.options, **labels) == replace(graph.options, **labels)
+        assert ps.simulate(read.graph, read.costs).makespan == timeline.makespan
+    timeline.to_chrome(tmp_path / "step.json")
+    assert same(timeline, ps.Timeline.from_chrome(tmp_path / "step.json"))
+
+
+def test_flags_and_sweeps_know_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipesim simulate` has a flag, TOML files a key, and sweeps a setting."""
+    assert set(LOWERING.values()) == OPTIONS.keys()
+    assert OPTIONS.keys() <= FLAT.keys()
+    text = succeed(capsys, "simulate", "--help")
+    assert not [key for key in LOWERING if f"--{key.replace('_', '-')}" not in text]
+
+
+def test_all_costs_have_an_example() -> None:
+    """Add a field of `Costs` above: to `DERIVED`, or with another value to `CHANGES`."""
+    names = {x.name for x in fields(ps.Costs)}
+    usual = {x.name for x in fields(ps.Costs) if getattr(DERIVED, x.name) == x.default}
+    assert usual | CHANGES.keys() <= names
+    assert usual <= CHANGES.keys()
+
+
+def with_change(name: str) -> ps.Costs:
+    """Return costs with another value of one field."""
+    value = CHANGES[name] if name in CHANGES else getattr(DERIVED, name) * 2
+    return replace(DERIVED, **{name: value})
+
+
+@pytest.mark.parametrize("name", [x.name for x in fields(ps.Costs)])
+def test_files_keep_each_cost(name: str, tmp_path: Path) -> None:
+    """Dictionaries, files and pickles return equal costs."""
+    costs = with_change(name)
+    assert costs != DERIVED
+    costs.save(tmp_path / "costs.json")
+    for copy in (
+        ps.Costs.from_dict(costs.to_dict()),
+        ps.Costs.load(tmp_path / "costs.json"),
+        pickle.loads(pickle.dumps(costs)),  # noqa: S301 - of our own
+    ):
+        assert copy == costs
+
+
+#: Schedules and options whose graphs have all operations between them.
+GRAPHS: list[tuple[str, dict[str, Any]]] = [
+    ("gpipe", {"recompute": "always", "offload": "all", "skips": [(0, 2)]}),
+    ("gpipe", {"offload": "all", "tied": [(0, 3)], "grad_norm": True}),
+    ("gpipe", {"n_replicas": 2, "sharded": [0], "exchange_work": "compute"}),
+    ("gpipe", {"n_replicas": 2, "sharded": [0], "sparse_grad_sync": "last"}),
+    ("gpipe", {"n_replicas": 2, "shard_optimizer": True, "grad_sync": "bucketed"}),
+    ("gpipe", {"n_replicas": 2, "expert_layers": 1}),
+    ("zb_h1", {}),
+    ("dualpipev", {}),
+]
+
+
+def prices(graph: ps.TaskGraph, costs: ps.Costs) -> list[object]:
+    """Return times, bytes and throughput of a step, or why it has none."""
+    try:
+        timeline = ps.simulate(graph, costs_of(graph, costs))
+    except ps.errors.CostsError as error:
+        return [str(error)]
+    tokens = timeline.costs and timeline.costs.workload and timeline.tokens_per_second
+    arrays = (timeline.start, timeline.end, timeline.nbytes, timeline.peak_host_memory)
+    return [timeline.memory_breakdown().to_csv(), tokens, *(array.tobytes() for array in arrays)]
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[ps.TaskGraph]:
+    """Return the graphs above."""
+    counts = {"dualpipev": 8}
+    return [
+        ps.lower(ps.schedule(name, 4, counts.get(name, 4)), **options) for name, options in GRAPHS
+    ]
+
+
+@pytest.mark.parametrize("name", [x.name for x in fields(ps.Costs)])
+def test_each_cost_is_priced(name: str, graphs: list[ps.TaskGraph]) -> None:
+    """Another value changes a time, or bytes, of a step."""
+    changed = with_change(name)
+    assert any(prices(graph, changed) != prices(graph, DERIVED) for graph in graphs)
+
+
+def test_graphs_have_all_operations(graphs: list[ps.TaskGraph]) -> None:
+    """Those of sharded parameters are priced as those of a sharded optimizer are."""
+    ops = {ps.Op(op) for graph in graphs for op in np.unique(graph.op)}
+    assert set(ps.Op) - ops == {ps.Op.RESHARD}
