@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 import pipesim as ps
 from pipesim.calibration import Calibration
-from pipesim.calibration.measured_steps import measured_steps
-from pipesim.calibration.step_predictions import (
+from pipesim.calibration.measured_steps import (
     StepPrediction,
+    measured_steps,
     predicted_seconds,
     step_predictions,
 )

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 
 N_RANKS = 2
 SCHEDULES = ("1f1b", "zb_h1")

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from _amoebanet import amoebanet_d
 
+from pipeexec.demo_models.image_models import unet
 from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
-from pipeexec.demo_models.skip_models import unet
 
 PUBLISHED = Path(__file__).parent.parent / "tests" / "published"
 

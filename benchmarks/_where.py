@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeexec.devices import transfer
-from pipeexec.devices.cpu_streams import CpuEvent, CpuStream, InlineStream
+from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.distributed.channels import Channel
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepInputs

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.gpipe.skip import pop, skippable, stash
+from pipeexec.validation.accuracy import Row
 from pipeexec.validation.result import Validation
-from pipeexec.validation.result_row import Row
 
 OUT = ROOT / "results" / "benchmarks" / "ablation.txt"
 RUN = ROOT / "results" / "ablation"

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.activations import ActivationMeter
 from pipesim.errors import PipeWarning
 
 SAMPLES, MICROBATCHES = 32, (1, 2, 4, 8, 16, 32)

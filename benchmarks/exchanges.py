@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.costs.row_placement import PLACEMENTS
+from pipesim.costs.keys import PLACEMENTS
 from pipesim.ops import EXCHANGES
 
 N_RANKS, DIM, K, RATE = 4, 16, 4, 0.1

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.data import text_batch
-from pipeexec.demo_models.moe_gpt import moe_gpt
+from pipeexec.demo_models.gpt import moe_gpt
 from pipeexec.demo_models.registry import cross_entropy
 from pipesim.ops import Action, Op, Overlapped
 

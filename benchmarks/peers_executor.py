@@ -25,8 +25,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 
 Step = Callable[[], float]
 

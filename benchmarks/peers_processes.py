@@ -42,8 +42,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 from pipesim.errors import PipeWarning
 
 N_RANKS = 2

@@ -35,14 +35,13 @@ from pipesim.costs.pricing import cost_table
 from pipesim.errors import CalibrationWarning
 from pipesim.graph.compute_tasks import _table
 from pipesim.lowering.communication import add_partners
-from pipesim.lowering.recompute_and_steps import _with_steps
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator
-from pipesim.planning.configurations.order_facts import order_facts_of
-from pipesim.planning.configurations.plans import Plans
-from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.search import evaluate
-from pipesim.simulation.one_of_replicas import _with_gathers
+from pipesim.lowering.recomputes import _with_steps
+from pipesim.planning.choice import Evaluation, PlanChoice, order_facts_of
+from pipesim.planning.plan_evaluator import Evaluator
+from pipesim.planning.plan_search import evaluate
+from pipesim.planning.plans import Plans
+from pipesim.planning.problem import PlanProblem
+from pipesim.simulation.equal_replicas import _with_gathers
 
 #: Schedules of Megatron-LM.
 MEGATRON = ("1f1b", "interleaved_1f1b")

@@ -12,7 +12,7 @@ the nominal rates that GPUs, their memories and NVLink reach.
   is fitted.
 
 Assumed: A100s of 80 GB; FP32 on an A100 is TF32, TensorFlow's default; with AMP activations,
-vectors and gradients have 16 bits; keys follow Zipf's law (`pipeexec.demo_models.criteo.SKEW`),
+vectors and gradients have 16 bits; keys follow Zipf's law (`pipeexec.demo_models.dlrm.SKEW`),
 each sent once, though SOK does that (``--compress``) in FP32 alone; the host launches a kernel in
 5 us, and a kernel takes 2 us beside its work.
 

@@ -29,9 +29,9 @@ from _machine import ROOT, header, number, publish, table
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.gpt import gpt
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.demo_models.image_models import convnet
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 
 COLUMNS = ("stage", "F", "F split", "B", "I", "W", "(I+W)/B", "torch", "after F", "I", "W")

@@ -37,8 +37,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 from pipesim.errors import PipeWarning
 
 N_RANKS = 2

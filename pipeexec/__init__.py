@@ -6,34 +6,37 @@ from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
 from pipeexec.checkpoints.save import save_checkpoint
 from pipeexec.data_parallel.accumulation import GradientAccumulation
 from pipeexec.data_parallel.learning_rate import scaled_learning_rate
-from pipeexec.data_parallel.sync_lint.report import sync_report
-from pipeexec.data_parallel.sync_lint.watch_sync import watch_sync
-from pipeexec.devices.emulated_links.linked_workers import Worker, workers
-from pipeexec.devices.gpu_slices.slices import Slice, slices
+from pipeexec.data_parallel.sync_recordings import sync_report
+from pipeexec.data_parallel.sync_watch import watch_sync
+from pipeexec.devices.gpu_slices import Slice, slices
+from pipeexec.devices.make_devices import Worker, workers
 from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
-from pipeexec.executor.optimizer_steps.lr_schedulers import LRSchedulers
+from pipeexec.executor.lr_schedulers import LRSchedulers
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import EvaluationResult, StepResult
+from pipeexec.executor.step_result import EvaluationResult, StepResult
 from pipeexec.experts.layer import Experts
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profiling.measure import measure, profile
+from pipeexec.profiling.calibration import measure, profile
 from pipeexec.profiling.profile import Profile
 from pipeexec.projection.project import project
 from pipeexec.projection.projection import Projection
 from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
 from pipeexec.stages.microbatches import Microbatches
-from pipeexec.stages.sequence_slices.key_value_cache import KeyValueCache
-from pipeexec.torch_pipelining.annotate import annotate_torch_pipelining
-from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
+from pipeexec.stages.sequence_slices import KeyValueCache
+from pipeexec.torch_pipelining.interop import (
+    annotate_torch_pipelining,
+    from_torch,
+    to_torch,
+    torch_schedule_order,
+)
 from pipeexec.training.train import train
 from pipeexec.training.training_run import TrainingRun
-from pipeexec.validation.equivalence.check_equivalent import check_equivalent
-from pipeexec.validation.equivalence.report import Equivalence
+from pipeexec.validation.equivalence import Equivalence, check_equivalent
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate
 from pipesim._version import __version__ as __version__

@@ -12,51 +12,47 @@ A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` give
 from pipesim import calibration as calibration
 from pipesim import trace
 from pipesim._version import __version__ as __version__
-from pipesim.analysis.audit.audit import audit
+from pipesim.analysis.audit import audit
 from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.analysis.compare import Comparison, compare
 from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.analysis.replay import replay
+from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
-from pipesim.costs.megatron_layout import read_layout, write_layout
-from pipesim.costs.partition.balanced_split import balanced_split
+from pipesim.costs.layer_split import read_layout, write_layout
+from pipesim.costs.stage_partition import balanced_split
 from pipesim.costs.task_costs import CostTable, TaskCosts
-from pipesim.costs.workload import Workload
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
-from pipesim.models.experts.routing import Routing
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.published_models import transformers
-from pipesim.models.tensor_parallel import Shard
+from pipesim.models.routing import Routing
+from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
-from pipesim.network.host_link import HostLink
-from pipesim.network.links import Link, Nodes
+from pipesim.network.links import HostLink, Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
-from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
+from pipesim.network.sources import machines
 from pipesim.ops import Action, Op, Overlapped
+from pipesim.planning.choice import PlanChoice
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.one_plan import Plan
-from pipesim.planning.configurations.plan import plan
-from pipesim.planning.configurations.plans import Plans
-from pipesim.planning.orders.optimize import optimize
-from pipesim.planning.orders.optimized_schedule import OptimizedSchedule
-from pipesim.planning.trainer_settings.megatron import read_megatron
-from pipesim.planning.trainer_settings.settings import TrainerSettings
-from pipesim.planning.trainer_settings.torchtitan import read_torchtitan
+from pipesim.planning.framework_settings import TrainerSettings
+from pipesim.planning.megatron import read_megatron
+from pipesim.planning.optimize import OptimizedSchedule, optimize
+from pipesim.planning.plan import plan
+from pipesim.planning.plans import Plan, Plans
+from pipesim.planning.torchtitan import read_torchtitan
 from pipesim.plot.page.save import to_html
 from pipesim.plot.widget.make_widget import widget
-from pipesim.scheduling.closed_forms import ClosedForm, Counts
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.scheduling.registry import register, schedule, schedules
+from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.distributions import Empirical, Failures, LogNormal, Normal
 from pipesim.simulation.noise import Noise

@@ -101,7 +101,7 @@ TRANSFERS = SENDS | RECVS
 #: Copies of activations between a device and its host's memory.
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 #: Operations that bring data which a compute task needs. They start a number of compute tasks
-#: before it (`pipesim.graph.fetches`).
+#: before it (`pipesim.graph.dependencies`).
 FETCHES = frozenset({Op.UNSHARD, Op.RELOAD})
 #: Operations of several devices together: all start when the last device is ready (rule 9).
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD, Op.REDUCE_TIED, Op.GRAD_NORM})

@@ -42,7 +42,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from pipesim import plot
-from pipesim.plot.box_labels import BoxLabels
+from pipesim.plot.fitting_labels import BoxLabels
 
 ROOT = Path(__file__).resolve().parent.parent
 GALLERY = ROOT / "docs" / "gallery"

@@ -70,10 +70,10 @@ REFUSED = frozenset(
 ALLOWED = frozenset(
     {
         ("pipesim/costs/costs.py", "of"),
-        ("pipesim/scheduling/closed_forms.py", "of"),
-        ("pipeexec/executor/memory/step_memory.py", "at"),
-        ("pipeexec/executor/memory/step_memory.py", "given"),
-        ("pipeexec/executor/memory/step_memory.py", "taken"),
+        ("pipesim/scheduling/registry.py", "of"),
+        ("pipeexec/executor/step_memory.py", "at"),
+        ("pipeexec/executor/step_memory.py", "given"),
+        ("pipeexec/executor/step_memory.py", "taken"),
     }
 )
 #: Phrases of docstrings and comments that have a plain form.

@@ -20,10 +20,9 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
 from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
-from pipeexec.demo_models.registry import cross_entropy
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import cross_entropy, split
 from pipeexec.devices.device import DeviceLike
-from pipeexec.executor.cuda_graph.recorder import Recorder
+from pipeexec.executor.step_capture import Recorder
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.

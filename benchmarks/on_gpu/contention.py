@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm
 import pipeexec as px
 from on_gpu.bench import Bench
 from on_gpu.report import Report
-from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.cuda import CudaStream
 
 #: Cycles for which streams are held back, until all work is queued: about 4 ms.
 _CYCLES = 8_000_000

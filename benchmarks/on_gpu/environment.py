@@ -12,10 +12,10 @@ import torch
 import pipeexec as px
 from on_gpu.bench import Bench, noted_warnings
 from on_gpu.report import Report
-from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent
-from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
-from pipeexec.devices.emulated_links.timers import StreamTimer, make_timer
-from pipeexec.devices.gpu_slices.cuda_driver import find_driver
+from pipeexec.devices.cuda import CapturedEvent, CudaEvent
+from pipeexec.devices.emulated_links import StreamTimer, make_timer
+from pipeexec.devices.gpu_kernels import load_kernels
+from pipeexec.devices.green_contexts import find_driver
 from pipeexec.devices.streams import Event, Stream
 from pipesim.utils import jit
 

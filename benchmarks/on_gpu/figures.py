@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 import pipeexec as px
 import pipesim as ps
 from on_gpu.gpipe import gains
-from pipeexec.executor.memory.allocator_memory import Allocated
+from pipeexec.executor.allocator_memory import Allocated
 from pipesim.errors import RunDirectoryError
-from pipesim.plot.comparisons import overlay
 from pipesim.plot.paper_figure import figure_with_axes, save, set_title
+from pipesim.plot.timelines import overlay
 
 _SUFFIXES = (".png", ".pdf")
 #: Schedules from the top of an overlay on.

@@ -15,9 +15,9 @@ import pipesim as ps
 from on_gpu.bench import Bench
 from on_gpu.gradients import GRADIENTS
 from on_gpu.report import Report
-from pipeexec.demo_models.skip_models import unet
+from pipeexec.demo_models.image_models import unet
+from pipeexec.validation.accuracy import Row
 from pipeexec.validation.result import Validation
-from pipeexec.validation.result_row import Row
 
 #: Largest error of the makespan.
 TARGET = 0.05

@@ -34,11 +34,11 @@ from on_gpu.contention import contention
 from on_gpu.report import Report
 from on_gpu.turns import Step as TimedStep
 from on_gpu.turns import in_turn, ratio
-from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent
-from pipeexec.executor.cuda_graph.recorder import Recorder
+from pipeexec.devices.cuda import CapturedEvent, CudaEvent
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.results.step_result import StepResult
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import Recorder
+from pipeexec.executor.step_result import StepResult
 from pipeexec.executor.step_runner import StepRunner
 from pipesim.ops import COMPUTE
 

@@ -16,7 +16,7 @@ import torch
 
 import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
-from pipeexec.devices.gpu_slices.green_contexts import part_size
+from pipeexec.devices.green_contexts import part_size
 
 
 class DataSheet(NamedTuple):

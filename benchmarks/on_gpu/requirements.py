@@ -23,7 +23,7 @@ _PYTHON = (3, 11)
 #: Version of the driver interface that has green contexts, as `cuDriverGetVersion` counts.
 _GREEN_CONTEXTS = 12040
 _SM_COUNT, _MAJOR = 16, 75  # CUdevice_attribute
-#: Fewest multiprocessors of a slice; see `pipeexec.devices.gpu_slices.green_contexts.part_size`.
+#: Fewest multiprocessors of a slice; see `pipeexec.devices.green_contexts.part_size`.
 _FEWEST = {6: 1, 7: 2, 8: 4}
 _DRY = "make gpu DRY_RUN=1 runs the steps tiny on CPU workers"
 

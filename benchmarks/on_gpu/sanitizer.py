@@ -21,7 +21,7 @@ import pipeexec as px
 import pipesim as ps
 from on_gpu.bench import Bench
 from on_gpu.report import Report
-from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.cuda import CudaStream
 
 _WIDTH = 16
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "pipedream", "pipedream_2bw")

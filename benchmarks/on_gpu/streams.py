@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.cuda import CudaDevice, CudaStream
 from pipeexec.devices.device import DeviceLike
 
 GpuStream = torch.cuda.Stream | None

@@ -13,7 +13,7 @@ import pandas as pd
 import pipeexec as px
 from on_gpu.report import records_of
 from on_gpu.steps import STEPS
-from pipeexec.validation.result_row import Row
+from pipeexec.validation.accuracy import Row
 from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.errors import RunDirectoryError
 

@@ -14,7 +14,7 @@ import torch
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.moe_gpt import moe_gpt
+from pipeexec.demo_models.gpt import moe_gpt
 from pipeexec.demo_models.registry import cross_entropy
 from pipesim.ops import is_expert_exchange
 

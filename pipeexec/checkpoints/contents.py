@@ -2,22 +2,314 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec.checkpoints.encoding import encode
-from pipeexec.checkpoints.manifest import FOLDERS
-from pipeexec.checkpoints.random_state import random_state
-from pipeexec.checkpoints.rows import row_tensors
+from pipeexec.checkpoints.directory import FOLDERS, read_tensors
+from pipeexec.devices.device import Device
+from pipeexec.embedding.row_layout import row_numbers
+from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.executor.named_state import merged_groups, optimizer_state
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.state.optimizer_state import merged_groups, optimizer_state
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, CheckpointError
+
+# Values of objects as JSON, with tensors kept apart.
+#
+# A value that JSON has not is an object with the key ``$``, its kind::
+#
+#     {"$": "tensor", "key": "scheduler.values"}      the tensor is in a file of tensors
+#     {"$": "tuple", "items": [1, 2]}
+#     {"$": "Counter", "items": [[30, 1], [60, 1]]}   pairs of key and value
+#
+# Decoding makes values of these kinds alone. Nothing else is constructed, and nothing is called.
+
+_KIND = "$"
+#: Classes of mappings that are made again, by name.
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON can hold it; put its tensors into ``tensors``.
+
+    An object with a ``state_dict`` counts as what that returns.
+
+    Parameters
+    ----------
+    name
+        Name of the value, for keys of tensors and for messages.
+    """
+    try:
+        return _encoded(value, name, tensors)
+    except RecursionError as error:
+        raise ArgumentError(
+            f"{name!r} is nested too deeply, or contains itself; give plain values"
+        ) from error
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, str) or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Tensor):
+        return {_KIND: "tensor", "key": _keep(value.detach(), name, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        array = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        return {_KIND: "array", "key": _keep(array, name, tensors)}
+    if isinstance(value, np.generic):
+        return _encoded(value.item(), name, tensors)
+    if isinstance(value, bytes | bytearray):
+        return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return _encoded_mapping(value, name, tensors)
+    if isinstance(value, list | tuple):
+        items = [_encoded(x, f"{name}.{k}", tensors) for k, x in enumerate(value)]
+        return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
+    if isinstance(value, int | float):  # of a subclass, such as an enumeration
+        return _encoded(int(value) if isinstance(value, int) else float(value), name, tensors)
+    if callable(state_dict := getattr(value, "state_dict", None)):
+        return _encoded(state_dict(), name, tensors)
+    raise ArgumentError(
+        f"{name!r} is a {type(value).__name__}, which a checkpoint cannot hold; give an object "
+        "with state_dict() and load_state_dict(), tensors, or numbers, texts, lists and dicts"
+    )
+
+
+def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    """Put a tensor into ``tensors`` under a name that is not there yet; return the name."""
+    key, number = name, 1
+    while key in tensors:
+        number += 1
+        key = f"{name}#{number}"
+    tensors[key] = tensor
+    return key
+
+
+def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    is_plain = type(value) is dict and all(isinstance(key, str) for key in value)
+    if is_plain and _KIND not in value:
+        return {key: _encoded(x, f"{name}.{key}", tensors) for key, x in value.items()}
+    kind = type(value).__name__
+    items = [
+        [_encoded(key, name, tensors), _encoded(x, f"{name}.{key}", tensors)]
+        for key, x in value.items()
+    ]
+    return {_KIND: kind if kind in _MAPPINGS else "dict", "items": items}
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `encode` has encoded.
+
+    Raises
+    ------
+    ValueError
+        For a value that `encode` does not make, and a tensor that is missing.
+    """
+    if isinstance(value, list):
+        return [decode(x, tensors) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: decode(x, tensors) for key, x in value.items()}
+    try:
+        return _decoded(value, tensors)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{str(value)[:80]} is no value of a checkpoint") from error
+
+
+def _decoded(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    kind = value[_KIND]
+    if kind == "tensor":
+        return tensors[value["key"]]
+    if kind == "array":
+        return tensors[value["key"]].numpy()
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    items = [decode(x, tensors) for x in value["items"]]
+    return tuple(items) if kind == "tuple" else _MAPPINGS[kind](items)
+
+
+def tensor_keys(value: Any) -> list[str]:
+    """Return the keys of the tensors of an encoded value."""
+    if isinstance(value, list):
+        return [key for x in value for key in tensor_keys(x)]
+    if not isinstance(value, dict):
+        return []
+    if value.get(_KIND) in ("tensor", "array"):
+        return [str(value.get("key"))]
+    return [key for x in value.values() for key in tensor_keys(x)]
+
+
+# Rows of sharded embeddings, and of their optimizers' state, with the number of each row.
+#
+# A process saves its rows. Another number of processes, or another placement, finds the rows by
+# their numbers. A row's number is its key, plus the rows of the tables before its own.
+
+
+def row_tensors(
+    prefix: str, embedding: ShardedEmbedding, state: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of this process's rows, and facts about the embedding for the manifest.
+
+    Parameters
+    ----------
+    prefix
+        Beginning of the embedding's keys, ``"0.embedding."``.
+    state
+        State of its parameter; the tensors that have a row for each row are taken out of it.
+    """
+    layout, rank = embedding.layout, embedding.rank
+    numbers = row_numbers(layout, rank)
+    used = (numbers >= 0).nonzero()[:, 0]
+    columns = {"weight": embedding.weight.detach()}
+    for name, value in list(state.items()):
+        if isinstance(value, Tensor) and value.dim() and len(value) == layout.rows_per_rank:
+            columns[f"state.{name}"] = state.pop(name)
+    tensors = {
+        f"{prefix}{name}@{rank}": value[used.to(value.device)] for name, value in columns.items()
+    }
+    tensors[f"{prefix}numbers@{rank}"] = numbers[used]
+    facts = {
+        "n_rows": list(layout.n_rows), "dim": embedding.dim, "n_ranks": layout.n_ranks,
+        "columns": list(columns),
+    }  # fmt: skip
+    return tensors, facts
+
+
+def check_rows(prefix: str, embedding: ShardedEmbedding, manifest: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless a checkpoint has the tables of an embedding."""
+    facts = manifest["rows"].get(prefix)
+    if facts is None:
+        raise CheckpointError(
+            f"the checkpoint lacks the rows of {prefix}weight; give one of this model"
+        )
+    own = (list(embedding.n_rows), embedding.dim)
+    if own != (facts["n_rows"], facts["dim"]):
+        raise CheckpointError(
+            f"'{prefix}weight' has tables of {facts['n_rows']} rows of {facts['dim']} in the "
+            f"checkpoint, and of {own[0]} rows of {own[1]} in the model; give one of this model"
+        )
+
+
+def load_rows(
+    folder: Path, prefix: str, embedding: ShardedEmbedding, manifest: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return this process's rows: ``"weight"``, and tensors of state such as ``"state.exp_avg"``.
+
+    The files of one saved process are in memory at a time.
+    """
+    numbers = row_numbers(embedding.layout, embedding.rank)
+    return _selected(folder, prefix, numbers, manifest)
+
+
+def all_rows(folder: Path, prefix: str, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all rows, table after table; as `load_rows`."""
+    total, specs = sum(manifest["rows"][prefix]["n_rows"]), manifest["tensors"]["rows"]
+    saved = [spec[0][0] for key, spec in specs.items() if key.startswith(f"{prefix}numbers@")]
+    if sum(saved) != total:  # before there is memory for as many rows as the manifest tells
+        raise _lacks_rows(folder, prefix)
+    numbers = torch.arange(total)
+    return _selected(folder, prefix, numbers, manifest)
+
+
+def _selected(
+    folder: Path, prefix: str, numbers: Tensor, manifest: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the rows of some numbers; zeros for -1."""
+    facts, specs = manifest["rows"][prefix], manifest["tensors"]["rows"]
+    ordered, places = numbers.sort()
+    columns: dict[str, Tensor] = {}
+    n_rows = 0
+    for rank in range(facts["n_ranks"]):
+        names = {name: f"{prefix}{name}@{rank}" for name in ("numbers", *facts["columns"])}
+        if missing := [name for name in names.values() if name not in specs]:
+            raise CheckpointError(
+                f"the checkpoint {folder} lacks {missing[0]!r}; give another checkpoint"
+            )
+        part = read_tensors(folder, "rows", manifest, names.values())
+        saved = part[names["numbers"]]
+        position = torch.searchsorted(ordered, saved).clamp(max=len(ordered) - 1)
+        is_own = ordered[position] == saved
+        target = places[position[is_own]]
+        n_rows += len(target)
+        for name in facts["columns"]:
+            rows = part[names[name]]
+            if name not in columns:
+                columns[name] = rows.new_zeros(len(numbers), *rows.shape[1:])
+            columns[name][target] = rows[is_own]
+    if n_rows != int((numbers >= 0).sum()):
+        raise _lacks_rows(folder, prefix)
+    return columns
+
+
+def _lacks_rows(folder: Path, prefix: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} lacks rows of {prefix}weight; give another checkpoint"
+    )
+
+
+# Random state of a process: torch's generators.
+#
+# Steps need the seed and the number of steps alone: `pipeexec.stages.module_call`. The state of
+# torch's generators is for what runs between steps, such as the order of a data loader. Python and
+# numpy have generators of their own; a program that uses these can save their state as an object.
+
+
+def random_state(devices: Sequence[Device]) -> dict[str, str]:
+    """Return the states of torch's generators of the CPU and of this process's GPUs, as text."""
+    gpus = {d.torch_device.index or 0 for d in devices if d.torch_device.type == "cuda"}
+    states = {"cpu": torch.get_rng_state()}
+    states |= {f"cuda:{k}": torch.cuda.get_rng_state(k) for k in sorted(gpus)}
+    return {name: base64.b64encode(x.numpy().tobytes()).decode() for name, x in states.items()}
+
+
+def random_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states of generators.
+
+    Raises
+    ------
+    CheckpointError
+        If one is no state of this version of torch.
+    """
+    try:
+        tensors = {
+            name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            for name, text in states.items()
+        }
+        for name, tensor in tensors.items():
+            device = torch.device(name)
+            if device.type == "cpu":
+                torch.Generator().set_state(tensor)
+            elif device.index < torch.cuda.device_count():
+                torch.Generator(device).set_state(tensor)
+        tensors["cpu"]  # it must be there
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint has no valid random state: {error!s:.100}; give another"
+        ) from error
+    return tensors
+
+
+def load_random_state(seed: int, states: Mapping[str, torch.Tensor]) -> None:
+    """Seed torch, and set its generators; GPUs that are not there are left out."""
+    torch.manual_seed(seed)
+    torch.set_rng_state(states["cpu"])
+    for name, state in states.items():
+        device = torch.device(name)
+        if device.type != "cpu" and device.index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, device)
 
 
 @dataclass

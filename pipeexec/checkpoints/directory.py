@@ -13,25 +13,347 @@ name.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeexec.checkpoints.manifest import (
-    MANIFEST,
-    check_files,
-    foreign_files,
-    read_manifest,
-)
-from pipeexec.checkpoints.tensor_files import sync_folder
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeexec.run_directory import environment
 from pipeexec.run_lock import run_lock
 from pipesim.errors import CheckpointError, PipeError, RunDirectoryError
-from pipesim.utils.files import check_path
+from pipesim.utils.files import check_path, read_bytes, read_text
+from pipesim.utils.texts import CHECKSUM, checksum, parse_json
+
+# The manifest of a checkpoint: a JSON file with the contents of the other files.
+#
+# It has the size and SHA-256 of every file, and one of itself. So a file that was cut, edited or
+# lost is named before anything is loaded.
+
+MANIFEST = "checkpoint.json"
+#: Folders of tensors: parameters and buffers, state of optimizers, rows of sharded embeddings,
+#: tensors of other objects.
+FOLDERS = ("model", "optimizer", "rows", "objects")
+_FORMAT, _VERSION = "pipeexec checkpoint", 1
+_FILE = re.compile(rf"({'|'.join(FOLDERS)})/model[-.0-9a-z]*\.(safetensors|json)")
+#: Beginning of each manifest, by which a damaged one is recognised.
+_START = json.dumps({"format": _FORMAT})[:-1].encode()
+
+
+def _is_count(value: object, limit: int = 2**63) -> bool:
+    return type(value) is int and 0 <= value < limit
+
+
+def _is_dict_of(kind: type, value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(x, kind) for x in value.values())
+
+
+def _has_specs(value: Any) -> bool:
+    """Return whether each folder has the shape and the type of each tensor by its key."""
+    return _is_dict_of(dict, value) and all(
+        isinstance(spec, list)
+        and len(spec) == 2
+        and isinstance(spec[0], list)
+        and all(map(_is_count, spec[0]))
+        and isinstance(spec[1], str)
+        for folder in FOLDERS
+        for spec in value.get(folder, {"": None}).values()
+    )
+
+
+def _has_rows(value: Any) -> bool:
+    """Return whether there are the facts of `pipeexec.checkpoints.contents` by prefixes."""
+    return _is_dict_of(dict, value) and all(
+        isinstance(x.get("n_rows"), list)
+        and all(map(_is_count, [*x["n_rows"], x.get("dim"), x.get("n_ranks")]))
+        and isinstance(x.get("columns"), list)
+        for x in value.values()
+    )
+
+
+#: Values of a manifest: whether one is valid, and the valid ones. All are checked before any is
+#: used: a load that fails half-way would leave a model of two states.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "saved": (lambda x: type(x) in (int, float) and 0 <= x < 1e15, "seconds since 1970"),
+    "n_steps": (_is_count, "a whole number from 0 to 2**63 - 1"),
+    "seed": (lambda x: _is_count(x, 2**64), "a whole number from 0 to 2**64 - 1"),
+    "tensors": (_has_specs, "shape and type of each tensor"),
+    "others": (lambda x: isinstance(x, dict), "an object"),
+    "optimizer": (
+        lambda x: x is None or (isinstance(x, dict) and {"state", "param_groups"} <= x.keys()),
+        "null, or an object with 'state' and 'param_groups'",
+    ),
+    "rows": (_has_rows, "an object with n_rows, dim, n_ranks and columns of each embedding"),
+    "random": (
+        lambda x: isinstance(x, list) and bool(x) and all(_is_dict_of(str, y) for y in x),
+        "the states of each process",
+    ),
+    "objects": (lambda x: isinstance(x, dict), "an object"),
+    "files": (lambda x: _is_dict_of(dict, x), "an object with facts about each file"),
+}
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder, and sync it."""
+    whole = {"format": _FORMAT, "version": _VERSION, **content, **environment()}
+    whole[CHECKSUM] = checksum(whole)
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(json.dumps(whole) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, whose files `check_files` checks.
+
+    Raises
+    ------
+    CheckpointError
+        If it is missing, was changed, or has another format.
+    """
+    path = folder / MANIFEST
+    if folder.is_dir() and not path.exists():
+        raise CheckpointError(
+            f"{folder} is no whole checkpoint: it has no {MANIFEST}; give a folder that "
+            "save_checkpoint has written"
+        )
+    text = read_text(path, "the manifest", CheckpointError)
+    try:
+        manifest = parse_json(text)
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise ValueError("it is that of no checkpoint")
+        if manifest.get(CHECKSUM) != checksum(manifest):
+            raise ValueError("its checksum does not match: it was cut or edited")
+        if manifest.get("version") != _VERSION:
+            raise ValueError(f"its version is {manifest.get('version')!r}, allowed is {_VERSION}")
+        for key, (is_valid, allowed) in _VALUES.items():
+            if not is_valid(value := manifest.get(key)):
+                raise ValueError(f"it has no valid {key!r}: got {value!r:.60}, allowed: {allowed}")
+        for name in manifest["files"]:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"{name!r} is no file of a checkpoint")
+    except ValueError as error:
+        raise CheckpointError(
+            f"cannot read the manifest {path}: {error}; give another checkpoint"
+        ) from error
+    return manifest
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names of files in the folder of a checkpoint that `save_checkpoint` did not write.
+
+    Raises
+    ------
+    CheckpointError
+        If the manifest is none of a checkpoint. It may be damaged: then files of other names than
+        those of tensors are foreign.
+    """
+    is_own: Callable[[str], object] = _FILE.fullmatch
+    try:
+        is_own = read_manifest(folder)["files"].__contains__
+    except CheckpointError:
+        head = read_bytes(folder / MANIFEST, "the manifest", CheckpointError, first=len(_START))
+        if head not in (_START, b""):
+            raise
+    names = [x.relative_to(folder).as_posix() for x in folder.rglob("*") if _is_no_folder(x)]
+    return sorted(name for name in names if name != MANIFEST and not is_own(name))
+
+
+def _is_no_folder(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
+def file_facts(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the bytes and the SHA-256 of files.
+
+    Raises
+    ------
+    CheckpointError
+        If one is missing or cannot be read.
+    """
+    facts = {}
+    for name in names:
+        path = folder / name
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(handle, "rb") as file:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise CheckpointError(f"{path} is no regular file; give another checkpoint")
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                facts[name] = {"bytes": os.fstat(handle).st_size, "sha256": digest}
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror}; give another checkpoint"
+            ) from error
+    return facts
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any], part: int = 0, n_parts: int = 1) -> None:
+    """Compare files with the manifest; of several processes, each compares one part.
+
+    Raises
+    ------
+    CheckpointError
+        Names the first file that is missing, or whose size or checksum differs.
+    """
+    for name in sorted(manifest["files"])[part::n_parts]:
+        (facts,) = file_facts(folder, [name]).values()
+        expected = manifest["files"][name]
+        if facts != expected:
+            raise CheckpointError(
+                f"{folder / name} does not match its checksum, with {facts['bytes']} bytes of "
+                f"{expected.get('bytes')!r}: it was cut or edited; give another checkpoint"
+            )
+
+
+# Files of tensors: safetensors, which have no code, written by `torch.distributed.checkpoint`.
+#
+# A folder has one file a stage, and an index of its keys, as Hugging Face's models have::
+#
+#     model/model-00001-of-00002.safetensors
+#     model/model-00002-of-00002.safetensors
+#     model/model.safetensors.index.json
+#
+# `torch.distributed.checkpoint`'s `HuggingFaceStorageReader` reads the folder, and so does
+# ``from_pretrained`` of a model with these keys. Each process writes its own files, and reads the
+# keys that it needs. Only files that the manifest lists are read here: a copy of a shard beside
+# them has the same keys.
+
+#: Shape and type of a tensor, as the manifest has them.
+TensorSpec = tuple[Sequence[int], str]
+
+
+def file_name(number: int, n_files: int) -> str:
+    """Return the name of a file, with numbers from 1 on."""
+    return f"model-{number:05d}-of-{n_files:05d}.safetensors"
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, int], n_files: int
+) -> None:
+    """Write tensors of this process to files of a folder, and sync these.
+
+    Parameters
+    ----------
+    tensors
+        On any device.
+    numbers
+        Number of the file of each key; no other process writes these files.
+    n_files
+        Files of all processes.
+
+    Raises
+    ------
+    CheckpointError
+        If the system refuses to write.
+    """
+    if not tensors:
+        return
+    from pipeexec.checkpoints.torch_files import write_files  # it loads slowly
+
+    for number in sorted({numbers[key] for key in tensors}):
+        part = {key: x for key, x in tensors.items() if numbers[key] == number}
+        write_files(folder, _separate(part), numbers, n_files)  # one file is in memory at a time
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors, none of which share memory, as safetensors need them."""
+    storages: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() > value.nbytes:
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        separate[key] = value
+    return separate
+
+
+def write_index(folder: Path, files: Mapping[str, str], n_bytes: int) -> None:
+    """Write the index of a folder: the file of each key, as Hugging Face's models have it."""
+    content = {"metadata": {"total_size": n_bytes}, "weight_map": dict(files)}
+    with open(folder / "model.safetensors.index.json", "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the system write the names of a folder's files to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_tensors(
+    folder: Path, part: str, manifest: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return tensors of a folder of a checkpoint, on the CPU, from the files of its manifest.
+
+    Raises
+    ------
+    CheckpointError
+        If a file cannot be read, or a tensor is not there in its shape and type.
+    """
+    specs = {key: manifest["tensors"][part][key] for key in keys}
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(manifest["files"]):
+        file = folder / name
+        if not name.startswith(f"{part}/") or file.suffix != ".safetensors":
+            continue
+        if len(tensors) == len(specs):
+            break
+        with _read_errors(file), safe_open(str(file), framework="pt") as content:
+            for key in specs.keys() & content.keys() - tensors.keys():
+                # A tensor of safetensors is a view of the file, which may change later.
+                tensors[key] = _checked(file, key, content.get_tensor(key), specs[key]).clone()
+    if missing := [key for key in specs if key not in tensors]:
+        raise CheckpointError(
+            f"no file of {folder / part} that the manifest lists has the tensor {missing[0]!r}; "
+            "give another checkpoint"
+        )
+    return {key: tensors[key] for key in specs}
+
+
+@contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = f"{error!s:.300}; give another checkpoint"
+        raise CheckpointError(f"cannot read {file}: {reason}") from error
+
+
+def _checked(file: Path, key: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Return a tensor of a file, if it has the shape and the type of the manifest."""
+    shape, dtype = tuple(spec[0]), _dtype(spec[1])
+    if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        raise CheckpointError(
+            f"{key!r} has shape {tuple(tensor.shape)} and type {tensor.dtype} in {file}, and shape "
+            f"{shape} and type {dtype} in the manifest; give another checkpoint"
+        )
+    return tensor
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name!r} is no type of tensors; save the checkpoint again")
+    return dtype
+
 
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(part|old)", re.DOTALL)
 #: Files of `pipeexec.run_lock`.

@@ -10,20 +10,28 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeexec.checkpoints.directory import present
-from pipeexec.checkpoints.encoding import decode, tensor_keys
-from pipeexec.checkpoints.manifest import check_files, read_manifest
-from pipeexec.checkpoints.random_state import load_random_state, random_tensors
-from pipeexec.checkpoints.rows import all_rows, check_rows, load_rows
-from pipeexec.checkpoints.tensor_files import read_tensors
+from pipeexec.checkpoints.contents import (
+    all_rows,
+    check_rows,
+    decode,
+    load_random_state,
+    load_rows,
+    random_tensors,
+    tensor_keys,
+)
+from pipeexec.checkpoints.directory import check_files, present, read_manifest, read_tensors
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
+from pipeexec.executor.accumulation import AccumulatedSteps
+from pipeexec.executor.named_state import (
+    StateNames,
+    apply_optimizer_states,
+    check_model_state,
+    load_model_state,
+    prepared_states,
+)
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.state.model_state import check_model_state, load_model_state
-from pipeexec.executor.state.names import StateNames
-from pipeexec.executor.state.optimizer_state import apply_optimizer_states, prepared_states
-from pipeexec.executor.state.state_methods import raise_together
-from pipeexec.executor.state.tied_values import check_tied_values, tied_values
+from pipeexec.executor.state_methods import raise_together
+from pipeexec.executor.tied_parameters import check_tied_values, tied_values
 from pipesim.errors import CheckpointError, check_type
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import CHECKSUM

@@ -15,17 +15,21 @@ import torch
 from pipeexec.checkpoints.contents import Contents, Plan, local_contents, plan_files
 from pipeexec.checkpoints.directory import (
     check_free,
+    file_facts,
+    file_name,
     new_folder,
     publish,
     remove_leftovers,
     remove_older,
     restore,
+    sync_folder,
+    write_index,
+    write_manifest,
+    write_tensors,
 )
-from pipeexec.checkpoints.manifest import file_facts, write_manifest
-from pipeexec.checkpoints.tensor_files import file_name, sync_folder, write_index, write_tensors
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.state.state_methods import raise_together
+from pipeexec.executor.state_methods import raise_together
 from pipeexec.run_lock import run_lock
 from pipesim.errors import (
     CheckpointError,

@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from pipeexec.cli.arguments import make_parser
-from pipeexec.cli.commands import COMMANDS, Command, save_partial_timeline, show
-from pipeexec.cli.output import print_error, print_error_here, show_warning
+from pipeexec.cli.commands import (
+    COMMANDS,
+    Command,
+    print_error,
+    print_error_here,
+    save_partial_timeline,
+    show,
+    show_warning,
+)
 from pipesim.errors import PipeError, PipeWarning
 
 __all__ = ["main"]

@@ -1,12 +1,28 @@
-"""The arguments of the command ``pipeexec``."""
+"""The arguments of the command ``pipeexec``, and the workload that they describe."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipeexec.cli.workload_options import add_workload, integer, real
-from pipesim.utils.argument_parser import RaisingParser, add_version
+from pipesim.errors import ArgumentError
+from pipesim.utils.texts import RaisingParser, add_version, parse_float, parse_int
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from pipeexec.demo_models.registry import DemoModel
+    from pipeexec.devices.device import DeviceLike
+    from pipeexec.distributed.processes import Processes
+    from pipeexec.stages.loss_function import Loss
+    from pipesim.graph.graph import TaskGraph
+    from pipesim.scheduling.registry import ScheduleInfo
+
 
 _EPILOG = """examples:
   pipeexec validate                                  GPipe and 1F1B, two stages on two cores
@@ -70,3 +86,333 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
         "step is given up (default: 60)")  # fmt: skip
     parser.set_defaults(results=Path("results"), name="train")
+
+
+# Options of a run: its workload, its number of steps, its directory.
+
+
+def words(text: str) -> list[str]:
+    """Return the words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _some_words(text: str) -> list[str]:
+    """Return the words between commas, at least one; for argparse."""
+    if parts := words(text):
+        return parts
+    raise argparse.ArgumentTypeError(f"names nothing: {text!r}")
+
+
+def integer(text: str) -> int:
+    """Read a whole number in the digits 0 to 9; for argparse."""
+    number = parse_int(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
+    return number
+
+
+def real(text: str) -> float:
+    """Read a number; for argparse."""
+    number = parse_float(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+    return number
+
+
+def _counts(text: str) -> list[int]:
+    counts = [parse_int(word) for word in _some_words(text)]
+    if None in counts:
+        raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}")
+    return [count for count in counts if count is not None]
+
+
+def add_workload(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    what: str,
+    name: str,
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
+    recompute: Sequence[str] = ("never", "always"),
+) -> None:
+    """Add the options of a run: its workload, its number of steps, its directory.
+
+    Longer than most functions: it is a list of options.
+
+    Parameters
+    ----------
+    steps, what
+        Default number of steps, and what they are called in the help.
+    name
+        Default name of the run directory.
+    schedules, recompute
+        Default schedules and recompute modes.
+    """
+    add = parser.add_argument
+    add("--model", default="gpt", help="gpt or convnet (default: gpt)")
+    add(
+        "--stages",
+        type=integer,
+        help="number of devices of a replica, each of which has one stage, or the chunks of a "
+        "looped or V-shaped schedule (default: 2, or as --balance or a file has)",
+    )
+    add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
+    add("--microbatches", type=integer, help="of a step (default: 8, or as a file has)")
+    add("--batch", type=integer, help="samples of a step of each replica (default: depends on the "
+        "model)")  # fmt: skip
+    add("--replicas", type=integer, default=1, help="data-parallel replicas of the pipeline, each "
+        "on devices of its own (default: 1)")  # fmt: skip
+    add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
+        "(default: last; of last,every,bucketed, or a number of micro-batches; every/2/last: "
+        "one a stage)")  # fmt: skip
+    add("--n-buckets", type=integer, default=4, help="of a stage, with bucketed (default: 4)")
+    add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
+        f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
+    add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
+        f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
+    add("--devices", type=_some_words, help="devices to run on, one name each; under torchrun, "
+        "those of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
+    add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
+    add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
+    add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
+        "step is given up (default: 60)")  # fmt: skip
+    add(
+        "--no-overlap",
+        action="store_true",
+        help="transfers on the compute stream; over "
+        "processes only for orders that survive rendezvous, such as GPipe's",
+    )
+    add("--steps", type=integer, default=steps, help=f"{what} (default: {steps})")
+    add("--warm-up", type=integer, default=2, help="steps before them (default: 2)")
+    add("--learning-rate", type=real, default=3e-4, help="of AdamW (default: 3e-4)")
+    add("--seed", type=integer, default=0, help="of weights and data (default: 0)")
+    add("--name", default=name, help=f"of the run directory (default: {name})")
+    add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
+    model = parser.add_argument_group("sizes of the model")
+    for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
+        model.add_argument(f"--{option}", type=integer)
+    model.add_argument("--dropout", type=real)
+    model.add_argument("--text", type=Path, help="train on this file, not on Python's library")
+
+
+# The workload: stages, graphs, devices, batches.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Arguments of `pipeexec.validate` and `pipeexec.Pipeline`, and their entry in ``run.json``."""
+
+    stages: Sequence[nn.Module]
+    graphs: dict[str, TaskGraph]
+    devices: Sequence[DeviceLike]
+    loss: Loss
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    record: dict[str, Any]
+
+
+def workload(arguments: argparse.Namespace, processes: Processes | None = None) -> Workload:
+    """Return the workload of parsed options, for one process; `add_workload` has the options.
+
+    Raises
+    ------
+    PipeError
+        For values that are out of range or contradict each other.
+    """
+    import torch
+
+    from pipeexec.demo_models.data import replica_batches, replicas_of
+    from pipeexec.demo_models.registry import split
+    from pipesim.errors import check_count
+
+    rate = _learning_rate(arguments)
+    # Torch takes 64 bits; a longer seed wraps, as the seed of the weights does.
+    torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
+    torch.set_num_threads(1)
+    model = _model(arguments)
+    graphs = _graphs(arguments, processes)
+    n_stages, n_devices, n_microbatches = _shape(graphs, arguments.balance)
+    stages = split(model.layers, n_stages, balance=arguments.balance or None)
+    batch = arguments.batch
+    if batch is None:
+        n_slices = next(iter(graphs.values())).n_slices  # `validate` refuses unlike graphs
+        batch = _BATCH[arguments.model] * n_microbatches // n_slices
+    rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
+    replicas = replicas_of(rank, n_ranks, arguments.replicas)
+    record = {
+        "model": arguments.model,
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in model.options.items()},
+        "layers_of_stages": [len(stage) for stage in stages],
+        "batch": batch,
+        "replicas": arguments.replicas,
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+    }
+    return Workload(
+        stages,
+        graphs,
+        _devices(arguments, n_devices, processes),
+        model.loss,
+        replica_batches(model.make_batch, batch, arguments.seed, replicas),
+        lambda parameters: torch.optim.AdamW(parameters, lr=rate, capturable=arguments.cuda_graph),
+        record,
+    )
+
+
+def _learning_rate(arguments: argparse.Namespace) -> float:
+    """Return the learning rate, checked."""
+    from pipesim.errors import number
+
+    rate = number(arguments.learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
+        )
+    return rate
+
+
+def _model(arguments: argparse.Namespace) -> DemoModel:
+    """Return the model that the options name, with the sizes among them."""
+    from pipeexec.demo_models.registry import MODELS, build_model
+    from pipesim.errors import check_name
+
+    spec = MODELS[check_name("model", arguments.model, MODELS)]
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
+                     "text")
+    }  # fmt: skip
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    for name in sizes:
+        check_name(f"option of model {arguments.model!r}:", name, spec.options)
+    return build_model(arguments.model, seed=arguments.seed, **sizes)
+
+
+#: Samples of a micro-batch, with which tasks take 5 ms or more on one core.
+_BATCH = {"gpt": 4, "convnet": 4}
+
+
+def _devices(
+    arguments: argparse.Namespace, n_devices: int, processes: Processes | None
+) -> Sequence[DeviceLike]:
+    """Return the devices of this process."""
+    if arguments.slices is None:
+        n_ranks = 1 if processes is None else processes.n_ranks
+        names: list[str] = arguments.devices or ["cpu"] * max(1, n_devices // n_ranks)
+        return names
+    from pipeexec.devices.gpu_slices import slices
+
+    if not arguments.devices or len(arguments.devices) != 1 or processes is not None:
+        raise ArgumentError(
+            "--slices cuts one GPU in one process: give its name as --devices cuda:0, without "
+            "torchrun"
+        )
+    return slices(arguments.devices[0], arguments.slices)
+
+
+def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
+    """Return the graph of each row, by name: schedule, recompute mode and reduction."""
+    import pipesim
+    from pipesim.errors import check_count, check_name
+    from pipesim.graph.options import GRAD_SYNC, from_text, of_stages
+    from pipesim.sweeps.settings import source_info
+
+    if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
+        raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
+    infos = {name: source_info(name) for name in arguments.schedules}
+    n_given = _n_devices(arguments, processes)
+    n_replicas = check_count("n_replicas", arguments.replicas)
+    if n_given % n_replicas:
+        raise ArgumentError(
+            f"{n_given} devices cannot be shared by {n_replicas} replicas; give a multiple of "
+            f"{n_replicas}"
+        )
+    for text in arguments.grad_sync:
+        for value in of_stages(from_text(text), 1):
+            if isinstance(value, str):
+                check_name("grad_sync", value, GRAD_SYNC)
+    syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]
+    n_devices = _count(
+        arguments, "stages", "devices", lambda: n_given // n_replicas or _balanced(arguments, infos)
+    )
+    n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
+    return {
+        " ".join([name, recompute, *[sync] * (n_replicas > 1)]): pipesim.lower(
+            info.make(n_devices, n_microbatches),
+            recompute=recompute,
+            n_replicas=n_replicas,
+            grad_sync=sync,
+            n_buckets=arguments.n_buckets,
+            overlap=not arguments.no_overlap,
+            hosts="one" if processes is None else "per_device",
+            # Without overlap a message between processes holds its stream until it is received.
+            rendezvous=arguments.no_overlap and processes is not None,
+        )
+        for name, info in infos.items()
+        for recompute in arguments.recompute
+        for sync in syncs
+    }
+
+
+def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> int:
+    """Return the number of devices of slices or processes; 0 without either."""
+    if arguments.slices is not None:
+        return int(arguments.slices)
+    return 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
+
+
+def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
+    """Return a count from a flag or from files of schedules; else the default."""
+    from pipesim.errors import check_count
+    from pipesim.sweeps.settings import file_counts
+
+    key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
+    sources = {name: file_counts(name).get(key) for name in arguments.schedules}
+    if getattr(arguments, flag) is not None:
+        sources[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
+    counts = {where: count for where, count in sources.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        listing = ", ".join(f"{count} in {where}" for where, count in counts.items())
+        raise ArgumentError(
+            f"schedules of one validation have the same number of {what}; got {listing}: leave "
+            f"--{flag} out where a file has it, and validate unlike files apart"
+        )
+    return next(iter(counts.values())) if counts else default()
+
+
+def _balanced(arguments: argparse.Namespace, infos: Mapping[str, ScheduleInfo]) -> int:
+    """Return the number of devices of the stages of --balance; 2 without it."""
+    if not arguments.balance:
+        return 2
+    name, info = next(iter(infos.items()))
+    probe = info.make(2, 8)  # every registered schedule takes these; a file has its own counts
+    n_chunks = probe.n_stages // probe.n_devices
+    if len(arguments.balance) % n_chunks:
+        raise ArgumentError(
+            f"--balance needs a multiple of {n_chunks} layer counts for {name}, one for each of a "
+            f"device's stages; got {len(arguments.balance)}"
+        )
+    return len(arguments.balance) // n_chunks
+
+
+def _shape(graphs: Mapping[str, TaskGraph], balance: Sequence[int] | None) -> tuple[int, int, int]:
+    """Return the number of stages, devices and micro-batches of all graphs.
+
+    A graph with fewer paths has the first paths of the graph with the most.
+    """
+    homes = {name: graph.homes.tolist() for name, graph in graphs.items()}
+    widest = max(homes, key=lambda name: len(homes[name]))
+    for name, paths in homes.items():
+        if paths != homes[widest][: len(paths)]:
+            places = (f"{x}: {' and '.join(map(str, homes[x]))}" for x in (widest, name))
+            raise ArgumentError(
+                "schedules of one validation run the same stages on the same devices; got the "
+                f"devices of the stages {', '.join(places)}: validate them apart"
+            )
+    graph = graphs[widest]
+    if balance and len(balance) != graph.n_stages:
+        raise ArgumentError(
+            f"--balance has {len(balance)} layer counts, but the schedules have {graph.n_stages} "
+            f"stages on {graph.n_devices} devices; give one a stage (--stages may be left out)"
+        )
+    return graph.n_stages, graph.n_devices, graph.n_microbatches

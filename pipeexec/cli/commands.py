@@ -1,7 +1,7 @@
 """The commands ``train``, ``validate``, ``run``, ``profile`` and ``show``.
 
 Each takes parsed arguments. Modules that load torch are imported when a command runs, so that
-``--help`` is quick.
+``--help`` is quick. Where several processes run the same command, one of them prints.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeexec.cli.output import is_printer, print_progress, print_result
-from pipeexec.cli.workload import workload
+from pipeexec.cli.arguments import workload
 from pipesim.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from pipeexec.cli.workload import Workload
+    from pipeexec.cli.arguments import Workload
     from pipeexec.distributed.processes import Processes
     from pipeexec.executor.pipeline import Pipeline
     from pipeexec.training.training_run import TrainingRun
@@ -26,6 +25,44 @@ if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
     from pipesim.timeline.timeline import Timeline
 
+
+# Lines to the user.
+
+
+def is_printer() -> bool:
+    """Return whether this process prints: rank 0, or the only process."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_error(text: str, kind: str = "error: ") -> None:
+    """Print a line to stderr, if this process prints."""
+    if is_printer():
+        print_error_here(text, kind)
+
+
+def print_error_here(text: str, kind: str = "error: ") -> None:
+    """Print a line to stderr, whichever process this is."""
+    print(f"pipeexec: {kind}{text}", file=sys.stderr, flush=True)
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a line; in place of `warnings.showwarning`."""
+    print_error(str(message), kind="warning: ")
+
+
+def print_progress(line: str) -> None:
+    """Print an indented line to stderr, if this process prints."""
+    if is_printer():
+        print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def print_result(text: str) -> None:
+    """Print text to stdout, if this process prints."""
+    if is_printer():
+        print(text, flush=True)
+
+
+# Commands.
 
 #: Takes parsed arguments, and the processes of torchrun if any; returns the exit status.
 Command = Callable[..., int]
@@ -119,8 +156,8 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
 
 
 def _train(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.training.config.read_config import read_config
-    from pipeexec.training.config.train_config import train_config
+    from pipeexec.training.read_config import read_config
+    from pipeexec.training.train_config import train_config
 
     config = read_config(arguments.config)
     directory = Path(config["training"]["directory"])
@@ -190,7 +227,7 @@ def _costs(path: Path | None) -> Costs | None:
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.cli.report import profile_report
-    from pipeexec.profiling.measure import measure
+    from pipeexec.profiling.calibration import measure
 
     path = _run_path(arguments)
     run = workload(arguments, processes)
@@ -216,8 +253,7 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
 def show(arguments: argparse.Namespace) -> int:
     """Print the tables of a run directory, or the summary of a training."""
     from pipeexec.cli.report import profile_report, report
-    from pipeexec.profiling.files import TABLE
-    from pipeexec.profiling.profile import Profile
+    from pipeexec.profiling.profile import TABLE, Profile
     from pipeexec.run_directory import read_record
     from pipeexec.training.training_run import TrainingRun, has_log
     from pipeexec.validation.result import load_run

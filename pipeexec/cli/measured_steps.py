@@ -12,11 +12,11 @@ import numpy as np
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import StepResult
+from pipeexec.executor.step_result import StepResult
 from pipeexec.run_directory import command, write_directory
 from pipeexec.stages.batches import Batch
-from pipeexec.training.loop import run_loop
 from pipeexec.training.options import TrainingOptions
+from pipeexec.training.train import run_loop
 from pipeexec.training.training_run import TrainingRun
 from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
@@ -86,9 +86,8 @@ class MeasuredSteps:
         RunDirectoryError
             If it cannot be written, or something else is there.
         """
-        from pipesim.plot.comparisons import overlay
-        from pipesim.plot.lanes import rows
         from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+        from pipesim.plot.timelines import overlay, rows
         from pipesim.utils.packages import Figure
 
         path = check_path("path", path, "write")

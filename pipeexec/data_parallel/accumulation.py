@@ -1,36 +1,26 @@
-"""`GradientAccumulation`: one optimizer step for several backwards, without a pipeline.
-
-Replicas, checkpoints and the optimizer's step are in files beside it.
-"""
+"""`GradientAccumulation`: one optimizer step for several backwards, without a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.accumulation_replicas import Replicas
-from pipeexec.data_parallel.accumulation_state import (
-    check_state,
-    make_state,
-    named_parameters,
-    restore_gradients,
-)
-from pipeexec.data_parallel.accumulation_step import (
-    check_arguments,
-    scale_gradients,
-    step_optimizer,
-    weighted_loss,
-)
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
+from pipeexec.data_parallel.ddp import ddp_of, synchronize
 from pipesim.errors import (
     ArgumentError,
+    ArgumentTypeError,
     ExecutionError,
     check_count,
     check_flag,
+    check_function,
+    check_list,
+    check_type,
 )
 
 
@@ -115,7 +105,7 @@ class GradientAccumulation:
         scaler: Any = None,
         before_step: Callable[[], object] | None = None,
     ) -> None:
-        check_arguments(model, optimizer, scaler, before_step)
+        _check_arguments(model, optimizer, scaler, before_step)
         self.model, self.optimizer = model, optimizer
         self.n_steps = check_count("n_steps", n_steps)
         if n_batches is not None and check_count("n_batches", n_batches) % n_steps:
@@ -125,7 +115,7 @@ class GradientAccumulation:
                 "n_batches out and call flush() at the end"
             )
         self.scaler, self.before_step = scaler, before_step
-        self._replicas = Replicas(model)
+        self._replicas = _Replicas(model)
         self.has_stepped = False
         self._check_batch_norms = BatchNormCheck(
             self._replicas.module.named_modules(),
@@ -287,7 +277,7 @@ class GradientAccumulation:
                 f"microbatch(n_losses={self._n_losses + 1}), or add the losses up before"
             )
         self._state = "backward"
-        weighted = weighted_loss(loss, self._n_samples, self.n_steps, self.scaler)
+        weighted = _weighted_loss(loss, self._n_samples, self.n_steps, self.scaler)
         weighted.backward(retain_graph=retain_graph)
         self._n_backwards += 1
         if self._n_backwards < self._n_losses:
@@ -337,8 +327,8 @@ class GradientAccumulation:
         (1, ['weight', 'bias'])
         """
         self._check_outside("state_dict")
-        return make_state(
-            named_parameters(self._replicas.module, self.optimizer),
+        return _make_state(
+            _named_parameters(self._replicas.module, self.optimizer),
             self._replicas,
             self.n_steps,
             self._n_done,
@@ -379,13 +369,13 @@ class GradientAccumulation:
         1
         """
         self._check_outside("load_state_dict")
-        parameters = named_parameters(self._replicas.module, self.optimizer)
-        state = check_state(state_dict, parameters, self._replicas, self.n_steps)
+        parameters = _named_parameters(self._replicas.module, self.optimizer)
+        state = _check_state(state_dict, parameters, self._replicas, self.n_steps)
         self.optimizer.zero_grad()
         self._clear()
         self.has_stepped = False
         if state["n_accumulated"]:
-            restore_gradients(parameters, state["gradients"])
+            _restore_gradients(parameters, state["gradients"])
         self._n_done, self._n_samples = state["n_accumulated"], list(state["n_samples"])
         self._replicas.broadcasts_buffers = bool(state["broadcasts_buffers"])
 
@@ -427,7 +417,7 @@ class GradientAccumulation:
         try:
             self._replicas.synchronize()
             if not self._n_samples:
-                scale_gradients(self._parameters(), self.n_steps / self._n_done)
+                _scale_gradients(self._parameters(), self.n_steps / self._n_done)
             self._finish()
             self._step()
         except BaseException:
@@ -470,10 +460,10 @@ class GradientAccumulation:
         if not self._n_samples:
             return
         total = self._replicas.total(float(sum(self._n_samples)))
-        scale_gradients(self._parameters(), self._replicas.n / total)  # DDP has taken the mean
+        _scale_gradients(self._parameters(), self._replicas.n / total)  # DDP has taken the mean
 
     def _step(self) -> None:
-        step_optimizer(self.optimizer, self.scaler, self.before_step)
+        _step_optimizer(self.optimizer, self.scaler, self.before_step)
         self._clear()
         self.has_stepped = True
 
@@ -496,3 +486,265 @@ class GradientAccumulation:
 
 def _times_text(n: int) -> str:
     return "twice" if n == 2 else f"{n} times"
+
+
+class _Replicas:
+    """Replicas of a model, one of which is in this process.
+
+    Parameters
+    ----------
+    model
+        A module in DistributedDataParallel; any other module is the only replica.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ddp = ddp_of(model, "the model")
+        #: The model without DDP, which would change the names of its parameters.
+        self.module: nn.Module = model if self.ddp is None else self.ddp.module
+
+    @property
+    def rank(self) -> int:
+        """Number of this replica."""
+        return 0 if self.ddp is None else dist.get_rank(self.ddp.process_group)
+
+    @property
+    def n(self) -> int:
+        """Number of replicas."""
+        return 1 if self.ddp is None else dist.get_world_size(self.ddp.process_group)
+
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether the next forward starts by broadcasting rank 0's buffers, if DDP does that."""
+        return self.ddp is None or bool(self.ddp.require_forward_param_sync)
+
+    @broadcasts_buffers.setter
+    def broadcasts_buffers(self, value: bool) -> None:
+        if self.ddp is not None:
+            self.ddp.require_forward_param_sync = value
+
+    def microbatch(self, *, synchronizes: bool) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch; ``synchronizes``: DDP reduces in its backward."""
+        return nullcontext() if self.ddp is None or synchronizes else self.ddp.no_sync()
+
+    def synchronize(self) -> None:
+        """Reduce accumulated gradients, after backwards in which DDP did not."""
+        if self.ddp is not None:
+            synchronize(self.ddp)
+            self.broadcasts_buffers = True  # as after a backward in which DDP reduces
+
+    def reset(self) -> None:
+        """Reset DDP's reducer, which may wait for gradients that will not come."""
+        if self.ddp is not None:
+            self.ddp.reducer._reset_state()
+
+    def total(self, count: float) -> float:
+        """Return the sum of a count over all replicas."""
+        if self.ddp is None:
+            return count
+        device = next(self.ddp.parameters()).device
+        total = torch.tensor(count, device=device)
+        dist.all_reduce(total, group=self.ddp.process_group)
+        return float(total)
+
+
+# Losses and the optimizer
+
+
+def _check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
+    """Raise `ArgumentTypeError` for arguments of the wrong type."""
+    check_type("model", model, nn.Module)
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "make it from the model's parameters")
+    if scaler is not None and not all(
+        callable(getattr(scaler, name, None)) for name in ("scale", "step", "update", "unscale_")
+    ):
+        raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
+    if before_step is not None:
+        check_function("before_step", before_step, "before_step()")
+
+
+def _weighted_loss(loss: Tensor, n_samples: Sequence[int], n_steps: int, scaler: Any) -> Tensor:
+    """Return the loss of the latest micro-batch, weighted by its share of the batch, and scaled.
+
+    Parameters
+    ----------
+    loss
+        Mean over the micro-batch.
+    n_samples
+        Samples of the micro-batches so far, if the user gives them. The number of all samples is
+        known after the last micro-batch: gradients are divided by it then.
+    n_steps
+        Micro-batches of a batch, which have equal weights if ``n_samples`` is empty.
+    scaler
+        A gradient scaler, or None.
+    """
+    weighted = loss * n_samples[-1] if n_samples else loss / n_steps
+    return weighted if scaler is None else scaler.scale(weighted)
+
+
+@torch.no_grad()
+def _scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of parameters; those without a gradient are left out."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _step_optimizer(
+    optimizer: torch.optim.Optimizer, scaler: Any, before_step: Callable[[], object] | None
+) -> None:
+    """Step an optimizer, with a scaler if any; ``before_step`` is called on unscaled gradients."""
+    if scaler is None:
+        if before_step is not None:
+            before_step()
+        optimizer.step()
+        return
+    if before_step is not None:
+        scaler.unscale_(optimizer)
+        before_step()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# Checkpoints
+
+_STATE_KEYS = ("n_steps", "n_accumulated", "n_samples", "rank", "n_replicas", "shapes", "gradients",
+         "broadcasts_buffers")  # fmt: skip
+#: Most names that a message lists; it counts the others.
+_MAX_NAMES = 5
+
+
+def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the parameters of an optimizer by their names in a model.
+
+    A parameter that is not in the model, such as a weight of the loss, is named by its position in
+    the optimizer: ``param_groups.1.0``.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names.get(id(parameter), f"param_groups.{group}.{index}"): parameter
+        for group, options in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(options["params"])
+    }
+
+
+def _make_state(
+    parameters: Mapping[str, Tensor],
+    replicas: _Replicas,
+    n_steps: int,
+    n_done: int,
+    n_samples: Sequence[int],
+) -> dict[str, Any]:
+    """Return a checkpoint of a batch after the backwards of ``n_done`` micro-batches."""
+    gradients = {
+        name: parameter.grad.detach().clone()
+        for name, parameter in parameters.items()
+        if n_done and parameter.grad is not None
+    }
+    return {
+        "n_steps": n_steps,
+        "n_accumulated": n_done,
+        "n_samples": list(n_samples),
+        "rank": replicas.rank,
+        "n_replicas": replicas.n,
+        "shapes": {name: list(x.shape) for name, x in parameters.items()},
+        "gradients": gradients,
+        "broadcasts_buffers": replicas.broadcasts_buffers,
+    }
+
+
+@torch.no_grad()
+def _restore_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Copy gradients to the parameters of their names; the others have None."""
+    for name, parameter in parameters.items():
+        saved = gradients.get(name)
+        parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
+
+
+def _check_state(
+    state: object, parameters: Mapping[str, Tensor], replicas: _Replicas, n_steps: int
+) -> dict[str, Any]:
+    """Return a checkpoint if it fits this training."""
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            f"state_dict must be a dict of GradientAccumulation.state_dict(), got {state!r:.60}"
+        )
+    if missing := [key for key in _STATE_KEYS if key not in state]:
+        raise ArgumentError(
+            f"state_dict lacks {', '.join(map(repr, missing))}; give what "
+            "GradientAccumulation.state_dict() returned"
+        )
+    if check_count("n_steps of state_dict", state["n_steps"]) != n_steps:
+        raise ArgumentError(
+            f"state_dict is of n_steps={state['n_steps']}, this GradientAccumulation has "
+            f"n_steps={n_steps}: micro-batches are weighted by it; make one with the same n_steps"
+        )
+    _check_counts(state, n_steps)
+    _check_shapes(state["shapes"], parameters)
+    _check_saved_gradients(state["gradients"], parameters, bool(state["n_accumulated"]))
+    if state["n_accumulated"]:
+        for name, saved, own in (
+            ("n_replicas", state["n_replicas"], replicas.n),
+            ("rank", state["rank"], replicas.rank),
+        ):
+            if saved != own:
+                raise ArgumentError(
+                    f"state_dict is of {name}={saved}, this process has {name}={own}: gradients in "
+                    "the middle of a batch are each replica's own; load each rank's own state, or "
+                    "save where n_accumulated is 0"
+                )
+    return dict(state)
+
+
+def _check_counts(state: Mapping[str, Any], n_steps: int) -> None:
+    n_done = check_count("n_accumulated of state_dict", state["n_accumulated"], 0)
+    n_samples = check_list("n_samples of state_dict", state["n_samples"], "a count a micro-batch")
+    for count in n_samples:
+        check_count("n_samples of state_dict", count)
+    if n_done >= n_steps or len(n_samples) not in (0, n_done):
+        raise ArgumentError(
+            f"state_dict has n_accumulated={n_done} of n_steps={n_steps}, and {len(n_samples)} "
+            "n_samples; give what GradientAccumulation.state_dict() returned"
+        )
+
+
+def _check_shapes(shapes: object, parameters: Mapping[str, Tensor]) -> None:
+    if not isinstance(shapes, Mapping):
+        raise ArgumentTypeError(f"shapes of state_dict must be a dict, got {shapes!r:.60}")
+    for what, names in (
+        ("lacks", [name for name in parameters if name not in shapes]),
+        ("has, and the optimizer lacks,", [name for name in shapes if name not in parameters]),
+    ):
+        if names:
+            listed = ", ".join(map(repr, names[:_MAX_NAMES]))
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise ArgumentError(
+                f"state_dict {what} parameters {listed}{more}; it is of another model or optimizer"
+            )
+    for name, parameter in parameters.items():
+        if (shape := shapes[name]) != list(parameter.shape):
+            raise ArgumentError(
+                f"state_dict has parameter {name!r} of shape {shape!r:.60}, the model of shape "
+                f"{list(parameter.shape)}; it is of another model"
+            )
+
+
+def _check_saved_gradients(
+    gradients: object, parameters: Mapping[str, Tensor], is_within_batch: bool
+) -> None:
+    if not isinstance(gradients, Mapping):
+        raise ArgumentTypeError(f"gradients of state_dict must be a dict, got {gradients!r:.60}")
+    if bool(gradients) != is_within_batch:
+        raise ArgumentError(
+            f"state_dict has {len(gradients)} gradients, which does not fit its n_accumulated; "
+            "give what GradientAccumulation.state_dict() returned"
+        )
+    for name, gradient in gradients.items():
+        parameter = parameters.get(name)
+        if (
+            parameter is None
+            or not isinstance(gradient, Tensor)
+            or gradient.shape != parameter.shape
+        ):
+            raise ArgumentError(
+                f"state_dict has a gradient of {name!r} that is no tensor of the parameter's shape"
+            )

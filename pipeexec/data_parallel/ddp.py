@@ -1,10 +1,29 @@
-"""Use DistributedDataParallel's reducer by hand: check the module, and synchronize gradients."""
+"""Stages in DistributedDataParallel, whose gradients are reduced once a mini-batch.
+
+DDP expects a backward after each forward: a forward prepares its reducer, and the next backward
+reduces gradients. In a pipeline several forwards come before the first backward. So forwards run
+within ``no_sync()``, and the reducer is prepared before the last backward::
+
+      F0 F1 F2 B0 F3 B1 B2 | B3     prepared at the bar: the all-reduce overlaps B3
+      F0 F1 I0 W0 I1 W1 |           no hook of autograd sees W: the all-reduce comes after it
+
+The all-reduce includes the gradients of earlier micro-batches, which have accumulated by then. It
+comes after the last backward in two more cases:
+
+- The schedule has versions of the weights, which are not the parameters that the reducer knows.
+- DDP has ``find_unused_parameters``: earlier micro-batches may have used a parameter that the last
+  one does not use.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,3 +88,123 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
         return (None,) * int(ctx.n)
+
+
+def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
+    """Check that DDP stages can run in one pipeline of this process."""
+    owner: dict[object, int] = {}
+    for index, stage in enumerate(stages):
+        ddp = None if stage is None else ddp_of(stage, f"stage {index}")
+        if ddp is None:
+            continue
+        if n_paths > 1:
+            raise ArgumentError(
+                f"stage {index} is DistributedDataParallel, and the graph has {n_paths} copies of "
+                "each stage, which would need process groups of their own; run a placement with "
+                "one, and let DDP alone do the rest"
+            )
+        first = owner.setdefault(ddp.process_group, index)
+        if first != index:
+            raise ArgumentError(
+                f"stages {first} and {index} are DistributedDataParallel over one process group; "
+                "stages run at the same time, and their messages would be mixed up: give each its "
+                "own group, process_group=torch.distributed.new_group()"
+            )
+
+
+def ddp_stage(
+    module: nn.Module, index: int, batch_size: int | None, has_versions: bool
+) -> DdpStage | None:
+    """Return the `DdpStage` of a stage in DDP, None for other stages."""
+    ddp = ddp_of(module, f"stage {index}")
+    if ddp is None:
+        return None
+    if batch_size is None:
+        raise ArgumentError(
+            f"stage {index} is DistributedDataParallel, which only pipeexec.Pipeline can run"
+        )
+    return DdpStage(ddp, batch_size, has_versions)
+
+
+class DdpStage:
+    """Prepares DDP's reducer for a stage's last backward of each mini-batch.
+
+    A step within the user's ``ddp.no_sync()`` reduces nothing. After a step that reduced gradients,
+    the next step's first forward broadcasts buffers, as DDP does.
+
+    Parameters
+    ----------
+    ddp
+        The stage.
+    batch_size
+        Micro-batches of a mini-batch.
+    has_versions
+        Whether forwards use versions of the weights in place of the parameters.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, batch_size: int, has_versions: bool) -> None:
+        self.ddp, self.batch_size = ddp, batch_size
+        self.overlaps = not has_versions and not ddp.find_unused_parameters
+        self._n_ended: Counter[int] = Counter()  # of each mini-batch
+        self._is_prepared = False
+        self._was_synchronized = False
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._n_ended.clear()
+        if self._was_synchronized:  # DDP sets this in a forward outside no_sync()
+            self.ddp.require_forward_param_sync = True
+        self._was_synchronized = False
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Return the context of a forward or recompute, which must not prepare the reducer."""
+        return self.ddp.no_sync()
+
+    def sync_buffers(self) -> None:
+        """Broadcast the buffers now, if DDP would broadcast them in the next forward."""
+        if self.ddp._check_sync_bufs_pre_fwd():
+            self.ddp._sync_buffers()
+            self.ddp.require_forward_param_sync = False  # as DDP does in a forward in no_sync()
+
+    def before_backward(self, microbatch: int) -> None:
+        """Prepare the reducer if this backward is the last of its mini-batch."""
+        if self.overlaps and self._synchronizes_after(microbatch):
+            self.ddp.reducer.prepare_for_backward([])
+            self._is_prepared = True
+
+    def finish_microbatch(self, microbatch: int) -> None:
+        """Note that a micro-batch has its gradients; after the last, reduce them over replicas.
+
+        Raises
+        ------
+        RuntimeError
+            DDP's own, if the last backward has not reached all parameters.
+        """
+        if self._is_prepared:
+            self.ddp.reducer._check_reducer_finalized()
+            self._is_prepared = False
+            self._was_synchronized = True
+        elif self._synchronizes_after(microbatch):
+            synchronize(self.ddp)
+            self._was_synchronized = True
+        self._n_ended[microbatch // self.batch_size] += 1
+
+    def mean_count(self, count: Tensor | float) -> Tensor | float:
+        """Return the mean of a count over the replicas whose gradients were reduced."""
+        if not self._was_synchronized:
+            return count
+        device = next(self.ddp.parameters()).device
+        total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(total, group=self.ddp.process_group)
+        mean = total / dist.get_world_size(self.ddp.process_group)
+        return mean if device.type == "cuda" else float(mean)
+
+    def reset(self) -> None:
+        """Reset the reducer after a step that failed."""
+        if self._is_prepared:
+            self.ddp.reducer._reset_state()
+            self._is_prepared = False
+
+    def _synchronizes_after(self, microbatch: int) -> bool:
+        is_last = self._n_ended[microbatch // self.batch_size] == self.batch_size - 1
+        return is_last and self.ddp.require_backward_grad_sync

@@ -3,7 +3,7 @@
 Code for CUDA is tested on a stand-in; it is not yet measured on hardware.
 """
 
-from pipeexec.devices.emulated_links.linked_workers import Worker, workers
-from pipeexec.devices.gpu_slices.slices import Slice, slices
+from pipeexec.devices.gpu_slices import Slice, slices
+from pipeexec.devices.make_devices import Worker, workers
 
 __all__ = ["Slice", "Worker", "slices", "workers"]

@@ -22,8 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeexec.devices.cpu_streams import CpuEvent
-from pipeexec.devices.streams import Event, Stream
+from pipeexec.devices.streams import CpuEvent, Event, Stream
 
 #: Messages each way. The first wake an idle GPU; few are needed, since only the fastest counts.
 ROUNDS = 8

@@ -1,15 +1,19 @@
-"""`Device`: the interface of every device, and the named streams that real devices share."""
+"""`Device`: the interface of all devices; named streams, locks, and devices of other processes."""
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
 
 import torch
 
-from pipeexec.devices.cpu_streams import CpuStream
-from pipeexec.devices.step_lock import StepLock
-from pipeexec.devices.streams import Event, Stream
+from pipeexec.devices.running_clock import RunningTimer
+from pipeexec.devices.streams import CpuStream, Event, Stream
+from pipesim.errors import ExecutionError
 
 #: The tensors of a message between stages. A gradient may be missing.
 Values = tuple[torch.Tensor | None, ...]
@@ -378,3 +382,205 @@ class NamedStreams:
         True
         """
         self.closed = True
+
+
+#: Seconds between two looks of a wait at its limit.
+_PAUSE = 0.05
+
+
+class Stoppable(Protocol):
+    """A step that runs."""
+
+    def stop(self, error: ExecutionError) -> None:
+        """Fail with ``error``, without waiting for tasks that do not end soon."""
+        ...
+
+
+class StepLock:
+    """Lets one thread at a time use a device, also one that several pipelines share.
+
+    A second caller gets an error: it neither waits nor disturbs the step of the first. A thread may
+    enter again, but not while its own step runs tasks.
+
+    Parameters
+    ----------
+    has_thread
+        A method of the device that returns whether a thread runs its tasks. It is held weakly, as
+        the device holds this lock.
+
+    Attributes
+    ----------
+    step
+        The step that runs, or None.
+    """
+
+    def __init__(self, has_thread: Callable[[threading.Thread], bool]) -> None:
+        self._has_thread = weakref.WeakMethod(has_thread)
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._owner: threading.Thread | None = None
+        self._depth = 0
+        self._closing = False
+        self.step: Stoppable | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the calling process was forked from the one that made the pipeline."""
+        return os.getpid() != self._process
+
+    @contextmanager
+    def hold(self, call: str) -> Iterator[None]:
+        """Hold the device for a call, named in errors.
+
+        Raises
+        ------
+        ExecutionError
+            From a forked process, or while another thread holds the device.
+        """
+        if self.is_forked:
+            raise ExecutionError(
+                f"{call} was called in a process that was forked from the one that made the "
+                f"pipeline (process {self._process}), whose threads it does not have; make the "
+                "pipeline after the fork"
+            )
+        if not self._lock.acquire(blocking=False):
+            owner = self._owner
+            raise ExecutionError(
+                f"{call} was called while thread {'' if owner is None else owner.name!r} uses this "
+                "pipeline, or one with its devices; call one method at a time, or make a pipeline "
+                "for each thread"
+            )
+        self._owner, self._depth = threading.current_thread(), self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+            self._lock.release()
+
+    @contextmanager
+    def run_step(self, step: Stoppable) -> Iterator[None]:
+        """Run the tasks of a step in a block; `stop` ends them."""
+        self.step = step
+        if self._closing:
+            step.stop(_closed_error())
+        try:
+            yield
+        finally:
+            self.step = None
+
+    def stop(self, timer: RunningTimer) -> bool:
+        """Stop the step that runs, if any, and wait for its end; return whether it has ended.
+
+        ``timer`` limits the wait. In the thread of the step itself, such as in a signal handler,
+        the step ends later.
+        """
+        self._closing = True
+        if (step := self.step) is not None:
+            step.stop(_closed_error())
+        if self._owner is threading.current_thread():
+            return self.step is None
+        while not self._lock.acquire(timeout=_PAUSE):
+            if timer.is_over:
+                return False
+        self._lock.release()
+        return True
+
+    def check_outside(self, call: str, *, may_interrupt: bool = False) -> None:
+        """Raise if the caller is a task of the device.
+
+        A signal handler runs in the thread of the step. It may make only those calls that
+        ``may_interrupt`` the step.
+
+        Raises
+        ------
+        ExecutionError
+            If a stage or the loss calls, which would wait for itself.
+        """
+        thread = threading.current_thread()
+        is_own = self._owner is thread and self.step is not None and not may_interrupt
+        has_thread = self._has_thread()
+        if is_own or (has_thread is not None and has_thread(thread)):
+            raise ExecutionError(
+                f"{call} was called from within a stage or the loss of the same pipeline, or from "
+                "a handler of a signal during its step; call it after the step"
+            )
+
+
+def _closed_error() -> ExecutionError:
+    return ExecutionError(
+        "the pipeline was closed while a step was running, which is not complete; gradients and "
+        "weights may hold a part of it"
+    )
+
+
+class RemoteDevice:
+    """A device of another process: it has a name, and runs nothing in this process."""
+
+    note = ""
+    launch = 0.0
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+        self.torch_device = torch.device("meta")
+        self.closed = False
+        self.step_lock = StepLock(self.has_thread)
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Raise: its streams are in another process."""
+        self._refuse()
+
+    def host(self) -> CpuStream:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return False: its streams are in another process."""
+        return False
+
+    def mark(self) -> Event:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def wait_for_host(self, event: Event) -> None:
+        """Do nothing."""
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing."""
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def await_link(self, values: Values) -> None:
+        """Do nothing."""
+
+    def to_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing but note it."""
+        self.closed = True
+
+    abandon = close
+
+
+def device_ranks(devices: Sequence[Device], own_rank: int) -> list[int]:
+    """Return the rank of each device's process; ``own_rank`` is that of this process."""
+    return [x.rank if isinstance(x, RemoteDevice) else own_rank for x in devices]

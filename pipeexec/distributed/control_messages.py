@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.distributed.failure import Failure
-from pipeexec.distributed.watchdog import Watchdog
+from pipeexec.distributed.watchdog import Failure, Watchdog
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

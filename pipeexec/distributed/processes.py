@@ -12,26 +12,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from pipeexec.devices.device import Device
-from pipeexec.devices.remote import RemoteDevice
+from pipeexec.devices.device import Device, RemoteDevice
 from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.distributed.channels import Channel, ChannelRoute, LostConnection
+from pipeexec.distributed.channels import Channel, ChannelRoute, LostConnection, NcclChannel
 from pipeexec.distributed.control_messages import ControlMessages
-from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
-from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import FlightRecorder
-from pipeexec.distributed.group_ends import break_group
-from pipeexec.distributed.nccl_channel import NcclChannel
 from pipeexec.distributed.process_clock import ProcessClock
-from pipeexec.distributed.status import StepReporter
 from pipeexec.distributed.store import gloo_on_loopback
-from pipeexec.distributed.watchdog import Watchdog
-from pipeexec.process_end import end_connections_with_process
-from pipesim.errors import (
-    ArgumentError,
-    PeerError,
-    check_count,
-)
+from pipeexec.distributed.watchdog import Failure, StepReporter, Watchdog
+from pipeexec.process_end import end_connections_with_process, end_threads
+from pipesim.errors import ArgumentError, PeerError, check_count
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
@@ -296,14 +286,14 @@ class Processes(ControlMessages):
         ['cpu:0']
         >>> dist.destroy_process_group()
         """
-        own = [[x.name, x.torch_device.type, uuid_of(x.torch_device)] for x in local]
+        own = [[x.name, x.torch_device.type, _uuid_of(x.torch_device)] for x in local]
         everyone = self.share(own)
         if len({kind for devices in everyone for _, kind, _ in devices}) > 1:
             kinds = [[device[:2] for device in devices] for devices in everyone]
             raise ArgumentError(
                 f"processes have devices of several kinds: {kinds}; give devices of one kind"
             )
-        check_distinct(*([[device[k] for device in devices] for devices in everyone]
+        _check_distinct(*([[device[k] for device in devices] for devices in everyone]
                          for k in (0, 2)))  # fmt: skip
         before = sum(len(devices) for devices in everyone[: self.rank])
         self._gpus = {before + k: device.torch_device for k, device in enumerate(local)}
@@ -467,7 +457,7 @@ class Processes(ControlMessages):
             return  # in a forked child, which shares the sockets but has no threads
         for group in self._groups.values():
             if isinstance(group, dist.ProcessGroup):
-                break_group(group, set(range(group.size())) - {group.rank()})
+                _break_group(group, set(range(group.size())) - {group.rank()})
 
     def _leave(self) -> None:
         """Release the groups and the store; its holder stays until the others have left."""
@@ -510,3 +500,62 @@ def _torch_timeout(timeout: float) -> timedelta:
 def guard_processes(processes: Processes | None) -> AbstractContextManager[None]:
     """Stop every process if the block raises an error; None is one process alone."""
     return nullcontext() if processes is None else processes.guard()
+
+
+def _uuid_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, unique over all machines; empty if it has none."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def _check_distinct(names: Sequence[Sequence[str]], uuids: Sequence[Sequence[str]]) -> None:
+    """Raise if devices of two processes are one GPU.
+
+    Parameters
+    ----------
+    names, uuids
+        Names and UUIDs of the devices of each process.
+    """
+    owners: dict[str, tuple[int, str]] = {}
+    for rank, devices in enumerate(zip(names, uuids, strict=True)):
+        for name, uuid in zip(*devices, strict=True):
+            first, first_name = owners.setdefault(uuid, (rank, name))
+            if uuid and first != rank:
+                raise ArgumentError(
+                    f"{first_name} of rank {first} and {name} of rank {rank} are the same GPU "
+                    f"(UUID {uuid}), and NCCL refuses two processes on one GPU; give each "
+                    "process its own GPU (devices=['cuda'] is that of its LOCAL_RANK), or run one "
+                    "process with devices=pipeexec.slices('cuda:0', n)"
+                )
+
+
+# End of process groups: waits for messages that will not come, and gloo's own threads
+
+#: Tag of a message that nobody sends; those of channels count from 0.
+_NEVER_SENT = (1 << 31) - 1
+
+
+def _break_group(group: dist.ProcessGroup, ranks: Iterable[int]) -> None:
+    """Let all waits of this process for messages of a gloo group end with an error.
+
+    ``ranks`` are those of the group without this process, numbered within the group. The group
+    cannot be used again. gloo neither aborts a wait nor ends it with the group: it does so if
+    another wait of the group exceeds its timeout, as then it closes all sockets of the group.
+    """
+    for rank in ranks:
+        with suppress(RuntimeError):  # this connection is broken already
+            work = group.recv([torch.empty(1)], rank, _NEVER_SENT)
+            work.wait(timedelta(milliseconds=1))
+
+
+def end_groups(pid: int) -> None:
+    """End the threads of process groups while Python still runs.
+
+    A thread of gloo that frees a tensor later aborts the process (pytorch/pytorch, issue 190489). A
+    forked child does not have the threads. Threads of streams wait for messages of the groups, so
+    they end first.
+    """
+    if dist.is_initialized() and os.getpid() == pid:
+        end_threads()
+        dist.destroy_process_group()

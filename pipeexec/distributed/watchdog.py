@@ -15,16 +15,18 @@ Time in which this process was frozen counts for nothing: see `RunningTimer`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure, stall_failure
-from pipeexec.distributed.status import StatusBoard, StepReporter, look_period
+from pipeexec.devices.running_clock import RunningClock, RunningTimer
 from pipeexec.distributed.store import StoreConnection
 from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import PeerError
+from pipesim.ops import COLLECTIVES, TRANSFERS, Action
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -88,7 +90,7 @@ class Watchdog:
         self.board = StatusBoard(self._connection, rank, n_ranks, reporter)
         self.election = ReporterElection(self._connection, rank, n_ranks, holder, exited_ranks)
         self._failure = SharedFailure(self._connection)
-        self._period = look_period(n_ranks)
+        self._period = _look_period(n_ranks)
         self._n_answers = 0  # of the store
         self._n_answers_seen, self._answer_timer = 0, RunningTimer(timeout + _STORE_GRACE)
         self._progress: Any = None
@@ -236,3 +238,441 @@ class Watchdog:
     def wait_until_confirmed(self) -> None:
         """Block until all others know of the failure, if this process holds the store."""
         self.election.wait_until_confirmed(_CONFIRMATION_SECONDS)
+
+
+# Statuses
+
+
+def _look_period(n_ranks: int) -> float:
+    """Return the least seconds between two looks at the store: all processes read each other."""
+    return max(0.2, 0.01 * n_ranks)
+
+
+class Head(NamedTuple):
+    """Head of a device's queues: its first task that has not ended.
+
+    Attributes
+    ----------
+    device
+        Number of the device.
+    task
+        The first task of its compute stream that has not ended, or of its messages.
+    place
+        Stage and micro-batch of the task, as text.
+    running
+        Whether the task has begun.
+    waits_for
+        The tasks that it waits for, as text; empty if it has begun.
+    """
+
+    device: int
+    task: str
+    place: str
+    running: bool
+    waits_for: str
+
+    def __str__(self) -> str:
+        if self.running:
+            return f"device {self.device} in {self.task} ({self.place})"
+        waiting = f", waiting for {self.waits_for}" if self.waits_for else ""
+        return f"device {self.device} before {self.task} ({self.place}){waiting}"
+
+
+class Status(NamedTuple):
+    """Status of a process: its step, how many tasks have ended, and the heads of its devices."""
+
+    rank: int
+    step: int
+    in_step: bool
+    n_ended: int
+    heads: list[Head]
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Status:
+        """Return the status in a JSON text."""
+        rank, step, in_step, n_ended, heads = json.loads(text)
+        return cls(rank, step, in_step, n_ended, [Head(*head) for head in heads])
+
+    def __str__(self) -> str:
+        if not self.in_step:
+            return f"rank {self.rank} between steps ({self.step} ended)"
+        heads = "; ".join(map(str, self.heads)) or "no task to do"
+        return f"rank {self.rank} in step {self.step}: {heads}"
+
+
+class StepReporter:
+    """Status of this process, from the pipeline that runs a step.
+
+    Several pipelines may share the processes, one step at a time. Each of them starts and ends its
+    steps here.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._read: Callable[[], Status] = lambda: Status(rank, 0, False, 0, [])
+        self._describe: Callable[[int], str] | None = None
+
+    def start_step(
+        self, read_status: Callable[[], Status], describe_last_task: Callable[[int], str]
+    ) -> None:
+        """Take the status from a step that begins.
+
+        Parameters
+        ----------
+        read_status
+            Returns the status of this process; called from the watchdog's thread.
+        describe_last_task
+            Returns the last known task of a rank that does not answer, as text.
+        """
+        self._read, self._describe = read_status, describe_last_task
+
+    def end_step(self, status: Status) -> None:
+        """Keep the status of a step that has ended, until the next one begins."""
+        self._read = lambda: status
+
+    def read_status(self) -> Status:
+        """Return the status of this process."""
+        return self._read()
+
+    def describe_last_task(self, rank: int) -> str | None:
+        """Return the last known task of a rank; None before the first step."""
+        return None if self._describe is None else self._describe(rank)
+
+
+class StatusBoard:
+    """Publishes the status of this process, and reads those of all processes.
+
+    Parameters
+    ----------
+    connection
+        To the shared store.
+    rank, n_ranks
+        Number of this process, and how many there are.
+    reporter
+        Source of this process's status.
+
+    Attributes
+    ----------
+    statuses
+        Latest known status of each rank.
+    """
+
+    def __init__(
+        self, connection: StoreConnection, rank: int, n_ranks: int, reporter: StepReporter
+    ) -> None:
+        self._connection, self._reporter = connection, reporter
+        self.rank, self.n_ranks = rank, n_ranks
+        self.statuses: dict[int, Status] = {}
+        self._n_beats = 0
+        self._last_changes: dict[int, tuple[bytes, float]] = {}  # text of each rank, and its time
+        self._clock = RunningClock(max(0.5, 2 * _look_period(n_ranks)))
+
+    def publish(self) -> None:
+        """Publish the status of this process; the caller holds the lock, if others use the store.
+
+        Raises
+        ------
+        RuntimeError
+            If the store is lost.
+        """
+        status = self._reporter.read_status()
+        self.statuses[self.rank] = status
+        self._n_beats += 1
+        text = json.dumps([self._n_beats, status])
+        self._connection.store.set(f"beat/{self.rank}", text)
+
+    def read_all(self) -> bool:
+        """Read the statuses of all processes; the caller holds the lock.
+
+        Returns
+        -------
+        bool
+            Whether every process has published one.
+
+        Raises
+        ------
+        RuntimeError
+            If the store is lost.
+        """
+        store = self._connection.store
+        names = [f"beat/{rank}" for rank in range(self.n_ranks)]
+        if not store.check(names):
+            return False
+        now = self._clock.read()
+        for rank, text in enumerate(store.multi_get(names)):
+            if self._last_changes.get(rank, (b"", now))[0] != text:
+                self._last_changes[rank] = text, now
+                self.statuses[rank] = Status.from_json(json.dumps(json.loads(text)[1]).encode())
+        return True
+
+    def silent_rank(self, timeout: float) -> int:
+        """Return a rank that has published nothing for longer than ``timeout``; -1 if none.
+
+        Only time in which this process read statuses counts.
+        """
+        now = self._clock.read()
+        silent = [r for r, (_, time_) in self._last_changes.items() if now - time_ > timeout]
+        return silent[0] if silent else -1
+
+    def others_in_step(self) -> bool:
+        """Return whether another process was in a step at its latest status."""
+        return any(s.in_step for rank, s in list(self.statuses.items()) if rank != self.rank)
+
+    def describe_last_status(self, rank: int) -> str:
+        """Return the latest status of a process, as text."""
+        return f"last seen {self.statuses.get(rank) or f'rank {rank} at its start'}"
+
+    def describe_last_task(self, rank: int) -> str:
+        """Return the last known task of a process that does not answer, as text."""
+        text = self._reporter.describe_last_task(rank)
+        return self.describe_last_status(rank) if text is None else text
+
+    def describe_others(self, rank: int) -> str:
+        """Return the statuses of all processes but one, as text."""
+        return "; ".join(str(s) for r, s in sorted(self.statuses.items()) if r != rank)
+
+    def publish_final_status(self, timeline: bytes = b"") -> None:
+        """Publish the final status and the timeline of this process; without a store, nothing."""
+        with self._connection.lock:
+            status = self._reporter.read_status()
+            self.statuses[self.rank] = status
+            try:
+                self._connection.store.set(f"timeline/{self.rank}", timeline)
+                self._connection.store.set(f"final_status/{self.rank}", json.dumps(status))
+            except RuntimeError:
+                return
+
+    def collect_final_statuses(self, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
+        """Return the timeline that each of ``ranks`` published, and keep its final status.
+
+        Wait ``seconds`` at most; ranks that do not answer until then are left out.
+        """
+        timelines: dict[int, bytes] = {}
+        timer, missing = RunningTimer(seconds), set(ranks)
+        with self._connection.lock:
+            try:
+                while missing and not timer.is_over:
+                    for rank in sorted(missing):
+                        store, name = self._connection.store, f"final_status/{rank}"
+                        if store.check([name]):
+                            self.statuses[rank] = Status.from_json(store.get(name))
+                            timelines[rank] = bytes(store.get(f"timeline/{rank}"))
+                            missing.discard(rank)
+                    time.sleep(0.01)
+            except RuntimeError:
+                return timelines
+        return timelines
+
+
+# Failures
+
+_PAUSE = 0.02  # s, between two looks into the store
+
+
+class Failure(NamedTuple):
+    """A failure that stops every process.
+
+    Attributes
+    ----------
+    kind
+        ``"raised"``, ``"lost"``, ``"stalled"``, ``"silent"``, ``"late"`` or ``"ended"``.
+    rank
+        The rank that failed; -1 if none in particular.
+    message
+        The failure and its place.
+    """
+
+    kind: str
+    rank: int
+    message: str
+
+
+class SharedFailure:
+    """The first failure of any process, which counts for all of them.
+
+    Attributes
+    ----------
+    first
+        The failure that counts; None if nothing has failed, as far as this process knows.
+    """
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._connection = connection
+        self.first: Failure | None = None
+
+    def post(self, failure: Failure) -> Failure:
+        """Publish a failure, unless there is one already; return the one that counts."""
+        with self._connection.lock:
+            try:
+                text = self._connection.store.compare_set("failure", "", json.dumps(failure))
+                failure = Failure(*json.loads(text))
+            except RuntimeError:  # without a store each process has its own failure
+                pass
+        return self.set_first(failure)
+
+    def read(self) -> bool:
+        """Return whether a process has posted a failure, and keep it; the caller holds the lock.
+
+        Raises
+        ------
+        RuntimeError
+            If the store is lost.
+        """
+        store = self._connection.store
+        is_posted = bool(store.check(["failure"]))
+        if is_posted:
+            self.set_first(Failure(*json.loads(store.get("failure"))))
+        return is_posted
+
+    def set_first(self, failure: Failure) -> Failure:
+        """Keep a failure in this process, unless there is one; return the one that counts."""
+        if self.first is None:
+            self.first = failure
+        return self.first
+
+    def wait(self, seconds: float) -> None:
+        """Block until something has failed anywhere, for ``seconds`` at most."""
+        timer = RunningTimer(seconds)
+        while self.first is None and not timer.is_over:
+            time.sleep(0.01)
+
+
+class ReporterElection:
+    """Elects one process to print the error; the others wait until it has, and exit silently.
+
+    The process that holds the store exits last: without the store the others could not learn who
+    was elected.
+
+    Parameters
+    ----------
+    connection
+        To the shared store.
+    rank, n_ranks
+        Number of this process, and how many there are.
+    holder
+        The rank whose process holds the store; None if it is the launcher.
+    exited_ranks
+        Returns the ranks of processes that have surely ended.
+    """
+
+    def __init__(
+        self,
+        connection: StoreConnection,
+        rank: int,
+        n_ranks: int,
+        holder: int | None,
+        exited_ranks: Callable[[], list[int]],
+    ) -> None:
+        self._connection, self._exited_ranks = connection, exited_ranks
+        self.rank, self.n_ranks, self.holder = rank, n_ranks, holder
+        self._elected = -1  # as far as this process knows
+
+    def elect(self) -> bool:
+        """Return whether this process is elected; the first process that calls this is.
+
+        Without a store the elected process is the one that this process knows of, or else the
+        lowest rank that does not hold the store.
+        """
+        connection = self._connection
+        try:
+            with connection.lock:
+                elected = connection.store.compare_set("reporting_rank", "", str(self.rank))
+            return int(elected) == self.rank
+        except RuntimeError:
+            if self._elected >= 0:
+                return self._elected == self.rank
+            return self.rank == (0 if self.holder is None else min({0, 1} - {self.holder}))
+
+    def follow_election(self, closed: threading.Event) -> None:
+        """Block until a process is elected, and confirm it; until ``closed`` or without a store.
+
+        The elected process may end, and take the store with it.
+        """
+        connection = self._connection
+        with contextlib.suppress(RuntimeError):
+            while not closed.wait(0.05):
+                with connection.lock:
+                    if connection.store.check(["reporting_rank"]):
+                        self._elected = int(connection.store.get("reporting_rank"))
+                        connection.store.set(f"confirmed/{self.rank}", "")
+                        return
+
+    def wait_until_confirmed(self, seconds: float) -> None:
+        """Block until all others know who is elected, if this process holds the store.
+
+        Parameters
+        ----------
+        seconds
+            Longest time to wait (s).
+        """
+        connection = self._connection
+        timer = RunningTimer(seconds)
+        with contextlib.suppress(RuntimeError):
+            while self.holder == self.rank and not timer.is_over:
+                others = set(range(self.n_ranks)) - {self.rank, *self._exited_ranks()}
+                names = [f"confirmed/{rank}" for rank in others]
+                with connection.lock:
+                    if not others or connection.store.check(names):
+                        return
+                time.sleep(_PAUSE)
+
+    def release_others(self) -> None:
+        """Let the other processes exit: the error is printed."""
+        with contextlib.suppress(RuntimeError), self._connection.lock:
+            self._connection.store.set("error_printed", "")
+
+    def wait_for_release(self, seconds: float) -> None:
+        """Block until the elected process has printed the error, for ``seconds`` at most."""
+        connection = self._connection
+        timer = RunningTimer(seconds)
+        with contextlib.suppress(RuntimeError):
+            while not timer.is_over:
+                with connection.lock:
+                    if connection.store.check(["error_printed"]):
+                        return
+                time.sleep(_PAUSE)
+
+
+def stall_failure(statuses: list[Status], timeout: float) -> Failure:
+    """Return the failure of a step in which nothing moves.
+
+    It names one culprit, the first of these that exists:
+
+    1. A task that has begun and does not end, and does not wait for another process.
+    2. A collective, if every process is in the step: any of its members may hold it up.
+    3. A process that is not in the step.
+
+    Otherwise it names none: the error lists besides what each device waits for.
+
+    Parameters
+    ----------
+    statuses
+        Of each process.
+    timeout
+        Seconds for which nothing has moved.
+    """
+    step = max(status.step for status in statuses)
+    begun_tasks = [
+        (Action.parse(head.task).op, status, head)
+        for status in statuses
+        for head in status.heads
+        if status.in_step and head.running
+    ]
+    independent = [x for x in begun_tasks if x[0] not in TRANSFERS | COLLECTIVES]
+    collectives = [x for x in begun_tasks if x[0] in COLLECTIVES]
+    if independent or (collectives and all(status.in_step for status in statuses)):
+        _, status, head = (independent or collectives)[0]
+        return Failure(
+            "stalled",
+            status.rank,
+            f"{head.task} hangs (rank {status.rank}, device {head.device}, {head.place}, "
+            f"step {status.step}): no task has ended for {timeout:g} s",
+        )
+    for status in statuses:
+        if not status.in_step:
+            return Failure(
+                "stalled",
+                status.rank,
+                f"rank {status.rank} does not come to step {step}: it is still {status}, for "
+                f"{timeout:g} s",
+            )
+    return Failure("stalled", -1, f"nothing has moved for {timeout:g} s in step {step}")

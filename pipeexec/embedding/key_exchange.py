@@ -20,15 +20,100 @@ run their phases in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeexec.embedding.exchange_config import ExchangeConfig
 from pipeexec.embedding.peers import Peers
-from pipeexec.embedding.row_gradients import SummedGradients, add_to_rows, gradient_of_rows
+from pipeexec.embedding.row_layout import RowLayout
 from pipesim.errors import ExecutionError, PeerError, PipeError
+
+
+class ExchangeConfig(NamedTuple):
+    """Settings that all exchanges of an embedding share.
+
+    Attributes
+    ----------
+    layout
+        Rank and place of each row.
+    combiner
+        ``"sum"`` or ``"mean"`` of the vectors of a bag; None for one vector a key.
+    padding_key
+        The key that stands for no key; None if there is no such key.
+    scale
+        Factor of all gradients.
+    sparse
+        Whether gradients of rows are sparse.
+    unique
+        Whether each key is sent once, or as often as it occurs.
+    """
+
+    layout: RowLayout
+    combiner: str | None
+    padding_key: int | None
+    scale: float
+    sparse: bool
+    unique: bool = True
+
+    @property
+    def bags(self) -> bool:
+        """Whether the last dimension of keys is a bag."""
+        return self.combiner is not None
+
+    def check(self, keys: Tensor) -> None:
+        """Raise `ArgumentError` unless keys, on any device, are rows of their tables."""
+        layout, bags = self.layout, self.bags
+        layout.check_form(keys, keys.device, bags=bags)
+        bad = layout.outside(keys, bags=bags)
+        if self.padding_key is not None:
+            bad &= keys != self.padding_key
+        if bad.any():
+            raise layout.explain(keys, bad, bags=bags)
+
+
+class SummedGradients(NamedTuple):
+    """Summed gradients that a process is to send, and the rows that others requested from it.
+
+    Attributes
+    ----------
+    addresses, gradients
+        Addresses of the keys that it has sent, and their gradients; shapes ``(n,)`` and
+        ``(n, dim)``.
+    rows
+        Rows of this process that others requested, sender after sender.
+    n_requested
+        Number of ``rows`` that each sender requested.
+    """
+
+    addresses: Tensor
+    gradients: Tensor
+    rows: Tensor
+    n_requested: list[int]
+
+
+def add_to_rows(weight: Tensor, rows: Tensor, grads: Tensor, *, sparse: bool) -> None:
+    """Add gradients of rows to ``weight.grad``.
+
+    With ``sparse``, a gradient that is made here is sparse.
+    """
+    gradient = weight.grad
+    if gradient is not None and not gradient.is_sparse:
+        gradient.index_add_(0, rows, grads)
+        return
+    new = gradient_of_rows(weight, rows, grads, sparse)
+    weight.grad = new if gradient is None else gradient + new
+
+
+def gradient_of_rows(weight: Tensor, rows: Tensor, grads: Tensor, sparse: bool) -> Tensor:
+    """Return the gradient of ``weight`` from gradients of some rows, which may repeat."""
+    if sparse:
+        return torch.sparse_coo_tensor(
+            rows.long()[None], grads, weight.shape, check_invariants=False, is_coalesced=False
+        )
+    return torch.zeros_like(weight).index_add_(0, rows, grads)
+
 
 _PHASES = ("counts", "keys", "lookup", "vectors", "combine", "sum", "gradients", "accumulate")
 #: The count that a process sends if its keys are invalid.
@@ -294,3 +379,106 @@ class Exchange:
         rows, grads = self._rows, self._grads
         del self._rows, self._grads
         return gradient_of_rows(self._weight, rows, grads, self._config.sparse)
+
+
+class _Union(NamedTuple):
+    """Distinct addresses of several exchanges.
+
+    Attributes
+    ----------
+    addresses
+        Distinct addresses, ascending.
+    positions
+        Position among them of each input address.
+    n_by_rank
+        Number of distinct addresses of each rank.
+    """
+
+    addresses: Tensor
+    positions: Tensor
+    n_by_rank: list[int]
+
+
+class AccumulatedGradients:
+    """Gradients of the micro-batches of a step, exchanged together.
+
+    A process sums its gradients of each row over the micro-batches, and sends each sum once. The
+    numbers of the rows are not sent. A sender knows which rows it has requested, and an owner knows
+    which rows each sender has requested, micro-batch by micro-batch. Both make the same union, in
+    ascending order.
+
+    Parameters
+    ----------
+    weight
+        Rows of this process.
+    config
+        Settings of the embedding.
+    peers
+        The processes that share the embedding.
+
+    Attributes
+    ----------
+    sent
+        Bytes that this process has sent to others.
+    """
+
+    def __init__(self, weight: Tensor, config: ExchangeConfig, peers: Peers) -> None:
+        self._weight, self._config, self._peers = weight, config, peers
+        self._parts: list[SummedGradients] = []
+        self.sent = 0
+
+    def add(self, part: SummedGradients) -> None:
+        """Keep the gradients of one micro-batch."""
+        self._parts.append(part)
+
+    def clear(self) -> None:
+        """Drop the gradients that were added."""
+        self._parts.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that it holds, and the gradient of the rows, to which it adds."""
+        for part in self._parts:
+            yield from (part.addresses, part.gradients, part.rows)
+        gradient = self._weight.grad
+        if gradient is not None:
+            is_sparse = gradient.is_sparse
+            yield from (gradient._indices(), gradient._values()) if is_sparse else (gradient,)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Send the sums to the owners of their rows; add the received sums to this process's rows.
+
+        Raises
+        ------
+        LostConnection
+            If a process has exited.
+        """
+        parts, self._parts = self._parts, []
+        layout = self._config.layout
+        own = _union(torch.cat([part.addresses for part in parts]), layout)
+        grads = torch.cat([part.gradients for part in parts])
+        sums = grads.new_zeros(len(own.addresses), grads.shape[1])
+        sums.index_add_(0, own.positions, grads)
+        senders = [
+            torch.arange(layout.n_ranks, device=grads.device, dtype=part.rows.dtype)
+            .repeat_interleave(torch.tensor(part.n_requested, device=grads.device))
+            for part in parts
+        ]  # fmt: skip
+        requested = _union(
+            torch.cat(senders) * layout.rows_per_rank + torch.cat([part.rows for part in parts]),
+            layout,
+        )
+        received = sums.new_empty(len(requested.addresses), sums.shape[1])
+        self.sent = self._peers.exchange(
+            received, sums, requested.n_by_rank, own.n_by_rank, "accumulated gradients"
+        )
+        rows = requested.addresses.remainder(layout.rows_per_rank)
+        add_to_rows(self._weight, rows, received, sparse=self._config.sparse)
+
+
+def _union(addresses: Tensor, layout: RowLayout) -> _Union:
+    """Return the distinct addresses, ``rank * rows_per_rank + row``."""
+    unique, positions = torch.unique(addresses, return_inverse=True)
+    ranks = torch.arange(layout.n_ranks + 1, device=addresses.device, dtype=addresses.dtype)
+    ends = torch.searchsorted(unique, ranks * layout.rows_per_rank)
+    return _Union(unique, positions, ends.diff().tolist())

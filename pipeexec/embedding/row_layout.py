@@ -1,6 +1,6 @@
 """Rank and place of each row of sharded tables, and the rows' initial values.
 
-Each rank has equally many places for the rows of a table. `pipesim.costs.row_placement` gives the
+Each rank has equally many places for the rows of a table. `pipesim.costs.keys` gives the
 rank and place of each row. The places of a table follow those of the table before; some places may
 be unused. A key thus has one number, its address: ``owner * rows_per_rank + row``. By modulo::
 
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash
+from pipesim.costs.keys import assign_rows, multiply_modulo, row_hash
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
 #: Largest number of elements drawn at once, and of rows copied at once.
@@ -230,3 +230,39 @@ def _normal(bits: Tensor) -> Tensor:
     radius = ((bits >> 32) & 0xFFFFFFFF).add(1).float().mul(2.0**-32).log().mul(-2).sqrt()
     angle = (bits & 0xFFFFFFFF).float().mul(2 * math.pi * 2.0**-32)
     return radius * angle.cos()
+
+
+def row_state(layout: RowLayout, rank: int, n_ranks: int) -> Tensor:
+    """Return the rank, the number of ranks, the rows of each table, and a code of the placement.
+
+    Codes are negative: none for ``"modulo"``, -1 for ``"hash"``, -2 and a digest for
+    ``"frequency"``.
+    """
+    codes = {"modulo": [], "hash": [-1], "frequency": [-2, layout.digest]}
+    return torch.tensor([rank, n_ranks, *layout.n_rows, *codes[layout.placement]])
+
+
+def check_row_state(state: Tensor, layout: RowLayout, rank: int, n_ranks: int) -> None:
+    """Raise `ArgumentError` unless a state has the rows of this rank."""
+    if state.tolist() == row_state(layout, rank, n_ranks).tolist():
+        return
+    state_rank, n_state_ranks, *rows = state.tolist()
+    end = next((i for i, x in enumerate(rows) if x < 0), len(rows))
+    placement = {0: "modulo", -1: "hash", -2: "frequency"}.get(sum(rows[end:][:1]), "?")
+    raise ArgumentError(
+        f"a state of rank {state_rank} of {n_state_ranks}, tables of {rows[:end]} rows"
+        f"{f' placed by {placement}' if rows[end:] or layout.placement != 'modulo' else ''}, "
+        f"cannot be loaded into rank {rank} of {n_ranks}, tables of {list(layout.n_rows)} rows "
+        f"placed by {layout.placement}; keep full_weight() instead, and load it by from_full"
+    )
+
+
+def row_numbers(layout: RowLayout, rank: int) -> Tensor:
+    """Return the number of the row at each place of a rank; -1 for an unused place.
+
+    A row's number is its key, plus the rows of the tables before its own.
+    """
+    numbers = torch.full((layout.rows_per_rank,), -1)
+    for table, place, keys in layout.shards(rank):
+        numbers[place] = keys + sum(layout.n_rows[:table])
+    return numbers

@@ -1,45 +1,108 @@
-"""`ShardedEmbedding`: tables whose rows are spread over the processes of a group.
-
-Longer than other files by the documentation of its one class.
-"""
+"""`ShardedEmbedding`: tables whose rows are spread over the processes of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
-from pipeexec.embedding.accumulated_gradients import AccumulatedGradients
-from pipeexec.embedding.arguments import (
-    FullTable,
-    check_device,
-    check_modes,
-    checked_loads,
-    checked_rows,
-    table_rows,
-)
-from pipeexec.embedding.exchange_config import ExchangeConfig
-from pipeexec.embedding.key_exchange import Exchange
+from pipeexec.embedding.key_exchange import AccumulatedGradients, Exchange, ExchangeConfig
 from pipeexec.embedding.peers import Peers
-from pipeexec.embedding.row_layout import RowLayout
-from pipeexec.embedding.row_state import check_row_state, row_state
-from pipesim.costs.keys import Keys
-from pipesim.costs.row_placement import PLACEMENTS
+from pipeexec.embedding.row_layout import RowLayout, check_row_state, row_state
+from pipesim.costs.keys import PLACEMENTS, Keys, checked_tables
 from pipesim.errors import (
     ArgumentError,
+    ArgumentTypeError,
     PipeError,
     check_count,
     check_flag,
     check_name,
     check_type,
 )
+
+#: All rows of a table.
+FullTable = Tensor | nn.Embedding | nn.EmbeddingBag
+
+
+def checked_rows(n_rows: int | Sequence[int]) -> list[int]:
+    """Return the number of rows of each table."""
+    if isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes)):
+        if not n_rows:
+            raise ArgumentError("n_rows is empty; give the rows of at least one table")
+        return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]
+    return [check_count("n_rows", n_rows)]
+
+
+def checked_loads(
+    counts: Keys | ArrayLike | None, n_rows: list[int], placement: str, unique: bool
+) -> list[NDArray[np.float64]] | None:
+    """Return how often each row is sent, for ``"frequency"``; None for other placements."""
+    if placement != "frequency":
+        if counts is not None:
+            raise ArgumentError(
+                f'counts are for placement="frequency", but placement is {placement!r}; leave them '
+                "out, or change it"
+            )
+        return None
+    if counts is None:
+        raise ArgumentError(
+            'placement="frequency" needs counts: how often each row is requested, or pipesim.Keys'
+        )
+    if isinstance(counts, Keys):
+        loads = counts.loads(unique=unique)
+    else:
+        loads = checked_tables("counts", counts)
+    if list(map(len, loads)) != n_rows:
+        raise ArgumentError(
+            f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give "
+            "one count for each row"
+        )
+    return loads
+
+
+def check_modes(
+    combiner: str | None, padding_key: int | None, gradients: str, dtype: torch.dtype
+) -> None:
+    """Raise `ArgumentError` for an invalid combiner, padding key, ``gradients`` or dtype."""
+    if combiner is not None:
+        check_name("combiner", combiner, ["sum", "mean"])
+    check_name("gradients", gradients, ["sum", "mean"])
+    if padding_key is not None and type(padding_key) is not int:
+        raise ArgumentTypeError(f"padding_key must be an int or None, got {padding_key!r}")
+    if not check_type("dtype", dtype, torch.dtype).is_floating_point:
+        raise ArgumentTypeError(f"dtype must be a floating-point type, got {dtype}")
+
+
+def check_device(device: object) -> None:
+    """Raise `ArgumentError` unless torch can make tensors on the device."""
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ArgumentError(
+            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such "
+            "as 'cpu'"
+        ) from error
+
+
+def table_rows(table: FullTable) -> Tensor:
+    """Return the rows of a table."""
+    rows = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+    if not isinstance(rows, Tensor):
+        raise ArgumentTypeError(
+            "weights must be a tensor of all rows, or a module that has them as its weight, got "
+            f"{table!r:.60} ({type(table).__name__})"
+        )
+    if rows.dim() != 2:
+        raise ArgumentError(f"a table must have shape (rows, dim), got {tuple(rows.shape)}")
+    return rows.detach()
 
 
 class ShardedEmbedding(nn.Module):
@@ -75,7 +138,7 @@ class ShardedEmbedding(nn.Module):
     sparse
         Whether the gradient is sparse, with only the rows that occur, as ``SparseAdam`` needs it.
     placement
-        Rank of each row; `pipesim.costs.row_placement` has the formulas.
+        Rank of each row; `pipesim.costs.keys` has the formulas.
 
         - ``"modulo"``: rank ``key % n``, where it is row ``key // n`` of the table.
         - ``"hash"``: by a fixed hash of the key.

@@ -12,9 +12,8 @@ from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.nesting import Arguments
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
-from pipeexec.stages.module_call import LossCall
-from pipeexec.stages.weight_versions import WeightVersions
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
+from pipeexec.stages.module_call import LossCall, WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
@@ -175,7 +174,7 @@ def exchange_options(graph: TaskGraph) -> dict[str, bool]:
 class ShardedStage:
     """The stage of an `EmbeddingStage`; for each micro-batch it holds an exchange of keys.
 
-    It implements `pipeexec.stages.stage_like.StageLike`, and the tasks of exchanges besides. Values
+    It implements `pipeexec.stages.stage.StageLike`, and the tasks of exchanges besides. Values
     that are not looked up are passed from task to task.
 
     Parameters

@@ -17,7 +17,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 
-from pipeexec.devices.cpu_streams import CpuEvent
+from pipeexec.devices.streams import CpuEvent
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step

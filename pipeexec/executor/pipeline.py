@@ -16,31 +16,27 @@ from torch.amp import GradScaler
 
 from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
-from pipeexec.executor.evaluation.evaluation_methods import EvaluationMethods
-from pipeexec.executor.evaluation.evaluator import Evaluator
-from pipeexec.executor.memory.memory_methods import MemoryMethods
-from pipeexec.executor.optimizer_steps.accumulating_runner import AccumulatingRunner
-from pipeexec.executor.optimizer_steps.grad_scaling import make_scaling
-from pipeexec.executor.placed_model import PlacedModel
-from pipeexec.executor.results.process_results import ProcessResult, merge_results
-from pipeexec.executor.results.step_result import StepResult, gathered_result
-from pipeexec.executor.setup.argument_checks import check_graph, check_timeout
-from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
-from pipeexec.executor.setup.gradient_options import (
+from pipeexec.executor.devices_and_stages import agree_on_pipeline
+from pipeexec.executor.evaluator import EvaluationMethods, Evaluator
+from pipeexec.executor.memory_methods import MemoryMethods
+from pipeexec.executor.named_state import StateNames
+from pipeexec.executor.placed_model import PlacedModel, check_graph, check_timeout
+from pipeexec.executor.state_methods import StateMethods
+from pipeexec.executor.step_gradients import (
     Clipping,
     GradientOptions,
     checked_tied_parameters,
+    make_scaling,
 )
-from pipeexec.executor.state.names import StateNames
-from pipeexec.executor.state.state_methods import StateMethods
-from pipeexec.executor.step_checks import check_step_batch
-from pipeexec.executor.step_runner import StepRunner
+from pipeexec.executor.step_inputs import check_step_batch
+from pipeexec.executor.step_result import ProcessResult, StepResult, gathered_result, merge_results
+from pipeexec.executor.step_runner import AccumulatingRunner, StepRunner
 from pipeexec.splitting.split_facts import split_facts
 from pipeexec.stages.batches import split_batches
-from pipeexec.stages.loss.loss_function import Loss, LossFunction
+from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.microbatches import Microbatches
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
+from pipeexec.stages.sequence_slices import SequenceCut
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -9,39 +9,92 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
-from pipeexec.data_parallel.ddp_stage import check_ddp
-from pipeexec.data_parallel.sharded_optimizer import WholeOptimizer
+from pipeexec.data_parallel.ddp import check_ddp
 from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
-from pipeexec.data_parallel.stage_shards import StageShards
-from pipeexec.devices.device import DeviceLike
-from pipeexec.devices.remote import RemoteDevice, device_ranks
+from pipeexec.data_parallel.stage_shards import StageShards, WholeOptimizer
+from pipeexec.devices.device import DeviceLike, RemoteDevice, device_ranks
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
-from pipeexec.executor.cuda_graph.step_capture import StepCapture
-from pipeexec.executor.gradients.tied_copies import TiedCopies
-from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
-from pipeexec.executor.setup.argument_checks import check_stages
-from pipeexec.executor.setup.devices_and_stages import make_pipeline_devices
-from pipeexec.executor.setup.gradient_options import (
+from pipeexec.executor.accumulation import AccumulatedSteps
+from pipeexec.executor.devices_and_stages import make_pipeline_devices
+from pipeexec.executor.sharding import Sharding, make_shards, sharding_of
+from pipeexec.executor.step_capture import StepCapture
+from pipeexec.executor.step_gradients import (
     Clipping,
     GradientOptions,
     check_copies,
     check_gradient_options,
     check_optimizers_of_copies,
 )
-from pipeexec.executor.setup.shards import Sharding, make_shards, sharding_of
-from pipeexec.experts.gradient_groups import expert_groups
-from pipeexec.splitting.parameter_names import named_model_parameters
+from pipeexec.executor.tied_parameters import TiedCopies
+from pipeexec.experts.expert_shares import expert_groups
+from pipeexec.splitting.split_facts import named_model_parameters
+from pipeexec.stages.batches import BatchDims, check_batch_dims
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
-from pipeexec.stages.sample_dims import BatchDims, check_batch_dims
-from pipeexec.stages.sequence_slices.cut_batch import check_slice_dim
-from pipesim.errors import ArgumentError, ExecutionError
+from pipeexec.stages.sequence_slices import check_slice_dim
+from pipesim.errors import ArgumentError, ExecutionError, number
 from pipesim.graph.graph import TaskGraph
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise unless a timeout is a positive number of seconds, or None."""
+    seconds = number(timeout)
+    if timeout is not None and (seconds is None or not 0 < seconds < float("inf")):
+        raise ArgumentError(
+            "timeout must be a positive number of seconds, or None to wait for ever, got "
+            f"{timeout!r}"
+        )
+
+
+def check_graph(graph: TaskGraph) -> None:
+    """Raise unless a graph is a `TaskGraph`."""
+    if not isinstance(graph, TaskGraph):
+        raise ArgumentError(
+            f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
+        )
+
+
+def check_stages(
+    stages: Sequence[nn.Module | None], graph: TaskGraph, is_local: Sequence[bool]
+) -> None:
+    """Raise unless each stage has one module, and no two modules share parameters.
+
+    ``is_local`` marks the copies of stages that run in this process, which need a module.
+    """
+    n = graph.n_stages
+    if len(stages) != n or not all(
+        isinstance(stage, nn.Module) or (stage is None and len(set(is_local)) > 1)
+        for stage in stages
+    ):
+        raise ArgumentError(
+            f"the graph has {graph.n_stages} stages, got {len(stages)} "
+            f"({', '.join(type(s).__name__ for s in stages)}); give one nn.Module a stage"
+        )
+    for slot in np.flatnonzero(is_local).tolist():
+        if stages[slot % n] is None:
+            replica = f" of replica {slot // n}" if graph.n_replicas > 1 else ""
+            device = graph.homes.ravel()[slot]
+            raise ArgumentError(
+                f"stage {slot % n}{replica} is on device {device} of this process, but its module "
+                "is None; give its nn.Module"
+            )
+    owner: dict[nn.Parameter, int] = {}
+    for index, module in enumerate(stages):
+        for name, parameter in () if module is None else module.named_parameters():
+            if owner.setdefault(parameter, index) != index:
+                raise ArgumentError(
+                    f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
+                    "run at the same time, so each needs separate parameters: give each stage a "
+                    "copy, name the copies in Pipeline(..., tied=[[(0, 'name'), (3, 'name')]]), "
+                    f"and lower with tied=[({owner[parameter]}, {index})]; pipeexec.split does so"
+                )
+
 
 #: Seconds that `PlacedModel.close` waits for a step of another thread to end.
 _SECONDS_TO_END = 5.0

@@ -8,17 +8,15 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.devices.device import Device
-from pipeexec.devices.gpu_slices.slices import Slice
-from pipeexec.devices.remote import RemoteDevice
+from pipeexec.devices.device import Device, RemoteDevice
+from pipeexec.devices.gpu_slices import Slice
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.expert_handlers import expert_handler
-from pipeexec.executor.gradients.gradient_sync import add_per_group, mark_buckets
-from pipeexec.executor.op_handlers import HANDLERS
+from pipeexec.executor.gradient_sync import add_per_group, mark_buckets
+from pipeexec.executor.op_handlers import HANDLERS, expert_handler
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
 from pipeexec.executor.remote_messages import RemoteParts
-from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.stage_like import StageLike
+from pipeexec.stages.microbatches import BatchShares
+from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.rules import data_sources

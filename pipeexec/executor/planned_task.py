@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from pipeexec.devices.device import Device
 from pipeexec.devices.streams import Stream
 from pipeexec.distributed.channels import Channel
-from pipeexec.stages.stage_like import StageLike
+from pipeexec.stages.stage import StageLike
 
 if TYPE_CHECKING:
     from pipeexec.executor.step import Step

@@ -1,35 +1,241 @@
-"""`Step`: one running step. Issue its tasks, wait for the devices, record the first failure."""
+"""`Step`: one running step. Issue its tasks, wait for the devices, record the first failure.
+
+`StepEvents` has when its tasks started and ended, `StepHeads` and `StallDetector` where it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeexec.devices.cpu_streams import CpuEvent
-from pipeexec.devices.device import Device, Values
+from pipeexec.devices import clocks
+from pipeexec.devices.device import Device, RemoteDevice, Values
 from pipeexec.devices.running_clock import RunningTimer
+from pipeexec.devices.streams import CpuEvent, Event
 from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
-from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.status import Status
-from pipeexec.executor.gradients.step_gradients import StepGradients
+from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.progress import StallDetector, StepHeads
-from pipeexec.executor.results.process_results import ProcessResult
-from pipeexec.executor.results.task_times import Readings
-from pipeexec.executor.step_events import StepEvents
+from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import StepInputs
+from pipeexec.executor.step_result import Milestone, ProcessResult, Readings
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
+from pipesim.ops import RECVS, SENDS, Op
 
 if TYPE_CHECKING:
     from pipeexec.executor.host_threads import HostThreads
+
+
+class StepEvents:
+    """Events and measurements of the tasks of one step.
+
+    Attributes
+    ----------
+    clock
+        Clocks of this process's devices; None before the first task is issued.
+    zero
+        Start of the step (`time.perf_counter`, s).
+    start_events, end_events
+        An event a task; None if the task is not issued, or of another process.
+    ran
+        Whether each task ran to its end.
+    nbytes
+        Bytes that each task moved.
+    issued
+        Time at which the host issued each task, relative to ``zero`` (s).
+    milestones
+        Bucket-ready events within backwards and the functions that set them, by (task, bucket).
+    sent_events
+        Events that are set when posted messages are sent, by task.
+    host_seconds
+        Time in which the host issued all tasks, or launched them as one CUDA graph (s).
+    issue_seconds
+        Time in which a host thread issued each task (s), NaN for others; None without them.
+    is_replay
+        Whether the host launched one CUDA graph.
+    """
+
+    def __init__(self, graph: TaskGraph, devices: Sequence[Device]) -> None:
+        self.graph, self.devices = graph, devices
+        local = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
+        #: Position of each local device among the devices of this process.
+        self._local_numbers = {device: number for number, device in enumerate(local)}
+        self.clock: clocks.Clocks | None = None
+        self.zero = 0.0
+        self.start_events: list[Event | None] = [None] * len(graph)
+        self.end_events: list[Event | None] = [None] * len(graph)
+        self.ran = np.zeros(len(graph), dtype=bool)
+        self.nbytes = np.zeros(len(graph))
+        self.issued = [0.0] * len(graph)
+        self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
+        self.sent_events: dict[int, CpuEvent] = {}
+        self.host_seconds = 0.0
+        self.issue_seconds: NDArray[np.float64] | None = None
+        self.is_replay = False
+
+    def start(self) -> None:
+        """Start the clocks."""
+        self.clock = clocks.start([self.devices[d] for d in self._local_numbers])
+        # A busy machine may suspend this thread before it asks for the time.
+        zero = self.clock.host_zero
+        self.zero = perf_counter() if zero is None else zero
+
+    @property
+    def clock_error(self) -> float:
+        """Largest error of time differences between devices of this process (s)."""
+        return 0.0 if self.clock is None else self.clock.error
+
+    def release_waiters(self, task: PlannedTask) -> None:
+        """Set the events that a task will not set itself, as it does not run to its end."""
+        if task.id in self.sent_events:
+            self.sent_events[task.id].set()
+        for bucket in range(0 if task.sync is None else task.sync.n_buckets_marked):
+            event, set_event = self.milestones[task.id, bucket]
+            if not event.is_set():  # the task may have set it before its failure
+                set_event()
+
+    def readings(self, tasks: Sequence[PlannedTask], *, may_be_running: bool) -> Readings:
+        """Return the events of ``tasks``; some of the tasks ``may_be_running``."""
+        return Readings(
+            graph=self.graph,
+            clock=self.clock,
+            local_numbers=[self._local_numbers.get(d, -1) for d in range(len(self.devices))],
+            on_host=np.array([x.torch_device.type == "cpu" for x in self.devices]),
+            start_events=self.start_events,
+            end_events=self.end_events,
+            ran=self.ran,
+            leaders={t.id: t.sync.leader for t in tasks if t.sync and t.sync.leader >= 0},
+            nbytes=self.nbytes,
+            issued=self.issued,
+            host_seconds=self.host_seconds,
+            issue_seconds=self.issue_seconds,
+            order=[task.id for task in tasks],
+            is_replay=self.is_replay,
+            milestones=list(self._awaited_milestones(tasks)) if self.milestones else (),
+            may_be_running=may_be_running,
+        )
+
+    def _awaited_milestones(self, tasks: Sequence[PlannedTask]) -> Iterator[Milestone]:
+        """Yield the bucket-ready events that reductions of this process waited for."""
+        for task in tasks:
+            for backward, bucket in () if task.sync is None else task.sync.milestones:
+                start, end = self.start_events[backward], self.end_events[backward]
+                if start is not None and end is not None:
+                    event, _ = self.milestones[backward, bucket]
+                    yield Milestone(task.id, event, start, end)
+
+
+class StepHeads:
+    """Find the current task of each device from the events of a step.
+
+    Parameters
+    ----------
+    graph
+        Task graph.
+    start_events, end_events
+        An event a task; None if the task is not issued, or of another process.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        start_events: Sequence[Event | None],
+        end_events: Sequence[Event | None],
+    ) -> None:
+        self.graph, self.start_events, self.end_events = graph, start_events, end_events
+
+    def _has_ended(self, task: int) -> bool:
+        event = self.end_events[task]
+        return event is not None and event.is_set()
+
+    def status(self, rank: int, step: int) -> Status:
+        """Return how many tasks have ended, and the head of each device's streams."""
+        n_ended, heads = 0, []
+        head_of_device: dict[int, tuple[str, int]] = {}
+        for number, (device, name) in enumerate(self.graph.streams):
+            queue = self.graph.queues[number]
+            if not len(queue) or self.start_events[queue[0]] is None:
+                continue  # not issued yet, or of another process
+            done = bisect_left(queue, True, key=lambda task: not self._has_ended(task))
+            n_ended += done
+            if done == len(queue):
+                continue
+            if self._is_preferred(name, int(queue[done]), head_of_device.get(device)):
+                head_of_device[device] = name, int(queue[done])
+        for device, (_, task) in sorted(head_of_device.items()):
+            heads.append(self._head(device, task))
+        return Status(rank, step, True, n_ended, heads)
+
+    def _is_preferred(self, name: str, task: int, other: tuple[str, int] | None) -> bool:
+        """Return whether a stream's head replaces that of an earlier stream of the same device.
+
+        A compute task replaces another, unless it waits while the other, a collective, runs.
+        Streams come in the order of their names.
+        """
+        if other is None or name != "compute":
+            return other is None
+        return self._has_started(task) or not self._has_started(other[1])
+
+    def _has_started(self, task: int) -> bool:
+        event = self.start_events[task]
+        return event is not None and event.is_set()
+
+    def _head(self, device: int, task: int) -> Head:
+        view, is_running = self.graph.task(task), self._has_started(task)
+        place = f"stage {view.stage}"
+        place += "" if view.microbatch is None else f", micro-batch {view.microbatch}"
+        blockers = "" if is_running else self._blockers_text(task)
+        return Head(device, str(view), place, is_running, blockers)
+
+    def _blockers_text(self, task: int) -> str:
+        """Return the tasks that a task waits for, with their devices, as text."""
+        graph = self.graph
+        blockers = [int(t) for t in graph.precedence[task] if not self._has_ended(int(t))]
+        if graph.is_op(RECVS | SENDS)[task]:
+            blockers = [int(graph.pair[task])]  # the other end of the message
+        return " and ".join(self._task_text(t) for t in blockers)
+
+    def _task_text(self, task: int) -> str:
+        """Return a task with its device; for a RECV, the device that sends."""
+        graph = self.graph
+        other = int(graph.device[graph.pair[task]]) if graph.pair[task] >= 0 else -1
+        if Op(graph.op[task]) in RECVS:
+            return f"{graph.task(task)} from device {other}"
+        return f"{graph.task(task)} of device {int(graph.device[task])}"
+
+
+class StallDetector:
+    """Detect a stall: no task has ended for longer than a timeout (s; None for no limit).
+
+    Time in which this process was frozen does not count; see `RunningTimer`.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.failure: Failure | None = None
+        self._n_ended = -1
+        self._timer = None if timeout is None else RunningTimer(timeout)
+
+    def is_stalled(self, status: Status) -> bool:
+        """Record a status; return whether no task has ended for longer than the timeout."""
+        timer = self._timer
+        if timer is None or self.failure is not None:
+            return self.failure is not None
+        if status.n_ended != self._n_ended:
+            self._n_ended = status.n_ended
+            timer.restart()
+        elif timer.is_over:
+            self.failure = stall_failure([status], timer.limit)
+        return self.failure is not None
 
 
 #: Seconds between two checks of whether a step makes progress.

@@ -1,8 +1,9 @@
-"""`StepInputs`: the micro-batches of one step."""
+"""The batch of a step: check it, split it into micro-batches, and warn about what it shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -10,22 +11,179 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeexec.devices.device import Device, Values
-from pipeexec.devices.remote import RemoteDevice, device_ranks
+from pipeexec.data_parallel.compiled_modules import is_compiled
+from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.nesting import Arguments, call_arguments, with_tensors
-from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.batches import Batch, split_batches, to_devices
-from pipeexec.stages.loss.loss_function import LossFunction
-from pipeexec.stages.loss.loss_shapes import LossShapes
-from pipeexec.stages.loss.step_loss import StepLoss
-from pipeexec.stages.microbatches import BatchFacts, Microbatches, batch_facts
-from pipeexec.stages.random_numbers import task_seed
-from pipeexec.stages.sample_dims import BatchDims
-from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
-from pipesim.errors import ArgumentError
+from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches, to_devices
+from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.microbatches import BatchFacts, BatchShares, Microbatches, batch_facts
+from pipeexec.stages.module_call import task_seed
+from pipeexec.stages.sequence_slices import SequenceCut
+from pipeexec.stages.stage import StageLike
+from pipeexec.stages.step_loss import LossShapes, StepLoss
+from pipesim.errors import (
+    ArgumentError,
+    ExecutionError,
+    LossWarning,
+    NanLossWarning,
+    RandomnessWarning,
+    SplitBackwardWarning,
+)
 from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
+
+# Checks and warnings
+
+
+def check_step_batch(
+    inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]
+) -> None:
+    """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
+    if graph.forward_only:
+        raise ExecutionError(
+            f"a step trains, but {graph.name!r} was lowered with forward_only=True; call evaluate "
+            "or predict, or lower the schedule without it"
+        )
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise ExecutionError(
+            "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
+            "call it outside"
+        )
+    check_batch_is_here(inputs, targets, graph, devices)
+
+
+def check_batch_is_here(
+    inputs: Batch | None,
+    targets: Any,
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    *,
+    needs_targets: bool = True,
+) -> None:
+    """Raise unless a batch is valid, and this process has the tensors that it needs."""
+    check_batch(inputs, targets)
+    rows = [("inputs", inputs, 0), ("targets", targets, -1)]
+    for name, batch, stage in rows if needs_targets else rows[:1]:
+        where = {devices[d] for d in graph.homes[:, stage]}
+        if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
+            raise ArgumentError(
+                f"{name} are None, but this process has the "
+                f"{'first' if stage == 0 else 'last'} stage; give them here"
+            )
+
+
+def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
+    """Warn if losses of micro-batches do not combine to that of several, or may not."""
+    number, unlike, difference = loss.unchecked_number(), loss.unlike_shapes(), loss.difference()
+    if unlike is not None:
+        name, shapes = unlike
+        warnings.warn(
+            f"{name} of Microbatches have unlike shapes beyond their samples, such as {shapes[0]} "
+            f"and {shapes[1]}, and loss_fn returns a mean: micro-batches are weighted by samples, "
+            "so a mean over tokens is not that of all tokens; let loss_fn return the tuple (sum, "
+            "count), or give px.Microbatches(targets, weights=[number of tokens of each]), or "
+            "their numbers of samples if that is right",
+            LossWarning,
+            stacklevel=5,
+        )
+    if number is not None:
+        warnings.warn(
+            f"the loss depends on {number}, a number that the model computes for each micro-batch: "
+            "a step is that of the whole batch only if it is a mean over samples; if it is a mean "
+            "over anything else (tokens that are not ignored), leave labels out of the inputs, and "
+            "compute the loss in loss_fn, which can return the tuple (sum, count)",
+            LossWarning,
+            stacklevel=5,
+        )
+    if difference is not None:
+        warnings.warn(
+            f"the losses of {difference.n_microbatches} micro-batches combine to "
+            f"{difference.combined:.6g}, but computed at once their loss is "
+            f"{difference.whole:.6g}, and gradients at the output differ by "
+            f"{difference.gradients:.2g} of their norm: a step is not one of the whole batch; "
+            + (
+                "loss_fn returns (sum, count), and both must add up over micro-batches, but "
+                f"counts add up to {difference.combined_count:g}, and at once the count is "
+                f"{difference.whole_count:g}"
+                if returns_count
+                else "if the loss is a mean over anything else than samples (unmasked tokens, "
+                "class weights), let loss_fn return the tuple (sum, count), if it is a sum, "
+                "give loss_reduction='sum'"
+            ),
+            LossWarning,
+            stacklevel=5,
+        )
+
+
+def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Warn if backwards are split, and stages are compiled."""
+    compiled = sorted({stage.index for stage in stages if is_compiled(stage.module)})
+    if compiled and (graph.op == Op.W).any():
+        warnings.warn(
+            f"stage {', '.join(map(str, compiled))}: torch computes all gradients of a compiled "
+            "module at once, so I computes those of its weights too, and W only those of layers "
+            "that are not compiled; run a schedule without I and W, such as 1f1b, or do not "
+            "compile",
+            SplitBackwardWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_untrained(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Warn of local stages whose parameters are to be trained, and got no gradient in a step.
+
+    Left out are stages whose rows or parameters replicas share: a step may have no gradient there.
+    """
+    has_gradient: dict[int, bool] = {}
+    for slot, stage in enumerate(stages):
+        number = slot % graph.n_stages
+        trained = [p for p in stage.module.parameters() if p.requires_grad]
+        if trained and number not in graph.sharded:
+            is_any = any(p.grad is not None for p in trained)
+            has_gradient[number] = has_gradient.get(number, False) or is_any
+    if numbers := [number for number, is_any in has_gradient.items() if not is_any]:
+        several = len(numbers) > 1
+        warnings.warn(
+            f"the parameters of stage{'s' * several} {', '.join(map(str, numbers))} require "
+            f"gradients, and got none in the step, so that {'they are' if several else 'it is'} "
+            "not trained; look for detach(), no_grad() or integers there and in later stages, or "
+            "set requires_grad of the parameters to False",
+            LossWarning,
+            stacklevel=5,
+        )
+
+
+def warn_of_nan(microbatches: Iterable[int], step: int) -> None:
+    """Warn of micro-batches whose loss is NaN."""
+    for microbatch in microbatches:
+        warnings.warn(
+            f"the loss of micro-batch {microbatch} is NaN (step {step}); "
+            "look at its inputs, or lower the learning rate",
+            NanLossWarning,
+            stacklevel=5,
+        )
+
+
+def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
+    """Warn if a stage has used the generator of the process since the state ``before``.
+
+    Stages of several threads use that generator in no fixed order.
+    """
+    if torch.equal(before, torch.get_rng_state()):
+        return
+    for stage in stages:
+        stage.is_random = dict.fromkeys((True, False), True)
+    warnings.warn(
+        "a stage drew random numbers that it did not draw in its first forward; this step "
+        "cannot be repeated, later ones can",
+        RandomnessWarning,
+        stacklevel=5,
+    )
+
+
+# Micro-batches
 
 
 @dataclass(eq=False)

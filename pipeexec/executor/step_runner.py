@@ -2,7 +2,7 @@
 
 A step is prepared; the host, or each of several, issues its tasks; the devices run them; gradients
 are completed; and the result is read. The code knows neither schedules by name nor kinds of
-devices.
+devices. `AccumulatingRunner` runs steps whose gradients are left for a later step.
 """
 
 from __future__ import annotations
@@ -18,52 +18,97 @@ import torch
 from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.embedding.stage import check_keys
-from pipeexec.executor.cuda_graph.step_capture import StepCapture
-from pipeexec.executor.gradients.completion import complete_gradients
-from pipeexec.executor.gradients.step_gradients import StepGradients
+from pipeexec.executor.accumulation import AccumulatedSteps, accumulation_graph
+from pipeexec.executor.devices_and_stages import MicrobatchLoss, make_stages
+from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
-from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.offload_waits import OffloadWaits
-from pipeexec.executor.optimizer_steps.accumulation import AccumulatedSteps
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.process_reports import ProcessReports
-from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.executor.setup.devices_and_stages import make_stages
-from pipeexec.executor.setup.gradient_options import check_gradient_options, clear_later_copies
-from pipeexec.executor.setup.shards import check_sharding
+from pipeexec.executor.sharding import check_sharding
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_checks import (
+from pipeexec.executor.step_capture import StepCapture
+from pipeexec.executor.step_gradients import (
+    StepGradients,
+    check_gradient_options,
+    clear_later_copies,
+)
+from pipeexec.executor.step_inputs import (
     check_step_batch,
+    split_inputs,
     warn_of_compiled,
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
     warn_of_untrained,
 )
-from pipeexec.executor.step_errors import raise_failure
-from pipeexec.executor.step_inputs import split_inputs
-from pipeexec.experts.gradient_groups import counted_parameters
-from pipeexec.experts.graph_checks import check_experts
+from pipeexec.executor.step_reports import ProcessReports, raise_failure
+from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
+from pipeexec.experts.expert_shares import check_experts, counted_parameters
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.nesting import Arguments, tensors_in
-from pipeexec.stages.activation_bytes import ActivationCounter
-from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.batches import Batch
-from pipeexec.stages.earlier_gradients import EarlierGradients
-from pipeexec.stages.loss.loss_function import LossFunction
-from pipeexec.stages.microbatches import are_microbatches
-from pipeexec.stages.offload import storages
-from pipeexec.stages.restore import restore_afterwards
-from pipeexec.stages.sample_dims import warn_of_squares
-from pipeexec.stages.sequence_slices.module_checks import check_sliceable
-from pipeexec.stages.stage import Stage
-from pipeexec.stages.stage_like import StageLike
-from pipesim.errors import ArgumentError
+from pipeexec.stages.activations import ActivationCounter, storages
+from pipeexec.stages.batches import Batch, warn_of_squares
+from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.microbatches import BatchShares, are_microbatches
+from pipeexec.stages.restore import EarlierGradients, restore_afterwards
+from pipeexec.stages.sequence_slices import check_sliceable
+from pipeexec.stages.stage import Stage, StageLike
+from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
+
+
+def complete_gradients(
+    step: Step, model: PlacedModel, *, accumulates: bool, has_optimizer_steps: bool
+) -> None:
+    """Assign reduced gradients, divide by counts, add earlier gradients, and update the scale.
+
+    Parameters
+    ----------
+    step
+        Step whose tasks have all run.
+    model
+        The pipeline's model.
+    accumulates
+        Whether gradients are left for a later step.
+    has_optimizer_steps
+        Whether the graph has STEP, which divides gradients by counts itself.
+
+    Raises
+    ------
+    ExecutionError
+        If ``loss_fn`` returned ``(sum, count)`` in a graph that cannot divide by the count.
+    """
+    for slot in list(step.gradients.reduced):  # of graphs without STEP
+        assign_reduced_gradients(step, slot)
+    if accumulates:
+        model.accumulated.add(step.inputs.loss)
+    elif not has_optimizer_steps and step.inputs.loss.is_counted():
+        _divide_by_counts(step, model)
+    if model.accumulated.n_steps and not accumulates:
+        model.accumulated = AccumulatedSteps()
+    if step.gradients.earlier is not None:
+        step.gradients.earlier.add()
+    scaling, norm = model.gradient_options.scaling, step.gradients.norm
+    if scaling is not None and norm is not None:
+        scaling.update(float(norm.norm))
+
+
+def _divide_by_counts(step: Step, model: PlacedModel) -> None:
+    """Divide the gradients of all local stages by the count of the loss."""
+    if model.cuda_graph or step.graph.n_batches > 1:
+        raise ExecutionError(
+            "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
+            "has none, but several mini-batches, or is captured as a CUDA graph; lower "
+            "with step='flush'"
+        )
+    for slot in range(len(step.gradients.stages)):
+        if not isinstance(model.modules[slot], RemoteStage):
+            step.gradients.divide(slot, 0, step.inputs.loss)
+
 
 #: Issues the tasks of a step, and waits for them: `Step.walk`, or a capture as a CUDA graph.
 Walk = Callable[[Step, Sequence[PlannedTask]], None]
@@ -490,3 +535,40 @@ def _garbage_collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class AccumulatingRunner(StepRunner):
+    """Runs the graph of a pipeline without STEP.
+
+    Parameters
+    ----------
+    last
+        Runs the step that follows, with the optimizers: gives graph, model, loss and timeout.
+    """
+
+    accumulates = True
+
+    def __init__(self, last: StepRunner) -> None:
+        if not last.model.zero_grad:
+            raise ArgumentError(
+                "accumulate=True leaves gradients for an optimizer, which this pipeline has not: "
+                "its gradients add up in any case; leave accumulate out"
+            )
+        if last.model.cuda_graph or any(stage.is_ddp for stage in last.stages):
+            raise ArgumentError(
+                "accumulate=True works neither with cuda_graph=True nor with stages that are "
+                "DistributedDataParallel; leave it out, and lower a schedule of more micro-batches"
+            )
+        super().__init__(accumulation_graph(last.graph), last.model, last.loss, last.n_steps)
+        self._last = last
+        for stage, own in zip(last.stages, self.stages, strict=True):
+            own.is_random, own.modifies_input = stage.is_random, stage.modifies_input
+
+    def step(self, inputs: Batch | None, targets: Any) -> StepResult:
+        """Run one step; see `Pipeline.step`."""
+        last = self._last
+        self.loss, self.timeout, self.n_steps = last.loss, last.timeout, last.n_steps
+        try:
+            return super().step(inputs, targets)
+        finally:
+            last.n_steps = self.n_steps

@@ -1,4 +1,4 @@
-"""One forward of a `pipeexec.GPipe`, and its backward.
+"""One forward of a `pipeexec.GPipe`, its backward, and the measured times of its tasks.
 
 The host issues tasks and messages to streams. Forwards are issued by clock cycle, recomputes and
 backwards when the autograd engine reaches their nodes (`pipeexec.gpipe.backward_order`). The tasks
@@ -8,12 +8,13 @@ themselves are in `pipeexec.gpipe.partition_tasks`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
@@ -22,21 +23,32 @@ from pipeexec.devices import clocks
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.gpipe.backward_order import (
+    PartitionTask,
+    clock_cycles,
     join_gradients,
     join_outputs,
     link_backward,
     link_cycles,
     link_tasks,
+    unordered_backward,
 )
-from pipeexec.gpipe.message_streams import (
+from pipeexec.gpipe.batchnorm import DeferredBatchNorm
+from pipeexec.gpipe.partition import (
     MessageStreams,
     MessageStreamsByPartition,
+    Runtime,
     message_streams,
 )
 from pipeexec.gpipe.partition_tasks import PartitionTasks, SlotTensors, TaskKey
-from pipeexec.gpipe.task_orders import PartitionTask, clock_cycles, unordered_backward
+from pipeexec.stages.module_call import next_seed, use_seed
 from pipesim.errors import ExecutionError
-from pipesim.ops import Op
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.ops import Action, Op
+from pipesim.scheduling.autograd_engine import newest_first
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.schedule import Schedule
+from pipesim.timeline.timeline import Timeline
 
 #: Names of streams that compute: a separate stream of the device, or the calling thread.
 COMPUTE, CALLER = "compute", "caller"
@@ -296,3 +308,146 @@ class Call:
         self._raise_failure()
         tasks = [(Op.B, i, 0) for i in range(len(self._input_shapes))]
         return join_gradients(self._pop_results(0, tasks), self._input_shapes)
+
+
+class ForwardRunner:
+    """Runs the forwards of a module.
+
+    With several micro-batches, each partition that draws random numbers gets a seed for each
+    micro-batch. Whether a partition draws is known after its first forward. If the generator has
+    moved in a forward, a partition drew without a seed; the forward is then run a second time,
+    with seeds for all partitions. Recomputes would draw other numbers otherwise.
+    """
+
+    def __init__(self) -> None:
+        # Whether other code draws from the process's generator while a forward runs: a generator
+        # that moved then says nothing about partitions.
+        self._others_draw = False
+
+    def run(
+        self,
+        runtime: Runtime,
+        stream: str,
+        inputs: tuple[Tensor, ...],
+        microbatches: Sequence[tuple[Tensor, ...]],
+        recomputed: Sequence[bool],
+        tracked: Sequence[int],
+        batch_norms: Sequence[DeferredBatchNorm],
+        *,
+        atomic: bool,
+    ) -> tuple[Call, bool, tuple[Tensor, ...]]:
+        """Run a forward; return its call, whether the output is one tensor, and the outputs.
+
+        Parameters
+        ----------
+        runtime, stream
+            Stages and devices, and the name of the stream of each device that computes.
+        inputs, microbatches
+            Tensors of the mini-batch, and of each micro-batch.
+        recomputed
+            For each micro-batch, whether it is recomputed.
+        tracked
+            Partitions that have a backward.
+        batch_norms
+            Their running statistics are restored if the forward fails.
+        atomic
+            Whether the input is one tensor, not a tuple.
+        """
+        several = len(microbatches) > 1
+        seed = next_seed() if several and runtime.draws_random(unknown=True) else None
+        repeats = several and bool(tracked) and any(recomputed) and not self._others_draw
+        states = runtime.random_states() if repeats else None
+        call = Call(PartitionTasks(runtime, recomputed, seed, tracked), stream)
+        try:
+            is_atomic, outputs = call.run(inputs, microbatches, atomic)
+        except BaseException:
+            for norm in batch_norms:  # early partitions may have run the whole mini-batch
+                norm.undo()
+            raise
+        if states is not None and runtime.restore_random_states(states):
+            call.wait()
+            buffers = call.tasks.first_buffers()
+            call.forget()
+            seed = next_seed()
+            call = Call(PartitionTasks(runtime, recomputed, seed, tracked, buffers), stream)
+            is_atomic, outputs = call.run(inputs, microbatches, atomic)
+            self._others_draw = not runtime.draws_random(unknown=False)  # no partition had drawn
+        if seed is not None and runtime.draws_random(unknown=False):
+            use_seed()
+        return call, is_atomic, outputs
+
+
+# Task graph and timeline
+
+
+def forward_backward_graph(
+    m: int,
+    backward: Sequence[Sequence[tuple[Op, int]]],
+    *,
+    skips: Iterable[tuple[int, int]],
+    overlap: bool,
+    portals: bool,
+    recompute_waits: bool,
+) -> TaskGraph:
+    """Return the tasks of a forward and a backward; see `pipesim.lower` for the other parameters.
+
+    Parameters
+    ----------
+    m
+        Number of micro-batches.
+    backward
+        R and B of each partition, in order: operation and micro-batch.
+    """
+    schedule = Schedule.from_orders(
+        [
+            [Action(j, Op.F, i) for i in range(m)] + [Action(j, op, i) for op, i in order]
+            for j, order in enumerate(backward)
+        ],
+        placement=linear(len(backward)),
+        name="gpipe",
+    )
+    return lower(
+        schedule,
+        overlap=overlap,
+        step="none",
+        skips=set(skips),
+        portals=portals,
+        recompute_waits=recompute_waits,
+    )
+
+
+def backward_by_partition(
+    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[PartitionTask]
+) -> list[list[tuple[Op, int]]]:
+    """Return R and B of each partition, in the order of ``tasks``: operation and micro-batch.
+
+    A partition without tasks needs no gradient. It gets the tasks of the order that the
+    dependencies give.
+    """
+    orders: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
+    for op, i, j in tasks:
+        orders[j].append((op, i))
+    default = [
+        (op, i) for op, i, _ in newest_first([(i, 0) for i in range(len(recomputed))], recomputed)
+    ]
+    return [order or default for order in orders]
+
+
+def measured_timeline(call: Call, graph: TaskGraph) -> Timeline:
+    """Wait for all tasks, and return their times; NaN for tasks that did not run."""
+    call.wait()
+    assert call.clock is not None
+    start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
+    nbytes = np.zeros(len(graph))
+    for index in range(len(graph)):
+        task = graph.task(index)
+        assert task.microbatch is not None
+        peer = None if task.peer_stage < 0 else task.peer_stage
+        key = task.op, task.stage, task.microbatch, peer
+        if key in call.end_events and call.end_events[key].is_set():
+            start[index] = call.clock.seconds(task.device, call.start_events[key])
+            end[index] = call.clock.seconds(task.device, call.end_events[key])
+            nbytes[index] = call.tasks.nbytes.get(key, 0)
+    sent = np.flatnonzero(graph.pair >= 0)
+    nbytes[sent] = np.maximum(nbytes[sent], nbytes[graph.pair[sent]])
+    return Timeline(graph, start, end, nbytes)

@@ -26,19 +26,20 @@ from pipeexec.gpipe.arguments import (
     checked_devices,
     checked_input,
 )
+from pipeexec.gpipe.backward_order import PartitionTask, unordered_backward
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
-from pipeexec.gpipe.call import CALLER, COMPUTE, Call
-from pipeexec.gpipe.forward_runner import ForwardRunner
-from pipeexec.gpipe.partition import skips_across, split_layers
-from pipeexec.gpipe.runtime import Runtime, make_runtime
-from pipeexec.gpipe.skip import verify_skippables
-from pipeexec.gpipe.task_orders import PartitionTask, unordered_backward
-from pipeexec.gpipe.timeline import (
+from pipeexec.gpipe.call import (
+    CALLER,
+    COMPUTE,
+    Call,
+    ForwardRunner,
     backward_by_partition,
     forward_backward_graph,
     measured_timeline,
 )
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.gpipe.partition import Runtime, make_runtime, skips_across, split_layers
+from pipeexec.gpipe.skip import verify_skippables
+from pipeexec.stages.activations import ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage import attach_meters
 from pipesim.errors import (
@@ -50,7 +51,7 @@ from pipesim.errors import (
     check_name,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.recomputed_microbatches import RECOMPUTE, Recompute
+from pipesim.lowering.recomputes import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 

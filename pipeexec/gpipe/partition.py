@@ -1,14 +1,31 @@
-"""A run of layers as one stage: flat tensors in and out, skips that cross its border included."""
+"""The partitions of a `pipeexec.GPipe`: layers as stages, and the routes of messages between them.
+
+A partition takes and returns flat tensors, those of skips that cross its border included. Outputs
+go to the next partition, skips across several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import itertools
+import threading
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from pipeexec.devices.device import Device
+from pipeexec.devices.streams import Stream
+from pipeexec.gpipe.arguments import Switches
+from pipeexec.gpipe.checkpoint import recomputing
 from pipeexec.gpipe.skip import Key, Shelf, Skippable, use_shelf
+from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.module_call import default_state, set_default_state
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentTypeError
+from pipesim.graph.skips import border_crossings
+from pipesim.ops import Op
 
 
 class Form(NamedTuple):
@@ -129,3 +146,229 @@ def skips_across(partitions: Sequence[nn.Sequential]) -> dict[Key, tuple[int, in
                 crossings |= {key: (source[key], j) for key in popped}
                 source |= dict.fromkeys(layer.stashable(), j)
     return crossings
+
+
+# Routes, and the streams on which their messages are sent and received
+
+
+class Route(NamedTuple):
+    """Route of one message a micro-batch, from one partition to another.
+
+    Attributes
+    ----------
+    source, target
+        The two partitions.
+    skips
+        Skips that the message carries; None for outputs of the partition, or their gradients.
+    """
+
+    source: int
+    target: int
+    skips: tuple[Key, ...] | None = None
+
+    @property
+    def reverse(self) -> Route:
+        """The route of the gradients."""
+        return Route(self.target, self.source, self.skips)
+
+    def carries(self, slot: int | Key) -> bool:
+        """Return whether a tensor takes this route: the number of an output, or a skip."""
+        return isinstance(slot, int) if self.skips is None else slot in self.skips
+
+
+class RoutesByPartition(NamedTuple):
+    """Routes that lead to each partition, and routes that lead from it."""
+
+    incoming: list[list[Route]]
+    outgoing: list[list[Route]]
+
+
+def forward_routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> list[Route]:
+    """Return the routes of a forward through ``n`` partitions, outputs before skips.
+
+    With ``portals`` a skip goes straight to the partition that pops it. Without, it goes through
+    each partition between, in a message next to the output.
+    """
+    keys = list(skips)
+    outputs = [Route(j, j + 1) for j in range(n - 1)]
+    return outputs + [
+        Route(*hop, tuple(keys[k] for k in members))
+        for hop, members in border_crossings(skips.values(), portals).items()
+    ]
+
+
+def routes_by_partition(n: int, routes: Sequence[Route]) -> RoutesByPartition:
+    """Sort the routes of ``n`` partitions by target and by source.
+
+    Outputs leave before skips. Messages arrive in the order of their sources. Task graphs whose
+    messages are all on one stream have the same order.
+    """
+    by_source = sorted(routes, key=lambda route: (route.source, route.skips is not None))
+    by_target = sorted(routes, key=lambda route: (route.skips is not None, route.target))
+    return RoutesByPartition(
+        [[route for route in by_source if route.target == j] for j in range(n)],
+        [[route for route in by_target if route.source == j] for j in range(n)],
+    )
+
+
+class MessageStreams(NamedTuple):
+    """A route of the outputs of F, or of the gradients of B, and its streams.
+
+    Attributes
+    ----------
+    route
+        Source, target and skips of the messages.
+    op
+        Operation that produces the messages: F or B.
+    send_op, recv_op
+        Operations of the two ends of a message.
+    send_peer, recv_peer
+        For skips, the partition at the other end of the SEND and of the RECV; else None.
+    send_stream
+        Stream of the source that sends.
+    recv_stream
+        Stream of the target that receives.
+    compute_stream
+        Stream of the target that computes with the message.
+    """
+
+    route: Route
+    op: Op
+    send_op: Op
+    recv_op: Op
+    send_peer: int | None
+    recv_peer: int | None
+    send_stream: Stream
+    recv_stream: Stream
+    compute_stream: Stream
+
+
+class MessageStreamsByPartition(NamedTuple):
+    """Streams of the messages that each partition receives, and of those that it sends."""
+
+    incoming: list[list[MessageStreams]]
+    outgoing: list[list[MessageStreams]]
+
+
+def message_streams(
+    op: Op, routes: RoutesByPartition, devices: Sequence[Device], compute: str, *,
+    copy_streams: bool, partitions: Container[int],
+) -> MessageStreamsByPartition:  # fmt: skip
+    """Return the streams of the messages of F or B between the given partitions.
+
+    With ``copy_streams`` each peer and direction has its own stream. Without, messages are on the
+    streams named ``compute``.
+    """
+    send_op, recv_op = (Op.SEND_F, Op.RECV_F) if op == Op.F else (Op.SEND_B, Op.RECV_B)
+
+    def streams_of_route(route: Route) -> MessageStreams:
+        source, target, skips = route
+        names = (f"send:{target}", f"recv:{source}") if copy_streams else (compute, compute)
+        send_peer, recv_peer = (None, None) if skips is None else (target, source)
+        return MessageStreams(
+            route, op, send_op, recv_op, send_peer, recv_peer,
+            send_stream=devices[source].stream(names[0]),
+            recv_stream=devices[target].stream(names[1]),
+            compute_stream=devices[target].stream(compute),
+        )  # fmt: skip
+
+    def streams_by_partition(rows: Sequence[Sequence[Route]]) -> list[list[MessageStreams]]:
+        return [
+            [
+                streams_of_route(route)
+                for route in row
+                if route.source in partitions and route.target in partitions
+            ]
+            for row in rows
+        ]
+
+    return MessageStreamsByPartition(
+        streams_by_partition(routes.incoming), streams_by_partition(routes.outgoing)
+    )
+
+
+class Runtime(NamedTuple):
+    """Everything that all forwards of one module share.
+
+    Attributes
+    ----------
+    stages, partitions, devices
+        One of each a partition; the partition is the stage's module.
+    forward_routes, backward_routes
+        Routes of outputs and skips, and of their gradients.
+    locks
+        One a partition: two forwards may run it in different threads.
+    call_numbers
+        Numbers of forwards.
+    switches
+        Switches for experiments.
+    """
+
+    stages: Sequence[Stage]
+    partitions: Sequence[Partition]
+    devices: Sequence[Device]
+    forward_routes: RoutesByPartition
+    backward_routes: RoutesByPartition
+    locks: Sequence[AbstractContextManager[Any]]
+    call_numbers: Iterator[int]
+    switches: Switches
+
+    def draws_random(self, unknown: bool) -> bool:
+        """Return whether a forward draws random numbers; ``unknown`` if it has not run yet."""
+        return any(stage.is_random.get(stage.module.training, unknown) for stage in self.stages)
+
+    def random_states(self) -> list[Tensor]:
+        """Return the states of the devices' generators."""
+        return [default_state(device) for device in dict.fromkeys(s.device for s in self.stages)]
+
+    def restore_random_states(self, states: Sequence[Tensor]) -> bool:
+        """Restore ``states`` if a generator has moved; return whether one had.
+
+        All partitions are then asked anew whether they draw.
+        """
+        devices = dict.fromkeys(stage.device for stage in self.stages)
+        if all(map(torch.equal, states, self.random_states())):
+            return False
+        for device, state in zip(devices, states, strict=True):
+            set_default_state(device, state)
+        for stage in self.stages:
+            stage.is_random.clear()
+        return True
+
+
+def make_runtime(
+    parts: Sequence[nn.Sequential],
+    torch_devices: Sequence[torch.device],
+    devices: Sequence[Device],
+    switches: Switches,
+) -> Runtime:
+    """Return the stages and routes of the parts of a module, one device each.
+
+    Random numbers are drawn on ``torch_devices``; tasks and messages run on ``devices``.
+    """
+    skips = skips_across(parts)
+    partitions = [
+        Partition(
+            part,
+            [key for key, (_, target) in skips.items() if target == j],
+            [key for key, (source, _) in skips.items() if source == j],
+        )
+        for j, part in enumerate(parts)
+    ]
+    stages = [
+        Stage(partition, j, device, ActivationCounter())
+        for j, (partition, device) in enumerate(zip(partitions, torch_devices, strict=True))
+    ]
+    for stage in stages:
+        stage.recompute_context, stage.recompute_option = recomputing, "checkpoint='never'"
+    routes = forward_routes(len(parts), skips, portals=switches.portals)
+    return Runtime(
+        stages,
+        partitions,
+        devices,
+        routes_by_partition(len(parts), routes),
+        routes_by_partition(len(parts), [route.reverse for route in routes]),
+        [threading.RLock() for _ in parts],
+        itertools.count(),
+        switches,
+    )

@@ -17,12 +17,10 @@ from pipeexec.devices.device import Values
 from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing
-from pipeexec.gpipe.message_streams import MessageStreams
-from pipeexec.gpipe.partition import Form
-from pipeexec.gpipe.runtime import Runtime
+from pipeexec.gpipe.partition import Form, MessageStreams, Runtime
 from pipeexec.gpipe.skip import Key
-from pipeexec.stages.forward_buffers import Buffers
-from pipeexec.stages.random_numbers import default_state, task_seed
+from pipeexec.stages.module_call import default_state, task_seed
+from pipeexec.stages.recompute import Buffers
 from pipesim.ops import Op
 
 #: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other

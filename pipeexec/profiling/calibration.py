@@ -1,4 +1,4 @@
-"""Measure the costs that the simulator takes, on the devices themselves and under load.
+"""`measure` and `profile`: the costs of a pipeline, from steps on its own devices under load.
 
 Stages share memory bandwidth, and threads of one process share an interpreter. Durations measured
 one stage at a time are therefore too short. Costs are means over the steps of one calibration
@@ -11,25 +11,27 @@ schedule, in which all stages run at the same time:
 Slices of sequences have one cost a stage, their mean. The steps have one sequence more, and every
 other sequence has I and W.
 
-Of `Microbatches`, one of each class of equal shapes is measured, in turns; see
-`pipeexec.profiling.shape_classes`.
+Of `Microbatches`, one of each class of equal shapes is measured, in turns
+(`ShapeClasses`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.devices.cuda import CudaDevice
+from pipeexec.devices.host_memory import check_results
+from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import StepResult
+from pipeexec.executor.step_result import StepResult
 from pipeexec.nesting import with_tensors
-from pipeexec.profiling.accuracy_warnings import warn_of_poor_accuracy
 from pipeexec.profiling.collectives import (
     base_placement,
     check_exchanges,
@@ -40,31 +42,167 @@ from pipeexec.profiling.collectives import (
     measured_buckets,
     norm_seconds,
 )
-from pipeexec.profiling.host_copies import (
+from pipeexec.profiling.link_speed import (
     check_microbatches,
     check_shares,
+    fits,
     graphs_that_offload,
     host_link,
+    measure_transfers,
+    network_of,
     offload_bytes,
+    pairs_of,
+    with_fits,
 )
-from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
-from pipeexec.profiling.link_fit import fits, network_of, with_fits
-from pipeexec.profiling.link_speed import measure_transfers, pairs_of
 from pipeexec.profiling.profile import Profile
-from pipeexec.profiling.shape_classes import shape_classes
-from pipeexec.profiling.stage_bytes import optimizer_bytes, with_stage_bytes
-from pipeexec.profiling.task_seconds import mean_task_seconds
+from pipeexec.profiling.task_seconds import (
+    host_share,
+    launch_seconds,
+    mean_launch,
+    mean_task_seconds,
+    optimizer_bytes,
+    shape_classes,
+    with_stage_bytes,
+)
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
-from pipeexec.stages.sequence_slices.cut_batch import SequenceCut
+from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, check_list, check_type
+from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def profile(
+    pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2
+) -> Costs:
+    """Return the costs of a pipeline's stages on its devices; `measure` returns tables too.
+
+    Parameters
+    ----------
+    pipeline
+        Pipeline whose stages and devices are measured; it stays open.
+    inputs, targets
+        A batch as for ``pipeline.step``. Parameters, buffers and optimizers are unchanged after. Of
+        `Microbatches`, costs have a value a stage and micro-batch; equal shapes are measured once.
+    n_steps, warm_up
+        Number of measured steps, and of steps before them that are not measured.
+
+    Returns
+    -------
+    Costs
+        Seconds and bytes of each operation and stage, with measured links between the devices.
+
+    Raises
+    ------
+    CapacityError
+        If the results of ``n_steps`` steps do not fit in memory.
+    ExecutionError
+        If the pipeline is closed, or a step runs in another thread.
+    StageError, StallError, PeerError
+        As ``pipeline.step``.
+
+    Warns
+    -----
+    AccuracyWarning
+        If tasks are shorter than 1 ms, or their mean varies by more than 20 % between steps.
+
+    See Also
+    --------
+    pipeexec.measure : The same, with the tables of the measurement.
+    pipeexec.validate : Compare predictions from such costs with measured steps.
+    pipeexec.project : Profile layers on one device, to predict steps on many.
+    pipesim.simulate : Predict a timeline from costs.
+
+    Examples
+    --------
+    One worker, which sends no messages, takes some milliseconds. Tasks this short cause an
+    `AccuracyWarning`:
+
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 1, 4))
+    >>> x = torch.ones(8, 4)
+    >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
+    ...     costs = px.profile(pipeline, x, x, n_steps=1)
+    >>> len(costs.forward), ps.simulate(graph, costs).makespan > 0
+    (1, True)
+    """
+    return measure(pipeline, inputs, targets, n_steps=n_steps, warm_up=warm_up).costs
+
+
+def measure(
+    pipeline: Pipeline,
+    inputs: Batch,
+    targets: Any,
+    *,
+    n_steps: int = 7,
+    warm_up: int = 2,
+    graphs: Iterable[TaskGraph] | None = None,
+) -> Profile:
+    """Measure every cost of a pipeline's stages, and return the tables of the measurement, too.
+
+    Parameters
+    ----------
+    pipeline, inputs, targets, n_steps, warm_up
+        As for `profile`.
+    graphs
+        Graphs that the costs are for. If one of them has a split backward, I and W are measured.
+        None stands for the pipeline's own graph.
+
+    Returns
+    -------
+    Profile
+        Costs, and tables of durations (s), messages (s, bytes) and fitted links.
+
+    Raises
+    ------
+    CapacityError
+        If the results of ``n_steps`` steps do not fit in memory.
+    ExecutionError, StageError, StallError, PeerError
+        As `profile`.
+
+    Warns
+    -----
+    AccuracyWarning
+        As `profile`.
+
+    See Also
+    --------
+    pipeexec.profile : Return the costs alone.
+    pipeexec.Profile : Tables of the result.
+    pipeexec.validate : Compare predictions from such costs with measured steps.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> import pipeexec as px, pipesim as ps
+    >>> graph = ps.lower(ps.schedule("1f1b", 1, 4))
+    >>> x = torch.ones(8, 4)
+    >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
+    ...     profile = px.measure(pipeline, x, x, n_steps=1)
+    >>> profile.table.index.tolist()
+    [('F', 0), ('B', 0), ('R', 0), ('STEP', 0)]
+    """
+    check_type("pipeline", pipeline, Pipeline)
+    n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    with guard_processes(pipeline.processes):
+        check_results([pipeline.graph], n_steps=n_steps)
+    calibration = Calibration(pipeline, inputs, targets, graphs)
+    calibration.warm_up(warm_up)
+    for _ in range(n_steps):
+        calibration.step()
+    return calibration.result()
+
 
 #: A value a stage, or an array with one a stage and micro-batch.
 Values = tuple[float, ...] | NDArray[np.float64]
@@ -324,7 +462,7 @@ class Calibration:
         return share, share * launch / per_task if per_task else 0.0
 
     def _launch(self) -> float:
-        """Return the host's seconds per task; see `pipeexec.profiling.host_times`."""
+        """Return the host's seconds per task; see `pipeexec.profiling.task_seconds`."""
         if self.pipeline.cuda_graph:
             return 0.0
         if any(isinstance(device, CudaDevice) for device in self.pipeline.devices):
@@ -371,3 +509,45 @@ def _checked_graphs(graphs: object) -> list[TaskGraph]:
     """Return graphs as a list; an empty one for None."""
     listed = () if graphs is None else check_list("graphs", graphs, "such as [pipeline.graph]")
     return [check_type("graphs: each", graph, TaskGraph) for graph in listed]
+
+
+#: Predictions of shorter tasks (s) are poor on CPU: passing a task to its worker takes as long.
+SHORTEST = 1e-3
+#: Spread of the steps' mean durations, over their mean, above which the machine is too busy.
+UNSTEADY = 0.2
+
+
+def warn_of_poor_accuracy(table: pd.DataFrame) -> None:
+    """Warn of the shortest task below 1 ms, and of the operation that varies most between steps.
+
+    Parameters
+    ----------
+    table
+        As in `Profile.table`.
+
+    Warns
+    -----
+    AccuracyWarning
+        On behalf of the caller of `measure`, which is three calls up.
+    """
+    tasks = table[(table["loaded"] > 0) & (table.index.get_level_values("op") != "STEP")]
+    for name, row in tasks[tasks["loaded"] < SHORTEST].nsmallest(1, "loaded").iterrows():
+        warnings.warn(
+            f"{_label(name)} takes {row['loaded'] * 1e3:.3f} ms: below {SHORTEST * 1e3:g} ms a "
+            "task the prediction will be poor (hand-over and interpreter take as long); use "
+            "larger micro-batches or stages",
+            AccuracyWarning,
+            stacklevel=4,
+        )
+    for name, row in tasks[tasks["spread"] > UNSTEADY].nlargest(1, "spread").iterrows():
+        warnings.warn(
+            f"the mean of {_label(name)} moves by {row['spread']:.0%} from step to step: the "
+            "machine is busy, and predictions are no better than that",
+            AccuracyWarning,
+            stacklevel=4,
+        )
+
+
+def _label(name: object) -> str:
+    assert isinstance(name, tuple)
+    return f"{name[0]} of stage {name[1]}"

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.experts.graph_checks import layers_of_graph, n_members
-from pipeexec.stages.batch_shares import BatchShares
-from pipesim.analysis.measured_collectives import grad_norm_seconds, measured_collectives
-from pipesim.analysis.measured_segments import measured_segments
+from pipeexec.experts.expert_shares import layers_of_graph, n_members
+from pipeexec.stages.microbatches import BatchShares
+from pipesim.analysis.measured_costs import (
+    grad_norm_seconds,
+    measured_collectives,
+    measured_segments,
+)
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
@@ -24,7 +27,7 @@ from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from pipeexec.executor.pipeline import Pipeline
-    from pipeexec.executor.results.step_result import StepResult
+    from pipeexec.executor.step_result import StepResult
 
 
 def base_placement(graph: TaskGraph) -> Placement:

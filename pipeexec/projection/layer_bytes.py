@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec.devices.transfer import nbytes as message_bytes
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage, attach_meters
 
 

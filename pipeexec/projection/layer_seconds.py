@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeexec.devices.thread_settings import ContextFactory, thread_settings
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.nesting import tensors_in
 from pipeexec.profiling.calibration import Calibration
-from pipeexec.profiling.host_times import launch_seconds, mean_launch
-from pipeexec.profiling.task_seconds import mean_task_seconds
-from pipeexec.projection.busy_workers import busy_workers
-from pipeexec.projection.layer_modules import dummy_loss
+from pipeexec.profiling.task_seconds import launch_seconds, mean_launch, mean_task_seconds
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipesim.errors import BatchNormWarning
+from pipesim.errors import BatchNormWarning, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.placement import Placement
@@ -127,3 +129,166 @@ def _spreads(table: pd.DataFrame) -> list[float]:
     rows = table[table.index.get_level_values("op") != "STEP"]
     largest: list[float] = rows["spread"].groupby(level="stage").max().tolist()
     return largest
+
+
+class _Worker(threading.Thread):
+    """Runs steps of a pipeline, one after the other, until it is stopped."""
+
+    def __init__(self, pipeline: Pipeline, settings: ContextFactory) -> None:
+        super().__init__(name="busy worker", daemon=True)
+        self.pipeline, self.settings = pipeline, settings
+        self.is_busy, self.is_stopped = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Run steps; the first one makes the worker busy."""
+        n = self.pipeline.graph.n_microbatches
+        try:
+            with self.settings():
+                while not self.is_stopped.is_set():
+                    self.pipeline.step(torch.zeros(n, 1), torch.zeros(n, 1))
+                    self.is_busy.set()
+        except Exception as error:  # of the user's code, raised by `busy_workers`
+            self.error = error
+        finally:
+            self.is_busy.set()
+
+
+@contextmanager
+def busy_workers(
+    modules: Sequence[nn.Module], graph: TaskGraph, optimizer: OptimizerFactory | None, n: int
+) -> Iterator[None]:
+    """Let ``n`` more CPU workers run steps of copies of modules in a block.
+
+    Raises
+    ------
+    ExecutionError
+        If a step of theirs fails.
+    """
+    workers: list[_Worker] = []
+    with ExitStack() as stack:
+        for _ in range(n):
+            pipeline = stack.enter_context(
+                Pipeline(
+                    copy.deepcopy(list(modules)), graph, ["cpu"], dummy_loss, optimizer,
+                    loss_reduction="sum", pin_threads=False, tied=(),
+                )
+            )  # fmt: skip
+            workers.append(_Worker(pipeline, thread_settings()))
+            workers[-1].start()
+        try:
+            for worker in workers:
+                worker.is_busy.wait()
+            yield
+        finally:
+            for worker in workers:
+                worker.is_stopped.set()
+            for worker in workers:
+                worker.join()
+    for worker in workers:
+        if worker.error is not None:
+            raise ExecutionError(
+                f"a busy worker failed in a step of copies of the layers: {worker.error!s:.300}"
+            ) from worker.error
+
+
+# Modules around layers that run without the layers before or after them.
+#
+# A pipeline of some layers takes a dummy batch. Its first module returns the values that the
+# layers before have passed on, and the last one returns a loss. So values of any form pass, and
+# each micro-batch is the profiled one.
+
+#: Loss of the output of the last layer.
+LayerLoss = Callable[[Any], Tensor]
+
+
+class FirstLayer(nn.Module):
+    """Calls the first layer with the sample.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    sample
+        Its tensors, on its device.
+    """
+
+    def __init__(self, layer: nn.Module, sample: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.layer, self._sample = layer, tuple(sample)
+
+    def forward(self, _: Tensor) -> Any:
+        """Return the output of the layer."""
+        return self.layer(*self._sample)
+
+
+class Values(nn.Module):
+    """Returns the values that the layers before have passed on, on the device of the layers."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._values = tuple(values)
+
+    def forward(self, _: Tensor) -> tuple[Tensor, ...]:
+        """Return the values."""
+        return self._values
+
+
+class LastLayer(nn.Module):
+    """Calls the last layer, and then the loss."""
+
+    def __init__(self, layer: nn.Module, loss: LayerLoss) -> None:
+        super().__init__()
+        self.layer, self._loss = layer, loss
+
+    def forward(self, *values: Tensor) -> Tensor:
+        """Return the loss, as a tensor of shape ``(1,)``."""
+        return self._loss(self.layer(*values)).reshape(1)
+
+
+class SquareSum(nn.Module):
+    """Takes the place of the layers after some others, so that these get gradients."""
+
+    def forward(self, *values: Tensor) -> Tensor:
+        """Return the sum of the squares of all floating-point values, of shape ``(1,)``."""
+        return square_sum(values).reshape(1)
+
+
+def square_sum(output: Any) -> Tensor:
+    """Return the sum of the squares of all floating-point values of an output.
+
+    Raises
+    ------
+    ExecutionError
+        If there are none.
+    """
+    values = [x for x in tensors_in(output) if x.is_floating_point()]
+    if not values:
+        raise ExecutionError(
+            f"the output, {type(output).__name__}, has no tensor of floating-point numbers, of "
+            "which a loss could be the sum of squares; give loss_fn="
+        )
+    return torch.stack([x.float().square().sum() for x in values]).sum()
+
+
+def layer_loss(loss_fn: Callable[[Any, Any], Any] | None, targets: Any) -> LayerLoss:
+    """Return the loss of the last layer's output."""
+    if loss_fn is None:
+        return square_sum
+
+    def loss(output: Any) -> Tensor:
+        value = loss_fn(output, targets)
+        value = value[0] if isinstance(value, tuple) and value else value
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ExecutionError(
+                "loss_fn must return a tensor of one element, or a tuple that begins with it, got "
+                f"{value!r:.60}"
+            )
+        return value
+
+    return loss
+
+
+def dummy_loss(losses: Tensor, _: Tensor) -> Tensor:
+    """Return the sum of the losses that a pipeline of layers returns."""
+    return losses.sum()

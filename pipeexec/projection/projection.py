@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeexec.projection.files import load_parts, save_parts
-from pipeexec.projection.priced_step import priced_step, schedule_name, warn_of_short_tasks
+from pipeexec.run_directory import (
+    checked_record,
+    command,
+    listed_file,
+    read_record,
+    write_directory,
+)
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import Split
-from pipesim.errors import ArgumentError, check_count, check_list
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    PipeError,
+    RunDirectoryError,
+    check_count,
+    check_list,
+    check_type,
+)
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
 from pipesim.models.layers import Layers
-from pipesim.models.splits.placed_split import Placed
+from pipesim.models.placed_split import Placed
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.configurations.plan import plan
-from pipesim.planning.configurations.plans import Plans
+from pipesim.planning.plan import plan
+from pipesim.planning.plans import Plans
+from pipesim.plot.html_tables import note_html, table_html
+from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline, simulate
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.files import check_path
+from pipesim.utils.texts import format_bytes, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +111,6 @@ class Projection:
         )
 
     def _repr_html_(self) -> str:
-        from pipeexec.projection.html import projection_html
 
         return projection_html(repr(self)[1:-1], self.table)
 
@@ -438,3 +457,185 @@ class Projection:
         2
         """
         return cls(**load_parts(path))
+
+
+# The graph of a projected step, and the costs of its stages.
+
+#: Seconds of F and B of a stage below which predictions for CPU workers are poor.
+_SHORTEST = 1e-3
+
+
+def priced_step(
+    projection: Projection,
+    schedule: Schedule | str,
+    n_devices: int | None,
+    n_microbatches: int | None,
+    split: Split,
+    n_chunks: int | None,
+    lowering: dict[str, Any],
+) -> tuple[TaskGraph, Costs]:
+    """Return the graph of a schedule, and the costs of its stages."""
+    options = {} if n_chunks is None else {"n_chunks": check_count("n_chunks", n_chunks)}
+    counts = {"n_devices": n_devices, "n_microbatches": n_microbatches} | options
+    if isinstance(schedule, str):
+        checked = [check_count(name, counts[name]) for name in ("n_devices", "n_microbatches")]
+        order = named_schedule(schedule, *checked, **options)
+        costs, tied = _stage_costs(projection, order, split)
+        if "costs" in schedule_info(schedule).options:
+            order = named_schedule(schedule, *checked, **options, costs=costs)
+    else:
+        order = check_type("schedule", schedule, Schedule, 'give such as "1f1b"')
+        doubled = [name for name, value in counts.items() if value is not None]
+        if doubled:
+            raise ArgumentError(
+                f"{doubled[0]} is given, but the schedule has its own; leave it out, or give "
+                "the name of a schedule"
+            )
+        costs, tied = _stage_costs(projection, order, split)
+    graph = lower(order, **({"tied": tied} | lowering))
+    if graph.n_devices > projection.cluster.n_gpus:
+        raise ArgumentError(
+            f"the graph has {graph.n_devices} devices, but the cluster {projection.cluster.n_gpus} "
+            "GPUs; give fewer devices or replicas, or a larger cluster"
+        )
+    return graph, costs
+
+
+def _stage_costs(
+    projection: Projection, order: Schedule, split: Split
+) -> tuple[Costs, tuple[tuple[int, ...], ...]]:
+    """Return the costs of the stages of a schedule, and the groups of tied ones."""
+    if order.n_slices > 1:
+        raise ArgumentError(
+            f"schedule {order.name!r} runs slices of sequences, but layers were profiled with "
+            "whole micro-batches; give a schedule of these, or measure the slices of the stages "
+            "with pipeexec.profile"
+        )
+    n_stages = order.placement.n_stages
+    if n_stages > len(projection.layers):
+        raise ArgumentError(
+            f"the schedule has {n_stages} stages, but the model {len(projection.layers)} layers; "
+            "give fewer devices or chunks"
+        )
+    placement = order.placement if isinstance(split, str) else None
+    sizes = projection.layers.split(split, placement=placement)
+    costs = projection.costs(sizes)
+    costs.per_stage("forward", n_stages)  # refuses a split into another number of stages
+    return costs, tuple(projection.tied_stages(sizes))
+
+
+def warn_of_short_tasks(device: str, costs: Costs, n_stages: int, stacklevel: int) -> None:
+    """Warn of the shortest task of CPU workers, if it is below 1 ms."""
+    seconds, op, stage = min(
+        (float(x), op, stage)
+        for op, name in (("F", "forward"), ("B", "backward"))
+        for stage, x in enumerate(costs.per_stage(name, n_stages))
+    )
+    if device.startswith("cpu") and seconds < _SHORTEST:
+        warnings.warn(
+            f"{op} of stage {stage} takes {seconds * 1e3:.3f} ms: below {_SHORTEST * 1e3:g} ms "
+            "a task the prediction will be poor (hand-over and interpreter take as long); use "
+            "larger micro-batches or stages",
+            AccuracyWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def schedule_name(schedule: Schedule | str) -> str:
+    """Return the name of a schedule."""
+    return schedule if isinstance(schedule, str) else schedule.name
+
+
+# Files of a projection in a run directory.
+
+#: Files of the columns of the layers, and of the activation bytes of stages.
+_LAYERS, _JOINT = "layers.csv", "joint.csv"
+#: Key of the record with the other values.
+_KEY = "projection"
+
+
+def save_parts(path: Path | str, projection: Projection, record: Mapping[str, Any] | None) -> None:
+    """Write the run directory of a projection; see `Projection.save`."""
+    from pipesim.utils.packages import pandas as pd
+
+    values = {
+        "modules": projection.modules,
+        "n_blocks": projection.n_blocks,
+        "cluster": projection.cluster.to_dict(),
+        "microbatch_size": projection.microbatch_size,
+        "device": projection.device,
+        "launch": projection.launch,
+        "spread": projection.spread,
+        "tied": projection.tied,
+    }
+    with write_directory(
+        check_path("path", path, "write"),
+        {"command": command(), **checked_record(record), _KEY: values},
+    ) as folder:
+        names = [", ".join(names) for names in projection.modules]
+        columns = {"layer": names, **projection.layers.columns}
+        pd.DataFrame(columns).to_csv(folder / _LAYERS, index=False)
+        joint = projection.layers.joint_activation_bytes
+        pd.DataFrame(joint).to_csv(folder / _JOINT, index=False, header=False)
+
+
+def load_parts(path: Path | str) -> dict[str, Any]:
+    """Return the parameters of `Projection` from a run directory; see `Projection.load`."""
+    from pipesim.utils.packages import pandas as pd
+
+    path = check_path("path", path)
+    record = read_record(path)
+    values = record.get(_KEY)
+    if not isinstance(values, Mapping):
+        raise RunDirectoryError(
+            f"{path} holds no projection; write one with Projection.save, and read other runs with "
+            "pipeexec.load_run or pipeexec.Profile.load"
+        )
+    try:
+        joint = pd.read_csv(listed_file(path, record, _JOINT), header=None).to_numpy(float).tolist()
+        columns = Layers.read(listed_file(path, record, _LAYERS)).columns
+        return {
+            "layers": Layers(columns, "projection", joint),
+            "modules": tuple(tuple(map(str, names)) for names in values["modules"]),
+            "n_blocks": tuple(map(int, values["n_blocks"])),
+            "cluster": Cluster.from_dict(values["cluster"]),
+            "microbatch_size": int(values["microbatch_size"]),
+            "device": str(values["device"]),
+            "launch": float(values["launch"]),
+            "spread": tuple(map(float, values["spread"])),
+            "tied": tuple((tuple(map(int, a)), float(b)) for a, b in values["tied"]),
+        }
+    except (OSError, KeyError, TypeError, ValueError, PipeError) as error:
+        raise RunDirectoryError(
+            f"{path} holds no whole projection: {type(error).__name__}: {error!s:.200}; make it "
+            "again with pipeexec.project"
+        ) from error
+
+
+#: Most layers that are shown.
+_MAX_LAYERS = 16
+_SECONDS = ("forward", "backward", "optimizer_step")
+_BYTES = ("parameter_bytes", "activation_bytes", "output_bytes")
+
+
+def projection_html(title: str, table: pd.DataFrame) -> str:
+    """Return a title, and a row a layer with units; of many layers the first ones.
+
+    Parameters
+    ----------
+    title
+        Text above the table.
+    table
+        `pipeexec.Projection.table`.
+    """
+    formats: dict[str, Callable[[float], str]] = dict.fromkeys(_SECONDS, format_time)
+    formats |= dict.fromkeys(_BYTES, format_bytes)
+    formats = {name: form for name, form in formats.items() if name in table}
+    head = ["layer", "modules", *(name.replace("_", " ") for name in formats)]
+    rows = [
+        [str(k), f"{row['modules']:.60}", *(form(row[name]) for name, form in formats.items())]
+        for k, row in table.head(_MAX_LAYERS).iterrows()
+    ]
+    omitted = len(table) - len(rows)
+    more = note_html(f"{omitted} more layers: see .table") if omitted else ""
+    return note_html(title) + table_html(head, rows) + more

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.splitting.missing import is_missing
-from pipeexec.splitting.tracing.operations import storage_of, written_tensors
-from pipeexec.stages.repeatable import MODULE_ATTRIBUTES
+from pipeexec.splitting.operations import storage_of, written_tensors
+from pipeexec.splitting.stand_in import is_missing
+from pipeexec.stages.recompute import MODULE_ATTRIBUTES
 
 #: Types whose contents are state.
 CONTAINERS = (list, dict, set, deque)

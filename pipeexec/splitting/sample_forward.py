@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Leaf, leaves, own_tensors, tensors_in
-from pipeexec.splitting.balance.call_weights import CallWeights
 from pipeexec.splitting.borders import check_flow
+from pipeexec.splitting.cuts import CallWeights
+from pipeexec.splitting.data_flow import DataFlow, Mode, Read, Source, follow, merged
+from pipeexec.splitting.exported_model import called_module, export_model
 from pipeexec.splitting.model_state import ModelState, same_python_draws, unchanged
+from pipeexec.splitting.operations import line_of_error
 from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
-from pipeexec.splitting.tracing.code_lines import line_of_error
-from pipeexec.splitting.tracing.data_flow import DataFlow, Mode, Read, Source, follow, merged
-from pipeexec.splitting.tracing.exported_model import called_module, export_model
-from pipeexec.splitting.tracing.ways import UncutModules, uncut_modules
+from pipeexec.splitting.uncut_modules import UncutModules, uncut_modules
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 _EXPORT = "torch.export"

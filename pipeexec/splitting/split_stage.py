@@ -3,7 +3,7 @@
 The model's Python code between its modules runs on every stage, until the last module of the stage
 has returned. It takes values as the modules of earlier stages returned them, so that writes in
 place happen on every stage as in the model. Values that a stage does not need are missing: they
-are NaN, and no result depends on them. `pipeexec.splitting.tracing.data_flow` tells which values a
+are NaN, and no result depends on them. `pipeexec.splitting.data_flow` tells which values a
 stage needs.
 """
 
@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, tensors_in, with_tensors
-from pipeexec.splitting.missing import ONE_WAY, is_missing, missing
+from pipeexec.splitting.borders import Border, Skeleton
+from pipeexec.splitting.data_flow import Mode, Source
+from pipeexec.splitting.exported_model import ExportedModel
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
-from pipeexec.splitting.skeleton import Border, Skeleton
-from pipeexec.splitting.stand_in import StandIn
-from pipeexec.splitting.tracing.code_lines import present_line
-from pipeexec.splitting.tracing.data_flow import Mode, Source
-from pipeexec.splitting.tracing.exported_model import ExportedModel
-from pipeexec.splitting.tracing.operations import argument_tensors
-from pipeexec.stages.forward_buffers import tensor_version
+from pipeexec.splitting.operations import argument_tensors, present_line
+from pipeexec.splitting.stand_in import ONE_WAY, StandIn, is_missing, missing
+from pipeexec.stages.recompute import tensor_version
 from pipesim.errors import ArgumentError, ExecutionError
 
 if TYPE_CHECKING:

@@ -1,23 +1,220 @@
-"""`ModuleCaller`: call a stage's module, and the loss after the last stage, for one micro-batch."""
+"""Call a stage's module, and the loss after the last stage, for one micro-batch.
+
+A forward has its own random numbers and the version of the weights that its schedule prescribes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeexec.data_parallel.ddp_stage import ddp_stage
+from pipeexec.data_parallel.ddp import ddp_stage
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.nesting import Arguments, with_tensors
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.activations import ActivationMeter, SavedActivations
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
-from pipeexec.stages.offload import SavedActivations
-from pipeexec.stages.random_numbers import OwnGenerator
-from pipeexec.stages.weight_versions import WeightVersions
+from pipeexec.thread_modes import ThreadMode
 from pipesim.errors import ExecutionError
+
+# Random numbers that do not depend on the schedule: a generator for each stage and micro-batch.
+#
+# All threads of the process share torch's generator of a device. So two stages that draw at the
+# same time race for its numbers, and a recompute cannot return to the state at which its forward
+# began. Here every forward draws from its own generator, seeded by the step, the stage and the
+# micro-batch. Its recompute draws from the same seed.
+
+_DEFAULT_GENERATOR = threading.Lock()
+
+
+def task_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """Return the seed of one forward; independent streams for different arguments."""
+    sequence = np.random.SeedSequence((seed, step, stage, microbatch))
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+class OwnGenerator(ThreadMode):
+    """While active in a thread, random operations of that thread draw from one seed, or state.
+
+    Operations with a generator argument get this generator. Others run with the process's
+    generator set to this one's state, one thread at a time.
+
+    Attributes
+    ----------
+    drew
+        Whether any random number was drawn.
+    """
+
+    def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
+        super().__init__()
+        self.generator = torch.Generator(device)
+        if isinstance(seed, torch.Tensor):
+            self.generator.set_state(seed)
+        else:
+            self.generator.manual_seed(seed)
+        self.drew = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would load the compiler to skip this mode, 3 s in a first step."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled code runs under this mode, and is not replaced by eager code."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``; a random operation draws from this generator."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if any(a.name == "generator" for a in func._schema.arguments):
+            self.drew = True
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self.generator
+            return func(*args, **kwargs)
+        default = _default_generator(self.generator.device)
+        with _DEFAULT_GENERATOR:
+            process_state, own_state = default.get_state(), self.generator.get_state()
+            default.set_state(own_state)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                new_state = default.get_state()
+                default.set_state(process_state)
+                # Attention, for example, counts as random but draws nothing without dropout.
+                if not torch.equal(new_state, own_state):
+                    self.drew = True
+                    self.generator.set_state(new_state)
+
+
+def default_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the process's generator of a device."""
+    return _default_generator(device).get_state()
+
+
+def set_default_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of the process's generator of a device."""
+    _default_generator(device).set_state(state)
+
+
+def next_seed() -> int:
+    """Return the next seed of the process's generator without advancing it; see `use_seed`."""
+    generator = torch.Generator().set_state(torch.get_rng_state())
+    return int(torch.randint(2**62, (), generator=generator))
+
+
+def use_seed() -> None:
+    """Advance the process's generator, so that its next seed is another."""
+    torch.randint(2**62, ())
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operations on ``device`` draw from by default."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+class WeightVersions:
+    """Gives each micro-batch, from its F to its backward, the weights that its schedule prescribes.
+
+    Version ``v`` is the weights after ``v`` optimizer steps. It is a copy with its own parameters:
+    the optimizer changes the stage's in place, and a backward needs the weights of its forward. A
+    version is kept while a micro-batch in flight uses it, or a later one will. The newest exists
+    twice, once for the optimizer.
+
+    Parameters
+    ----------
+    module
+        Module of the stage.
+    batch_size
+        Micro-batches of a mini-batch.
+    double_buffered
+        Whether a forward uses the weights of the step before the last mini-batch's, or else the
+        newest; see `pipesim.Schedule`.
+    """
+
+    def __init__(self, module: nn.Module, batch_size: int, double_buffered: bool) -> None:
+        self.module, self.batch_size, self.double_buffered = module, batch_size, double_buffered
+        self.newest = 0
+        self.kept: dict[int, dict[str, nn.Parameter]] = {}
+        self.in_flight: dict[int, int] = {}
+
+    def reset(self) -> None:
+        """Begin a step with the weights as they are."""
+        self.clear()
+        self._keep()
+
+    def clear(self) -> None:
+        """Free all versions."""
+        self.newest = 0
+        self.kept.clear()
+        self.in_flight.clear()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all versions."""
+        return (parameter for weights in self.kept.values() for parameter in weights.values())
+
+    def _keep(self) -> None:
+        self.kept[self.newest] = {
+            name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+            for name, p in self.module.named_parameters()
+        }
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Choose the weights for F of a micro-batch."""
+        version = self.newest
+        if self.double_buffered:
+            # Without optimizer steps the first version is the only one.
+            version = min(self.newest, max(0, microbatch // self.batch_size - 1))
+        self.in_flight[microbatch] = version
+
+    def weights(self, microbatch: int) -> dict[str, nn.Parameter]:
+        """Return the weights of the forward of a micro-batch."""
+        return self.kept[self.in_flight[microbatch]]
+
+    def end_microbatch(self, microbatch: int) -> None:
+        """Add the gradients of a micro-batch to the stage's own parameters."""
+        weights = self.weights(microbatch)
+        del self.in_flight[microbatch]
+        for name, parameter in self.module.named_parameters():
+            gradient, weights[name].grad = weights[name].grad, None
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        self._drop()
+
+    @torch.no_grad()
+    def add_version(self) -> None:
+        """Keep the weights after an optimizer step as the newest version."""
+        self.newest += 1
+        self._drop()
+        self._keep()
+
+    def _drop(self) -> None:
+        """Free the versions that no micro-batch will use."""
+        oldest = self.newest - 1 if self.double_buffered else self.newest
+        needed = {*range(max(0, oldest), self.newest + 1), *self.in_flight.values()}
+        for version in [v for v in self.kept if v not in needed]:
+            del self.kept[version]
+
 
 #: Computes the weighted loss from the last stage's output and the number of the micro-batch.
 LossCall = Callable[[object, int], Tensor]

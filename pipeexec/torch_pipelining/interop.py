@@ -1,16 +1,19 @@
-"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use."""
+"""Convert schedules to and from torch.distributed.pipelining, and annotate its stages.
+
+Torch's package is imported on first use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from pipeexec.torch_pipelining.argument_checks import check_options, stages_in_order
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
+from pipesim.graph.exports import torch_orders
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.torch_csv import torch_orders
 from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
 from pipesim.scheduling.memory_checks import check_schedule
@@ -292,3 +295,107 @@ def _texts(rank: int, row: object) -> list[str]:
             "as ['0F0', '0B0']"
         )
     return ["" if action is None else str(action) for action in row]
+
+
+# Options and stages that `to_torch` hands to torch's runtime.
+
+#: Attributes that each stage must have.
+_STAGE_ATTRIBUTES = ("stage_index", "num_stages", "group_rank", "group_size")
+#: Arguments of torch's runtime that options must not set, and what to do instead.
+RESERVED = {
+    "n_microbatches": "the schedule has it; leave it out",
+    "scale_grads": "give loss_reduction='sum' for gradients that are not scaled",
+}
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raise `ArgumentError` for options that torch's runtime lacks or that this package sets."""
+    from pipeexec.torch_pipelining.private import options_of_runtime
+
+    allowed = set(options_of_runtime()) - {"stages", "loss_fn", *RESERVED}
+    for option in options:
+        if option in RESERVED:
+            raise ArgumentError(f"to_torch takes no option {option!r}: {RESERVED[option]}")
+        check_name("option of torch's runtime:", option, allowed)
+
+
+def stages_in_order(stages: Sequence[Any], homes: list[int], n_devices: int) -> list[Any]:
+    """Return the stages of this rank in order; raise if they differ from the placement's."""
+    if not isinstance(stages, Sequence):
+        raise ArgumentError(
+            f"to_torch takes a sequence of stages, got {stages!r:.60}; give [stage], even of one"
+        )
+    for stage in stages:
+        lacking = [name for name in _STAGE_ATTRIBUTES if not hasattr(stage, name)]
+        if lacking:
+            raise ArgumentError(
+                f"{stage!r:.60} is no stage: it lacks {', '.join(lacking)}; wrap the module in "
+                "torch.distributed.pipelining.PipelineStage"
+            )
+        check_count("stage_index of a stage", stage.stage_index, 0)
+    ordered = sorted(stages, key=lambda stage: stage.stage_index)
+    if not ordered:
+        raise ArgumentError("to_torch got no stages; give those that this rank holds")
+    rank, size = ordered[0].group_rank, ordered[0].group_size
+    if size != n_devices:
+        raise ArgumentError(
+            f"the schedule is for {n_devices} devices, but the stages' process group has {size} "
+            "ranks; give one rank a device"
+        )
+    for stage in ordered:
+        if stage.num_stages != len(homes):
+            raise ArgumentError(
+                f"stage {stage.stage_index} says num_stages={stage.num_stages}, but the schedule "
+                f"has {len(homes)} stages; make each PipelineStage with that number"
+            )
+    expected = [stage for stage, home in enumerate(homes) if home == rank]
+    indices = [stage.stage_index for stage in ordered]
+    if indices != expected:
+        raise ArgumentError(
+            f"rank {rank} holds the stages {expected}, got {indices}; give just these"
+        )
+    return ordered
+
+
+# Ranges of a profiler for schedules of torch that write none.
+
+
+def annotate_torch_pipelining() -> AbstractContextManager[None]:
+    """Let all schedules of torch.distributed.pipelining write the ranges that pipesim reads.
+
+    In torch 2.13, `Schedule1F1B` writes no ranges, and `ScheduleGPipe` writes ``Forward 0``,
+    without a stage. In the context, each forward and backward of a stage is a range such as
+    ``PP:1F0`` or ``PP:1B0``; the halves of a split backward are ``PP:1I0`` and ``PP:1W0``. Classes
+    with ranges of their own, such as `ScheduleInterleaved1F1B`, keep those and get no others.
+
+    Each rank enters the context, in the process that calls ``schedule.step``. Methods of all stages
+    are replaced while it is open. The loss is in no range; ``Timeline.from_chrome(gaps="charge")``
+    counts it to the task that follows.
+
+    Returns
+    -------
+    context manager
+
+    See Also
+    --------
+    pipesim.Timeline.from_chrome : Read the traces of all ranks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> import pipeexec as px
+    >>> from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    >>> schedule = Schedule1F1B(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    >>> x = torch.ones(8, 4)
+    >>> with px.annotate_torch_pipelining(), torch.profiler.profile() as profiler:
+    ...     _ = schedule.step(x, target=x)
+    >>> sorted(event.name for event in profiler.events() if event.name.startswith("PP:"))
+    ['PP:0B0', 'PP:0B1', 'PP:0F0', 'PP:0F1']
+    >>> dist.destroy_process_group()
+    """
+    from pipeexec.torch_pipelining.private import annotated_stages
+
+    return annotated_stages()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import StepResult
+from pipeexec.executor.step_result import StepResult
 from pipeexec.training.batch_source import Batches, BatchSource
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import StepResult
-from pipeexec.profiling.measure import profile
-from pipeexec.training.batch_source import BatchSource
-from pipeexec.training.checkpoint import load_training, save_training
-from pipeexec.training.evaluate import evaluate
-from pipeexec.training.first_batch import check_first_batch
-from pipeexec.training.log_row import batch_counts, log_row, predicted_columns
+from pipeexec.executor.step_result import StepResult
+from pipeexec.nesting import with_tensors
+from pipeexec.profiling.calibration import profile
+from pipeexec.splitting.split_facts import split_facts
+from pipeexec.splitting.split_stage import SplitStage
+from pipeexec.stages.batches import split_batches
+from pipeexec.stages.microbatches import Microbatches
+from pipeexec.training.batch_source import Batches, BatchSource, preserved_random_states
 from pipeexec.training.options import MEASURE, TrainingOptions
-from pipeexec.training.progress_bar import ProgressBar
-from pipeexec.training.random_states import preserved_random_states
-from pipeexec.training.run_log import read_log
-from pipeexec.training.step_files import save_prediction, save_step
 from pipeexec.training.training_directory import (
     COSTS,
+    PREDICTED,
     checkpoint_path,
     latest,
+    load_training,
     open_directory,
+    save_training,
+    step_folder,
 )
-from pipeexec.training.training_run import EVALUATIONS, LOG, TrainingRun
+from pipeexec.training.training_run import EVALUATIONS, LOG, TrainingRun, read_log
+from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
-from pipesim.errors import ExecutionError, PipeError, RunDirectoryError
+from pipesim.errors import ArgumentError, ExecutionError, PipeError, RunDirectoryError
 from pipesim.simulation.simulate import simulate
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.packages import imported
+from pipesim.utils.texts import significant
 
 #: In several processes, steps after which their clocks are aligned again.
 _ALIGN_EVERY = 100
@@ -231,3 +242,233 @@ class Recorder:
     def must_save(self) -> bool:
         """Whether the end of the training lacks a checkpoint."""
         return self._directory is not None and self._saved != self.run.n_steps
+
+
+# Rows of the log, and evaluations.
+
+
+def log_row(
+    pipeline: Pipeline,
+    result: StepResult,
+    counts: Mapping[str, float],
+    *,
+    step: int,
+    epoch: int,
+    seconds: float,
+    predicted: Mapping[str, float],
+) -> dict[str, float]:
+    """Return the row of a step.
+
+    Parameters
+    ----------
+    result
+        Of the whole pipeline.
+    counts
+        Numbers of ``samples``, and of ``tokens`` if there are any, of the step.
+    step, epoch
+        Number of the step, from 1, and of its epoch, from 0.
+    seconds
+        Time since the step before, with that of loading the batch (s).
+    predicted
+        From `predicted_columns`; empty without costs.
+    """
+    timeline = result.timeline
+    row = {"step": step, "epoch": epoch, "loss": float(result.loss)}
+    row |= result.metrics
+    row |= {"lr": learning_rate(pipeline), "skipped": int(result.skipped)}
+    if result.grad_norm is not None:
+        row["grad_norm"] = float(result.grad_norm)
+    row["seconds"] = seconds
+    row |= {f"{name}_per_s": count / seconds for name, count in counts.items()}
+    return {
+        **row,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble_fraction,
+        **predicted,
+    }
+
+
+def predicted_columns(predicted: Timeline) -> dict[str, float]:
+    """Return the columns of a simulated step, which are the same in all rows."""
+    return {
+        "predicted_makespan": predicted.makespan,
+        "predicted_bubble": predicted.bubble_fraction,
+    }
+
+
+def learning_rate(pipeline: Pipeline) -> float:
+    """Return the learning rate of the first parameter group; NaN if there is none here."""
+    for optimizer in pipeline.optimizers:
+        if optimizer is not None:
+            return float(optimizer.param_groups[0]["lr"])
+    return math.nan
+
+
+def batch_counts(pipeline: Pipeline, inputs: Any, targets: Any) -> dict[str, float]:
+    """Return the numbers of samples and tokens of a step, of all processes.
+
+    Samples are the length of the first tensor of the batch. Tokens are the elements of the first
+    tensor of the inputs, if it has whole numbers and two dimensions: the ids of a language model.
+    Each process has the samples of its replicas. Those of `Microbatches` are added up.
+    """
+    batch = inputs if isinstance(inputs, Microbatches) else targets
+    if isinstance(batch, Microbatches):
+        rows = [batch_counts(pipeline, x, None) for x in batch]
+        return {name: sum(row.get(name, 0) for row in rows) for name in rows[0]}
+    leaves = [x for x in pytree.tree_leaves((inputs, targets)) if isinstance(x, Tensor) and x.dim()]
+    if not leaves:
+        return {}
+    first, shares = leaves[0], pipeline.shares
+    times = shares.n_shares / max(1, len(shares.local))
+    counts = {"samples": len(first) * times}
+    if first.dim() == 2 and first.dtype in (torch.int64, torch.int32):
+        counts["tokens"] = first.numel() * times
+    return counts
+
+
+def evaluate(pipeline: Pipeline, batches: Batches) -> dict[str, float]:
+    """Return means over batches, weighted by their samples, and the numbers of both.
+
+    With ``loss_reduction="sum"``, they are means over batches of equal weight.
+
+    Random states stay as they are, so that a training does not depend on its evaluations.
+    """
+    sums: dict[str, float] = {}
+    n_samples = total = n_batches = 0.0
+    with preserved_random_states(batches):
+        source = BatchSource(batches, 1, "evaluation")
+        while (batch := source.next()) is not None:
+            inputs, targets = batch
+            result = pipeline.gather(pipeline.evaluate(inputs, targets))
+            counts = batch_counts(pipeline, inputs, targets)
+            # Losses that are sums over samples are those of batches, as in the log.
+            weight = 1.0 if pipeline.loss_reduction == "sum" else counts.get("samples", 1.0)
+            values: dict[str, Any] = {"loss": result.loss, **result.metrics}
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + weight * float(value)
+            total, n_batches = total + weight, n_batches + 1
+            n_samples += counts.get("samples", 0.0)
+    means = {name: value / total for name, value in sums.items()}
+    return {**means, "samples": n_samples, "batches": n_batches}
+
+
+# Comparison of the stages of a split model with the model.
+
+
+def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
+    """Compare outputs, gradients and buffers of stages and model, for the first micro-batch.
+
+    Nothing is compared without `pipeexec.split`, with stages in other processes, on GPUs or
+    compiled, and where two forwards of the model differ.
+
+    Raises
+    ------
+    ExecutionError
+        If they differ.
+    """
+    graph, shares = pipeline.graph, pipeline.shares
+    stages = [x for x in pipeline.modules[: graph.n_stages] if isinstance(x, SplitStage)]
+    if pipeline.processes is not None or not len(stages) == graph.n_stages > 1:
+        return
+    facts = split_facts(stages)
+    if facts is None:
+        return
+    devices = {p.device.type for stage in stages for p in stage.parameters()}
+    if devices != {"cpu"} or any(stage.compile_options is not None for stage in stages):
+        return
+    if isinstance(inputs, Microbatches):
+        batch = inputs[0]
+    else:
+        parts, _, _ = split_batches(
+            inputs, None, shares.n_microbatches, shares.n_shares, pipeline.batch_dims
+        )
+        batch = with_tensors(inputs, parts[0])
+    with suppress(ArgumentError):  # they cannot be compared
+        facts.check(stages, batch, training=True)
+
+
+# Files of chosen steps, and of their prediction.
+
+
+def save_prediction(predicted: Timeline, directory: Path) -> None:
+    """Write ``predicted.csv``."""
+    predicted.save(directory / PREDICTED)
+
+
+def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
+    """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
+    from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+    from pipesim.plot.timelines import overlay, rows
+    from pipesim.utils.packages import Figure
+
+    folder = step_folder(directory, step)
+    measured.save(folder / "timeline.csv")
+    if predicted is not None:
+        save(overlay({measured.name: Comparison(predicted, measured)}), folder / "overlay.png")
+        return
+    # Not a figure of pyplot, which would have to be closed.
+    figure, ax = figure_with_axes(Figure, TWO_COLUMNS, rows(measured.graph, transfers=False))
+    measured.plot(ax=ax)
+    save(figure, folder / "timeline.png")
+
+
+# The progress bar: loss, rates and bubble of a training, in a line that is drawn again.
+
+
+class ProgressBar:
+    """Progress of a training, in a terminal or a notebook.
+
+    Parameters
+    ----------
+    total
+        Number of steps; None if it is unknown.
+    initial
+        Steps that ran before.
+    show
+        None: if standard error is a terminal, or in a notebook.
+    """
+
+    def __init__(self, total: int | None, initial: int, show: bool | None) -> None:
+        hidden = show is False or (show is None and not (sys.stderr.isatty() or _in_notebook()))
+        # tqdm.auto warns in notebooks without widgets.
+        self._bar = imported("tqdm" if hidden else "tqdm.auto").tqdm(
+            total=total, initial=initial, disable=hidden, unit="step", desc="train",
+            dynamic_ncols=True,
+        )  # fmt: skip
+
+    def update(self, row: Mapping[str, float]) -> None:
+        """Show a row of the log, after its step."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(_bar_text(row), refresh=False)
+        self._bar.update()
+
+    def write_line(self, line: str) -> None:
+        """Write a line above the bar, if it is shown."""
+        if not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Return whether a kernel of Jupyter runs this code."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _bar_text(row: Mapping[str, float]) -> str:
+    """Return the values that matter while one waits."""
+    parts = [f"loss {row['loss']:.4f}"]
+    for name, label in (("lr", "lr"), ("grad_norm", "norm")):
+        if name in row and not math.isnan(row[name]):
+            parts.append(f"{label} {row[name]:.3g}")
+    unit = "tokens" if "tokens_per_s" in row else "samples"
+    if f"{unit}_per_s" in row:
+        parts.append(f"{significant(row[f'{unit}_per_s'])} {unit}/s")
+    bubble = f"bubble {row['bubble']:.0%}"
+    if "predicted_bubble" in row:
+        bubble += f" (predicted {row['predicted_bubble']:.0%})"
+    return ", ".join([*parts, bubble])

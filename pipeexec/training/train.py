@@ -1,21 +1,22 @@
-"""`train`: train a pipeline for many steps; `pipeexec.training.loop` has the loop."""
+"""`train`: train a pipeline for many steps; its loop and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.training.batch_source import Batches
-from pipeexec.training.loop import run_loop
-from pipeexec.training.options import (
-    CheckpointHook,
-    EvaluationHook,
-    StepHook,
-    TrainingOptions,
-)
+from pipeexec.executor.step_result import StepResult
+from pipeexec.training.batch_source import Batches, BatchSource
+from pipeexec.training.options import CheckpointHook, EvaluationHook, StepHook, TrainingOptions
+from pipeexec.training.recorder import Recorder
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
 from pipesim.errors import check_type
@@ -163,3 +164,150 @@ def train(
             progress, check,
         )  # fmt: skip
         return run_loop(pipeline, batches, options)
+
+
+# The loop over the steps.
+
+
+def run_loop(
+    pipeline: Pipeline, batches: Batches, options: TrainingOptions, *, takes_signals: bool = True
+) -> TrainingRun:
+    """Train as `pipeexec.train` does; ``takes_signals`` ends it gently after Ctrl-C and SIGTERM."""
+    has_end = options.n_steps is not None or options.epochs is not None
+    source = BatchSource(batches, options.epochs if has_end else 1)
+    with (
+        Recorder(pipeline, source, options) as recorder,
+        Interrupts(recorder.bar.write_line, enabled=takes_signals) as interrupts,
+    ):
+        ending = Ending(pipeline, recorder.run, interrupts)
+        _run_steps(pipeline, source, options, recorder, ending)
+    return recorder.run
+
+
+def _run_steps(
+    pipeline: Pipeline,
+    source: BatchSource,
+    options: TrainingOptions,
+    recorder: Recorder,
+    ending: Ending,
+) -> None:
+    """Run the steps; evaluate and save after every so many of them, and at the end."""
+    run = recorder.run
+    while not run.end:
+        if options.n_steps is not None and run.n_steps >= options.n_steps:
+            run.end = "steps"
+            break
+        recorder.before_batch()
+        batch = source.next()
+        if batch is None:
+            run.end = "batches"
+            break
+        recorder.before_step(*batch)
+        result = ending.gather(pipeline.step(*batch))
+        if options.scheduler is not None and not result.skipped:
+            options.scheduler.step()
+        recorder.add_step(result)
+        if options.evaluate_every and run.n_steps % options.evaluate_every == 0:
+            recorder.evaluate()
+        if options.checkpoint_every and run.n_steps % options.checkpoint_every == 0:
+            recorder.save_checkpoint()
+        run.end = ending.reason(hooks_called=recorder.hooks_called)
+    if run.end != "interrupted" and recorder.must_evaluate:
+        recorder.evaluate()
+    if recorder.must_save:
+        recorder.save_checkpoint()
+
+
+# The end: all processes end a training after the same step.
+
+
+class Ending:
+    """Decides after each step whether the training ends, alike in all processes.
+
+    A signal may reach one process alone. Its vote travels with the measurements of the step, which
+    all processes exchange anyway. Requests of hooks need another message, so they are exchanged
+    only after steps with hooks.
+    """
+
+    def __init__(self, pipeline: Pipeline, run: TrainingRun, interrupts: Interrupts) -> None:
+        self._pipeline, self._run, self._interrupts = pipeline, run, interrupts
+        self._interrupted = False
+
+    def gather(self, result: StepResult) -> StepResult:
+        """Return the result of the whole pipeline, as `Pipeline.gather`, and count votes."""
+        vote = int(self._interrupts.signal is not None)
+        if result.part is None:
+            self._interrupted = bool(vote)
+            return result
+        gathered = self._pipeline.gather(replace(result, part=replace(result.part, votes=vote)))
+        assert gathered.part is not None
+        self._interrupted = gathered.part.votes > 0
+        return gathered
+
+    def reason(self, *, hooks_called: bool) -> str:
+        """Return why the training ends after this step; empty if it goes on.
+
+        ``hooks_called`` is the same in all processes.
+        """
+        stop = self._run.stop_requested
+        if hooks_called:
+            stop = self._pipeline.total([float(stop)])[0] > 0
+        if self._pipeline.processes is None:  # of signals during hooks, and evaluations
+            self._interrupted |= self._interrupts.signal is not None
+        return "interrupted" if self._interrupted else "stopped" if stop else ""
+
+
+# Signals: the running step ends when the user, or the system, ends the training.
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Seconds in which further signals are copies of the first: torchrun passes Ctrl-C on to processes
+#: that have it from the terminal already.
+_COPY_SECONDS = 2.0
+
+
+class Interrupts:
+    """Takes SIGINT (Ctrl-C) and SIGTERM in a block.
+
+    The first signal is only noted. A later one, after two seconds, has its usual effect: Ctrl-C
+    raises `KeyboardInterrupt`, SIGTERM ends the process. In another thread than the main one,
+    signals keep their usual effect.
+
+    Parameters
+    ----------
+    notice
+        Called with a line of text after the first signal.
+    enabled
+        Whether to take signals at all.
+
+    Attributes
+    ----------
+    signal
+        The first signal; None before it.
+    """
+
+    def __init__(self, notice: Callable[[str], None], *, enabled: bool = True) -> None:
+        self.signal: signal.Signals | None = None
+        self._notice, self._enabled, self._time = notice, enabled, 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if self._enabled and threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # A process in the background of a shell ignores Ctrl-C, and goes on to.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal, self._time = signal.Signals(number), time.monotonic()
+            self._notice(
+                f"{self.signal.name}: the training ends after this step; a second one ends it now"
+            )
+        elif time.monotonic() > self._time + _COPY_SECONDS:
+            self.__exit__()
+            signal.raise_signal(number)

@@ -1,16 +1,24 @@
-"""`TrainingRun`: what a training has done so far, and its tables and pictures."""
+"""`TrainingRun`: what a training has done so far, its log, and its tables and pictures."""
 
 from __future__ import annotations
 
+import math
+import os
+from array import array
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from pipeexec.training.run_log import RunLog, read_log
-from pipeexec.training.summary import summary
-from pipesim.errors import RunDirectoryError
+import numpy as np
+
+from pipesim.errors import ArgumentError, RunDirectoryError, check_text
+from pipesim.ops import Op
+from pipesim.plot.paper_figure import add_legend, axes_or_new, figure, label, set_title
+from pipesim.plot.style import INK, PALETTE
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.files import check_path
+from pipesim.utils.files import check_path, read_text, write_errors, write_text
+from pipesim.utils.texts import csv_rows, format_time, parse_float, significant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,8 +207,6 @@ class TrainingRun:
         >>> run.plot(ax=Figure().subplots()).get_ylabel()
         'Loss'
         """
-        from pipeexec.training.loss_curve import loss_curve
-
         return loss_curve(self.table, self.evaluations, ax=ax, title=title)
 
     def summary(self) -> str:
@@ -231,3 +237,235 @@ class TrainingRun:
         loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
         where = "" if self.directory is None else f", in {self.directory}"
         return f"<TrainingRun: {self.n_steps} steps{loss}{where}>"
+
+
+# The log: a table of numbers that grows by a row a step, in memory and as a CSV file.
+
+#: Columns of whole numbers.
+_WHOLE = ("step", "epoch", "skipped", "samples", "batches")
+
+
+class RunLog:
+    """Rows of numbers, in the order of their steps.
+
+    A row is written to the file as soon as it is added. A kill at any moment loses at most the last
+    line, which `read_log` leaves out.
+
+    Parameters
+    ----------
+    path
+        The file; None for a log in memory alone.
+
+    Attributes
+    ----------
+    columns
+        Values by name of the column; NaN where a row has none.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.columns: dict[str, array[float]] = {}
+        self._file: IO[str] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add a row, whose columns may be new."""
+        n = len(self)
+        new = [name for name in row if name not in self.columns]
+        self.columns |= {name: array("d", [math.nan]) * n for name in new}
+        for name, column in self.columns.items():
+            column.append(row.get(name, math.nan))
+        if self.path is None:
+            return
+        if new:
+            self.rewrite()
+            return
+        with write_errors(self.path):
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8", newline="\n")
+            self._file.write(self._line(n))
+            self._file.flush()
+
+    def replace(self, columns: Mapping[str, Sequence[float]], n_steps: int) -> None:
+        """Take the rows of another log up to a step, in place of all rows."""
+        n = sum(step <= n_steps for step in columns.get("step", ()))
+        self.columns = {name: array("d", values[:n]) for name, values in columns.items()}
+        if self.path is not None and self.columns:
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Write the file with all rows, whole or not at all."""
+        assert self.path is not None
+        self.close()
+        lines = [",".join(self.columns) + "\n", *map(self._line, range(len(self)))]
+        write_text(self.path, "".join(lines))
+
+    def sync(self) -> None:
+        """Return when all rows are on the disk."""
+        if self.path is not None and self.path.exists():
+            with write_errors(self.path), self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _line(self, k: int) -> str:
+        cells = (
+            repr(int(column[k])) if name in _WHOLE and math.isfinite(column[k]) else repr(column[k])
+            for name, column in self.columns.items()
+        )
+        return ",".join(cells) + "\n"
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The rows, as a DataFrame."""
+        import numpy as np
+
+        from pipesim.utils.packages import pandas as pd
+
+        if not self.columns:
+            return pd.DataFrame(columns=["step", "epoch", "loss"], dtype=float)
+        values = {name: np.array(column) for name, column in self.columns.items()}
+        whole = {
+            name: "int64" for name in _WHOLE if name in values and np.isfinite(values[name]).all()
+        }
+        return pd.DataFrame(values).astype(whole)
+
+
+def read_log(path: Path) -> dict[str, array[float]]:
+    """Return the columns of a log; empty if there is no file. The last line may be torn.
+
+    Raises
+    ------
+    RunDirectoryError
+        If a line is not a row of numbers.
+    """
+    if not path.exists():
+        return {}
+    text = read_text(path, "the log", RunDirectoryError)
+    whole = text[: text.rfind("\n") + 1]
+    try:
+        rows = list(csv_rows(whole))
+    except ValueError as error:
+        raise _unreadable(path, str(error)) from error
+    names = rows[0][1] if rows else []
+    columns = {name: array("d") for name in names}
+    if len(columns) < len(names):
+        raise _unreadable(path, "a column is there twice")
+    for line, cells in rows[1:]:
+        values = [parse_float(cell) for cell in cells]
+        if len(values) != len(names) or None in values:
+            raise _unreadable(path, f"line {line} is no row of {len(names)} numbers")
+        for name, value in zip(names, values, strict=True):
+            columns[name].append(math.nan if value is None else value)
+    return columns
+
+
+def _unreadable(path: Path, reason: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"cannot read {path}: {reason}; it was edited: restore it, or train in another directory"
+    )
+
+
+# Summary and picture.
+
+
+def summary(log: pd.DataFrame, evaluations: pd.DataFrame, *, first_step: int = 0) -> str:
+    """Return the losses of a training, and the measured and predicted times of its steps.
+
+    Parameters
+    ----------
+    log, evaluations
+        Tables of a `TrainingRun`.
+    first_step
+        Number of steps of earlier calls.
+    """
+    if not len(log):
+        return "no steps"
+    lines = [
+        f"{len(log)} steps ({first_step} of them before): loss {log['loss'].iloc[0]:.4f} to "
+        f"{log['loss'].iloc[-1]:.4f}"
+        if first_step
+        else f"{len(log)} steps: loss {log['loss'].iloc[0]:.4f} to {log['loss'].iloc[-1]:.4f}"
+    ]
+    if len(evaluations):
+        lines.append(
+            f"evaluation: loss {evaluations['loss'].iloc[-1]:.4f} after step "
+            f"{evaluations['step'].iloc[-1]}, lowest {evaluations['loss'].min():.4f}"
+        )
+    for name in ("tokens_per_s", "samples_per_s"):
+        if name in log:
+            unit = name.removesuffix("_per_s")
+            lines.append(f"{significant(float(log[name].median()))} {unit}/s (median)")
+            break
+    makespan, bubble = float(log["makespan"].median()), float(log["bubble"].median())
+    lines.append(f"step: makespan {format_time(makespan)}, bubble {bubble:.1%} (medians)")
+    if "predicted_makespan" in log and np.isfinite(log["predicted_makespan"].iloc[-1]):
+        predicted = float(log["predicted_makespan"].iloc[-1])
+        lines.append(
+            f"predicted: makespan {format_time(predicted)} ({predicted / makespan - 1:+.1%}), "
+            f"bubble {float(log['predicted_bubble'].iloc[-1]):.1%}"
+        )
+    return "\n".join(lines)
+
+
+#: Height of new axes (inches), and share of all steps that a point of the smooth line averages.
+_HEIGHT, _SMOOTH = 2.6, 0.02
+
+
+def loss_curve(
+    log: pd.DataFrame,
+    evaluations: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw the loss of each step, its moving average, and the losses of evaluations.
+
+    Parameters
+    ----------
+    log, evaluations
+        Columns ``step`` and ``loss``; ``evaluations`` may be empty.
+    ax
+        Axes to draw into. New axes, two columns wide, by default.
+    title
+        No title by default.
+    """
+    if title is not None:
+        check_text("title", title)
+    if not len(log):
+        raise ArgumentError("the training has no steps yet; train at least one, then plot")
+    ax = figure(2, height=_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    steps, losses = log["step"].to_numpy(), log["loss"].to_numpy(dtype=float)
+    (pale,) = ax.plot(steps, losses, color=PALETTE[Op.F], linewidth=0.6, zorder=2)
+    pale.set_gid("training:loss")
+    handles, names = [pale], ["loss of a step"]
+    window = int(len(losses) * _SMOOTH)
+    if window > 1:
+        mean = log["loss"].rolling(window, min_periods=1).mean().to_numpy(dtype=float)
+        (line,) = ax.plot(steps, mean, color=INK, linewidth=1.0, zorder=3)
+        line.set_gid("training:mean")
+        handles.append(line)
+        names.append(f"mean of {window} steps")
+    if len(evaluations):
+        (points,) = ax.plot(
+            evaluations["step"], evaluations["loss"], color=PALETTE[Op.SEND_B], linewidth=0.8,
+            marker="o", markersize=3.0, zorder=4,
+        )  # fmt: skip
+        points.set_gid("training:evaluation")
+        handles.append(points)
+        names.append("evaluation")
+    ax.set_xlim(0, max(1, int(steps.max())) * 1.01)
+    finite = losses[np.isfinite(losses)]
+    if len(finite):
+        ax.set_ylim(min(0.0, float(finite.min())), float(finite.max()) * 1.05)
+    label(ax, "Step", "Loss")
+    height = add_legend(ax, handles, names)
+    if title:
+        set_title(ax, title, height=height)
+    return ax

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.profiling.profile import Profile
-from pipeexec.validation.result_row import Row
-from pipeexec.validation.run_files import read_run, write_run
-from pipeexec.validation.summary import validation_html, validation_text
+from pipeexec.profiling.profile import (
+    FITS,
+    TABLE,
+    TRANSFERS,
+    Profile,
+    host_shares,
+    load_profile,
+    read_shares,
+    save_profile,
+)
+from pipeexec.run_directory import (
+    RECORD,
+    checked_record,
+    command,
+    listed_file,
+    read_record,
+    write_directory,
+)
+from pipeexec.run_lock import check_file_names
+from pipeexec.validation.accuracy import Row
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
+from pipesim.plot.html_tables import note_html, omitted_html, table_html
+from pipesim.plot.style import format_error
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.files import check_path
+from pipesim.utils.texts import CHECKSUM, align_columns, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,10 +98,10 @@ class Validation:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return validation_text(self)
+        return _validation_text(self)
 
     def _repr_html_(self) -> str:
-        return validation_html(self)
+        return _validation_html(self)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -196,7 +218,7 @@ class Validation:
         >>> len(validation.figure().axes)
         1
         """
-        from pipesim.plot.comparisons import overlay
+        from pipesim.plot.timelines import overlay
 
         return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
 
@@ -243,7 +265,7 @@ class Validation:
         ...     px.load_run(f"{folder}/run").table.index.tolist()
         ['1f1b']
         """
-        write_run(self, path, record, figures=figures)
+        _write_run(self, path, record, figures=figures)
 
 
 def load_run(path: Path | str) -> Validation:
@@ -283,4 +305,206 @@ def load_run(path: Path | str) -> Validation:
     ...     px.load_run(f"{folder}/run").record["seed"]
     0
     """
-    return Validation(**read_run(path))
+    return Validation(**_read_run(path))
+
+
+# As a few lines of text, and as notebooks show it: HTML
+
+#: Most graphs that a text and a table show, and most letters of an entry of a record.
+MAX_LINES, MAX_ROWS, MAX_LETTERS = 8, 32, 200
+
+
+def _validation_text(validation: Validation) -> str:
+    """Return the origin of a validation, and a line a graph: makespans and the error."""
+    columns = _columns(validation, MAX_LINES)
+    lines = [_title(validation), *_origin(validation.record)]
+    if len(validation.rows):
+        lines += align_columns(columns).splitlines()
+    more = len(validation.rows) - MAX_LINES
+    lines += [f"and {more} more (see .table)"] if more > 0 else []
+    return "<" + "\n  ".join(lines) + ">"
+
+
+def _validation_html(validation: Validation) -> str:
+    """Return the origin of a validation, and a table with a row a graph, as HTML."""
+    columns = _columns(validation, MAX_ROWS)
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    more = len(validation.rows) - len(rows)
+    notes = [_title(validation), *_origin(validation.record), *map(str, validation.notes)]
+    return (
+        "".join(map(note_html, notes))
+        + table_html(list(columns), rows)
+        + omitted_html([f"{more} more graphs (see .table)"] if more > 0 else [])
+    )
+
+
+def _title(validation: Validation) -> str:
+    """Return the number of graphs."""
+    n = len(validation.rows)
+    return f"Validation of {n} graph{'s' * (n != 1)}"
+
+
+def _origin(record: Mapping[str, Any]) -> list[str]:
+    """Return lines with command, date and hardware of a run, as far as its record has them."""
+    lines = [f"{name}: {_short(record[name])}" for name in ("command", "date") if name in record]
+    hardware = record.get("hardware")
+    if isinstance(hardware, Mapping):
+        parts = [_short(hardware.get("cpu") or hardware.get("machine") or "unknown processor")]
+        if cores := hardware.get("cores"):
+            parts.append(f"{_short(cores)} cores")
+        gpus = hardware.get("gpus")
+        parts += _gpu_texts(gpus) if isinstance(gpus, list) else []
+        lines.append(f"hardware: {', '.join(parts)}")
+    return lines
+
+
+def _gpu_texts(gpus: list[Any]) -> list[str]:
+    """Return each kind of GPU with its number."""
+    names = list(map(_short, gpus))
+    return [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+
+
+def _short(value: object) -> str:
+    """Return an entry of a record as one line, of at most `MAX_LETTERS` letters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_LETTERS else f"{text[:MAX_LETTERS]}..."
+
+
+def _columns(validation: Validation, n_rows: int) -> dict[str, list[str]]:
+    """Return makespans and errors of the first rows as text."""
+    rows = dict(list(validation.rows.items())[:n_rows])
+    return {
+        "graph": list(map(_short, rows)),
+        "predicted": [format_time(row.prediction) for row in rows.values()],
+        "measured": [format_time(row.measurement) for row in rows.values()],
+        "error": [format_error(row.error) for row in rows.values()],
+        "worst step": [format_error(row.worst_error) for row in rows.values()],
+        "steps": [str(len(row.makespans)) for row in rows.values()],
+    }
+
+
+# Run directories
+
+#: Files of a row's tables.
+_PARTS, _OPS = "parts.csv", "ops.csv"
+#: Files of a run directory beside the rows' folders.
+_FILES = (RECORD, "costs.json", "table.csv", "overlay.png", "overlay.pdf", TABLE, TRANSFERS, FITS,
+          "transfers.png")  # fmt: skip
+
+#: Entries of a record that are fields of a validation, or about files.
+_OTHER_ENTRIES = ("rows", "clocks", "notes", "files", CHECKSUM)
+
+
+def check_rows(names: Iterable[object]) -> None:
+    """Raise unless each row of a validation can have its own folder."""
+    names = list(names)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ArgumentError(f"names of graphs must be texts, got {wrong[0]!r}")
+    check_file_names("folder of a graph", [_folder(str(name)) for name in names], _FILES)
+
+
+def _folder(name: str) -> str:
+    return name.replace("/", "-").replace(" ", "-")
+
+
+def _write_run(
+    validation: Validation, path: Path | str, record: Mapping[str, Any] | None, *, figures: bool
+) -> None:
+    """Write a run directory, as `Validation.save` documents."""
+    path = check_path("path", path, "write")
+    check_rows(validation.rows)
+    check_flag("figures", figures)
+    content: dict[str, Any] = {
+        "clocks": validation.clocks,
+        "notes": validation.notes,
+        "rows": {name: _row_record(row) for name, row in validation.rows.items()},
+    }
+    if validation.profile is not None:
+        content |= host_shares(validation.profile)
+    content = {"command": command(), **checked_record(record), **content}
+    with write_directory(path, content) as folder:
+        _write_shared_files(validation, folder, figures=figures)
+        for name, row in validation.rows.items():
+            row_folder = folder / _folder(name)
+            row_folder.mkdir()
+            row.measured.save(row_folder / "timeline.csv")
+            row.predicted.save(row_folder / "predicted.csv")
+            for file, table in ((_PARTS, row.parts), (_OPS, row.ops)):
+                if table is not None:
+                    table.to_csv(row_folder / file, index=file == _OPS)
+
+
+def _row_record(row: Row) -> dict[str, Any]:
+    """Return the entries of a row in the record of a run."""
+    return {
+        "makespans": row.makespans,
+        "replayed": row.replayed,
+        "peak_memory": row.peak_memory,
+        "losses": row.losses,
+        **({"predictions": row.predictions} if row.predictions else {}),
+        **({"host_seconds": row.host_seconds} if row.host_seconds else {}),
+    }
+
+
+def _write_shared_files(validation: Validation, folder: Path, *, figures: bool) -> None:
+    """Write the files of a run that all rows share."""
+    from pipesim.plot.paper_figure import save
+
+    validation.costs.save(folder / "costs.json")
+    validation.table.to_csv(folder / "table.csv")
+    profile = validation.profile
+    if profile is not None:
+        save_profile(folder, profile.table, profile.transfers, profile.fits, figures=figures)
+    if figures:
+        save(validation.figure(), *(folder / f"overlay.{suffix}" for suffix in ("png", "pdf")))
+
+
+def _read_run(path: Path | str) -> dict[str, Any]:
+    """Return the fields of the `Validation` of a run directory, by name.
+
+    Raises
+    ------
+    RunDirectoryError
+        If a file is missing, truncated or edited.
+    """
+    path = check_path("path", path)
+    record = read_record(path)
+    if "rows" not in record:
+        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
+    costs = Costs.load(listed_file(path, record, "costs.json"))
+    rows = {
+        name: _read_row(path, record, name, entries, costs)
+        for name, entries in record["rows"].items()
+    }
+    profile = None
+    if FITS in record["files"]:
+        profile = Profile(costs, *load_profile(path, record), **read_shares(record))
+    return {
+        "rows": rows,
+        "costs": costs,
+        "profile": profile,
+        "clocks": tuple(record.get("clocks", ())),
+        "notes": tuple(record.get("notes", ())),
+        "record": {name: value for name, value in record.items() if name not in _OTHER_ENTRIES},
+    }
+
+
+def _read_row(
+    path: Path, record: Mapping[str, Any], name: str, entries: Mapping[str, Any], costs: Costs
+) -> Row:
+    """Return a row from its folder and its entries in the record."""
+    from pipesim.utils.packages import pandas as pd
+
+    folder = _folder(name)
+    predicted, measured = (
+        Timeline.load(listed_file(path, record, f"{folder}/{file}"), costs=costs, name=name)
+        for file in ("predicted.csv", "timeline.csv")
+    )
+    parts, ops = (
+        pd.read_csv(path / folder / file, index_col=index)
+        if f"{folder}/{file}" in record["files"]
+        else None
+        for file, index in ((_PARTS, None), (_OPS, [0, 1]))
+    )
+    values = {key: tuple(value) for key, value in entries.items()}
+    return Row(predicted, measured, **values, parts=parts, ops=ops)

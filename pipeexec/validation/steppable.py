@@ -1,22 +1,29 @@
-"""`Steppable`: steps that a validation runs; `PipelineSteps`: those of a pipeline."""
+"""`Steppable`: steps of a validation and their calibration, of a pipeline or of a `GPipe`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.results.step_result import StepResult
+from pipeexec.executor.step_result import StepResult
+from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
+from pipeexec.stages.loss_function import Loss, combined_loss
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
+from pipeexec.stages.restore import restore_afterwards, temporary_attribute
 from pipeexec.validation.accuracy import MeasuredStep
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
+from pipesim.network.network import Network
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 
@@ -115,3 +122,175 @@ class PipelineCalibration:
         """Return the costs of the profile, and the profile."""
         profile = self._calibration.result()
         return profile.costs, profile
+
+
+# GPipe modules
+
+#: Fields of `Costs` that are durations; other fields are the same in every step.
+_DURATIONS = ("forward", "backward", "recompute")
+
+
+def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
+    """Return the modules by name, if one set of costs holds for all of them."""
+    if not models:
+        raise ArgumentError("validate needs at least one GPipe")
+    gpipes: dict[str, GPipe] = {}
+    for name, model in models.items():
+        if not isinstance(model, GPipe):
+            raise ArgumentError(
+                f"stages: {name!r} is no GPipe, got {type(model).__name__}; give a GPipe, or a "
+                "mapping of names to GPipes"
+            )
+        gpipes[name] = model
+        first = next(iter(gpipes.values()))
+        if (model.balance, model.chunks) != (first.balance, first.chunks):
+            raise ArgumentError(
+                f"{name!r} has balance {model.balance} and {model.chunks} chunks, the first "
+                f"{first.balance} and {first.chunks}: costs hold for one balance and one size of "
+                "micro-batch; validate modules with the same balance and chunks"
+            )
+    return gpipes
+
+
+def check_backward(models: Mapping[str, GPipe], inputs: Batch) -> None:
+    """Raise `ArgumentError` if a first partition has no backward, as its graph has one."""
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    if any(x.requires_grad for x in tensors):
+        return
+    for name, model in models.items():
+        if not any(p.requires_grad for p in model.partitions[0].parameters()):
+            raise ArgumentError(
+                f"{name!r}: partition 0 has no parameter that needs a gradient, so it has no "
+                "backward, but its graph has one; give inputs that need a gradient "
+                "(requires_grad_()), or a balance whose first partition has such parameters"
+            )
+
+
+class _GPipeStep(NamedTuple):
+    """A measured step; ``host_seconds`` is 0, as a GPipe does not measure it."""
+
+    loss: Tensor
+    timeline: Timeline
+    host_seconds: float = 0.0
+    host_times: None = None
+
+
+class GPipeSteps:
+    """Run training steps of a module, one at a time.
+
+    Parameters
+    ----------
+    model
+        Module in training mode. On CPUs each partition computes in its own thread, however short.
+    loss_fn, optimizer
+        As for `pipeexec.Pipeline`. The measured time does not include the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        model: GPipe,
+        loss_fn: Loss,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.optimizer = None if optimizer is None else optimizer(model.parameters())
+
+    def step(self, inputs: Batch, targets: Any) -> _GPipeStep:
+        """Run forward, loss, backward and the optimizer's step; set all gradients to None."""
+        targets = self._move_targets(targets)  # first, as a copy to a GPU waits for its stream
+        with temporary_attribute(self.model, "threads", True):
+            loss = combined_loss(self.loss_fn(self.model(inputs), targets))
+            loss.backward()
+        timeline = self.model.timeline()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return _GPipeStep(loss.detach(), timeline)
+
+    def step_costs(self, inputs: Batch, targets: Any) -> Costs:
+        """Return the costs of a step; weights and optimizer are restored after it."""
+        with restore_afterwards([self.model], [self.optimizer]):
+            timeline = self.step(inputs, targets).timeline
+        return Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
+
+    def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
+        """Return costs with the bytes of parameters, optimizer state and activations."""
+        model = self.model
+        with temporary_attribute(model, "checkpoint", "never"):
+            peak_bytes = self.activation_bytes(inputs, targets)
+        first = inputs[0] if isinstance(inputs, tuple) else inputs
+        n_microbatches = len(first.chunk(model.chunks))
+        state = self.optimizer.state if self.optimizer is not None else {}
+        return replace(
+            costs,
+            activation_bytes=tuple(nbytes / n_microbatches for nbytes in peak_bytes),
+            parameter_bytes=tuple(
+                float(sum(p.nbytes for p in part.parameters())) for part in model.partitions
+            ),
+            optimizer_bytes=tuple(
+                float(sum(_tensor_bytes(state.get(p, {})) for p in part.parameters()))
+                for part in model.partitions
+            ),
+        )
+
+    def measure(self, inputs: Batch, targets: Any) -> _GPipeStep:
+        """Run a step; every step is measured."""
+        return self.step(inputs, targets)
+
+    def held_bytes(
+        self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
+    ) -> NDArray[np.float64]:
+        """Return the peak bytes of each device; an extra step counts the activations."""
+        activations = np.array(self.activation_bytes(inputs, targets))
+        return np.asarray(static(timeline.graph, costs) + activations)
+
+    def activation_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+        """Return the peak bytes of activations of each partition, counted in an extra step."""
+        with restore_afterwards([self.model], [self.optimizer]), self.model.metered() as meters:
+            self.step(inputs, targets)
+            return [meter.peak for meter in meters]
+
+    def _move_targets(self, targets: Any) -> Any:
+        """Return the targets on the device of the outputs."""
+        return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
+
+
+class GPipeCalibration:
+    """Calibration steps of a module."""
+
+    def __init__(self, steps: GPipeSteps) -> None:
+        self._steps = steps
+        self._costs: list[Costs] = []
+
+    def warm_up(self) -> None:
+        """Run nothing, as the uncounted steps of the modules are the warm-up."""
+
+    def calibrate(self, inputs: Batch, targets: Any) -> None:
+        """Measure the costs of a step; weights and optimizer are restored after it."""
+        self._costs.append(self._steps.step_costs(inputs, targets))
+
+    def result(self, inputs: Batch, targets: Any) -> tuple[Costs, None]:
+        """Return the mean costs, with the bytes of a step on a batch, and None for the profile."""
+        return self._steps.with_bytes(_mean_costs(self._costs), inputs, targets), None
+
+
+def _tensor_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors in a parameter's optimizer state."""
+    return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
+
+
+def _mean_costs(costs: Sequence[Costs]) -> Costs:
+    """Return costs whose durations, latency and bandwidth are means over steps."""
+    first = costs[0]
+    means: dict[str, Any] = {}
+    for name in _DURATIONS:
+        values = [getattr(step_costs, name) for step_costs in costs]
+        if values[0] is not None:
+            means[name] = tuple(np.mean(values, axis=0).tolist())
+    networks = [step_costs.network for step_costs in costs]
+    seconds_per_byte = float(np.mean([1 / network.bandwidth for network in networks]))
+    network = Network(
+        latency=float(np.mean([network.latency for network in networks])),
+        bandwidth=1 / seconds_per_byte if seconds_per_byte else float("inf"),
+    )
+    return replace(first, **means, network=network)

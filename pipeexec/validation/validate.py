@@ -19,31 +19,30 @@ from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profiling.stage_bytes import with_stage_bytes
+from pipeexec.profiling.task_seconds import with_stage_bytes
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss.loss_function import Loss
+from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation.accuracy import warn_of_other_sizes
-from pipeexec.validation.argument_checks import (
-    check_costs,
-    check_gpipe_options,
-    check_loss,
-    check_no_pipeline_options,
-    widest_graph,
+from pipeexec.validation.repeats import (
+    MeasuredRepeat,
+    RunOptions,
+    check_options,
+    make_rows,
+    measure_memory,
+    run_repeats,
 )
-from pipeexec.validation.gpipe_steps import (
+from pipeexec.validation.result import Validation, check_rows
+from pipeexec.validation.steppable import (
     GPipeCalibration,
     GPipeSteps,
+    PipelineCalibration,
+    PipelineSteps,
     check_backward,
     check_models,
 )
-from pipeexec.validation.repeats import MeasuredRepeat, make_rows, measure_memory, run_repeats
-from pipeexec.validation.result import Validation
-from pipeexec.validation.run_files import check_rows
-from pipeexec.validation.run_options import RunOptions, check_options
-from pipeexec.validation.steppable import PipelineCalibration, PipelineSteps
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, CostsError, PipeError, check_function, check_type
 from pipesim.graph.graph import TaskGraph
 
 
@@ -191,19 +190,19 @@ def validate(
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
         check_rows(models)
         check_results([], n_steps=options.n_steps, repeat=options.repeat)
-        check_gpipe_options(graphs, devices, processes, cuda_graph)
-        check_no_pipeline_options(
+        _check_gpipe_options(graphs, devices, processes, cuda_graph)
+        _check_no_pipeline_options(
             loss_reduction=None if loss_reduction == "mean" else loss_reduction,
             batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
             slice_dim=None if slice_dim == 1 else slice_dim,
         )  # fmt: skip
-        return _validate_gpipes(models, check_loss(loss_fn), options)
+        return _validate_gpipes(models, _check_loss(loss_fn), options)
     if graphs is None or devices is None:
         raise ArgumentError("validate needs graphs and devices; only a GPipe has its own")
-    loss_fn = check_loss(loss_fn)
-    first = widest_graph(graphs)
+    loss_fn = _check_loss(loss_fn)
+    first = _widest_graph(graphs)
     if costs is not None:
-        check_costs(costs, graphs)
+        _check_costs(costs, graphs)
     with guard_processes(processes):
         check_results(graphs.values(), n_steps=options.n_steps, repeat=options.repeat)
     with Pipeline(
@@ -239,7 +238,7 @@ def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOpt
     if options.costs is not None:
         n_samples = len(first[0][0] if isinstance(first[0], tuple) else first[0])
         graphs = {name: model.graph(n_samples) for name, model in models.items()}
-        check_costs(options.costs, graphs)
+        _check_costs(options.costs, graphs)
     check_backward(models, first[0])
     repeats = run_repeats(
         subjects,
@@ -253,3 +252,82 @@ def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOpt
     rows = make_rows(models, repeats, measure_memory(subjects, repeats, measured_bytes))
     notes = dict.fromkeys(note for model in models.values() for note in model.notes)
     return Validation(rows, last.costs, notes=tuple(notes))
+
+
+# Checks of arguments
+
+
+def _check_loss(loss_fn: Loss | None) -> Loss:
+    """Return the loss function; raise `ArgumentError` if there is none."""
+    if loss_fn is None:
+        raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
+    check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
+    return loss_fn
+
+
+def _check_gpipe_options(
+    graphs: object, devices: object, processes: object, cuda_graph: bool
+) -> None:
+    """Raise `ArgumentError` for arguments that a GPipe sets itself, or does not support."""
+    if graphs is not None or devices is not None:
+        raise ArgumentError("a GPipe has its own graph and devices; leave out graphs and devices")
+    if processes is not None or cuda_graph:
+        raise ArgumentError(
+            "a GPipe runs in one process, without a CUDA graph; leave out processes and cuda_graph"
+        )
+
+
+def _check_no_pipeline_options(**options: object) -> None:
+    """Raise `ArgumentError` for an option of `Pipeline` that a GPipe has not."""
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"a GPipe has no {name}, got {value!r:.60}; leave it out")
+
+
+def _widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
+    """Return the graph with the most replicas."""
+    if not isinstance(graphs, Mapping):
+        raise ArgumentError(
+            f"graphs must be a mapping of names to graphs, got {graphs!r:.60} "
+            f"({type(graphs).__name__}); give for example {{'1f1b': ps.lower(schedule)}}"
+        )
+    for name, graph in graphs.items():
+        check_type(f"graphs: {name!r}", graph, TaskGraph, "lower the schedule first")
+    if not graphs:
+        raise ArgumentError("validate needs at least one graph")
+    check_rows(graphs)
+    first = max(graphs.values(), key=lambda graph: graph.n_replicas)
+    for name, graph in graphs.items():
+        if graph.n_microbatches != first.n_microbatches:
+            raise ArgumentError(
+                f"graph {name!r} has {graph.n_microbatches} micro-batches, the first "
+                f"{first.n_microbatches}: costs hold for one size of micro-batch; validate graphs "
+                "with the same number of micro-batches"
+            )
+        if graph.n_slices != first.n_slices:
+            raise ArgumentError(
+                f"graph {name!r} has n_slices={graph.n_slices}, the first {first.n_slices}: costs "
+                "hold for slices of one length; validate graphs of equal n_slices"
+            )
+    return first
+
+
+def _check_costs(costs: object, graphs: Mapping[str, TaskGraph]) -> None:
+    """Raise unless given costs suit every graph.
+
+    Raises
+    ------
+    CostsError
+        If they do not suit a graph.
+    """
+    if not isinstance(costs, Costs):
+        raise ArgumentError(f"costs must be a pipesim.Costs, got {type(costs).__name__}")
+    for name, graph in graphs.items():
+        try:
+            costs.of(graph)
+        except PipeError as error:
+            raise CostsError(
+                f"the costs do not suit graph {name!r} of {graph.n_stages} stages on "
+                f"{graph.n_devices} devices: {error}; measure them for these stages and schedules "
+                "(pipeexec profile)"
+            ) from error

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.lowering.lower import lower
-from pipesim.lowering.recomputed_microbatches import RECOMPUTE, Recompute
+from pipesim.lowering.recomputes import RECOMPUTE, Recompute
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear

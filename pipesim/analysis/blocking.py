@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.copy_costs import MEASURED_COPIES
+from pipesim.costs.pricing import MEASURED_COPIES
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline

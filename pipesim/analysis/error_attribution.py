@@ -19,7 +19,7 @@ from pipesim.analysis.blocking import (
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.issue_times import issue_times
+from pipesim.lowering.issue_order import issue_times
 from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline

@@ -1,4 +1,4 @@
-"""Take costs from timelines: the seconds of each operation.
+"""Take costs from timelines: seconds of each operation, message and collective.
 
 The simulator needs durations of tasks that ran beside others, as in a step. Durations of stages
 that were measured alone are too short.
@@ -6,43 +6,37 @@ that were measured alone are too short.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.measured_collectives import (
-    grad_norm_seconds,
-    measured_collectives,
-    parts_of_steps,
-)
-from pipesim.analysis.measured_copies import measured_copies
-from pipesim.analysis.measured_network import measured_network
-from pipesim.analysis.measured_segments import measured_segments
-from pipesim.analysis.microbatch_seconds import microbatch_values, n_measured
-from pipesim.analysis.replay import replay_costs
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.analysis.blocking import measured_shares
+from pipesim.analysis.replay import message_times, replay_costs
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES, exchange_name
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
-from pipesim.costs.expert_pricing import add_expert_exchanges
 from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.microbatch_costs import repeated
-from pipesim.costs.pricing import DURATION_OF
-from pipesim.errors import (
-    AccuracyWarning,
-    ArgumentError,
-    TimelineError,
-    check_flag,
-    check_name,
+from pipesim.costs.pricing import (
+    DURATION_OF,
+    MEASURED_COPIES,
+    add_expert_exchanges,
+    message_bytes,
+    optimizer_parts,
 )
+from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError, check_flag, check_name
+from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, SEGMENTED, SENDS, Op
+from pipesim.ops import EXCHANGES, OF_DEVICES, SEGMENTED, SENDS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import Ints
 
 #: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
@@ -279,3 +273,346 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
             )
         sizes[skip] = max(alone)
     return tuple(sizes.items())
+
+
+# Collectives.
+
+Floats = NDArray[np.float64]
+#: Mean or median.
+Average = Callable[[Floats], Any]
+
+
+def measured_collectives(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
+    """Return the seconds of each kind of collective by stage, and the buckets.
+
+    A collective lasts from the start of its last member. The reductions of all buckets together
+    have the seconds of one REDUCE_GRAD, which has the latency of ``network`` once.
+    """
+    graph = timeline.graph
+    seconds = _collective_seconds(timeline, average)
+    values: dict[str, Any] = _tied_sums(timeline, average)
+    exchanges: dict[str, list[Floats]] = {}
+    for (op, part), of_stage in seconds.items():
+        if op == Op.ALL_TO_ALL:
+            exchanges.setdefault(exchange_name(part), []).append(of_stage)
+        elif part < 0:
+            values[MEASURED_COLLECTIVES[op.name]] = _as_tuple(of_stage)
+    for name, of_stages in exchanges.items():  # several layers of experts have one name
+        counts = (~np.isnan(of_stages)).sum(axis=0)
+        mean = np.nansum(of_stages, axis=0) / np.where(counts, counts, np.nan)
+        values[MEASURED_COLLECTIVES[name]] = _as_tuple(mean)
+    n_buckets = 1 + max((part for op, part in seconds if op == Op.REDUCE_GRAD), default=-1)
+    if n_buckets == 0:
+        return values
+    parts = np.stack([seconds[Op.REDUCE_GRAD, part] for part in range(n_buckets)])
+    algorithm = "ring" if timeline.costs is None else timeline.costs.all_reduce
+    least = np.array(
+        [
+            network.all_reduce(0.0, np.unique(graph.homes[:, stage]), algorithm)
+            for stage in range(graph.n_stages)
+        ]
+    )
+    bytes_only = np.maximum(parts - least, 0.0)
+    values["reduce_grad"] = _as_tuple(np.minimum(least, parts.max(axis=0)) + bytes_only.sum(axis=0))
+    if timeline.costs is None:
+        values["buckets"] = _measured_buckets(timeline, bytes_only)
+    else:
+        values["buckets"] = timeline.costs.buckets
+    return values
+
+
+def _collective_seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Floats]:
+    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN if absent.
+
+    Those with one member a device are not among them.
+    """
+    graph = timeline.graph
+    first, lasted = _collective_durations(timeline)
+    of_stage = ~graph.is_op(OF_DEVICES)[first]
+    first, lasted = first[of_stage], lasted[of_stage]
+    seconds: dict[tuple[Op, int], Floats] = {}
+    parts = np.where(graph.op[first] == Op.UNSHARD, -1, graph.part[first])  # both gather the same
+    kinds = np.unique(np.stack([graph.op[first], parts, graph.stage[first]]), axis=1)
+    for op, part, stage in kinds.T.tolist():
+        selected = (graph.op[first] == op) & (parts == part) & (graph.stage[first] == stage)
+        values = seconds.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
+        values[stage] = average(lasted[selected])
+    return seconds
+
+
+def _collective_durations(timeline: Timeline) -> tuple[Ints, Floats]:
+    """Return the first member of each collective, and the time from its last start to its end."""
+    graph = timeline.graph
+    number, members = graph.collectives.rows, graph.collectives.values
+    last, end = (np.full(len(graph.collectives), -np.inf) for _ in range(2))
+    np.maximum.at(last, number, timeline.start[members])
+    np.maximum.at(end, number, timeline.end[members])
+    return members[graph.collectives.ptr[:-1]], np.maximum(end - last, 0.0)
+
+
+def _tied_sums(timeline: Timeline, average: Average) -> dict[str, Any]:
+    """Return ``reduce_tied``: the lowest stage of each group of tied stages has its seconds.
+
+    Groups with one lowest stage are averaged. Empty without tied stages.
+    """
+    graph = timeline.graph
+    first, lasted = _collective_durations(timeline)
+    sums = graph.op[first] == Op.REDUCE_TIED
+    if not sums.any():
+        return {}
+    lowest = np.array([group[0] for group in graph.tied])[graph.part[first[sums]]]
+    seconds = np.zeros(graph.n_stages)
+    for stage in np.unique(lowest).tolist():
+        seconds[stage] = average(lasted[sums][lowest == stage])
+    return {MEASURED_COLLECTIVES[Op.REDUCE_TIED.name]: tuple(seconds.tolist())}
+
+
+def grad_norm_seconds(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
+    """Return ``grad_norm``: the seconds of GRAD_NORM beyond its all-reduce on ``network``.
+
+    A timeline does not show which device was the slowest. Stages of a device share the seconds
+    evenly. Empty without GRAD_NORM.
+    """
+    graph = timeline.graph
+    first, lasted = _collective_durations(timeline)
+    norms = graph.op[first] == Op.GRAD_NORM
+    if not norms.any():
+        return {}
+    members = np.flatnonzero(graph.op == Op.GRAD_NORM)
+    devices = np.unique(graph.device[members])
+    all_reduce = network.all_reduce(NORM_BYTES, devices, "fastest") if len(devices) > 1 else 0.0
+    local = max(0.0, float(average(lasted[norms])) - all_reduce)
+    is_own = graph.homes[graph.replica[members]] == graph.device[members][:, None]
+    member, stage = np.nonzero(is_own)
+    seconds = np.zeros(graph.n_stages)
+    seconds[stage] = local / is_own.sum(axis=1)[member]
+    return {"grad_norm": tuple((seconds * parts_of_steps(timeline)).tolist())}
+
+
+def parts_of_steps(timeline: Timeline) -> Floats:
+    """Return the number by which the seconds of STEP, and of norms, of each stage were divided."""
+    graph, costs = timeline.graph, timeline.costs
+    return np.asarray(graph.optimizer_shares if costs is None else optimizer_parts(costs, graph))
+
+
+def _measured_buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:
+    """Return shares of bytes (by seconds beyond latency) and of the backward of each bucket.
+
+    ``seconds`` has one row a bucket and one column a stage, NaN for a stage without buckets.
+    """
+    graph, shares = timeline.graph, measured_shares(timeline)
+    buckets: list[list[tuple[float, float]]] = []
+    for stage, of_stage in enumerate(seconds.T):
+        parts = of_stage[~np.isnan(of_stage)]
+        even = np.full(len(parts), 1 / max(len(parts), 1))
+        sizes = parts / parts.sum() if parts.sum() > 0 else even
+        tasks_of_part = [
+            (graph.stage == stage) & (graph.part == part) for part in range(len(parts))
+        ]
+        ready = [shares[tasks & (graph.op == Op.REDUCE_GRAD)].mean() for tasks in tasks_of_part]
+        buckets.append(list(zip(sizes.tolist(), map(float, ready), strict=True)))
+    return buckets
+
+
+def _as_tuple(values: Floats) -> tuple[float, ...]:
+    return tuple(np.nan_to_num(values).tolist())
+
+
+# Values of each micro-batch.
+
+Floats = NDArray[np.float64]
+#: Operations on one micro-batch, by field of `pipesim.Costs`.
+_MICROBATCH_OPS = {
+    "forward": Op.F,
+    "backward": Op.B,
+    "input_grad": Op.I,
+    "weight_grad": Op.W,
+    "recompute": Op.R,
+}
+
+
+def n_measured(graph: TaskGraph) -> int:
+    """Return the number of micro-batches of all data-parallel replicas."""
+    return (1 + int(copy_of_replicas(graph.homes).max())) * graph.n_microbatches
+
+
+def microbatch_values(timeline: Timeline, averages: dict[str, Any]) -> dict[str, Floats]:
+    """Return the fields that differ between micro-batches.
+
+    Parameters
+    ----------
+    timeline
+        A complete timeline.
+    averages
+        Fields of `pipesim.Costs` with one value a stage. They stand for micro-batches without a
+        task of the operation, and for halves of overlapped actions.
+
+    Returns
+    -------
+    dict
+        Arrays of shape ``(n_stages, n_microbatches)``, or with the micro-batches of all
+        data-parallel replicas one after the other.
+    """
+    values = {}
+    for name, op in _MICROBATCH_OPS.items():
+        if name in averages:
+            seconds = _of_microbatches(timeline, op, timeline.duration)
+            if name == "backward":
+                halves = [
+                    _of_microbatches(timeline, half, timeline.duration) for half in (Op.I, Op.W)
+                ]
+                seconds = np.where(np.isnan(seconds), sum(halves), seconds)
+            values[name] = _with_averages(seconds, averages[name])
+    forward = _of_microbatches(timeline, Op.SEND_F, timeline.nbytes)
+    gradient = np.roll(_of_microbatches(timeline, Op.SEND_B, timeline.nbytes), -1, axis=0)
+    values["output_bytes"] = _with_averages(np.fmax(forward, gradient), averages["output_bytes"])
+    return values
+
+
+def _with_averages(values: Floats, averages: Any) -> Floats:
+    """Return values with the average of their stage in place of NaN."""
+    of_stage = np.broadcast_to(np.asarray(averages, dtype=np.float64), len(values))
+    return np.where(np.isnan(values), of_stage[:, None], values)
+
+
+def _of_microbatches(timeline: Timeline, op: Op, values: Floats) -> Floats:
+    """Return the value of an operation's task of each stage and micro-batch; NaN without one.
+
+    Values of its segments are added up.
+    """
+    graph = timeline.graph
+    half = (graph.kinds.overlapped > 0) | (graph.kinds.peer_stage >= 0)
+    tasks = np.flatnonzero((graph.op == op) & ~half[graph.kind] & (graph.microbatch >= 0))
+    copy = copy_of_replicas(graph.homes)
+    values_of = np.full((graph.n_stages, n_measured(graph)), np.nan)
+    column = copy[graph.replica[tasks]] * graph.n_microbatches + graph.microbatch[tasks]
+    place = graph.stage[tasks], column
+    values_of[place] = 0.0
+    np.add.at(values_of, place, values[tasks])
+    return values_of
+
+
+# Segments: shares of F, B and I between exchanges of experts.
+
+Floats = NDArray[np.float64]
+
+
+def measured_segments(timeline: Timeline, average: Callable[[Floats], Any]) -> dict[str, Any]:
+    """Return ``expert_layers`` and ``segments`` of `pipesim.Costs`; empty without segments.
+
+    Operations that a stage does not run have even shares.
+    """
+    graph = timeline.graph
+    if not (graph.kinds.is_op(SEGMENTED) & (graph.kinds.part >= 0)).any():
+        return {}
+    n_segments = [_n_segments(graph, stage) for stage in range(graph.n_stages)]
+    segments = [
+        tuple(_segment_shares(timeline, op, stage, n, average) for op in (Op.F, Op.B, Op.I))
+        for stage, n in enumerate(n_segments)
+    ]
+    return {"expert_layers": [(n - 1) // 2 for n in n_segments], "segments": segments}
+
+
+def _n_segments(graph: TaskGraph, stage: int) -> int:
+    """Return the number of segments of F of a stage; 1 if it is whole."""
+    own = graph.kinds.is_op(SEGMENTED) & (graph.kinds.stage == stage)
+    return 1 + max(0, int(graph.kinds.part[own].max(initial=0)))
+
+
+def _segment_shares(
+    timeline: Timeline, op: Op, stage: int, n: int, average: Callable[[Floats], Any]
+) -> tuple[float, ...]:
+    """Return the share of each of an operation's n segments in a stage."""
+    graph = timeline.graph
+    tasks = (graph.op == op) & (graph.stage == stage)
+    if n == 1 or not tasks.any():
+        return (1 / n,) * n
+    parts = [tasks & (graph.part == part) for part in range(n)]
+    seconds = np.array([average(timeline.duration[part]) for part in parts])
+    if not seconds.sum():
+        return (1 / n,) * n
+    return tuple((seconds / seconds.sum()).tolist())
+
+
+# Copies: OFFLOAD and RELOAD.
+
+
+def measured_copies(
+    timeline: Timeline, average: Average, *, has_activations: bool
+) -> dict[str, Any]:
+    """Return the seconds of copies by stage, and bytes if the timeline has no costs.
+
+    They are the bytes moved, or, unless the caller ``has_activations``, those of activations, of
+    which an OFFLOAD moves a known share; 0 for stages without one.
+
+    Copies of whole activations count, or those of inputs for a stage that has no others. A stage
+    without any has the mean of the others. Empty without copies.
+    """
+    graph, values = timeline.graph, dict[str, Any]()
+    for op, name in MEASURED_COPIES.items():
+        tasks = np.flatnonzero(graph.op == op)
+        seconds = np.full(graph.n_stages, np.nan)
+        for stage in np.unique(graph.stage[tasks]).tolist():
+            own = tasks[graph.stage[tasks] == stage]
+            whole = own[graph.part[own] < 0]
+            seconds[stage] = average(timeline.duration[whole if len(whole) else own])
+        if len(tasks):
+            mean = float(np.nanmean(seconds))
+            values[name] = tuple(np.where(np.isnan(seconds), mean, seconds).tolist())
+    whole = (graph.op == Op.OFFLOAD) & (graph.part < 0)
+    if timeline.costs is None and whole.any():
+        nbytes = np.zeros(graph.n_stages)
+        np.maximum.at(nbytes, graph.stage[whole], timeline.nbytes[whole])
+        if has_activations:
+            values["offload_bytes"] = tuple(nbytes.tolist())
+        else:
+            values["activation_bytes"] = tuple((nbytes / graph.offload_shares).tolist())
+    return values
+
+
+# Messages.
+
+
+def message_waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
+    """Return the seconds from SEND to use of each message that delayed its consumer."""
+    seconds = [message_times(values, waited_only=True) for values in timelines]
+    return np.concatenate([values[~np.isnan(values)] for values in seconds])
+
+
+def measured_network(timeline: Timeline, average: Average) -> Network:
+    """Return latency and bandwidth of the messages, the same for all pairs."""
+    graph = timeline.graph
+    sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
+    if not len(sends):
+        return Network()
+    recvs = graph.pair[sends]
+    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
+    if timeline.costs is not None:
+        fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
+    # Without a size, the time of a SEND cannot be bandwidth: it counts as latency.
+    held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
+    # A RECV that its stream and host had reached before its message came shows the message's time.
+    ready = _stream_ready(timeline, recvs) < timeline.end[recvs]
+    rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
+    counted = ready & ~np.isnan(rest)
+    if not counted.any():  # no consumer waited
+        rest, counted = message_times(timeline)[recvs] - held - fixed, ready
+    latency = float(average(rest[counted]) if counted.any() else rest.min())
+    bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
+    return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
+
+
+def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
+    """Return the seconds of each kind of message that do not depend on its bytes."""
+    return message_bytes(graph.kinds, costs.averaged().per_stage("output_seconds", graph.n_stages))
+
+
+def _stream_ready(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the time at which the stream of each RECV was free and its host had issued it (s).
+
+    Minus infinity for the first task of a stream, if it was issued at once.
+    """
+    before = timeline.graph.queue_predecessor[recvs]
+    free = np.where(before < 0, -math.inf, timeline.end[before])
+    issued = timeline.issue_times[recvs]
+    return np.where(issued > 0, np.maximum(free, issued), free)

@@ -1,5 +1,5 @@
 """Constants of a GPU from measured steps of training."""
 
-from pipesim.calibration.calibration import Calibration
+from pipesim.calibration.fit_gpu import Calibration
 
 __all__ = ["Calibration"]

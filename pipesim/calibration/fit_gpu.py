@@ -1,4 +1,4 @@
-"""`fit_gpu`: constants of a GPU, and of its network, from measured steps.
+"""`fit_gpu`: constants of a GPU, and of its network, from measured steps, in a `Calibration`.
 
 A row is a measured step. Its columns, of which empty cells have the default:
 
@@ -24,8 +24,8 @@ A row is a measured step. Its columns, of which empty cells have the default:
     A name for readers.
 
 Constants are fitted by robust least squares of log(predicted / measured), with a weak prior around
-their start (`pipesim.calibration.least_squares`). Those that the rows do not determine keep the
-value of the GPU (`pipesim.calibration.determined_fit`, which also leaves rows out).
+their start (`pipesim.calibration.robust_fit`). Those that the rows do not determine keep the
+value of the GPU.
 
 Rows of one configuration, measured several times, count as one: together they have the weight of
 one row, are left out together, and the fit needs as many configurations as constants.
@@ -33,38 +33,214 @@ one row, are left out together, and the fit needs as many configurations as cons
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipesim.calibration.calibration import Calibration
-from pipesim.calibration.calibration_warnings import (
-    LARGEST,
-    LEAST,
-    calibration_warnings,
-    steps_text,
-)
-from pipesim.calibration.constants import Constants, chosen_constants
-from pipesim.calibration.determined_fit import WEAKLY_DETERMINED, Fit, fit
-from pipesim.calibration.least_squares import Floats, Ints
-from pipesim.calibration.measured_steps import MeasuredStep, measured_steps
-from pipesim.calibration.step_predictions import (
+from pipesim.calibration.measured_steps import (
+    MeasuredStep,
     StepPrediction,
     configurations,
+    measured_steps,
     predicted_seconds,
     step_predictions,
 )
-from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, check_flag
-from pipesim.models.gpu import GPU
+from pipesim.calibration.robust_fit import WEAKLY_DETERMINED, Fit, Floats, Ints, fit
+from pipesim.errors import (
+    ArgumentError,
+    CalibrationWarning,
+    CostsWarning,
+    check_flag,
+    check_list,
+    check_name,
+    check_type,
+)
+from pipesim.models.gpu import GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
+from pipesim.network.sources import MACHINES
+from pipesim.utils.files import check_path, write_text
+from pipesim.utils.texts import CHECKSUM, checksum
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Constants fitted to measured steps; `pipesim.GPU.fit` makes it.
+
+    Attributes
+    ----------
+    gpu
+        GPU with the fitted constants. The others are those that it started from.
+    network_efficiency
+        Share of the network's bandwidths that messages reach, for the name of a machine of its
+        nominal ones; if it was not fitted, that of the file of the GPU to start from, or that of
+        `Network.preset`, and 1 for a network.
+    network_latency
+        Factor of the network's latencies; likewise.
+    constants
+        One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
+        about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
+        value that the GPU had before, and a note that says why. Other notes name the bound that a
+        value is at, such as ``flops`` at ``peak_flops``, or say that the rows determine it weakly:
+        its standard error is above 0.35, a factor of 2 in either direction at 95 %.
+    rows
+        The measured steps, one row each: their settings, the number of their ``configuration``,
+        ``measured`` and ``predicted`` (s), ``error`` (predicted over measured, minus 1),
+        ``predicted_left_out`` and ``error_left_out``: the same by constants that are fitted
+        without the rows of this configuration.
+    """
+
+    gpu: GPU
+    network_efficiency: float
+    network_latency: float
+    constants: pd.DataFrame
+    rows: pd.DataFrame
+    _start: Constants
+
+    @property
+    def errors(self) -> pd.DataFrame:
+        """Sizes of the errors: ``mean``, ``median`` and ``worst``, of rows fitted and left out.
+
+        Rows of one configuration count as one in the mean and in the median.
+        """
+        from pipesim.utils.packages import pandas as pd
+
+        rows = self.rows[["error", "error_left_out"]].abs()
+        sizes = rows.groupby(self.rows["configuration"]).mean()
+        table = pd.DataFrame({"mean": sizes.mean(), "median": sizes.median(), "worst": rows.max()})
+        return table.set_axis(["fitted", "left out"])
+
+    def network(self, gpus_per_device: int = 1) -> Network | None:
+        """Return the network with fitted bandwidths and latencies; None if there was none.
+
+        Parameters
+        ----------
+        gpus_per_device
+            GPUs that act as one device, such as a tensor-parallel group. A network that was given
+            with groups of GPUs keeps them.
+
+        Raises
+        ------
+        NetworkError
+            For a number of GPUs that does not suit the machine.
+        """
+        return self._start.fitted_network(
+            self.network_efficiency, self.network_latency, gpus_per_device
+        )
+
+    def predict(
+        self, rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str
+    ) -> NDArray[np.float64]:
+        """Return the seconds of other steps with the fitted constants.
+
+        Parameters
+        ----------
+        rows
+            Steps as for `pipesim.GPU.fit`; the column ``seconds`` may be missing.
+
+        Returns
+        -------
+        numpy.ndarray
+            Seconds, shape ``(n_rows,)``.
+
+        Raises
+        ------
+        PipeError
+            For rows that are no table of steps, and settings that are wrong, naming the row.
+        """
+        steps = step_predictions(measured_steps(rows, need_seconds=False))
+        return np.array(predicted_seconds(steps, self.gpu, self.network))
+
+    def plot(self, *, ax: Axes | None = None, left_out: bool = True) -> Axes:
+        """Draw measured over predicted seconds; see `pipesim.plot.accuracy`.
+
+        The title names the GPU, and whether each step was left out of the fit that predicts it.
+        """
+        from pipesim.plot.charts import accuracy
+
+        column = "predicted_left_out" if left_out else "predicted"
+        title = f"{self.gpu.name or 'GPU'}, {'left-out' if left_out else 'fitted'} steps"
+        measured, predicted = self.rows["measured"].tolist(), self.rows[column].tolist()
+        return accuracy(measured, predicted, ax=ax, title=title)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.
+
+        ``GPU(**values["gpu"])`` is the fitted GPU. Arguments ``gpu`` take these values whole, too.
+        """
+        return {
+            "gpu": asdict(self.gpu),
+            "network_efficiency": self.network_efficiency,
+            "network_latency": self.network_latency,
+            "constants": self.constants.replace({np.nan: None}).to_dict("index"),
+            "errors": self.errors.to_dict("index"),
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values."""
+        path, values = check_path("path", path, "write"), self.to_dict()
+        write_text(path, json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n")
+
+    def __repr__(self) -> str:
+        mean = float(self.errors["mean"].iloc[1])
+        count = self.rows["configuration"].nunique()
+        rows = steps_text("rows", len(self.rows), count)
+        return (
+            f"<Calibration of {self.gpu.name or 'a GPU'}: {len(self.constants)} constants, "
+            f"{rows}, mean error of left-out rows {mean:.1%}>"
+        )
+
+
+#: Notes of constants at a bound.
+LEAST, LARGEST = "at its least value", "at its largest value"
+#: Median error of fitted steps above which their seconds may have another unit.
+_LARGE_ERROR = 0.5
+
+
+def calibration_warnings(constants: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
+    """Yield the text of each warning of a `Calibration`, from its tables."""
+    for name, constant in constants.iterrows():
+        value, note = f"{constant['value']:.4g}", constant["note"]
+        if not constant["determined"]:
+            yield f"the rows do not determine {name}: {note}; it stays {value}"
+        elif note in (LEAST, LARGEST):
+            yield (
+                f"{name} is {note}, {value}: the steps would suit one beyond it; check the unit of "
+                "seconds, the GPU, and the settings of the rows"
+            )
+    median = float(rows["error"].abs().groupby(rows["configuration"]).mean().median())
+    if median > _LARGE_ERROR:
+        yield (
+            f"the median error of the fitted steps is {median:.0%}: are these seconds? If the "
+            "column has milliseconds, divide it by 1000; or check the GPU and the rows' settings"
+        )
+    n_determined = int(constants["determined"].sum())
+    count = rows["configuration"].nunique()
+    if 0 < count <= n_determined:
+        yield (
+            f"{steps_text('measured steps', len(rows), count)} for {n_determined} constants: none "
+            "is left to check them, "
+            "so errors of left-out rows are not those of a prediction; measure more steps"
+        )
+
+
+def steps_text(noun: str, n_rows: int, n_configurations: int) -> str:
+    """Return such as ``6 steps of 3 configurations``, or ``6 steps`` if all differ."""
+    text = f"{n_rows} {noun}"
+    if n_configurations == n_rows:
+        return text
+    return f"{text} of {n_configurations} configuration{'s' * (n_configurations > 1)}"
 
 
 #: Words between the name of the GPU to start from, and the number of steps.
@@ -237,3 +413,156 @@ def _rows_table(steps: Sequence[MeasuredStep], number: Ints, result: Fit) -> pd.
     table["predicted_left_out"] = np.exp(result.left_out)
     table["error_left_out"] = table["predicted_left_out"] / measured - 1
     return table
+
+
+# Constants that can be fitted: those of a GPU, and factors of a network's rates.
+
+#: Constants of the network: the share of its bandwidths that messages reach, and the factor of its
+#: latencies.
+EFFICIENCY, LATENCY = "network_efficiency", "network_latency"
+_NETWORK = (EFFICIENCY, LATENCY)
+#: Constants that can be fitted. Those of a GPU are its fields that are always numbers.
+CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), *_NETWORK)
+#: Start value where the GPU has 0; 1e-5 (s) for other constants.
+_TYPICAL = {"half_depth": 64.0, "synchronization": 3e-4}
+#: Largest factor between a constant and its start.
+_LARGEST_FACTOR = 100.0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants to fit, and the GPU and network that have the others.
+
+    Attributes
+    ----------
+    names
+        Constants to fit, of `CONSTANTS`.
+    gpu
+        GPU with the start values.
+    network
+        Name of a machine, a network, or None for messages that take no time. A network of single
+        GPUs is grouped for rows with tensor parallelism.
+    factors
+        Start of the factors of the network's bandwidths and of its latencies. For the name of a
+        machine, the first is its share of nominal bandwidths, and both may be from a GPU's file.
+    """
+
+    names: tuple[str, ...]
+    gpu: GPU
+    network: Network | str | None
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    def start_network(self, gpus_per_device: int) -> Network | None:
+        """Return `fitted_network` with the start of both factors."""
+        return self.fitted_network(*self.factors, gpus_per_device)
+
+    @property
+    def starts(self) -> Floats:
+        """Start value of each constant; a typical one where the GPU has 0."""
+        return np.array([self._own(n) or _TYPICAL.get(n, 1e-5) for n in self.names])
+
+    def _own(self, name: str) -> float:
+        """Return the value of a constant before the fit."""
+        if name in _NETWORK:
+            return self.factors[_NETWORK.index(name)]
+        return float(getattr(self.gpu, name))
+
+    @property
+    def undetermined(self) -> Floats:
+        """log(constant / start) of constants that are given up: 0, or -inf where the GPU has 0."""
+        own = np.array([self._own(name) for name in self.names])
+        return np.where(own > 0, 0.0, -np.inf)
+
+    def bounds(self) -> tuple[Floats, Floats]:
+        """Return the least and the largest log(constant / start) of each constant."""
+        least = np.full(len(self.names), -math.log(_LARGEST_FACTOR))
+        most = -least
+        if "flops" in self.names:
+            peak = math.inf if self.gpu.peak_flops is None else self.gpu.peak_flops
+            k = self.names.index("flops")
+            most[k] = min(most[k], math.log(peak / self.gpu.flops))
+        if EFFICIENCY in self.names and isinstance(self.network, str):
+            most[self.names.index(EFFICIENCY)] = max(0.0, -math.log(self.factors[0]))
+        return least, most
+
+    def fitted_gpu(self, x: Floats, name: str | None = None) -> GPU:
+        """Return the GPU with constants of log(constant / start) = x."""
+        values = dict(zip(self.names, (self.starts * np.exp(x)).tolist(), strict=True))
+        for factor in _NETWORK:
+            values.pop(factor, None)
+        peak = self.gpu.peak_flops
+        if peak is not None and "flops" in values:
+            values["flops"] = min(values["flops"], peak)  # the exponential may round upwards
+        return replace(self.gpu, **values, name=self.gpu.name if name is None else name)
+
+    def network_factors(self, x: Floats) -> tuple[float, float]:
+        """Return the factors of the network's bandwidths and of its latencies."""
+        efficiency, latency = (
+            start * math.exp(x[self.names.index(name)]) if name in self.names else start
+            for name, start in zip(_NETWORK, self.factors, strict=True)
+        )
+        if isinstance(self.network, str):
+            efficiency = min(efficiency, 1.0)  # the exponential may round upwards
+        return efficiency, latency
+
+    def fitted_network(
+        self, efficiency: float, latency: float, gpus_per_device: int
+    ) -> Network | None:
+        """Return the network of devices of so many GPUs, with its rates times both factors.
+
+        Raises
+        ------
+        PipeError
+            If so many GPUs do not suit the machine.
+        """
+        if self.network is None:
+            return None
+        network = self.network
+        if isinstance(network, str):
+            network = Network.preset(network, 1.0)
+        if efficiency != 1 or latency != 1:
+            network = network.scaled(latency=latency, bandwidth=efficiency)
+        if network.nodes is None or network.nodes.gpus_per_device > 1:
+            return network
+        return network.grouped(gpus_per_device)
+
+
+def chosen_constants(
+    names: Iterable[str] | None,
+    gpu: GPU | Mapping[str, Any] | Path | str,
+    network: Network | str | None,
+    *,
+    blocking: bool,
+) -> Constants:
+    """Return the constants to fit, checked.
+
+    Parameters
+    ----------
+    names, gpu, network
+        As in `pipesim.GPU.fit`.
+    blocking
+        Whether messages block their stage in any row, so that ``synchronization`` has an effect.
+    """
+    start = as_gpu(gpu)
+    if isinstance(network, str):
+        check_name("network", network, MACHINES)
+    elif network is not None:
+        check_type("network", network, Network, "or give the name of a machine")
+    if names is None:
+        names = ["flops", "bandwidth", "launch"]
+        names += ["synchronization"] if blocking else []
+        names += [EFFICIENCY] if network is not None else []
+    free = check_list("constants", names, f"names of {', '.join(CONSTANTS)}")
+    if not free:
+        raise ArgumentError(f"constants is empty; give at least one of {', '.join(CONSTANTS)}")
+    for name in free:
+        check_name("constant", name, CONSTANTS)
+        if free.count(name) > 1:
+            raise ArgumentError(f"constants has {name!r} twice; give it once")
+        if name in _NETWORK and network is None:
+            raise ArgumentError(f"constants has {name}, but there is no network; give one")
+    factors = (1.0, 1.0)
+    if isinstance(network, str):
+        latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
+        factors = (fitted_preset(network, gpu).nominal_share or 1.0, latency)
+    return Constants(tuple(free), start, network, factors)

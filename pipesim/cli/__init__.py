@@ -13,11 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipesim.cli.arguments import Command, parse_arguments
-from pipesim.cli.calibrate import calibrate
-from pipesim.cli.commands import compare, list_schedules, simulate, sweep
-from pipesim.cli.gallery import demo_page
-from pipesim.cli.plan import plan
-from pipesim.cli.view import view
+from pipesim.cli.commands import calibrate, compare, list_schedules, plan, simulate, sweep
+from pipesim.cli.page_commands import demo_page, view
 from pipesim.errors import PipeError, PipeWarning
 
 __all__ = ["main"]

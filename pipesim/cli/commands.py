@@ -1,27 +1,314 @@
-"""The commands: simulate one schedule, compare several, sweep over settings, list the schedules."""
+"""Commands: simulate a schedule, compare several, sweep, list the schedules, calibrate, plan."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipesim.analysis.compare import KNOWN_RESULTS, table_of, with_gaps
+from pipesim.analysis.compare import KNOWN_RESULTS, known_results, table_of, with_gaps
 from pipesim.analysis.critical_path import device_table
-from pipesim.analysis.idle import idle_shares
-from pipesim.cli.arguments import argument_settings
-from pipesim.cli.figures import write_figure
-from pipesim.cli.memory_texts import graph_line, memory_changes_text, result_lines
-from pipesim.cli.tables import GIB, cause_columns, known_result_columns
-from pipesim.errors import ArgumentError, PipeError
+from pipesim.analysis.idle import CAUSES, idle_shares
+from pipesim.analysis.idle_gaps import Cause
+from pipesim.calibration.fit_gpu import Calibration, steps_text
+from pipesim.cli.arguments import argument_settings, plan_settings
+from pipesim.costs.cost_fields import Workload
+from pipesim.errors import ArgumentError, PipeError, check_count
+from pipesim.models.gpu import GPU
+from pipesim.models.layers import Layers, as_layers
+from pipesim.models.transformer import Transformer
 from pipesim.ops import COPIES
+from pipesim.planning.cluster import Cluster
+from pipesim.planning.plan import plan as find_plans
 from pipesim.scheduling.registry import schedules
-from pipesim.sweeps.grid import grid_rows
-from pipesim.sweeps.settings import COUNTS, Settings, cases, read_grid, run
-from pipesim.sweeps.sweep import RESULTS, run_rows
+from pipesim.simulation.distributions import LogNormal
+from pipesim.simulation.noise import Noise
+from pipesim.sweeps.settings import COUNTS, MODEL, Settings, cases, make_model, read_grid, run
+from pipesim.sweeps.sweep import RESULTS, grid_rows, run_rows
+from pipesim.timeline.memory_limit import excess_text, excesses
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import write_whole
-from pipesim.utils.text_tables import align_columns
-from pipesim.utils.units import format_numbers
+from pipesim.utils.texts import align_columns, format_numbers
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from pipesim.planning.plans import Plans
+
+
+# Tables, lines and figures of results
+
+GIB = 2.0**30
+_YES_NO = {True: "yes", False: "no"}
+
+
+def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return limits, fits, tokens a second, MFU and gaps as text, where a table has them.
+
+    ``own`` names columns of the table that are settings, and so are shown already.
+    """
+    forms: dict[str, tuple[str, Callable[[pd.Series[Any]], list[str]]]] = {
+        "memory_limit": ("limit (GiB)", lambda column: format_numbers(column, GIB)),
+        "fits": ("fits", lambda column: [_YES_NO.get(x, "-") for x in column]),
+        "tokens_per_second": ("tokens/s", format_numbers),
+        "mfu": ("MFU", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
+        "gap": ("gap", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
+    }
+    return {
+        head: form(table[name].astype(object).fillna(math.nan))
+        for name, (head, form) in forms.items()
+        if name in table and name not in own
+    }
+
+
+def cause_columns(
+    table: pd.DataFrame, format_column: Callable[[pd.Series[float]], list[str]]
+) -> dict[str, list[str]]:
+    """Return the columns of a table of idle time as text, for each cause that occurs."""
+    return {
+        str(cause): format_column(table[name])
+        for cause, name in zip(Cause, CAUSES, strict=True)
+        if (table[name] != 0).any()
+    }
+
+
+#: Width of a figure, and height of a device's row or a bar in it (inches).
+_WIDTH, _ROW = 7.16, 0.25
+#: Width and height of a figure of measured over predicted seconds (inches).
+_SQUARE = 3.5
+
+
+def write_accuracy(path: Path | None, fitted: Calibration) -> None:
+    """Write measured over predicted seconds of left-out steps; nothing without a path."""
+    if path is None:
+        return
+    from pipesim.plot.paper_figure import save
+    from pipesim.utils.packages import Figure
+
+    figure = Figure(figsize=(_SQUARE, _SQUARE), layout="constrained")
+    fitted.plot(ax=figure.add_subplot())
+    save(figure, path)
+
+
+def write_plans(path: Path | None, plans: Plans) -> None:
+    """Write memory over time of the configurations of a plan; nothing without a path."""
+    if path is None:
+        return
+    from pipesim.plot.paper_figure import save
+    from pipesim.utils.packages import Figure
+
+    figure = Figure(figsize=(_WIDTH, _SQUARE), layout="constrained")
+    plans.plot(ax=figure.add_subplot())
+    save(figure, path)
+
+
+def write_figure(
+    path: Path | None,
+    timelines: Sequence[Timeline],
+    table: pd.DataFrame | None = None,
+    *,
+    idle: bool = False,
+) -> None:
+    """Write a figure of timelines below each other, on one time scale; nothing without a path.
+
+    Parameters
+    ----------
+    path
+        File to write, if any.
+    timelines
+        The first on top.
+    table
+        Table of `pipesim.compare`: its makespans and peak memories are bars above the timelines.
+    idle
+        Whether to draw the causes of idle time below the timelines, on their own time scale.
+    """
+    if path is None:
+        return
+    from pipesim.plot.charts import bars
+    from pipesim.plot.charts import idle as draw_idle
+    from pipesim.plot.paper_figure import save
+    from pipesim.plot.timelines import timeline as draw_timeline
+    from pipesim.utils.packages import Figure
+
+    heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
+    n_rows = len(heights)
+    heights += heights if idle else []
+    heights[:0] = [] if table is None else [0.4 + _ROW * len(table)]
+    first = 0 if table is None else 1
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    if table is not None:
+        for position, column in enumerate(("makespan", "peak_memory")):
+            bars(table, ax=figure.add_subplot(grid[0, position]), column=column)
+    drawn = []
+    for row, timeline in enumerate(timelines, first):
+        ax = figure.add_subplot(grid[row, :])
+        drawn.append(draw_timeline(timeline, ax=ax, unit="ms", title=timeline.name))
+    _share_scale(drawn)
+    drawn = []
+    for row, timeline in enumerate(timelines if idle else (), first + n_rows):
+        ax = figure.add_subplot(grid[row, :])
+        drawn.append(draw_idle(timeline, ax=ax, unit="ms", title=f"{timeline.name}, idle"))
+    _share_scale(drawn)
+    save(figure, path)
+
+
+def _share_scale(axes: Sequence[Axes]) -> None:
+    """Set the end of all time axes, which begin at 0, to that of the longest."""
+    last = max((ax.get_xlim()[1] for ax in axes), default=0.0)
+    for ax in axes:
+        ax.set_xlim(0, last)
+
+
+# Fit constants of a GPU to measured steps
+
+_MS = 1e-3
+#: Rows with the largest errors that are printed.
+_WORST = 5
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        fitted = GPU.fit(args.rows, gpu=args.gpu, network=args.network, constants=args.constants)
+    write_accuracy(args.plot, fitted)
+    if args.csv:
+        write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))
+    if args.json:
+        fitted.save(args.json)
+    place = f" in {args.network}" if args.network else ""
+    steps = steps_text("steps", len(fitted.rows), fitted.rows["configuration"].nunique())
+    print(
+        f"{len(fitted.constants)} constants fitted to {steps}, from "
+        f"{args.gpu}{place}\n\n{_constants(fitted.constants)}\n\n{_errors(fitted.errors)}\n\n"
+        f"{_worst(fitted.rows)}"
+    )
+    texts = dict.fromkeys(str(warning.message) for warning in caught)
+    print("".join(f"\nwarning: {text}" for text in texts), end="\n" if texts else "")
+    print(f"\n{_statement(fitted, args.network)}")
+
+
+def _constants(table: pd.DataFrame) -> str:
+    """Return the table of constants as text."""
+    determined = [
+        "no" if not yes else note if note.startswith("weakly") else f"yes, {note}".rstrip(", ")
+        for yes, note in zip(table["determined"], table["note"], strict=True)
+    ]
+    return align_columns(
+        {
+            "constant": [str(name) for name in table.index],
+            "value": [f"{value:.4g}" for value in table["value"]],
+            "start": [f"{value:.4g}" for value in table["start"]],
+            "standard error": [f"{error:.1%}" for error in table["standard_error"]],
+            "determined": determined,
+        }
+    )
+
+
+def _errors(table: pd.DataFrame) -> str:
+    """Return the table of errors as text."""
+    columns = {str(name): [f"{error:.1%}" for error in table[name]] for name in table}
+    return align_columns({"error of steps": [str(kind) for kind in table.index]} | columns)
+
+
+def _worst(rows: pd.DataFrame) -> str:
+    """Return the rows with the largest errors when left out, as text."""
+    order = rows["error_left_out"].abs().sort_values(ascending=False, kind="stable").index
+    worst = rows.loc[order[:_WORST]]
+    return align_columns(
+        {
+            "worst steps": [str(label) for label in worst["label"]],
+            "measured (ms)": format_numbers(worst["measured"], _MS),
+            "predicted (ms)": format_numbers(worst["predicted"], _MS),
+            "error": [f"{error:+.1%}" for error in worst["error"]],
+            "left out": [f"{error:+.1%}" for error in worst["error_left_out"]],
+        }
+    )
+
+
+def _statement(fitted: Calibration, network: str | None) -> str:
+    """Return Python that makes the fitted GPU and network, and costs of them."""
+    gpu = fitted.gpu
+    values = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
+    texts = [
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in values.items()
+    ]
+    lines = [f"gpu = ps.GPU({', '.join(texts)})"]
+    if network:
+        share = f"efficiency={fitted.network_efficiency:.4g}"
+        scaled = f".scaled(latency={fitted.network_latency:.4g})"
+        scaled = scaled if fitted.network_latency != 1 else ""
+        lines.append(
+            f"network = ps.Network.preset({network!r}, {share}, gpus_per_device=1){scaled}"
+        )
+    argument = ", network=network" if network else ""
+    lines.append(f"costs = model.costs(n_stages, microbatch_size=1, gpu=gpu{argument})")
+    return "\n".join(lines)
+
+
+_MS = 1e-3
+_FITS = {True: "fits", False: "does not fit", None: "unknown whether it fits: costs have no bytes"}
+
+
+def graph_line(timeline: Timeline) -> str:
+    """Return a line with the schedule's name, the numbers of devices and others, and recompute."""
+    graph = timeline.graph
+    work = None if timeline.costs is None else timeline.costs.workload
+    devices, recompute = f"{graph.n_devices} devices", f"recompute {graph.recompute}"
+    if isinstance(work, Workload) and work.gpus_per_device > 1:
+        n_gpus = graph.n_devices * work.gpus_per_device
+        devices += f" of {work.gpus_per_device} GPUs ({n_gpus} GPUs)"
+    settings = work.settings if isinstance(work, Workload) else None
+    if settings and (layers := settings.get("recompute", "none")) != "none":
+        recompute = f"recompute {layers} in backwards, {graph.recompute} as tasks"
+    return (
+        f"{timeline.name}: {devices}, {graph.n_stages} stages, {graph.n_microbatches} "
+        f"micro-batches, {recompute}"
+    )
+
+
+def result_lines(timeline: Timeline) -> str:
+    """Return a line for each of limit, tokens a second and MFU that is known; "" for none."""
+    results = known_results(timeline)
+    lines = []
+    if "memory_limit" in results:
+        limit = format_numbers([results["memory_limit"]], GIB)[0]
+        lines.append(f"limit        {limit} GiB, {_FITS[timeline.fits]}")
+    if "tokens_per_second" in results:
+        lines.append(f"tokens       {format_numbers([results['tokens_per_second']])[0]} tokens/s")
+    if "mfu" in results:
+        lines.append(f"MFU          {results['mfu']:.1%}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def memory_changes_text(timeline: Timeline) -> str:
+    """Return the devices that need too much, a line each, and a table of changes that fit."""
+    lines = [excess_text(excess) for excess in excesses(timeline)]
+    table = timeline.changes_that_fit()
+    if table.empty:
+        if table.attrs["advice"]:
+            lines.append(table.attrs["advice"])
+        return "\n".join(
+            [*lines, "none of the changes that were tried fits, alone or with another"]
+        )
+    columns = {
+        "change that fits": [str(change) for change in table["change"]],
+        "makespan (ms)": format_numbers(table["makespan"], _MS),
+        "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
+        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
+    }
+    return "\n".join([*lines, "", align_columns(columns)])
+
+
+# Simulate one schedule, compare several, sweep over settings, list the schedules
 
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
 _MS = 1e-3
@@ -174,3 +461,64 @@ def list_schedules(args: argparse.Namespace) -> None:
         notes += [f"assuming {row['assumes']}"] if row["assumes"] else []
         notes += [f"takes {row['counts']}"] if row["counts"] != "any" else []
         print(f"{name}: {'; '.join([*notes, row['source']] if row['source'] else notes)}")
+
+
+# Plan a training run: its best configurations on a cluster
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Find the best configurations; print them, and what else was asked for."""
+    n_best = check_count("--best", args.best)
+    if args.explain is not None:
+        check_count("--explain", args.explain, minimum=0)
+    settings = plan_settings(args)
+    if "global_batch" not in settings:
+        raise ArgumentError("global_batch is missing; give --global-batch, or global_batch in TOML")
+    if "noise" in settings:
+        settings["noise"] = Noise(seed=0, task=LogNormal(settings["noise"]))
+    model, cluster = _model(settings.pop("model")), _cluster(settings.pop("cluster"))
+    plans = find_plans(model, cluster, n_best=n_best, **settings, progress=sys.stderr.isatty())
+    if not plans.complete and not len(plans):
+        raise KeyboardInterrupt  # before the first configuration was simulated
+    write_plans(args.plot, plans)
+    if args.csv:
+        plans.to_csv(args.csv)
+    print("\n\n".join([plans.summary(n_best), *_further(args, plans)]))
+    if not plans.complete:
+        raise KeyboardInterrupt
+
+
+def _further(args: argparse.Namespace, plans: Plans) -> list[str]:
+    """Return the explanation and the settings of other programs that are asked for."""
+    texts = []
+    if args.explain is not None:
+        texts.append(str(plans.explain(0, args.explain)))
+    if args.megatron:
+        texts.append(plans.to_megatron())
+    if args.torchtitan:
+        texts.append(plans.to_torchtitan(args.order).rstrip())
+    elif args.order:
+        plans.best.schedule.save(args.order)
+    return texts
+
+
+def _model(values: Mapping[str, Any]) -> Transformer | Layers:
+    """Return the transformer of a table of sizes, or the layers of a file."""
+    name = values.get("model")
+    if isinstance(name, str) and name.lower().endswith(".csv"):
+        if len(values) > 1:
+            raise ArgumentError(f"{name} has measured layers, whose sizes cannot be changed")
+        return as_layers(name)
+    for key in values:
+        if key not in MODEL:
+            raise ArgumentError(f"unknown size {key!r} of a model; known: {', '.join(MODEL[1:])}")
+    if not values:
+        raise ArgumentError("MODEL is missing; name one, such as llama3_70b, or give its sizes")
+    return make_model(values)
+
+
+def _cluster(values: Mapping[str, Any]) -> Cluster:
+    """Return the cluster of a table of its parameters."""
+    if "machine" not in values and "network" not in values:
+        raise ArgumentError("--cluster is missing; give such as --cluster dgx_h100 --gpus 64")
+    return Cluster.from_dict(values)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_routes import CollectiveRoute, StageMembers, WholeReductions
-from pipesim.costs.kind_routes import KindRoutes
+from pipesim.costs.kind_routes import CollectiveRoute, KindRoutes, StageMembers, WholeReductions
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network

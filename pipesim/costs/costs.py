@@ -1,4 +1,4 @@
-"""`Costs`: seconds and bytes of each operation, for each stage.
+"""`Costs`: seconds and bytes of each operation, for each stage, and their text in one line.
 
 Longer than other files, as it is one class whose docstrings are most of it: they define the unit
 and meaning of each field. `pipesim.costs.pricing` has the work behind `Costs.of`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,26 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import Buckets, checked_buckets
-from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
-from pipesim.costs.expert_values import (
+from pipesim.costs.cost_fields import (
     EXPERT_DEFAULTS,
     EXPERT_FIELDS,
+    ExchangeBytes,
     Segments,
+    Workload,
     check_whole_layers,
+    checked_exchange_bytes,
     checked_experts,
+    checked_workload,
 )
-from pipesim.costs.layer_split import LayerPartition, Split
-from pipesim.costs.megatron_layout import write_layout
+from pipesim.costs.layer_split import LayerPartition, Split, write_layout
 from pipesim.costs.microbatch_costs import (
     MICROBATCH_FIELDS,
     averaged,
     costs_of_microbatch,
     each_microbatch,
     n_microbatches_of,
+    n_stages_of,
 )
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.costs.workload import Workload, checked_workload
 from pipesim.errors import CostsError, CostsWarning, check_count, check_name, check_type, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
@@ -47,8 +49,14 @@ from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_json, write_text
-from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
-from pipesim.utils.units import Bytes
+from pipesim.utils.texts import (
+    CHECKSUM,
+    Bytes,
+    checksum,
+    checksum_mismatch,
+    format_bytes,
+    format_time,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -329,7 +337,6 @@ class Costs:
         n_microbatches_of(self)  # refuses fields of different numbers
 
     def __repr__(self) -> str:
-        from pipesim.costs.costs_text import costs_text
 
         return costs_text(self)
 
@@ -817,7 +824,7 @@ class Costs:
         >>> costs.layout
         'Et*3|(t*3|)*2t*2L'
         """
-        from pipesim.models.costs_from_sizes import costs_from_sizes
+        from pipesim.models.model_costs import costs_from_sizes
 
         return costs_from_sizes(layers_per_stage, **settings)
 
@@ -1168,3 +1175,53 @@ def _checked_reserve(value: object) -> float:
             f"{value!r:.60}; give such as 0.05 for 5 %"
         )
     return result
+
+
+# Costs in one line, with seconds and bytes of stages as ranges
+
+#: Fields of the line, and their names there.
+_SHOWN = {
+    "forward": "F",
+    "backward": "B",
+    "input_grad": "I",
+    "weight_grad": "W",
+    "output_bytes": "messages",
+    "activation_bytes": "activations",
+    "parameter_bytes": "parameters",
+    "optimizer_bytes": "optimizer",
+}
+
+
+def costs_text(costs: Costs) -> str:
+    """Return such as ``<Costs of 4 stages: F 10.2 to 12.1 ms, B 20.4 ms, messages 32.0 MiB>``.
+
+    Fields that are not given, and bytes that are 0, are left out.
+    """
+    parts = []
+    for name, shown in _SHOWN.items():
+        value = getattr(costs, name)
+        is_bytes = name.endswith("bytes")
+        if value is not None and not (is_bytes and np.max(value) == 0):
+            parts.append(f"{shown} {_range_text(value, format_bytes if is_bytes else format_time)}")
+    n_stages = n_stages_of_costs(costs)
+    count = "any number of" if n_stages is None else n_stages
+    n = costs.n_microbatches
+    parts += [f"{n} micro-batches"] * (n is not None)
+    return f"<Costs of {count} stage{'s' * (n_stages != 1)}: {', '.join(parts)}>"
+
+
+def n_stages_of_costs(costs: Costs) -> int | None:
+    """Return the number of stages of costs; None if they have one value for all."""
+    from pipesim.costs.costs import STAGE_FIELDS
+
+    sizes = (n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name))))
+    return max(sizes, default=None)
+
+
+def _range_text(value: float | tuple[float, ...], form: Callable[[float], str]) -> str:
+    """Return the smallest and the largest of a field's values as text."""
+    low, high = form(float(np.min(value))), form(float(np.max(value)))
+    if low == high:
+        return low
+    number, unit = low.split(" ")
+    return f"{number if high.endswith(f' {unit}') else low} to {high}"

@@ -1,29 +1,156 @@
-"""`Keys`: how often each row of sharded tables is requested, and the bytes of their exchanges.
-
-One class, of which more than half is docstrings.
-"""
+"""`Keys`: how often each row of sharded tables is requested, and the bytes of their exchanges."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.costs.key_tables import (
-    checked_tables,
-    count_keys,
-    counts_per_table,
-    exact_count,
-    expected_maximum,
-    inclusion_probability,
-    row_counts,
-    zipf_tables,
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_count,
+    check_flag,
+    check_name,
+    number,
 )
-from pipesim.costs.row_placement import PLACEMENTS, row_owners
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
+from pipesim.utils.jit import kernel
+
+# Tables of counts: checks, Zipf's law, counting, and probabilities of draws
+
+Floats = NDArray[np.float64]
+#: The largest count: larger ones are not exact as floats.
+_MOST = 1 << 53
+
+
+def expected_maximum(mean: Floats, deviation: Floats) -> float:
+    """Return the mean of the largest of independent normal values.
+
+    It is the integral of one minus the product of their distribution functions, taken over six
+    deviations.
+    """
+    low, high = (mean - 6 * deviation).max(), (mean + 6 * deviation).max()
+    if high <= low:
+        return float(high)
+    x = np.linspace(low, high, 1001)
+    z = (x - mean[:, None]) / np.maximum(deviation, 1e-12 * high)[:, None] / math.sqrt(2)
+    erf = np.frompyfunc(math.erf, 1, 1)(z).astype(np.float64)
+    return float(high - np.trapezoid((0.5 + 0.5 * erf).prod(axis=0), x))
+
+
+def inclusion_probability(counts: Floats, n: int) -> Floats:
+    """Return the probability that each row is among n of all counted keys.
+
+    The n keys are drawn without replacement; see `pipesim.Keys.loads` for the formula.
+    """
+    total = int(counts.sum())
+    values, index = np.unique(counts, return_inverse=True)
+    whole = math.lgamma(total + 1) - math.lgamma(total - n + 1)
+    absent = [
+        0.0 if total - c < n else
+        math.exp(math.lgamma(total - c + 1) - math.lgamma(total - c - n + 1) - whole)
+        for c in values.tolist()
+    ]  # fmt: skip
+    present: Floats = np.where(values > 0, 1.0 - np.array(absent), 0.0)
+    return present[index]
+
+
+def zipf_tables(n_rows: int | Sequence[int], exponent: float, seed: int | None) -> list[Floats]:
+    """Return the relative frequencies of rows by Zipf's law; see `pipesim.Keys.zipf`."""
+    power = number(exponent)
+    if power is None or not 0 <= power < math.inf:
+        raise ArgumentError(f"exponent must be finite and >= 0, got {exponent!r}")
+    generator = None if seed is None else np.random.default_rng(check_count("seed", seed, 0))
+    tables = []
+    for rows in row_counts(n_rows):
+        table = np.arange(1, rows + 1, dtype=np.float64) ** -power
+        tables.append(table if generator is None else generator.permutation(table))
+    return tables
+
+
+def count_keys(keys: ArrayLike, sizes: Sequence[int], *, several: bool) -> list[Ints]:
+    """Return how often each row occurs among ``keys``, one array a table.
+
+    With ``several`` tables, the last dimension of ``keys`` is the table; see
+    `pipesim.Keys.counted`.
+    """
+    try:
+        array = np.asarray(keys)
+    except ValueError:  # a ragged sequence
+        array = np.empty(0)
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"keys must be an array of integers, got {keys!r:.60}")
+    if several and array.shape[-1:] != (len(sizes),):
+        raise ArgumentError(
+            f"keys must have shape (..., {len(sizes)}), a column a table, got {array.shape}"
+        )
+    counts = []
+    columns = array.reshape(-1, len(sizes)).T
+    for table, (column, rows) in enumerate(zip(columns, sizes, strict=True)):
+        for wrong in column[(column < 0) | (column >= rows)][:1].tolist():
+            raise ArgumentError(
+                f"key {wrong} is no row of table {table}, whose keys are 0 to {rows - 1}"
+            )
+        counts.append(np.bincount(column, minlength=rows))
+    return counts
+
+
+def exact_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return a count, checked to be one that a float holds exactly."""
+    count = check_count(name, value, minimum)
+    if count > _MOST:
+        raise ArgumentError(f"{name} must be at most {_MOST}, got {count:.3e}" if count < 10**300
+                            else f"{name} must be at most {_MOST}")  # fmt: skip
+    return count
+
+
+def row_counts(n_rows: int | Sequence[int]) -> list[int]:
+    """Return the number of rows of each table."""
+    several = isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes))
+    values: Sequence[Any] = n_rows if several else [n_rows]  # type: ignore[assignment]
+    if not values:
+        raise ArgumentError("n_rows is empty; give the rows of at least one table")
+    name = "n_rows[{}]" if several else "n_rows"
+    sizes = [exact_count(name.format(i), rows) for i, rows in enumerate(values)]
+    check_memory(f"a histogram of {sum(sizes):,} rows", 40 * sum(sizes), "give fewer rows")
+    return sizes
+
+
+def counts_per_table(name: str, values: int | Sequence[int], n_tables: int) -> tuple[int, ...]:
+    """Return one whole number a table, from that or from one number for all tables."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        return (exact_count(name, values),) * n_tables
+    if len(values) != n_tables:
+        raise ArgumentError(
+            f"{name} has {len(values)} values for {n_tables} tables; give one, or one a table"
+        )
+    return tuple(exact_count(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def checked_tables(name: str, values: Any) -> list[Floats]:
+    """Return one array of finite numbers >= 0 a table, from that or from the array of one table."""
+    try:
+        several = isinstance(values, (list, tuple)) and len(values) > 0 and np.ndim(values[0]) == 1
+        tables = [np.asarray(x) for x in (values if several else [values])]
+    except (TypeError, ValueError):
+        tables = []
+    if not tables or any(x.ndim != 1 or not len(x) or x.dtype.kind not in "iuf" for x in tables):
+        raise ArgumentError(
+            f"{name} must be an array of numbers, one a row, or a list of one array a table, got "
+            f"{values!r:.60}"
+        )
+    for index, table in enumerate(tables):
+        if not np.isfinite(table).all() or (table < 0).any() or not table.any():
+            raise ArgumentError(
+                f"{name} of table {index} must be finite and >= 0, and above 0 for some row"
+            )
+    return [table.astype(np.float64) for table in tables]
+
 
 Floats = NDArray[np.float64]
 #: Bytes of a count, of an int32 key and of a float32.
@@ -281,7 +408,7 @@ class Keys:
         placement
             ``"modulo"``: row ``key`` is on rank ``key % n_ranks``. ``"hash"``: by a fixed hash.
             ``"frequency"``: rows are assigned by descending `loads`, each to the rank with the
-            least load so far. `pipesim.costs.row_placement` has the formulas.
+            least load so far. `pipesim.costs.keys` has the formulas.
         unique
             As in `loads`, which ``"frequency"`` uses.
 
@@ -517,3 +644,153 @@ def _owner_sums(owners: list[Ints], values: list[Floats], n_ranks: int) -> Float
     for owner, value in zip(owners, values, strict=True):
         total += np.bincount(owner, value, minlength=n_ranks)
     return total
+
+
+# Owners of the rows of sharded tables: ``"modulo"``, ``"hash"`` or ``"frequency"``.
+#
+# Each of n ranks has ``ceil(rows / n)`` places for a table's rows. Row ``key`` of a table has
+#
+# =============  ================================================================================
+# modulo         owner ``key % n``, place ``key // n``
+# hash           ``h = (a * key + b) % m``, owner ``h // (m / n)``, place ``h % (m / n)``
+# frequency      a table of owners and places; see `assign_rows`
+# =============  ================================================================================
+#
+# - ``m`` is ``n`` times the places of a rank.
+# - ``a`` is the first number, from ``m`` over the golden ratio on, that is coprime to ``m``, so
+#   that two rows never share a place.
+# - ``b`` differs from table to table.
+#
+# Multiplicative hashing: Knuth, The Art of Computer Programming 3, section 6.4.
+
+PLACEMENTS = ("modulo", "hash", "frequency")
+#: Most rows of a table that 64-bit integers can hash; see `multiply_modulo`.
+MOST_HASHED = 1 << 39
+#: 2**64 over the golden ratio, and over the plastic number.
+_GOLDEN, _PLASTIC = 0x9E3779B97F4A7C15, 0xC13FA9A902A6328F
+_LOW_BITS = 16
+Array = TypeVar("Array")
+
+
+class RowHash(NamedTuple):
+    """The hash of a table: ``h = (factor * key + offset) % size``.
+
+    Attributes
+    ----------
+    factor, offset, size
+        The ``a``, ``b`` and ``m`` of the formula; ``size`` is a multiple of the number of ranks.
+    inverse
+        Inverse of ``factor`` modulo ``size``: ``key = inverse * (h - offset) % size``.
+    """
+
+    factor: int
+    offset: int
+    size: int
+    inverse: int
+
+
+def row_hash(table: int, n_rows: int, n_ranks: int) -> RowHash:
+    """Return the hash of a table's rows."""
+    size = -(-n_rows // n_ranks) * n_ranks
+    if size > MOST_HASHED:
+        raise ArgumentError(
+            f'placement="hash" takes tables of at most {MOST_HASHED} rows, and table {table} has '
+            f'{n_rows}; take placement="modulo"'
+        )
+    factor = max(1, size * _GOLDEN >> 64)
+    while math.gcd(factor, size) > 1:
+        factor += 1
+    offset = size * (table * _PLASTIC % (1 << 64)) >> 64
+    return RowHash(factor, offset, size, pow(factor, -1, size) if size > 1 else 0)
+
+
+def multiply_modulo(x: Any, factor: Any, size: Any) -> Any:
+    """Return ``x * factor % size`` without overflow, for arrays or tensors of int64 below 2**39."""
+    high, low = factor >> _LOW_BITS, factor & ((1 << _LOW_BITS) - 1)
+    return ((x * high % size << _LOW_BITS) + x * low) % size
+
+
+def row_owners(
+    placement: str,
+    n_rows: Sequence[int],
+    n_ranks: int,
+    loads: Sequence[NDArray[np.float64]] | None = None,
+) -> list[Ints]:
+    """Return the rank that owns each row of each table.
+
+    ``loads`` are the argument of `assign_rows`; only ``"frequency"`` needs them.
+    """
+    if placement == "frequency":
+        assert loads is not None
+        return assign_rows(loads, n_ranks)[0]
+    owners = []
+    for table, rows in enumerate(n_rows):
+        keys = np.arange(rows)
+        if placement == "modulo":
+            owners.append(keys % n_ranks)
+        else:
+            terms = row_hash(table, rows, n_ranks)
+            hashed = (multiply_modulo(keys, terms.factor, terms.size) + terms.offset) % terms.size
+            owners.append(hashed // (terms.size // n_ranks))
+    return owners
+
+
+def assign_rows(
+    loads: Sequence[NDArray[np.float64]], n_ranks: int
+) -> tuple[list[Ints], list[Ints]]:
+    """Assign the rows of all tables to ranks, such that the sums of their loads are about even.
+
+    Rows come in descending order of load; among equal loads, by table and then by row. Each row
+    goes to the rank with the least load so far among those with a free place for its table; a tie
+    goes to the smaller rank. This is "longest processing time first": Graham, "Bounds on
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969. A rank's places of a table
+    are filled in the same order.
+
+    Parameters
+    ----------
+    loads
+        For each table, how often each of its rows is sent; shape ``(rows,)``.
+    n_ranks
+        Number of ranks.
+
+    Returns
+    -------
+    owners, places
+        For each table, the rank of each row, and its place on that rank; shape ``(rows,)``.
+    """
+    sizes = [len(table) for table in loads]
+    load = np.concatenate(loads).astype(np.float64)
+    table = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(-load, kind="stable")
+    capacity = np.repeat([[-(-rows // n_ranks)] for rows in sizes], n_ranks, axis=1)
+    owner, place = np.empty(len(load), np.int64), np.empty(len(load), np.int64)
+    used, rank_load = np.zeros_like(capacity), np.zeros(n_ranks)
+    _assign(order, load, table, capacity, used, rank_load, owner, place)
+    ends = np.cumsum(sizes)[:-1]
+    return np.split(owner, ends), np.split(place, ends)
+
+
+@kernel()
+def _assign(
+    order: Ints,
+    load: NDArray[np.float64],
+    table: Ints,
+    capacity: Ints,
+    used: Ints,
+    rank_load: NDArray[np.float64],
+    owner: Ints,
+    place: Ints,
+) -> None:
+    """Fill ``owner`` and ``place``; ``used`` and ``rank_load`` must be zeros before."""
+    for k in range(len(order)):
+        row = order[k]
+        t = table[row]
+        best = -1
+        for rank in range(len(rank_load)):
+            if used[t, rank] < capacity[t, rank] and (
+                best < 0 or rank_load[rank] < rank_load[best]
+            ):
+                best = rank
+        owner[row], place[row] = best, used[t, best]
+        used[t, best] += 1
+        rank_load[best] += load[row]

@@ -1,21 +1,26 @@
-"""Splits of layers into stages. A stage has consecutive layers, so a split is a list of sizes."""
+"""Splits of layers into stages, as arguments and as Megatron's layout strings.
+
+A stage has consecutive layers, so a split is a list of sizes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.megatron_layout import layout_mistake, layout_stages
 from pipesim.errors import (
     ArgumentError,
     UnknownNameError,
     check_count,
+    check_list,
     check_name,
+    check_text,
     suggestion,
 )
 from pipesim.scheduling.memory_checks import check_stages
@@ -137,3 +142,194 @@ def _sizes_text(sizes: Sequence[int]) -> str:
     if len(sizes) <= 16:
         return f"[{', '.join(map(str, sizes))}]"
     return f"[{', '.join(map(str, sizes[:8]))}, ..., {', '.join(map(str, sizes[-4:]))}]"
+
+
+# Megatron's layout strings, such as ``"Et*2|(t*2|)*34t*3|tL"``: the layers of each stage.
+#
+# The string of ``--pipeline-model-parallel-layout`` in Megatron-LM (docs, "Custom Pipeline Model
+# Parallel Layout"). Stages are in the order of the model; with several a device, that of chunks.
+#
+# =========  ===================================================
+# ``E``      embedding, first of all
+# ``t``      a decoder layer
+# ``L``      head and loss, last of all
+# ``|``      border between two stages
+# ``(...)``  a group; may contain groups
+# ``*n``     n times the letter, or the group, before it
+# ``,``      nothing: separates for the eye
+# =========  ===================================================
+
+_TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtL|(),])|(?P<space>\s+)")
+#: Most letters of a written-out layout.
+_LONGEST = 10**6
+
+
+def read_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout string of Megatron.
+
+    Parameters
+    ----------
+    text
+        Value of ``--pipeline-model-parallel-layout``: ``E`` embedding, ``t`` layer, ``L`` loss,
+        ``|`` end of a stage, ``*n`` repetition, brackets for groups, commas for the eye.
+
+    Returns
+    -------
+    tuple of int
+        Layers of each stage, without embedding and loss; shape ``(n_stages,)``.
+
+    See Also
+    --------
+    pipesim.write_layout : The inverse.
+    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
+    pipesim.Transformer.costs : Costs of stages with these layers.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.read_layout("Et*2|(tt|)*3,t|L")
+    (2, 2, 2, 2, 1, 0)
+    """
+    return layout_stages(text, "text")[0]
+
+
+def layout_stages(text: str, name: str) -> tuple[tuple[int, ...], list[int]]:
+    """Return the layers of each stage of a layout string, and the position of each stage's end.
+
+    ``name`` is the name of the argument. The end of a stage is its border, or the loss.
+    """
+    places = _written_out(check_text(name, text), name)
+    letters = "".join(text[place] for place in places)
+    n_embeddings, n_losses = letters.count("E"), letters.count("L")
+    place, reason = 0, ""
+    if not letters.startswith("E"):
+        reason = "the layout must begin with E, the embedding"
+    elif n_embeddings > 1:
+        place, reason = (
+            letters.rindex("E"),
+            f"the embedding stands once, but E {n_embeddings} times",
+        )
+    elif n_losses > 1:
+        place, reason = letters.index("L"), f"the loss stands once, but L {n_losses} times"
+    elif not n_losses or letters[-1] != "L":
+        place, reason = len(letters) - 1, "the layout must end with L, the loss"
+    if reason:
+        raise layout_mistake(name, text, places[place] if places else 0, reason)
+    ends = [place for place, letter in zip(places, letters, strict=True) if letter in "|L"]
+    return tuple(stage.count("t") for stage in letters.split("|")), ends
+
+
+def write_layout(layers_per_stage: Sequence[int]) -> str:
+    """Return the layout string of Megatron for the layers of each stage of a transformer.
+
+    The first stage has the embedding, too, and the last one has head and loss.
+
+    Parameters
+    ----------
+    layers_per_stage
+        Layers of each stage, whole numbers of at least 0.
+
+    Returns
+    -------
+    str
+        Value for ``--pipeline-model-parallel-layout``.
+
+    See Also
+    --------
+    pipesim.read_layout : The inverse.
+    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.write_layout([2, 2, 2, 2, 1, 0])
+    'Et*2|(t*2|)*3t|L'
+    """
+    values = check_list("layers_per_stage", layers_per_stage, "the layers of each stage")
+    if not values:
+        raise ArgumentError("layers_per_stage is empty; give the layers of each stage")
+    first, *middle = (
+        check_count(f"layers_per_stage: layers of stage {stage}", size, 0)
+        for stage, size in enumerate(values)
+    )
+    if not middle:
+        return f"E{_layers(first)}L"
+    *middle, last = middle
+    text = f"E{_layers(first)}|"
+    for size, stages in groupby(middle):
+        count = len(list(stages))
+        text += f"({_layers(size)}|)*{count}" if count > 1 else f"{_layers(size)}|"
+    return f"{text}{_layers(last)}L"
+
+
+def _layers(size: int) -> str:
+    """Return the letters of some layers."""
+    return f"t*{size}" if size > 1 else "t" * size
+
+
+def _written_out(text: str, name: str) -> list[int]:
+    """Return the positions of letters and borders, without groups and repetitions.
+
+    What is repeated has its positions as often.
+    """
+    # Of each open group: the pieces before and inside it, and the position of its bracket.
+    groups: list[tuple[list[list[int]], int]] = [([], 0)]
+    position = 0
+    while position < len(text):
+        pieces = groups[-1][0]
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise _unknown(name, text, position)
+        token = match["other"] or ""
+        if match["times"]:
+            if not pieces:
+                raise layout_mistake(
+                    name, text, position, "nothing stands before it that it repeats"
+                )
+            pieces.append(_repeated(pieces.pop(), int(match["times"]), name, text))
+        elif token == "(":
+            groups.append(([], position))
+        elif token == ")":
+            if len(groups) == 1:
+                raise layout_mistake(name, text, position, "no bracket is open")
+            groups.pop()
+            groups[-1][0].append(_joined(pieces))
+        elif token and token != ",":
+            pieces.append([position])
+        position = match.end()
+    if len(groups) > 1:
+        raise layout_mistake(name, text, groups[-1][1], "the bracket is never closed")
+    return _joined(groups[0][0])
+
+
+def _joined(pieces: list[list[int]]) -> list[int]:
+    """Return the positions of all pieces."""
+    return [position for piece in pieces for position in piece]
+
+
+def _repeated(piece: list[int], times: int, name: str, text: str) -> list[int]:
+    """Return a piece several times, unless that is too long."""
+    if len(piece) * times > _LONGEST:
+        raise ArgumentError(f"{name}={text!r:.60} has more than {_LONGEST:,} letters")
+    return piece * times
+
+
+def _unknown(name: str, text: str, position: int) -> ArgumentError:
+    """Return the error of a character that has no meaning where it stands."""
+    if text[position] != "*":
+        return layout_mistake(
+            name, text, position, "only E, t, L, |, *n, groups and commas are known"
+        )
+    if position + 1 == len(text):
+        return layout_mistake(name, text, position, "a whole number must follow it, such as *4")
+    reason = "a whole number from 0 to 999999999 must follow *, such as *4"
+    return layout_mistake(name, text, position + 1, reason)
+
+
+def layout_mistake(name: str, text: str, position: int, reason: str) -> ArgumentError:
+    """Return the error of a mistake, which points to it."""
+    letter = repr(text[position]) if text else "which is empty"
+    return ArgumentError(
+        f"{name}: mistake at position {position} of the layout, {letter}: {reason}\n"
+        f"    {text}\n    {' ' * position}^"
+    )

@@ -19,24 +19,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_text
-from pipesim.graph.collective_groups import (
+from pipesim.graph.copies import (
+    FirstCopy,
+    copies_of_kinds,
     default_collectives,
+    first_copy,
     group_members,
     partial_dependencies,
 )
-from pipesim.graph.column_checks import checked_tasks
-from pipesim.graph.copies import FirstCopy, copies_of_kinds, first_copy
-from pipesim.graph.fetches import with_fetches
-from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
-from pipesim.graph.hosts import Hosts, host_of_devices
-from pipesim.graph.kind_rules import peer_kinds
-from pipesim.graph.options import LoweringOptions
-from pipesim.graph.overlaps import with_ends
-from pipesim.graph.precedence import issued_first, precedence
-from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
-from pipesim.graph.tied_stages import Tied
-from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
-from pipesim.graph.wiring import apply_rules
+from pipesim.graph.dependencies import apply_rules, peer_kinds, with_ends, with_fetches
+from pipesim.graph.options import (
+    GradSyncArgument,
+    GradSyncs,
+    Hosts,
+    LoweringOptions,
+    Tied,
+    group_sizes,
+    host_of_devices,
+)
+from pipesim.graph.precedence import (
+    LevelInputs,
+    issued_first,
+    levels,
+    precedence,
+    stable_topological_order,
+)
+from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
 from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
 from pipesim.scheduling.schedule import Versions
@@ -187,7 +195,7 @@ class TaskGraph:
             group as ``part``.
         prefetch
             Number of compute tasks that a fetch (UNSHARD, RELOAD) may run beside before the task
-            that needs it; see `pipesim.graph.fetches`.
+            that needs it; see `pipesim.graph.dependencies`.
         expert_replicas
             Number of consecutive replicas that exchange the tokens of experts; 0 for all.
         offload_shares
@@ -677,7 +685,7 @@ class TaskGraph:
         0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
         1RECV_F0,1F0,1B0,1REDUCE_GRAD,1SEND_B0 sha256:...
         """
-        from pipesim.graph.torch_csv import write_torch_csv
+        from pipesim.graph.exports import write_torch_csv
 
         write_torch_csv(self, path)
 
@@ -715,7 +723,7 @@ class TaskGraph:
         >>> [graph.nodes[task]["label"] for task in path][:4]
         ['0F0', '0SEND_F0', '1RECV_F0', '1F0']
         """
-        from pipesim.graph.networkx_graph import networkx_graph
+        from pipesim.graph.exports import networkx_graph
 
         directed: networkx.DiGraph[int] = networkx_graph(self)
         return directed

@@ -1,19 +1,411 @@
-"""`LoweringOptions`: the options of `pipesim.lower` that a task graph keeps."""
+"""`LoweringOptions`, the options of `pipesim.lower` that a task graph keeps, and their values.
+
+An option of stages, devices or replicas may have one value for all, or one for each. It is checked
+here, and written as text to files and read again.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from pipesim.errors import GraphError, check_count, check_flag, check_name, check_text
-from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, checked_grad_sync
-from pipesim.graph.offload_values import checked_shares
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import (
+    ArgumentError,
+    GraphError,
+    UnknownNameError,
+    check_count,
+    check_flag,
+    check_name,
+    check_text,
+    number,
+)
 from pipesim.graph.skips import Skip, skips_of
 from pipesim.graph.tasks import Kinds
-from pipesim.graph.tied_stages import Tied, check_tied_kinds, checked_tied
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import VERSIONS, Schedule, Versions
+from pipesim.utils.csr import Ints
+from pipesim.utils.texts import parse_float, parse_int
+
+#: One host, a host a device, or the number of each device's host.
+Hosts = Literal["one", "per_device"] | Sequence[int] | NDArray[np.integer[Any]]
+HOSTS = ("one", "per_device")
+_ADVICE = "give the number of each device's host"
+
+
+def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
+    """Return the number of the host of each device; shape ``(n_devices,)``.
+
+    Parameters
+    ----------
+    hosts
+        ``"one"``, ``"per_device"``, or the number of each device's host: whole numbers from 0
+        without gaps. Also as text, ``"0,0,1,1"``.
+    n_devices
+        Number of devices, those of all replicas included.
+    """
+    numbers, example = _host_numbers(hosts), [device // 2 for device in range(min(n_devices, 4))]
+    if numbers is None:
+        try:
+            is_one = check_name("hosts", hosts, HOSTS) == "one"
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{error}; or {_ADVICE}, such as {example}") from None
+        return np.zeros(n_devices, np.int64) if is_one else np.arange(n_devices)
+    if len(numbers) != n_devices:
+        raise ArgumentError(
+            f"hosts has {len(numbers)} numbers, for a graph of {n_devices} devices (of all "
+            f"replicas); {_ADVICE}, such as {example}"
+        )
+    for device, value in enumerate(numbers):
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_whole or not 0 <= value < n_devices:
+            raise ArgumentError(
+                f"hosts: device {device} has host {value!r:.40}; hosts have whole numbers from 0 "
+                f"to {n_devices - 1} at most: {_ADVICE}, such as {example}"
+            )
+    missing = set(range(max(numbers))).difference(numbers)
+    if missing:
+        raise ArgumentError(
+            f"hosts names host {max(numbers)}, but no device has host {min(missing)}; number "
+            "hosts from 0 without gaps"
+        )
+    return np.array(numbers, dtype=np.int64)
+
+
+def _host_numbers(hosts: object) -> list[Any] | None:
+    """Return the numbers in a list, an array or a text; None for anything else."""
+    if isinstance(hosts, str):
+        words = hosts.replace(",", " ").split()
+        are_numbers = all(w.isascii() and w.isdecimal() and len(w) < 10 for w in words)
+        return [int(word) for word in words] if words and are_numbers else None
+    if isinstance(hosts, np.ndarray):
+        return hosts.tolist() if hosts.ndim == 1 else None
+    return list(hosts) if isinstance(hosts, (list, tuple, range)) else None
+
+
+def hosts_text(host: NDArray[np.int64]) -> str:
+    """Return ``one``, ``per_device``, or numbers such as ``0 0 1 1``, for `host_of_devices`."""
+    if not host.any():
+        return "one"
+    return "per_device" if (host == np.arange(len(host))).all() else " ".join(map(str, host))
+
+
+# Values of the option ``offload``: the activations that go to host memory, of all stages or each.
+#
+# A value is ``"none"``, ``"all"``, a share of the bytes of each micro-batch such as 0.5, or the
+# text ``"longest:0.5"``: the half of the micro-batches whose activations live longest. As text,
+# values of stages stand between slashes: ``"all/0.5/none"``.
+
+#: One value, as users give it.
+OffloadValue: TypeAlias = str | float
+#: As users give it for all stages.
+OffloadArgument: TypeAlias = OffloadValue | Sequence[OffloadValue] | Mapping[int, OffloadValue]
+_BETWEEN = "/"
+_LONGEST = "longest:"
+_ALLOWED = (
+    '"none", "all", a share of the bytes of each micro-batch from 0 to 1, or the text '
+    '"longest:0.5" for the half of the micro-batches that live longest'
+)
+
+
+@dataclass(frozen=True)
+class StageOffload:
+    """Activations to offload: of a stage, or of all stages together.
+
+    Attributes
+    ----------
+    share
+        Share of the bytes of each selected micro-batch, 0 to 1.
+    longest
+        Share of the micro-batches that is selected, those that live longest first; 1 for all.
+    """
+
+    share: float = 1.0
+    longest: float = 1.0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is offloaded."""
+        return self.share == 0 or self.longest == 0
+
+    @property
+    def text(self) -> str:
+        """The text that `checked_offload` reads."""
+        if self.is_none:
+            return "none"
+        if self.longest < 1:
+            return f"{_LONGEST}{self.longest!r}"
+        return "all" if self.share == 1 else repr(self.share)
+
+
+def checked_offload(
+    offload: OffloadArgument, n_stages: int
+) -> StageOffload | tuple[StageOffload, ...]:
+    """Return the value for all stages together, or one a stage if they were given."""
+    if isinstance(offload, str) and _BETWEEN in offload:
+        offload = offload.split(_BETWEEN)
+    if isinstance(offload, Mapping):
+        return _of_mapping(offload, n_stages)
+    if isinstance(offload, (list, tuple)):
+        if len(offload) != n_stages:
+            raise ArgumentError(
+                f"offload has {len(offload)} values, and there are {n_stages} stages; give one "
+                "value for all, one a stage, or a mapping from stages"
+            )
+        return tuple(
+            _checked_offload_value(x, f"offload of stage {s}") for s, x in enumerate(offload)
+        )
+    return _checked_offload_value(offload, "offload")
+
+
+def _of_mapping(offload: Mapping[int, OffloadValue], n_stages: int) -> tuple[StageOffload, ...]:
+    """Return one value a stage; stages that a mapping does not name offload nothing."""
+    if not offload:
+        raise ArgumentError("offload is a mapping that names no stage; give such as {0: 'all'}")
+    for stage in offload:
+        if check_count("offload: a stage", stage, 0) >= n_stages:
+            raise ArgumentError(
+                f"offload names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+            )
+    values = (offload.get(stage, "none") for stage in range(n_stages))
+    return tuple(
+        _checked_offload_value(value, f"offload of stage {s}") for s, value in enumerate(values)
+    )
+
+
+def _checked_offload_value(value: object, name: str) -> StageOffload:
+    """Return one value."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("none", "all"):
+            return StageOffload(float(text == "all"))
+        share = parse_float(text.removeprefix(_LONGEST))
+        if share is not None and 0 <= share <= 1:
+            is_longest = text.startswith(_LONGEST)
+            return StageOffload(longest=share) if is_longest else StageOffload(share)
+    else:
+        share = None if isinstance(value, (bool, np.bool_)) else number(value)
+        if share is not None and 0 <= share <= 1:
+            return StageOffload(share)
+    raise ArgumentError(f"{name} must be {_ALLOWED}; got {value!r:.60}")
+
+
+def checked_shares(shares: Sequence[float] | str, n_stages: int) -> tuple[float, ...]:
+    """Return the shares of stages that OFFLOADs move, one a stage; empty if all are 1."""
+    listed = shares.split(_BETWEEN) if isinstance(shares, str) and shares else shares
+    if isinstance(listed, str) and not listed:
+        listed = ()
+    if not isinstance(listed, (list, tuple, np.ndarray)):
+        raise ArgumentError(f"offload_shares must be numbers, one a stage, got {shares!r:.60}")
+    values = [parse_float(x) if isinstance(x, str) else number(x) for x in listed]
+    for stage, share in enumerate(values):
+        if share is None or not 0 < share <= 1:
+            raise ArgumentError(
+                f"offload_shares of stage {stage} must be above 0 and at most 1, the share of the "
+                f"bytes of activations that OFFLOAD moves; got {listed[stage]!r:.60}"
+            )
+    if values and len(values) != n_stages:
+        raise ArgumentError(
+            f"offload_shares has {len(values)} values for {n_stages} stages; give one a stage"
+        )
+    of_stages = tuple(float(x) for x in values if x is not None)
+    return () if all(share == 1 for share in of_stages) else of_stages
+
+
+def shares_text(shares: Sequence[float]) -> str:
+    """Return the text that `checked_shares` reads."""
+    return _BETWEEN.join(map(repr, shares))
+
+
+# When replicas reduce gradients
+
+GradSync = Literal["last", "every", "bucketed"]
+GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
+#: As a graph has it: one value for all stages, or one a stage. A number k is every k micro-batches.
+GradSyncs: TypeAlias = str | int | tuple[str | int, ...]
+#: As users give it.
+GradSyncArgument: TypeAlias = str | int | Sequence[str | int] | Mapping[int, str | int]
+#: Between the values of stages, as text.
+_BETWEEN = "/"
+
+
+def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: int) -> GradSyncs:
+    """Return when gradients are reduced: one value if all stages have the same, else one a stage.
+
+    Parameters
+    ----------
+    grad_sync
+        ``"last"``, ``"every"``, ``"bucketed"``, a number of micro-batches, or one of these a stage:
+        in a sequence, as text between slashes, or in a mapping from stages, whose other stages
+        have ``"last"``.
+    n_stages
+        Number of stages.
+    batch_size
+        Micro-batches of a mini-batch. This number means ``"last"``, and 1 means ``"every"``.
+    """
+    if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
+        grad_sync = from_text(grad_sync)
+    if isinstance(grad_sync, Mapping):
+        grad_sync = [
+            grad_sync.get(stage, "last") for stage in _checked_times_of_stages(grad_sync, n_stages)
+        ]
+    elif isinstance(grad_sync, (list, tuple)):
+        if len(grad_sync) != n_stages:
+            raise ArgumentError(
+                f"grad_sync has {len(grad_sync)} values, and there are {n_stages} stages; give one "
+                "value for all, one a stage, or a mapping from stages"
+            )
+    else:
+        return _checked_times(grad_sync, "grad_sync", batch_size)
+    values = [
+        _checked_times(value, f"grad_sync of stage {stage}", batch_size)
+        for stage, value in enumerate(grad_sync)
+    ]
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def _checked_times_of_stages(stages: Mapping[int, str | int], n_stages: int) -> range:
+    """Return all stages, if a mapping names one of them or several, and no others."""
+    if not stages:
+        raise ArgumentError("grad_sync is a mapping that names no stage; give such as {0: 'every'}")
+    for stage in stages:
+        if check_count("grad_sync: a stage", stage, 0) >= n_stages:
+            raise ArgumentError(
+                f"grad_sync names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+            )
+    return range(n_stages)
+
+
+def _checked_times(value: object, name: str, batch_size: int) -> str | int:
+    """Return the value of one stage; 1 and the size of a mini-batch become modes."""
+    if isinstance(value, str):
+        return check_name(name, value, GRAD_SYNC)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentError(
+            f"{name} must be {', '.join(map(repr, GRAD_SYNC))}, or a whole number k, to reduce "
+            f"after every k micro-batches; got {value!r} ({type(value).__name__})"
+        )
+    k = check_count(name, value)
+    if batch_size % k:
+        divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+        raise ArgumentError(
+            f"{name} reduces after every {k} micro-batches, which do not divide the {batch_size} "
+            f"of a mini-batch; give one of {divisors}"
+        )
+    if k == batch_size:
+        return "last"
+    return "every" if k == 1 else k
+
+
+def of_stages(grad_sync: GradSyncs, n_stages: int) -> tuple[str | int, ...]:
+    """Return the value of each stage."""
+    return grad_sync if isinstance(grad_sync, tuple) else (grad_sync,) * n_stages
+
+
+def group_sizes(grad_sync: GradSyncs, n_stages: int) -> Ints:
+    """Return the number of micro-batches after which each stage reduces its gradients.
+
+    0 for once a mini-batch, with ``"last"`` and ``"bucketed"``. Shape ``(n_stages,)``.
+    """
+    sizes = {"every": 1, "last": 0, "bucketed": 0}
+    values = of_stages(grad_sync, n_stages)
+    groups: Ints = np.array([sizes[x] if isinstance(x, str) else x for x in values], dtype=np.int64)
+    return groups
+
+
+def to_text(grad_sync: GradSyncs) -> str:
+    """Return the text that `from_text` reads."""
+    return _BETWEEN.join(map(str, grad_sync if isinstance(grad_sync, tuple) else (grad_sync,)))
+
+
+def from_text(text: str) -> str | int | tuple[str | int, ...]:
+    """Read a value, or one a stage between slashes: ``"every"``, ``"2"``, ``"every/2/last"``."""
+    values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
+    return values if len(values) > 1 else values[0]
+
+
+# Groups of tied stages: stages with copies of one parameter, such as an embedding and a head.
+#
+# The copies of a group are equal: REDUCE_TIED sums their gradients once a mini-batch. A text has
+# the stages of a group between ``-``, and groups between commas: ``"0-7"``, ``"0-3-7,1-2"``.
+
+#: Stages of each group, in rising order.
+Tied: TypeAlias = tuple[tuple[int, ...], ...]
+#: Groups that a graph may have.
+_MOST_GROUPS = 1000
+
+
+def checked_tied(tied: Iterable[Iterable[int]] | str, n_stages: int) -> Tied:
+    """Return the groups of tied stages, each in rising order."""
+    groups = tuple(_stages_of(group, tied) for group in _listed_groups(tied))
+    for group in groups:
+        for stage in group:
+            if check_count("tied: a stage", stage, 0) >= n_stages:
+                raise ArgumentError(
+                    f"tied names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+                )
+        if len(group) < 2 or len(set(group)) < len(group):
+            raise ArgumentError(
+                f"tied has the group {group!r}; a group has two or more different stages with "
+                "copies of one parameter, such as (0, 3)"
+            )
+    return tuple(tuple(sorted(map(int, group))) for group in groups)
+
+
+def check_tied_kinds(kinds: Kinds, tied: Tied) -> None:
+    """Raise `GraphError` for a REDUCE_TIED of no group, or of a stage outside its group."""
+    for row in np.flatnonzero(kinds.op == Op.REDUCE_TIED).tolist():
+        stage, part = int(kinds.stage[row]), int(kinds.part[row])
+        if not 0 <= part < len(tied) or stage not in tied[part]:
+            raise GraphError(
+                f"{stage}REDUCE_TIED has part {part}, the number of its group of tied stages, but "
+                f"tied is {list(tied)!r}; give the groups as tied=, such as [(0, 3)]"
+            )
+
+
+def tied_text(tied: Tied) -> str:
+    """Return the text that `checked_tied` reads."""
+    return ",".join("-".join(map(str, group)) for group in tied)
+
+
+def _listed_groups(tied: Iterable[Iterable[int]] | str) -> list[object]:
+    """Return the groups as a list."""
+    if isinstance(tied, str):
+        return [part.strip() for part in tied.split(",")]
+    try:
+        if isinstance(tied, (Mapping, bytes)):
+            raise TypeError
+        groups: list[object] = list(itertools.islice(tied, _MOST_GROUPS + 1))
+    except TypeError:
+        raise _wrong_tied(tied) from None
+    if len(groups) > _MOST_GROUPS:
+        raise ArgumentError(f"tied has more than {_MOST_GROUPS} groups; give fewer")
+    return groups
+
+
+def _stages_of(group: object, tied: object) -> tuple[int, ...]:
+    """Return the stages of one group."""
+    if isinstance(group, str):
+        numbers = [parse_int(text) for text in group.split("-")]
+        stages = tuple(number for number in numbers if number is not None)
+        if len(stages) < len(numbers):
+            raise _wrong_tied(tied)
+        return stages
+    if not isinstance(group, (tuple, list)):
+        raise _wrong_tied(tied)
+    return tuple(group)
+
+
+def _wrong_tied(tied: object) -> ArgumentError:
+    return ArgumentError(
+        "tied must be groups of stages with copies of one parameter, such as [(0, 3)], or the text "
+        f"'0-3', got {tied!r:.60}"
+    )
+
 
 _BACKWARDS = frozenset({Op.B, Op.I, Op.W, Op.R})
 
@@ -65,7 +457,7 @@ class LoweringOptions:
         Stages of each group with copies of one parameter, in rising order.
     prefetch
         Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
-        its consumer; see `pipesim.graph.fetches`.
+        its consumer; see `pipesim.graph.dependencies`.
     expert_replicas
         Number of consecutive replicas that exchange the tokens of experts; 0 for all.
     offload_shares
@@ -75,7 +467,7 @@ class LoweringOptions:
         Schedule and arguments of `pipesim.lower`; None for a graph from elsewhere. Not compared.
     n_equal
         Number of equal replicas for which the one of the graph stands; see
-        `pipesim.simulation.one_of_replicas`.
+        `pipesim.simulation.equal_replicas`.
     """
 
     recompute: str = "never"

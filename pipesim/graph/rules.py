@@ -1,7 +1,7 @@
 """The dependency rules: which tasks need the end of which other tasks (rule 3 of docs/time.md).
 
-This is the only copy. `pipesim.graph.kind_rules` turns `RULES` into tables of one graph's kinds.
-`pipesim.graph.wiring` applies these to all tasks. The executor derives the input of each task from
+This is the only copy. `pipesim.graph.dependencies` turns `RULES` into tables of one graph's kinds.
+`pipesim.graph.dependencies` applies these to all tasks. The executor derives the input of each task from
 `data_sources`.
 """
 

@@ -2,39 +2,471 @@
 
 The scheduler keeps a clock, to know when actions are ready. It returns orders without times:
 engines compute when actions run. Its loop is compiled, but runs as Python for a user's priority.
+
+Devices that wait for each other's room could wait forever. So a device takes bytes only if it
+could then still finish its micro-batches one after the other, in their order, each with all bytes
+that it needs here (the banker's algorithm: Dijkstra, EWD 108). Thus the oldest micro-batch that has
+not passed the whole pipeline finds room on every device.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.list_scheduling.memory_admission import (
-    HeldBytes,
-    count_backward,
-    count_forward,
-    new_held_bytes,
-)
-from pipesim.list_scheduling.problem import WEIGHT, Problem, action_columns, operations
-from pipesim.list_scheduling.queues import (
-    Queues,
-    Ranks,
-    add,
-    make_ready,
-    new_queues,
-    start_ready,
-)
-from pipesim.list_scheduling.selection import HELPERS, NONE, Progress, choose
+from pipesim.list_scheduling.problem import BACKWARD, WEIGHT, Problem, action_columns, operations
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import available, kernel
 
-T = TypeVar("T")
+# Queues of the actions that are yet to start, one for each lane of `Problem`.
+
 Floats = NDArray[np.float64]
+
+
+class Ranks(NamedTuple):
+    """Ranks of actions: the lowest ``score`` goes first, then the lowest ``tie``.
+
+    Attributes
+    ----------
+    score, tie
+        One number an action. The scores of a user's priority are tuples of numbers.
+    by_arrival
+        Whether the score of an action depends on the time at which it is ready (s). The scheduler
+        then assigns this time to ``score[action]`` as soon as it is known.
+    """
+
+    score: Floats
+    tie: Ints
+    by_arrival: bool
+
+
+class Queues(NamedTuple):
+    """Actions of each lane, from ``lane_ptr[lane]`` on in ``action``, in three parts.
+
+    - Up to ``ready[lane]``: started, in the order of their starts.
+    - Up to ``future[lane]``: ready, the lowest rank first.
+    - Up to ``unknown[lane]``: ready at a known time, the earliest first, then the lowest rank.
+
+    Attributes
+    ----------
+    action
+        Actions, lane by lane.
+    arrival
+        Time at which each action is ready (s).
+    ready, future, unknown
+        Ends of the parts, as positions in ``action``; one a lane.
+    """
+
+    action: Ints
+    arrival: Floats
+    ready: Ints
+    future: Ints
+    unknown: Ints
+
+
+def new_queues(problem: Problem) -> Queues:
+    """Return empty queues."""
+    first, n_actions = problem.lane_ptr[:-1], int(problem.lane_ptr[-1])
+    return Queues(
+        np.full(n_actions, -1), np.zeros(n_actions), first.copy(), first.copy(), first.copy()
+    )
+
+
+def ranks_below(ranks: Ranks, action: int, other: int) -> bool:
+    """Return whether an action ranks lower than another."""
+    if ranks.score[action] == ranks.score[other]:
+        return bool(ranks.tie[action] < ranks.tie[other])
+    return bool(ranks.score[action] < ranks.score[other])
+
+
+def goes_before(ranks: Ranks, action: int, other: int) -> bool:
+    """Return whether an action ranks lower than another or, at the same rank, has less number."""
+    if ranks.score[action] == ranks.score[other] and ranks.tie[action] == ranks.tie[other]:
+        return action < other
+    return ranks_below(ranks, action, other)
+
+
+def add(queues: Queues, ranks: Ranks, lane: int, action: int, time: float) -> None:
+    """Add an action that is ready at ``time`` (s), no earlier than those added before."""
+    queues.arrival[action] = time
+    if ranks.by_arrival:
+        ranks.score[action] = time
+    position = queues.unknown[lane]
+    queues.unknown[lane] = position + 1
+    while position > queues.future[lane]:
+        other = queues.action[position - 1]
+        if queues.arrival[other] < time or goes_before(ranks, other, action):
+            break
+        queues.action[position] = other
+        position -= 1
+    queues.action[position] = action
+
+
+def make_ready(queues: Queues, ranks: Ranks, lane: int, now: float) -> None:
+    """Move the actions whose time has come to those that are ready."""
+    while queues.future[lane] < queues.unknown[lane]:
+        position = queues.future[lane]
+        action = queues.action[position]
+        if queues.arrival[action] > now:
+            break
+        queues.future[lane] = position + 1
+        while position > queues.ready[lane]:
+            other = queues.action[position - 1]
+            if goes_before(ranks, other, action):
+                break
+            queues.action[position] = other
+            position -= 1
+        queues.action[position] = action
+
+
+def start_ready(queues: Queues, lane: int, action: int) -> None:
+    """Move a ready action to those that have started."""
+    position = first = queues.ready[lane]
+    while queues.action[position] != action:
+        position += 1
+    for k in range(position, first, -1):
+        queues.action[k] = queues.action[k - 1]
+    queues.action[first] = action
+    queues.ready[lane] = first + 1
+
+
+# Bytes: how many more a device may take, so that no micro-batch gets stuck.
+
+ByteFloats = NDArray[np.float64]
+#: Share of a limit by which sums of bytes may exceed it, since sums of floats are rounded.
+_ROUNDING = 1e-9
+
+
+class HeldBytes(NamedTuple):
+    """Bytes that devices hold. A row is a micro-batch on a device: ``device * n + microbatch``.
+
+    Attributes
+    ----------
+    limit
+        Bytes that each device may hold.
+    n_chunks
+        Number of stages of a path on a device: entry ``device * n_paths + path``.
+    most_needed
+        Most bytes that a micro-batch needs on each device at the same time.
+    most_later
+        Most bytes that one of a row's micro-batch and the later ones of its path needs there.
+    held, held_for_w
+        Bytes that each device holds until I or B, and until W. A W can run whenever its room is
+        needed.
+    row_held, to_come
+        Bytes that each micro-batch holds until I or B, and bytes that it will still take.
+    backwards
+        Backwards that each micro-batch has still to run on the device; -1 before its first F.
+    started_end, oldest
+        Numbers of micro-batches on a path: one more than the last one that has started on a
+        device; no more than the first one that has not ended there. Entries as in ``n_chunks``.
+    """
+
+    limit: ByteFloats
+    n_chunks: Ints
+    most_needed: ByteFloats
+    most_later: ByteFloats
+    held: ByteFloats
+    held_for_w: ByteFloats
+    row_held: ByteFloats
+    to_come: ByteFloats
+    backwards: Ints
+    started_end: Ints
+    oldest: Ints
+
+
+def new_held_bytes(problem: Problem) -> HeldBytes:
+    """Return the bytes of devices that have not started."""
+    shape = problem.n_devices, problem.n_paths
+    n_rows = problem.n_devices * problem.n_microbatches
+    needed, n_chunks = np.zeros((problem.n_devices, problem.n_microbatches)), np.zeros(shape, int)
+    most_later = np.empty_like(needed)
+    path = np.arange(len(problem.home)) % problem.n_paths
+    for copy, (home, own) in enumerate(zip(problem.home, path, strict=True)):
+        first = problem.first[own]
+        nbytes = problem.f_bytes[problem.lane_ptr[copy] : problem.lane_ptr[copy + 1]]
+        needed[home, first : first + problem.n_of_path[own]] += nbytes
+    np.add.at(n_chunks, (problem.home, path), 1)
+    for first, count in zip(problem.first, problem.n_of_path, strict=True):
+        columns = slice(first, first + count)
+        backwards = needed[:, columns][:, ::-1]
+        most_later[:, columns] = np.maximum.accumulate(backwards, axis=1)[:, ::-1]
+    return HeldBytes(
+        limit=problem.limits * (1 + _ROUNDING),
+        n_chunks=n_chunks.ravel(),
+        most_needed=needed.max(axis=1),
+        most_later=most_later.ravel(),
+        held=np.zeros(problem.n_devices),
+        held_for_w=np.zeros(problem.n_devices),
+        row_held=np.zeros(n_rows),
+        to_come=needed.ravel(),
+        backwards=np.full(n_rows, -1),
+        started_end=np.zeros(n_chunks.size, int),
+        oldest=np.zeros(n_chunks.size, int),
+    )
+
+
+def has_room(memory: HeldBytes, device: int, nbytes: float) -> bool:
+    """Return whether there is room now."""
+    return bool(memory.held[device] + memory.held_for_w[device] + nbytes <= memory.limit[device])
+
+
+def could_have_room(memory: HeldBytes, device: int, nbytes: float) -> bool:
+    """Return whether there is room once every W that can run has run."""
+    return bool(memory.held[device] + nbytes <= memory.limit[device])
+
+
+def is_safe(
+    problem: Problem, memory: HeldBytes, device: int, path: int, microbatch: int, nbytes: float
+) -> bool:
+    """Return whether all micro-batches can still finish after this one takes ``nbytes``."""
+    limit = memory.limit[device]
+    if memory.held[device] + nbytes + memory.most_needed[device] <= limit:
+        return True
+    held_by_later = 0.0
+    for other in range(problem.n_paths - 1, -1, -1):
+        entry = device * problem.n_paths + other
+        row = device * problem.n_microbatches + problem.first[other]
+        taker = microbatch if other == path else -1
+        end = max(memory.started_end[entry], taker + 1)
+        # Of those that have not started, behind all others: the largest one.
+        if end < problem.n_of_path[other] and held_by_later + memory.most_later[row + end] > limit:
+            return False
+        for number in range(end - 1, memory.oldest[entry] - 1, -1):
+            if memory.backwards[row + number] == 0:
+                continue
+            held, to_come = memory.row_held[row + number], memory.to_come[row + number]
+            if number == taker:
+                held, to_come = held + nbytes, to_come - nbytes
+            held_by_later += held
+            if held_by_later + to_come > limit:
+                return False
+    return True
+
+
+def count_forward(
+    problem: Problem, memory: HeldBytes, device: int, path: int, microbatch: int, nbytes: float
+) -> None:
+    """Count an F, which takes ``nbytes``."""
+    entry = device * problem.n_paths + path
+    row = device * problem.n_microbatches + problem.first[path] + microbatch
+    memory.held[device] += nbytes
+    memory.row_held[row] += nbytes
+    memory.to_come[row] -= nbytes
+    if memory.backwards[row] >= 0:
+        return
+    memory.backwards[row] = memory.n_chunks[entry]
+    memory.started_end[entry] = max(memory.started_end[entry], microbatch + 1)
+
+
+def count_backward(
+    problem: Problem, memory: HeldBytes, device: int, path: int, microbatch: int, nbytes: float,
+    w_bytes: float,
+) -> None:  # fmt: skip
+    """Count an I or a B, which releases ``nbytes``, except ``w_bytes`` that W needs."""
+    entry = device * problem.n_paths + path
+    first = device * problem.n_microbatches + problem.first[path]
+    memory.held[device] -= nbytes
+    memory.held_for_w[device] += w_bytes
+    memory.row_held[first + microbatch] -= nbytes
+    memory.backwards[first + microbatch] -= 1
+    oldest, started_end = memory.oldest[entry], memory.started_end[entry]
+    while oldest < started_end and memory.backwards[first + oldest] == 0:
+        oldest += 1
+    memory.oldest[entry] = oldest
+
+
+# The action that a free device starts: the first of those that are ready and fit.
+
+ProgressFloats = NDArray[np.float64]
+#: No action.
+NONE = -1
+
+
+class Progress(NamedTuple):
+    """Progress of devices and copies.
+
+    Attributes
+    ----------
+    free, wake
+        Time at which each device is free, and at which it next looks for an action (s).
+    n_in_flight
+        Micro-batches between F and their backward, of each copy.
+    started, next_in_order
+        Whether each F has started, and the first micro-batch of each copy whose F has not.
+    end
+        End of the filled part of each device's order, in ``order``.
+    order
+        Actions, those of device 0 first.
+    """
+
+    free: ProgressFloats
+    wake: ProgressFloats
+    n_in_flight: Ints
+    started: NDArray[np.bool_]
+    next_in_order: Ints
+    end: Ints
+    order: Ints
+
+
+def _first_ready(problem: Problem, ranks: Ranks, queues: Queues, device: int, phase: int) -> int:
+    """Return the first of a device's ready actions of a phase, or `NONE`."""
+    first = NONE
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        lane = phase * len(problem.home) + problem.copies[k]
+        if queues.ready[lane] < queues.future[lane]:
+            action = queues.action[queues.ready[lane]]
+            if first == NONE or goes_before(ranks, action, first):
+                first = action
+    return first
+
+
+def _in_flight_allows(problem: Problem, progress: Progress, copy: int, microbatch: int) -> bool:
+    """Reserve the last place in flight for the micro-batch that is next in order."""
+    places = problem.in_flight[copy // problem.n_paths] - progress.n_in_flight[copy]
+    return bool(places >= 2 or microbatch == progress.next_in_order[copy])
+
+
+def _allows(problem: Problem, progress: Progress, memory: HeldBytes, action: int) -> bool:
+    """Return whether an F may start."""
+    copy = problem.lane[action]  # as lanes of F come first
+    device, nbytes = problem.home[copy], problem.f_bytes[action]
+    microbatch = action - problem.lane_ptr[copy]
+    if not has_room(memory, device, nbytes):
+        return False
+    if not _in_flight_allows(problem, progress, copy, microbatch):
+        return False
+    return is_safe(problem, memory, device, copy % problem.n_paths, microbatch, nbytes)
+
+
+def _first_allowed(
+    problem: Problem, progress: Progress, queues: Queues, memory: HeldBytes, copy: int
+) -> int:
+    """Return the F of lowest rank that has room and may start, or `NONE`."""
+    ready, future = queues.ready[copy], queues.future[copy]
+    first = queues.action[ready]
+    if _allows(problem, progress, memory, first):
+        return int(first)
+    if problem.has_equal_bytes:
+        if not has_room(memory, problem.home[copy], problem.f_bytes[first]):
+            return NONE
+        oldest = first
+        if first - problem.lane_ptr[copy] != progress.next_in_order[copy]:
+            for k in range(ready + 1, future):
+                oldest = min(oldest, queues.action[k])
+        if oldest == first or not _allows(problem, progress, memory, oldest):
+            return NONE  # no other F is allowed either
+    for k in range(ready + 1, future):
+        if _allows(problem, progress, memory, queues.action[k]):
+            return int(queues.action[k])
+    return NONE
+
+
+def _first_blocked(problem: Problem, queues: Queues, memory: HeldBytes, copy: int) -> int:
+    """Return the ready F of lowest rank that waits for the room of a W, or `NONE`."""
+    ready, future = queues.ready[copy], queues.future[copy]
+    device = problem.home[copy]
+    if problem.has_equal_bytes:  # then all of them wait, or none
+        future = min(future, ready + 1)
+    for k in range(ready, future):
+        nbytes = problem.f_bytes[queues.action[k]]
+        if not has_room(memory, device, nbytes) and could_have_room(memory, device, nbytes):
+            return int(queues.action[k])
+    return NONE
+
+
+def _weight_may_start(
+    problem: Problem,
+    ranks: Ranks,
+    patience: float,
+    progress: Progress,
+    queues: Queues,
+    memory: HeldBytes,
+    device: int,
+    weight: int,
+    now: float,
+) -> bool:
+    """Return whether W would not delay the next F or backward too much."""
+    soonest, forward = math.inf, NONE
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        copy = problem.copies[k]
+        lane = BACKWARD * len(problem.home) + copy
+        if queues.future[lane] < queues.unknown[lane]:
+            soonest = min(soonest, queues.arrival[queues.action[queues.future[lane]]])
+        if queues.future[copy] < queues.unknown[copy]:
+            action = queues.action[queues.future[copy]]
+            if forward == NONE or queues.arrival[action] < queues.arrival[forward] or (
+                queues.arrival[action] == queues.arrival[forward]
+                and goes_before(ranks, action, forward)
+            ):  # fmt: skip
+                forward = action
+    if forward != NONE:
+        copy = problem.lane[forward]
+        if (
+            has_room(memory, device, problem.f_bytes[forward])
+            and progress.n_in_flight[copy] < problem.in_flight[copy // problem.n_paths]
+        ):
+            soonest = min(soonest, queues.arrival[forward])
+    return bool(soonest - now >= patience * problem.seconds[weight])
+
+
+def choose(
+    problem: Problem,
+    ranks: Ranks,
+    patience: float,
+    progress: Progress,
+    queues: Queues,
+    memory: HeldBytes,
+    device: int,
+    now: float,
+) -> int:
+    """Return the action that a device starts now; `NONE`: wait for the next event."""
+    best = _first_ready(problem, ranks, queues, device, BACKWARD)
+    blocked = NONE  # the first F that waits for the room of a W
+    for k in range(problem.copies_ptr[device], problem.copies_ptr[device + 1]):
+        copy = problem.copies[k]
+        if (
+            queues.ready[copy] == queues.future[copy]
+            or progress.n_in_flight[copy] >= problem.in_flight[copy // problem.n_paths]
+        ):
+            continue
+        action = _first_allowed(problem, progress, queues, memory, copy)
+        if action != NONE and (best == NONE or ranks_below(ranks, action, best)):
+            best = action
+        action = _first_blocked(problem, queues, memory, copy)
+        if action != NONE and (blocked == NONE or goes_before(ranks, action, blocked)):
+            blocked = action
+    weight = NONE
+    if problem.n_phases > WEIGHT:
+        weight = _first_ready(problem, ranks, queues, device, WEIGHT)
+    if weight == NONE:
+        return best
+    if blocked != NONE and (best == NONE or ranks_below(ranks, blocked, best)):
+        return weight
+    if best != NONE:
+        return weight if ranks_below(ranks, weight, best) else best
+    may_start = _weight_may_start(
+        problem, ranks, patience, progress, queues, memory, device, weight, now
+    )
+    return weight if may_start else NONE
+
+
+#: Functions that `choose` calls, for kernels that call it.
+HELPERS = (
+    ranks_below, goes_before, has_room, could_have_room, is_safe, _first_ready, _in_flight_allows,
+    _allows, _first_allowed, _first_blocked, _weight_may_start,
+)  # fmt: skip
+
+
+# The loop over events.
+
+T = TypeVar("T")
+LoopFloats = NDArray[np.float64]
 
 
 def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[Ints, Ints]:
@@ -49,7 +481,7 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
 
     No limit can make devices wait for each other forever: the oldest micro-batch that has not
     passed the whole pipeline always finds room, and a place in flight is reserved for it
-    (`pipesim.list_scheduling.selection`).
+    (`pipesim.list_scheduling.scheduler`).
 
     Returns
     -------

@@ -1,23 +1,26 @@
-"""Add the kinds of messages and collectives to the compute tasks of a graph."""
+"""Add the kinds of messages and collectives to the compute tasks of a graph, and order messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.grad_sync import GradSyncs
+from pipesim.graph.options import GradSyncs
 from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.lowering.clock_cycles import Partners
 from pipesim.lowering.exchanges import Exchanges, exchange_kinds
 from pipesim.lowering.expert_segments import expert_exchange_kinds
-from pipesim.ops import Op
+from pipesim.lowering.issue_order import Partners
+from pipesim.ops import RECVS, TRANSFERS, Op
+from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.host_memory import check_memory
 
 
 class _Messages(NamedTuple):
@@ -218,3 +221,97 @@ def _reduction_kinds(
     op, code = np.full_like(stage, collective), np.full_like(stage, stream)
     part = np.where(n_buckets[stage] > 1, bucket, -1)
     return Kinds(op, homes[replica, stage], stage, replica, code, part=part)
+
+
+def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
+    """Return the order in which each RECV_B comes before the R of its stage and micro-batch.
+
+    Messages of a channel keep their order: those before the RECV_B move with it.
+    """
+    op, stage, replica = kinds.op[kind], kinds.stage[kind], kinds.replica[kind]
+    place = np.arange(len(kind), dtype=np.float64)
+    cell = (replica, stage, np.maximum(microbatch, 0))
+    recompute = np.full([int(column.max(initial=0)) + 1 for column in cell], np.inf)
+    of_r = np.flatnonzero(op == Op.R)
+    recompute[tuple(column[of_r] for column in cell)] = place[of_r] - 0.5
+    received = np.flatnonzero(op == Op.RECV_B)
+    before = recompute[tuple(column[received] for column in cell)]
+    place[received] = np.minimum(place[received], before)
+    received = np.flatnonzero(kinds.is_op(RECVS)[kind])
+    channel = _channels(kinds)[kind[received]]
+    for number in np.unique(channel):
+        own = received[channel == number]
+        place[own] = np.minimum.accumulate(place[own][::-1])[::-1]
+    order: Ints = np.argsort(place, kind="stable")
+    return order
+
+
+def _channels(kinds: Kinds) -> Ints:
+    """Return the number of the pair of devices of each kind of RECV; -1 for other kinds."""
+    n_stages = int(kinds.stage.max(initial=0)) + 1
+    homes = np.zeros((int(kinds.replica.max(initial=0)) + 1, n_stages), dtype=np.int64)
+    homes[kinds.replica, kinds.stage] = kinds.device
+    channels = np.full(len(kinds), -1, dtype=np.int64)
+    for recv, (_, offset) in PAIRS.items():
+        own = np.flatnonzero(kinds.op == recv)
+        peer = kinds.peer_stage[own]
+        peer = np.where(peer < 0, kinds.stage[own] + offset, peer)
+        source = homes[kinds.replica[own], peer]
+        channels[own] = source * (int(kinds.device.max()) + 1) + kinds.device[own]
+    return channels
+
+
+# Split the copy stream of each peer and direction into one stream for each micro-batch.
+#
+# torchgpipe copies each micro-batch on its own stream (arXiv 2004.09910, section 3.2.2), so that a
+# message waits for no message of another micro-batch:
+#
+#     per_peer             per_microbatch
+#     send:1   |a0|a1|a2|  send:1/0  |a0|
+#                          send:1/1  |a1|
+#                          send:1/2  |a2|
+
+#: A kind and its costs, and a stream with its queue, by measurement.
+_BYTES_PER_STREAM = 1000
+
+
+def with_streams_of_microbatches(
+    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
+) -> tuple[Kinds, NDArray[np.int32]]:
+    """Return kinds and tasks with separate kinds for messages of each micro-batch.
+
+    Each such kind is on the stream of its peer, direction and micro-batch.
+
+    Parameters
+    ----------
+    kinds
+        Messages on streams of their peer and direction.
+    kind, microbatch
+        One entry a task.
+
+    Raises
+    ------
+    CapacityError
+        If so many streams would not fit in memory.
+    """
+    is_message = kinds.is_op(TRANSFERS)
+    others = np.flatnonzero(~is_message)
+    number = np.full(len(kinds), -1, dtype=np.int32)
+    number[others] = np.arange(len(others))
+    messages = np.flatnonzero(is_message[kind])
+    check_memory(
+        f'streams="per_microbatch" with {len(messages):,} messages',
+        _BYTES_PER_STREAM * len(messages),
+        FEWER_TASKS,
+    )
+    width = int(microbatch.max(initial=0)) + 1
+    cells, position = np.unique(
+        kind[messages].astype(np.int64) * width + microbatch[messages], return_inverse=True
+    )
+    kind_of_cell, own = np.divmod(cells, width)
+    columns = {column.name: getattr(kinds, column.name) for column in fields(kinds)}
+    added = {name: column[kind_of_cell] for name, column in columns.items()}
+    added["stream"] = StreamKind.of_microbatch(added["stream"], own)
+    new = number[kind]
+    new[messages] = len(others) + position
+    return Kinds(**{name: np.r_[columns[name][others], added[name]] for name in columns}), new

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_flag
+from pipesim.graph.options import Tied, tied_text
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.graph.tied_stages import Tied, tied_text
-from pipesim.lowering.clock_cycles import Issued
+from pipesim.lowering.issue_order import Issued
 from pipesim.ops import SENDS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints

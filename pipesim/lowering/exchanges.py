@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.lowering.clock_cycles import Issued
+from pipesim.lowering.issue_order import Issued
 from pipesim.ops import EXCHANGES, Op
 from pipesim.utils.csr import CSR, Ints
 

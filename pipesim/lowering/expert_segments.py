@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count
-from pipesim.graph.overlaps import overlapped_pairs
+from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.tasks import Kinds, StreamKind, Tasks
 from pipesim.ops import EXPERT_EXCHANGES, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR

@@ -1,63 +1,215 @@
-"""`lower`: turn a schedule into a task graph, in named passes and two loops.
+"""`lower`: turn a schedule into a task graph, in named passes.
 
-`lower` is longer than 40 lines: half of them list its options, the rest has one line for each pass.
+`lower` lists its options and has one line for each pass. `lower_replica` lowers one of several
+equal replicas alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pipesim.errors import ArgumentError, check_count
-from pipesim.graph.grad_sync import GradSyncArgument
+import numpy as np
+
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.hosts import Hosts, host_of_devices
-from pipesim.graph.offload_values import OffloadArgument
-from pipesim.graph.options import LoweredSchedule, LoweringOptions
-from pipesim.graph.schedule_checks import verify_listing
+from pipesim.graph.options import (
+    GradSyncArgument,
+    Hosts,
+    LoweredSchedule,
+    LoweringOptions,
+    OffloadArgument,
+    checked_grad_sync,
+    checked_tied,
+    group_sizes,
+    host_of_devices,
+    of_stages,
+    to_text,
+)
 from pipesim.graph.skips import border_crossings, checked_skips
-from pipesim.graph.tied_stages import checked_tied
-from pipesim.graph.verify import verify
-from pipesim.lowering.clock_cycles import issue, replicated, replicated_kinds
-from pipesim.lowering.communication import add_partners
+from pipesim.graph.verify import verify, verify_listing
+from pipesim.lowering.communication import (
+    Collectives,
+    add_partners,
+    gradients_first,
+    with_streams_of_microbatches,
+)
 from pipesim.lowering.device_collectives import (
     DeviceCollectives,
     checked_device_collectives,
     with_device_collectives,
 )
 from pipesim.lowering.exchanges import (
+    Exchanges,
     ExchangeWork,
     SparseGradSync,
     checked_exchanges,
     ordered_exchanges,
 )
 from pipesim.lowering.expert_segments import checked_expert_layers, checked_expert_replicas
-from pipesim.lowering.issue_order import IssueOrder, in_issue_order
-from pipesim.lowering.lower_options import (
-    Streams,
-    check_options,
-    checked_collectives,
-    checked_sharded,
-    forward_collectives,
+from pipesim.lowering.issue_order import (
+    ISSUE_ORDERS,
+    IssueOrder,
+    in_issue_order,
+    issue,
+    replicated,
+    replicated_kinds,
 )
-from pipesim.lowering.microbatch_streams import with_streams_of_microbatches
 from pipesim.lowering.offloads import Offloads, checked_offloads, with_offloads
 from pipesim.lowering.parameter_shards import (
     ShardParameters,
     checked_parameter_shards,
     with_parameter_shards,
 )
-from pipesim.lowering.receive_before_recompute import gradients_first
-from pipesim.lowering.recompute_and_steps import clock_cycles, with_recomputes_and_steps
-from pipesim.lowering.recomputed_microbatches import (
+from pipesim.lowering.recomputes import (
+    RECOMPUTE,
     Chosen,
+    clock_cycles,
     recompute_label,
     with_chosen,
+    with_recomputes_and_steps,
 )
 from pipesim.scheduling.memory_checks import check_tasks
-from pipesim.scheduling.placement import Layout, replica_devices
-from pipesim.scheduling.schedule import Schedule
-from pipesim.scheduling.subsets import forward_actions
+from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
+from pipesim.scheduling.schedule import Schedule, forward_actions
+
+Streams = Literal["per_peer", "single", "per_microbatch"]
+STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
+#: Values of each option of `pipesim.lower` that is a name. All others that `check_options` takes
+#: are True or False.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "recompute": ("listed", *RECOMPUTE),
+    "streams": STREAMS,
+    "issue_order": ISSUE_ORDERS,
+    "step": ("flush", "none"),
+    "layout": LAYOUTS,
+}
+#: Buckets that a stage may have; each is a task.
+_MOST_BUCKETS = 1000
+
+
+def check_options(**options: object) -> None:
+    """Check options that are names or flags, and their combinations."""
+    for name, value in options.items():
+        if name in _NAMES:
+            check_name("recompute mode" if name == "recompute" else name, value, _NAMES[name])
+        else:
+            check_flag(name, value)
+    if options["recompute_waits"] and options["overlap"]:
+        raise ArgumentError(
+            "recompute_waits=True, but transfers overlap: a gradient is received on its own "
+            "stream, and R never waits for it; add overlap=False, or leave recompute_waits out"
+        )
+
+
+def checked_collectives(
+    schedule: Schedule,
+    grad_sync: GradSyncArgument,
+    n_buckets: int,
+    exchanges: Exchanges,
+    n_replicas: int,
+    shard_optimizer: bool,
+    step: str,
+) -> Collectives:
+    """Return the collectives of a schedule, from options of `pipesim.lower`."""
+    n_stages = schedule.n_stages
+    if check_count("n_buckets", n_buckets) > _MOST_BUCKETS:
+        raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
+    batch_size = schedule.n_microbatches // schedule.n_batches
+    syncs = checked_grad_sync(grad_sync, n_stages, batch_size)
+    _check_reduced_stages(grad_sync, exchanges.sharded)
+    reduces = n_replicas * schedule.placement.n_paths > 1
+    collectives = Collectives(
+        grad_sync=syncs,
+        buckets=tuple(
+            n_buckets if sync == "bucketed" else 1
+            for sync in (of_stages(syncs, n_stages) if reduces else ())
+        ),
+        groups=tuple(group_sizes(syncs, n_stages).tolist()),
+        exchanges=exchanges,
+        unshards=shard_optimizer and n_replicas > 1,
+    )
+    _check_collectives(schedule, collectives, to_text(syncs), step)
+    return collectives
+
+
+def forward_collectives(collectives: Collectives) -> Collectives:
+    """Return the collectives of a forward-only graph: exchanges, but no reductions and gathers."""
+    return collectives._replace(
+        grad_sync="last",
+        buckets=(),
+        groups=(0,) * len(collectives.groups),
+        exchanges=collectives.exchanges._replace(accumulates=False),
+        unshards=False,
+    )
+
+
+def checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
+    """Return the numbers of the sharded stages."""
+    try:
+        if isinstance(sharded, (str, Mapping)):
+            raise TypeError
+        sequence = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
+        stages = tuple(itertools.islice(sequence, schedule.n_stages + 1))
+    except TypeError:
+        raise ArgumentError(
+            f"sharded must be the numbers of stages, such as [0], got {sharded!r}"
+        ) from None
+    for stage in stages:
+        if check_count("sharded: a stage", stage, 0) >= schedule.n_stages:
+            raise ArgumentError(
+                f"sharded names stage {stage}; there are {schedule.n_stages} stages, "
+                f"0..{schedule.n_stages - 1}"
+            )
+        if stage == schedule.n_stages - 1:
+            raise ArgumentError(
+                f"sharded names stage {stage}, the last one, which computes the loss; its vectors "
+                "have to go to a stage after it"
+            )
+    if len(set(stages)) < len(stages):
+        raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
+    return stages
+
+
+def _check_reduced_stages(grad_sync: GradSyncArgument, sharded: tuple[int, ...]) -> None:
+    """Raise if ``grad_sync`` is a mapping with a sharded stage."""
+    named = set(grad_sync) & set(sharded) if isinstance(grad_sync, Mapping) else set()
+    if named:
+        raise ArgumentError(
+            f"grad_sync names stage {min(named)}, which is sharded and reduces no gradients: it "
+            'exchanges them; leave it out, and give sparse_grad_sync="every" or "last"'
+        )
+
+
+def _check_collectives(
+    schedule: Schedule, collectives: Collectives, grad_sync: str, step: str
+) -> None:
+    """Raise for collectives that do not suit a schedule."""
+    several = any(collectives.groups)
+    if schedule.placement.n_paths > 1 and (several or collectives.sharded):
+        what = f'grad_sync="{grad_sync}"' if several else f"sharded={list(collectives.sharded)}"
+        raise ArgumentError(
+            f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, each "
+            "with other micro-batches; take a schedule of one path"
+        )
+    if schedule.n_batches > 1 and step == "none" and collectives.buckets:
+        raise ArgumentError(
+            f'step="none", but schedule {schedule.name!r} has {schedule.n_batches} mini-batches, '
+            "whose gradients are reduced over replicas: without steps between them those of one "
+            "would be added to those of the next; leave step out, or take n_replicas=1"
+        )
+    if collectives.unshards and schedule.n_batches > 1:
+        raise ArgumentError(
+            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} "
+            "times while micro-batches are in flight; take a schedule of one mini-batch"
+        )
+    if collectives.sharded and schedule.n_batches > 1:
+        raise ArgumentError(
+            f"sharded={list(collectives.sharded)}, but schedule {schedule.name!r} steps "
+            f"{schedule.n_batches} times while micro-batches are in flight, and shards have no "
+            "versions of their weights; take a schedule of one mini-batch"
+        )
 
 
 def lower(
@@ -229,7 +381,7 @@ def lower(
     prefetch
         Number of compute tasks (F, B, I, W, R) of a device that a fetch, RELOAD or UNSHARD, may
         run beside before the task that needs it. The fetch needs the compute task that comes
-        ``prefetch + 1`` places before its consumer; see `pipesim.graph.fetches`.
+        ``prefetch + 1`` places before its consumer; see `pipesim.graph.dependencies`.
     offload
         Activations that wait in host memory for their backward (PipeOffload, arXiv 2503.01328):
         OFFLOAD moves them after F, and RELOAD brings them back before R, B or I, on streams of
@@ -405,3 +557,44 @@ def lower(
         graph = graph.in_topological_order()
         verify(graph)
     return in_issue_order(graph, issue_order).as_verified()
+
+
+def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
+    """Return the graph of one replica.
+
+    Parameters
+    ----------
+    schedule
+        Schedule; verified first.
+    replicated
+        Whether there are several replicas. The graph then has the member of this replica in each
+        collective.
+    shard_optimizer
+        As in `pipesim.lower`.
+
+    Raises
+    ------
+    ScheduleError
+        If the schedule is wrong; see `pipesim.verify`.
+    CapacityError
+        If the graph would not fit in memory.
+    """
+    verify_listing(schedule)
+    check_tasks(len(schedule))
+    collectives = checked_collectives(
+        schedule, "last", 1, Exchanges(), 2 if replicated else 1, shard_optimizer, "flush"
+    )
+    options = LoweringOptions(
+        recompute=recompute_label(schedule, "listed"),
+        n_batches=schedule.n_batches,
+        n_slices=schedule.n_slices,
+        grad_sync=collectives.grad_sync,
+        weight_versions=schedule.weight_versions,
+    )
+    compute = with_recomputes_and_steps(schedule, "listed", "flush", False, ())
+    kinds, partners = add_partners(compute.kinds, True, "per_peer", collectives, ())
+    cycles = clock_cycles(schedule, compute)
+    issued = issue(compute, cycles, partners, True, 1, collectives.groups)
+    return TaskGraph.of_kinds(
+        kinds, issued.kind, issued.microbatch, name=schedule.name, options=options
+    ).as_verified()

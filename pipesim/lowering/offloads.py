@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
-from pipesim.graph.offload_values import StageOffload, checked_offload
+from pipesim.graph.options import StageOffload, checked_offload
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.lowering.clock_cycles import Issued
+from pipesim.lowering.issue_order import Issued
 from pipesim.ops import KEPT, LISTED, RECVS, SENDS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.lowering.clock_cycles import Issued
+from pipesim.lowering.issue_order import Issued
 from pipesim.ops import LISTED, PASSES, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
@@ -46,7 +46,7 @@ class ParameterShards(NamedTuple):
         A device keeps the parameters of this number of stages that it uses next. 0 frees them after
         each use.
     prefetch
-        Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.fetches`.
+        Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.dependencies`.
     """
 
     stages: tuple[int, ...] = ()

@@ -1,12 +1,11 @@
 """Costs of a pipeline from the sizes of a model: GPUs, transformers, and profiled layers."""
 
 from pipesim.models.data_sheets import gpus
-from pipesim.models.experts.routing import Routing
-from pipesim.models.gpu import GPU
-from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
 from pipesim.models.published_models import transformers
-from pipesim.models.tensor_parallel import Shard
+from pipesim.models.routing import Routing
+from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
 
 __all__ = ["GPU", "Kernel", "Layers", "Routing", "Shard", "Transformer", "gpus", "transformers"]

@@ -1,26 +1,64 @@
-"""`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory."""
+"""`GPU`: the rates that kernels reach on a GPU, and its memory; `Kernel`: the work of kernels."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
+from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type, number
 from pipesim.models.data_sheets import DATA_SHEETS
-from pipesim.models.gpu_files import gpu_table, has_gpu_table
-from pipesim.models.kernels.kernel import Kernel
-from pipesim.models.size_checks import check_size, checked_value
-from pipesim.utils.units import in_bytes
+from pipesim.models.model_sizes import check_size, checked_value
+from pipesim.network.network import Network
+from pipesim.network.sources import EFFICIENCY
+from pipesim.utils.files import check_path, read_json
+from pipesim.utils.texts import in_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd
 
-    from pipesim.calibration.calibration import Calibration
-    from pipesim.network.network import Network
+    from pipesim.calibration.fit_gpu import Calibration
+
+
+class Kernel(NamedTuple):
+    """Work of one kernel on one GPU, or of ``n_kernels`` together.
+
+    Attributes
+    ----------
+    name
+        Name of the computation.
+    flops
+        Floating-point operations of matrix products, two per multiply-add. Other operations are
+        bound by memory, and count as none.
+    nbytes
+        Bytes read and written, each tensor once.
+    depth
+        Size that the matrix products sum over; 0 for other kernels.
+    n_kernels
+        Number of kernels.
+    is_attention
+        Whether it is a fused attention core.
+    share
+        Share of the GPU's FLOP/s and bandwidth that kernels of this kind reach.
+    tiles
+        Number of tiles of queries of a causal attention core; 0 for many, or for other kernels.
+    is_grouped
+        Whether it is a group of small products, such as one for each expert of a GPU.
+    """
+
+    name: str
+    flops: float = 0.0
+    nbytes: float = 0.0
+    depth: float = 0.0
+    n_kernels: float = 1
+    is_attention: bool = False
+    share: float = 1.0
+    tiles: float = 0.0
+    is_grouped: bool = False
 
 
 #: Units of the fields that must be above 0, and of those that may be 0.
@@ -441,3 +479,89 @@ def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
     if isinstance(gpu, str):
         return GPU.preset(gpu)
     return check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
+
+
+# Fields of a GPU, and factors of its network, as `Calibration.save` and a JSON file have them
+
+#: Factors of a network in a file.
+_FACTORS = ("network_efficiency", "network_latency")
+#: Keys of a saved calibration.
+_SAVED = ("gpu", *_FACTORS, "constants", "errors", "checksum")
+
+
+class GpuTable(NamedTuple):
+    """Fields of a GPU, and the factors of a network's bandwidths and of its latencies."""
+
+    fields: Mapping[str, Any]
+    network_efficiency: float = 1.0
+    network_latency: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mapping that `gpu_table` reads."""
+        factors = (self.network_efficiency, self.network_latency)
+        return {"gpu": dict(self.fields), **dict(zip(_FACTORS, factors, strict=True))}
+
+
+def has_gpu_table(gpu: object) -> TypeGuard[Mapping[str, Any] | os.PathLike[str] | str]:
+    """Tell whether a value is a mapping, or the path of a JSON file and not a preset's name."""
+    return isinstance(gpu, Mapping | os.PathLike) or (
+        isinstance(gpu, str) and gpu.endswith(".json")
+    )
+
+
+def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
+    """Return the fields of a GPU and the factors of its network, from a file or a mapping.
+
+    Parameters
+    ----------
+    gpu
+        Path of a JSON file, such as ``pipesim calibrate --json`` and `Calibration.save` write; or
+        its content; or fields of a GPU alone, whose network has factors of 1.
+    """
+    values, place = gpu, "gpu"
+    if not isinstance(gpu, Mapping):
+        values, place = read_json(check_path("gpu", gpu), "a GPU from", ArgumentError), str(gpu)
+    table = values.get("gpu", values) if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping) or not isinstance(table, Mapping):
+        raise ArgumentError(
+            f"{place} has no table of the fields of a GPU; write it with pipesim calibrate --json"
+        )
+    if table is values:
+        return GpuTable(table)
+    for key in values:
+        check_name("key of a fitted GPU", key, _SAVED)
+    factors = []
+    for name in _FACTORS:
+        factor = number(values.get(name, 1.0))
+        if factor is None or not 0 < factor < float("inf"):
+            raise ArgumentError(
+                f"{place}: {name} must be a finite number above 0, got {values[name]!r}"
+            )
+        factors.append(factor)
+    return GpuTable(table, *factors)
+
+
+def fitted_preset(
+    name: str, gpu: object, efficiency: float | None = None, gpus_per_device: int = 1
+) -> Network:
+    """Return the network of a machine, with the factors of a GPU's file.
+
+    Parameters
+    ----------
+    name, gpus_per_device
+        As for `Network.preset`.
+    gpu
+        A GPU in any form. Only the file of a fitted one, or its content, has factors.
+    efficiency
+        Share of the nominal bandwidths, in place of the file's; None for that of the file, or of
+        `Network.preset` where there is none: a file has 1 if none was fitted.
+    """
+    table = gpu_table(gpu) if has_gpu_table(gpu) else GpuTable({})
+    share = table.network_efficiency
+    if efficiency is not None or share == 1:
+        share = EFFICIENCY if efficiency is None else efficiency
+        network = Network.preset(name, share, gpus_per_device)
+    else:  # one that was fitted may exceed 1
+        network = Network.preset(name, 1.0, gpus_per_device).scaled(bandwidth=share)
+    latency = table.network_latency
+    return network if latency == 1 else network.scaled(latency=latency)

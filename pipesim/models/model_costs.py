@@ -1,29 +1,54 @@
-"""`model_costs`: costs of the stages of a transformer, and the workload that they are of."""
+"""Costs of the stages of a transformer, for all of its micro-batches and for many splits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from inspect import signature
+from itertools import accumulate
+from numbers import Integral
+from typing import Any, cast
 
-from pipesim.costs.costs import Costs, PerStage
-from pipesim.costs.layer_split import LayerPartition, Split
-from pipesim.models.experts.model_sizes import SIZES_OF_SOME
+import numpy as np
+
+from pipesim.costs.cost_fields import Workload
+from pipesim.costs.costs import Costs, PerStage, replace_stages
+from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
+from pipesim.costs.microbatch_costs import joined_microbatches
+from pipesim.errors import ArgumentError, check_name
 from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.microbatch_shards import (
-    Lengths,
-    Slices,
-    costs_of_shards,
-    microbatch_shards,
-)
-from pipesim.models.shard_costs import ShardCosts, shard_workload
-from pipesim.models.splits.placed_split import Placed, placed_sizes
-from pipesim.models.splits.split_problem import LayerModel
-from pipesim.models.splits.stage_sizes import stage_sizes
-from pipesim.models.tensor_parallel import Shard
+from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
+from pipesim.models.placed_split import LayerModel, Placed, is_word, placed_sizes, stage_sizes
+from pipesim.models.shard import Shard
+from pipesim.models.shard_sizes import StageKey, stage_keys
+from pipesim.models.stage_seconds import GpuSeconds, stage_seconds
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
-from pipesim.utils.units import Bytes
+from pipesim.utils.texts import Bytes
+
+
+def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
+    """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.
+
+    ``n_layers`` may be left out if the layers of each stage are given.
+    """
+    sizes = {field.name: field.default for field in fields(Transformer)}
+    options = signature(Transformer.costs).parameters
+    named = {name: p for name, p in options.items() if p.kind == p.KEYWORD_ONLY}
+    for name in settings:
+        check_name("setting of a transformer", name, (*sizes, *named))
+    is_counted = isinstance(layers_per_stage, Integral) or is_word(layers_per_stage)
+    if "n_layers" not in settings and not is_counted:
+        counts = checked_counts(layers_per_stage, "layers_per_stage", ends_may_be_empty=True)
+        settings = {**settings, "n_layers": sum(counts)}
+    needed = [name for name, default in sizes.items() if default is MISSING]
+    needed += [name for name, p in named.items() if p.default is p.empty]
+    missing = [name for name in needed if name not in settings]
+    if missing:
+        raise ArgumentError(f"{missing[0]} is missing; a transformer needs {', '.join(needed)}")
+    model = Transformer(**{name: value for name, value in settings.items() if name in sizes})
+    return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
+
 
 #: Arguments of a shard that settings always have.
 _ALWAYS = (
@@ -124,3 +149,213 @@ def _shard_settings(shard: Shard) -> dict[str, Any]:
 def _plain(record: GPU | Transformer) -> dict[str, Any]:
     """Return the fields of a record of plain values."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+# Micro-batches of other lengths: padded or packed sequences, and slices of sequences
+
+#: For each micro-batch, the tokens of its sequences, or of each document packed into one.
+Lengths = Sequence[int | Sequence[int]]
+#: Number of equal slices of a sequence, or the tokens of each slice.
+Slices = int | Sequence[int]
+
+
+def microbatch_shards(shard: Shard, lengths: Lengths | None, slices: Slices) -> list[Shard]:
+    """Return the shard of each micro-batch, or of each slice; see `Transformer.costs`.
+
+    Empty if all micro-batches are those of ``shard``.
+    """
+    wholes = [shard] if lengths is None else _of_lengths(shard, lengths)
+    is_sliced = not (isinstance(slices, Integral) and not isinstance(slices, bool) and slices == 1)
+    if not is_sliced:
+        return [] if lengths is None else wholes
+    return [part for whole in wholes for part in _of_slices(whole, slices)]
+
+
+def _of_lengths(shard: Shard, lengths: Lengths) -> list[Shard]:
+    """Return the shard of each micro-batch with these lengths."""
+    if isinstance(lengths, (str, bytes)) or not hasattr(lengths, "__len__") or not len(lengths):
+        raise ArgumentError(
+            "lengths must be, for each micro-batch, the tokens of its sequences, or a list of the "
+            f"tokens of each document packed into one; got {lengths!r:.60}"
+        )
+    return [_of_length(shard, f"lengths[{k}]", value) for k, value in enumerate(lengths)]
+
+
+def _of_length(shard: Shard, name: str, value: Any) -> Shard:
+    """Return the shard of a micro-batch of sequences of a length, or of packed documents."""
+    if not hasattr(value, "__len__"):
+        return replace(shard, model=_with_length(shard, check_size(name, value)))
+    if isinstance(value, (str, bytes)) or not len(value):
+        raise ArgumentError(f"{name} must be tokens, or those of each document; got {value!r:.60}")
+    if shard.microbatch_size > 1:
+        raise ArgumentError(
+            f"{name} packs documents into one micro-batch, but microbatch_size is "
+            f"{shard.microbatch_size}; give microbatch_size=1, and all documents of a micro-batch"
+        )
+    documents = tuple(check_size(f"{name}[{k}]", tokens) for k, tokens in enumerate(value))
+    model = _with_length(shard, sum(documents))
+    return replace(shard, model=model, documents=documents)
+
+
+def _of_slices(shard: Shard, slices: Slices) -> list[Shard]:
+    """Return the shard of each slice of a micro-batch, in the order of the sequence."""
+    length = shard.model.sequence_length
+    if shard.documents:
+        raise ArgumentError(
+            "slices are of one sequence, but lengths pack several documents into a micro-batch; "
+            "leave one of both out"
+        )
+    if not hasattr(slices, "__len__"):
+        n = check_size("slices", slices)
+        check_divides("slices", n, "sequence_length", length)
+        sizes = [length // n] * n
+    else:
+        if isinstance(slices, (str, bytes)):
+            raise ArgumentError(f"slices must be a count, or tokens of each, got {slices!r:.60}")
+        parts = cast(Sequence[int], slices)
+        sizes = [check_size(f"slices[{k}]", tokens) for k, tokens in enumerate(parts)]
+        if sum(sizes) != length:
+            raise ArgumentError(
+                f"slices have {sum(sizes)} tokens, but a sequence has {length}; give tokens that "
+                "sum to it, or a number of equal slices"
+            )
+    starts = accumulate(sizes, initial=0)
+    return [
+        replace(shard, model=_with_length(shard, size), prefix=start)
+        for size, start in zip(sizes, starts, strict=False)
+    ]
+
+
+def _with_length(shard: Shard, length: int) -> Any:
+    """Return the model of a shard with another length of sequences."""
+    return replace(shard.model, sequence_length=length)
+
+
+def costs_of_shards(
+    costs: Costs, shards: Sequence[Shard], costs_of: Callable[[Shard], Costs]
+) -> Costs:
+    """Return costs whose fields of one micro-batch are those of each of several shards.
+
+    Parameters
+    ----------
+    costs
+        Costs with the fields of whole stages.
+    shards
+        Shard of each micro-batch.
+    costs_of
+        Returns the costs of the same stages for a shard.
+    """
+    distinct = list(dict.fromkeys(shards))
+    parts = [costs_of(shard) for shard in distinct]
+    position = {shard: k for k, shard in enumerate(distinct)}
+    return joined_microbatches(costs, parts, np.array([position[shard] for shard in shards]))
+
+
+# Costs of one shard
+
+
+class ShardCosts:
+    """Costs of the stages of a shard on its devices, called with the layers of each stage.
+
+    A stage's values depend on its layers, and on whether it is the first or the last one. They are
+    computed once.
+
+    Parameters
+    ----------
+    shard
+        One GPU's share of a transformer.
+    gpu, flops_per_second, network
+        As in `pipesim.models.stage_seconds.stage_seconds`, with its errors and warnings.
+    launch, optimizer_step
+        As in `pipesim.Transformer.costs`.
+    memory_reserve
+        As in `pipesim.Costs`.
+
+    Attributes
+    ----------
+    seconds
+        Seconds of the stages.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        gpu: GPU | None,
+        flops_per_second: float | None,
+        network: Network | None,
+        *,
+        launch: PerStage = 0.0,
+        optimizer_step: PerStage | None = None,
+        memory_reserve: float = 0.0,
+    ) -> None:
+        self.seconds = stage_seconds(shard, gpu, flops_per_second, network)
+        self._shard = shard
+        self._fixed: dict[str, Any] = {
+            "launch": launch,
+            "all_reduce": "ring" if gpu is None else "fastest",
+            "workload": shard_workload([shard], gpu, None, network),
+            "network": Network() if network is None else network,
+            "memory_reserve": memory_reserve,
+            "expert_replicas": shard.expert_replicas,
+        }
+        self._tied_bytes = 0.0
+        if optimizer_step is not None:
+            self._fixed["optimizer_step"] = optimizer_step
+        elif gpu is not None:
+            self._tied_bytes = shard.copied_parameters * shard.model.bytes_per_gradient
+        self._stages: dict[StageKey, tuple[float, ...]] = {}
+        self._several: Costs | None = None
+        self._names: tuple[str, ...] = ()
+
+    def __call__(self, sizes: Sequence[int]) -> Costs:
+        """Return the costs of stages with these many layers."""
+        end, stages = len(sizes) - 1, self._stages
+        keys = stage_keys(self._shard.model, sizes)
+        is_kept = stages.keys() >= {*keys} and sum(sizes) == self._shard.model.n_layers
+        if not is_kept or self._several is None:
+            values: dict[str, Any] = {
+                **self.seconds.stages(sizes),
+                **self._shard.stage_bytes(sizes),
+            }
+            values = {name: x for name, x in values.items() if name not in self._fixed}
+            if end == 0:
+                return self._with_segments(Costs(**values, **self._fixed), sizes)
+            if self._several is None:
+                self._names = tuple(values)
+                self._several = Costs(**values, **self._fixed, tied_bytes=self._tied_bytes)
+            for key, *row in zip(keys, *values.values(), strict=True):
+                stages[key] = tuple(map(float, row))
+        costs = replace_stages(self._several, self._names, [stages[key] for key in keys])
+        return self._with_segments(costs, sizes)
+
+    def _with_segments(self, costs: Costs, sizes: Sequence[int]) -> Costs:
+        """Return costs with the shares of operations between exchanges of experts, if any."""
+        if not isinstance(self.seconds, GpuSeconds):
+            return costs
+        segments = self.seconds.segments(sizes)
+        return costs if segments is None else replace(costs, segments=segments)
+
+
+def shard_workload(
+    shards: Sequence[Shard],
+    gpu: GPU | None,
+    settings: Mapping[str, Any] | None,
+    network: Network | None,
+) -> Workload:
+    """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give.
+
+    Tokens and FLOPs are averages over the micro-batches, of which ``shards`` has one each.
+    """
+    shard = shards[0]
+    tokens = [x.microbatch_size * x.model.sequence_length for x in shards]
+    flops = [x.step_flops for x in shards]
+    has_collectives = gpu is not None and shard.n_gpus * shard.expert_parallel > 1
+    return Workload(
+        tokens=tokens[0] if len(shards) == 1 else sum(tokens) / len(tokens),
+        flops=flops[0] if len(shards) == 1 else sum(flops) / len(flops),
+        gpus_per_device=shard.n_gpus,
+        peak_flops=None if gpu is None else gpu.peak,
+        memory=None if gpu is None else gpu.memory,
+        settings=settings,
+        nodes=network.nodes if has_collectives and network is not None else None,
+    )

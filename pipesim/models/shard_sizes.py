@@ -1,11 +1,12 @@
-"""Sizes of a shard on which its kernels, its bytes and its collectives agree."""
+"""Sizes of a shard and of its stages on which kernels, bytes and collectives agree."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pipesim.models.tensor_parallel import Shard
+    from pipesim.models.shard import Shard
     from pipesim.models.transformer import Transformer
 
 
@@ -44,7 +45,7 @@ def attention_matrices(shard: Shard) -> dict[str, Matrix]:
     """Return the linear maps of attention in order.
 
     With latent attention, each GPU has whole maps to latent vectors, and its heads of the others
-    (`pipesim.models.experts.model_sizes`).
+    (`pipesim.models.model_sizes`).
     """
     model, t = shard.model, shard.tensor_parallel
     h, q = model.hidden_size, model.query_size / t
@@ -89,3 +90,133 @@ def fuses_weight_grads(model: Transformer) -> bool:
     of its own, and another kernel adds it to the sum.
     """
     return model.bytes_per_gradient > model.bytes_per_parameter
+
+
+# Layers of a stage, without and with experts
+
+
+class StageKey(NamedTuple):
+    """Layers of a stage on which its values depend.
+
+    Attributes
+    ----------
+    n_dense, n_experts
+        Number of layers without and with experts.
+    is_first, is_last
+        Whether it has the embedding, and the LM head.
+    """
+
+    n_dense: int
+    n_experts: int
+    is_first: bool
+    is_last: bool
+
+    def total(
+        self, layer: float, first: float = 0.0, last: float = 0.0, experts: float = 0.0
+    ) -> float:
+        """Return the sum over layers and ends, of which each has the given value."""
+        dense = self.n_dense * layer + first * self.is_first + last * self.is_last
+        return dense + self.n_experts * experts if self.n_experts else dense
+
+
+def stage_keys(model: Transformer, sizes: Sequence[int]) -> list[StageKey]:
+    """Return the layers of each stage, given their number; the model's first ones are dense."""
+    end, keys, dense = len(sizes) - 1, [], model.n_layers - model.n_expert_layers
+    for stage, n in enumerate(sizes):
+        n_dense = min(n, dense)
+        dense -= n_dense
+        keys.append(StageKey(n_dense, n - n_dense, stage == 0, stage == end))
+    return keys
+
+
+def per_stage(
+    model: Transformer,
+    sizes: Sequence[int],
+    layer: float,
+    first: float = 0.0,
+    last: float = 0.0,
+    *,
+    experts: float = 0.0,
+) -> tuple[float, ...]:
+    """Return the value of each stage: the sum over its layers, plus ``first`` or ``last``.
+
+    ``layer`` is the value of a dense layer, and ``experts`` that of a layer with experts.
+    """
+    return tuple(key.total(layer, first, last, experts) for key in stage_keys(model, sizes))
+
+
+def mean_layer(model: Transformer, layer: float, experts: float) -> float:
+    """Return the mean of a value over the layers of a model."""
+    if not model.n_expert_layers:
+        return layer
+    n_dense = model.n_layers - model.n_expert_layers
+    return (n_dense * layer + model.n_expert_layers * experts) / model.n_layers
+
+
+# Bytes of experts, and shares of gradients that a GPU reduces, as fields of `pipesim.Costs`.
+#
+# The c context-parallel groups of a device have copies of its parameters, and sum their gradients:
+# first within the device, after which each GPU has the sum of a c-th, and then over the replicas.
+# A ring over all GPUs takes as long: with n replicas ``2(c-1)/c + 2(n-1)/(nc) = 2(nc-1)/(nc)``
+# times bytes over bandwidth.
+#
+# Experts are spread over x GPUs, those of g = x/c replicas (with experts that t GPUs share). Their
+# gradients are summed over every g-th replica only ("expert data parallel" of Megatron-Core). If x
+# divides c, each device has all experts, and c/x copies of them.
+
+
+def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the parameters of each stage on one GPU without those of experts."""
+    copied = shard.copied_parameters if len(sizes) > 1 else 0.0
+    return per_stage(
+        shard.model, sizes, shard.layer_parameters, shard.embedding_parameters,
+        shard.head_parameters + copied, experts=shard.expert_layer_parameters,
+    )  # fmt: skip
+
+
+def routed_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the parameters of the experts of each stage on one GPU."""
+    return per_stage(shard.model, sizes, 0.0, experts=shard.routed_parameters)
+
+
+def stage_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the parameters of each stage on one GPU."""
+    dense, routed = dense_parameters(shard, sizes), routed_parameters(shard, sizes)
+    return tuple(a + b for a, b in zip(dense, routed, strict=True))
+
+
+def optimizer_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the parameters that one GPU steps of each stage, if replicas do not share them.
+
+    Those that it has, unless ``context_shards_optimizer`` divides copies among GPUs.
+    """
+    if shard.context_parallel == 1 or not shard.context_shards_optimizer:
+        return stage_parameters(shard, sizes)
+    dense, routed = dense_parameters(shard, sizes), routed_parameters(shard, sizes)
+    c, copies = shard.context_parallel, max(1.0, shard.expert_copies)
+    return tuple(a / c + b / copies for a, b in zip(dense, routed, strict=True))
+
+
+def copied_bytes(shard: Shard, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `pipesim.Costs` about copies of parameters; none if there are none."""
+    model, c, g = shard.model, shard.context_parallel, shard.expert_replicas
+    fields: dict[str, Any] = {}
+    routed = routed_parameters(shard, sizes)
+    if g > 1:
+        # With g > 1 a device has no two copies of an expert, so that all of its bytes are stepped.
+        for name, nbytes in (
+            ("parameter", model.bytes_per_parameter),
+            ("gradient", model.bytes_per_gradient),
+            ("optimizer", model.optimizer_bytes_per_parameter),
+        ):
+            fields[f"expert_{name}_bytes"] = tuple(n * nbytes for n in routed)
+    if c > 1:
+        dense, copies = dense_parameters(shard, sizes), shard.expert_copies
+        if g > 1:
+            fields["reduced_share"] = (1 / c,) * len(sizes)
+        else:
+            fields["reduced_share"] = tuple(
+                (a / c + b / copies) / (a + b) if a + b else 1 / c
+                for a, b in zip(dense, routed, strict=True)
+            )
+    return fields

@@ -28,36 +28,111 @@ Not counted: parameters of norms, statistics of norms, token ids, workspaces of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipesim.models.context.context_memory import context_bytes
-from pipesim.models.experts.expert_memory import expert_operations
-from pipesim.models.experts.latent_memory import latent_operations
-from pipesim.models.memory_tensors import (
-    Operation,
-    Tensors,
-    branch_bytes,
-    elements,
-    norm_operation,
-    shard_tensors,
-    weight_grad_bytes,
-)
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     MASK_BYTES,
     Matrix,
+    StageKey,
     attention_matrices,
     fuses_weight_grads,
     layer_matrices,
     routed_matrices,
     shared_matrices,
+    stage_keys,
 )
-from pipesim.models.stage_layers import StageKey, stage_keys
 
 if TYPE_CHECKING:
-    from pipesim.models.tensor_parallel import Shard
+    from pipesim.models.shard import Shard
+
+
+class Operation(NamedTuple):
+    """Bytes of an operation of one micro-batch on one GPU.
+
+    Attributes
+    ----------
+    name
+        Such as ``"qkv"``.
+    kept
+        Bytes of tensors that it keeps from its forward to its backward.
+    forward, backward
+        Bytes of further tensors that exist while it runs, besides those that it and the operations
+        before it keep: outputs, gradients, gathered tensors. The gradient of the residual stream,
+        which bypasses attention and MLP, is among them.
+    """
+
+    name: str
+    kept: float
+    forward: float
+    backward: float
+
+
+class Tensors(NamedTuple):
+    """Bytes of the tensors of a shard; see the table of `pipesim.models.stage_memory`.
+
+    ``mask`` is that of a dropout.
+    """
+
+    hidden: float
+    all_hidden: float
+    gathered: float
+    queries: float
+    keys: float
+    values: float
+    output: float
+    scores: float
+    rows: float
+    inner: float
+    logits: float
+    softmax: float
+    mask: float
+
+
+def shard_tensors(shard: Shard) -> Tensors:
+    """Return the bytes of the tensors of a shard."""
+    model, t = shard.model, shard.tensor_parallel
+    tokens, e = shard.tokens, model.bytes_per_activation
+    share = t if shard.sequence_parallel else 1
+    all_hidden = e * tokens * model.hidden_size
+    return Tensors(
+        hidden=all_hidden / share,
+        all_hidden=all_hidden,
+        gathered=all_hidden * (share > 1),
+        queries=e * tokens * model.query_size / t,
+        keys=e * tokens * model.kv_size / t,
+        values=e * tokens * model.value_size / t,
+        output=e * tokens * model.core_output_size / t,
+        scores=e * tokens * model.sequence_length * shard.attended_columns * model.n_heads / t,
+        rows=FP32_BYTES * tokens * model.n_heads / t,
+        inner=e * tokens * model.ffn_size / t,
+        logits=e * tokens * model.vocabulary_size / t,
+        softmax=FP32_BYTES * tokens * model.vocabulary_size / t,
+        mask=MASK_BYTES * tokens * model.hidden_size * model.dropout / share,
+    )
+
+
+def weight_grad_bytes(shard: Shard, matrices: Mapping[str, Matrix]) -> dict[str, float]:
+    """Return the bytes of each weight's gradient until it was added to the sum; 0 if fused."""
+    size = 0 if fuses_weight_grads(shard.model) else shard.model.bytes_per_gradient
+    return {name: size * elements(matrix) for name, matrix in matrices.items()}
+
+
+def elements(matrix: Matrix) -> float:
+    """Return the number of elements of a matrix."""
+    return matrix.inputs * matrix.outputs
+
+
+def norm_operation(x: Tensors) -> Operation:
+    """Return a norm of a layer."""
+    return Operation("norm", x.hidden, x.hidden, 3 * x.hidden)
+
+
+def branch_bytes(shard: Shard, x: Tensors) -> float:
+    """Return the bytes of the gradients of branch and residual: two tensors after a dropout."""
+    return x.hidden * (1 + shard.model.dropout)
 
 
 @lru_cache(maxsize=256)
@@ -258,3 +333,160 @@ def _weight_grad_buffers(shard: Shard, key: StageKey) -> float:
         experts = {**routed_matrices(shard), **shared_matrices(shard)}
         maps = {**maps, **attention_matrices(shard), **experts}
     return shard.model.bytes_per_parameter * sum(elements(matrix) for matrix in set(maps.values()))
+
+
+# Bytes that the exchange of keys and values adds to the attention core.
+#
+# ==============  =============================================================================
+# exchange        bytes
+# ==============  =============================================================================
+# ``ring``        buffers of two parts of keys and values, of which one arrives while the other
+#                 is used; backward also of their gradients
+# ``all_gather``  keys and values of the whole sequence; backward also their gradients
+# ``all_to_all``  inputs of the exchange beside its outputs; and the core's own output, which is
+#                 kept beside the one that the projection gets (Transformer Engine from 2.8 on)
+# ==============  =============================================================================
+
+
+def context_bytes(shard: Shard, x: Tensors) -> Operation:
+    """Return the bytes that the exchange keeps, and those during F and B; 0 for one GPU."""
+    c, pair = shard.context_parallel, x.keys + x.values
+    if c == 1:
+        return Operation("exchange", 0.0, 0.0, 0.0)
+    if shard.context_exchange == "ring":
+        return Operation("exchange", 0.0, 2 * pair, 4 * pair)
+    if shard.context_exchange == "all_gather":
+        return Operation("exchange", 0.0, c * pair, 2 * c * pair)
+    sent = x.queries + pair
+    return Operation("exchange", x.output, sent, sent)
+
+
+# Bytes of a mixture of experts on one GPU, in the order of Megatron-LM with Transformer Engine.
+#
+# Letters are those of `pipesim.models.layer_kernels`, with R the tokens that the busiest
+# GPU receives:
+#
+# =============  ===========  ===================================================================
+# tensor         bytes        note
+# =============  ===========  ===================================================================
+# hidden         eTh          output of the norm, which router and shared experts keep
+# scores         8TE          logits and probabilities in 32 bits
+# sent           eTkh         copies of tokens before the dispatch, and results after the combine
+# received       eRh          tokens of the experts of this GPU, kept as input of their first map
+# inner          eRu          kept as input of the second map; gate and up have g times as many
+# shared inner   eTmu         likewise of the shared experts
+# =============  ===========  ===================================================================
+#
+# The exchange, and the order by expert, have a buffer of their own for their output. Maps between
+# positions, and the probabilities of R tokens, are not counted.
+
+
+class _ExpertTensors(NamedTuple):
+    """Bytes of the tensors of the table above; ``up`` are gate and up."""
+
+    scores: float
+    sent: float
+    received: float
+    inner: float
+    up: float
+
+
+def _expert_tensors(shard: Shard) -> _ExpertTensors:
+    """Return the bytes of the tensors of a mixture of experts."""
+    model, e = shard.model, shard.model.bytes_per_activation
+    inner = e * shard.routed_tokens * model.expert_ffn_size / shard.expert_tensor_size
+    return _ExpertTensors(
+        scores=2 * FP32_BYTES * shard.expert_tokens * model.n_experts,
+        sent=e * shard.expert_tokens * model.experts_per_token * model.hidden_size,
+        received=e * shard.routed_tokens * model.hidden_size,
+        inner=inner,
+        up=model.mlp_inputs * inner,
+    )
+
+
+def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
+    """Return the operations of the second half of a layer with experts."""
+    y, branch = _expert_tensors(shard), branch_bytes(shard, x)
+    weight = weight_grad_bytes(shard, routed_matrices(shard))
+    # Without fusion, each expert's gradient is a tensor until it was added to the sum.
+    grads = {name: nbytes * shard.local_experts for name, nbytes in weight.items()}
+    output = x.hidden * (shard.model.shared_experts > 0)  # of the shared experts, until the sum
+    moved = y.received if shard.expert_parallel * shard.expert_tensor_size > 1 else 0.0
+    return (
+        norm_operation(x),
+        *_shared_operations(shard, x),
+        Operation("router", x.hidden + y.scores, output + y.sent, y.sent + y.scores + 3 * x.hidden),
+        Operation("dispatch", 0.0, output + y.sent + moved, y.sent + moved + 2 * x.hidden),
+        Operation(
+            "experts up",
+            y.received,
+            output + moved + y.up,
+            y.up + y.received + 2 * x.hidden + grads["experts up"],
+        ),
+        Operation("experts activation", y.up, output + y.inner, y.inner + y.up + 2 * x.hidden),
+        Operation(
+            "experts down",
+            y.inner,
+            output + y.received,
+            y.received + y.inner + 2 * x.hidden + grads["experts down"],
+        ),
+        Operation("combine", 0.0, output + y.received + y.sent, y.sent + y.received + 2 * x.hidden),
+        Operation("sum", 0.0, output + y.sent + x.hidden, y.sent + branch + x.hidden),
+        Operation("residual", x.mask, x.hidden, branch),
+    )
+
+
+def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
+    """Return the operations of the shared experts, whose input the router keeps."""
+    maps = shared_matrices(shard)
+    if not maps:
+        return ()
+    weight = weight_grad_bytes(shard, maps)
+    up, down = maps.values()
+    token = x.all_hidden / shard.model.hidden_size  # bytes of an element of all tokens of a group
+    width, inner = token * up.outputs, token * down.inputs
+    return (
+        Operation(
+            "shared up", 0.0, x.gathered + width, width + x.gathered + 3 * x.hidden
+            + weight["shared up"],
+        ),
+        Operation("shared activation", width, inner, inner + width + 2 * x.hidden),
+        Operation(
+            "shared down", inner, x.all_hidden, x.all_hidden + inner + 2 * x.hidden
+            + weight["shared down"],
+        ),
+    )  # fmt: skip
+
+
+# Bytes of the linear maps of latent attention, in the order of Megatron-LM.
+#
+# Two maps make latent vectors of queries, and of keys and values. Norms keep their inputs and
+# their outputs, of which the maps to heads make queries, keys and values. The keys of all heads
+# are copies with the same rotary part, so that the output of the map is freed.
+
+
+def latent_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
+    """Return the operations between the norm of a layer and the attention core."""
+    model, t = shard.model, shard.tensor_parallel
+    weight = weight_grad_bytes(shard, attention_matrices(shard))
+    share = x.hidden / model.hidden_size  # bytes of an element of the tokens of this GPU
+    latent = share * (model.query_rank + model.kv_rank)
+    positions = share * model.rope_head_size
+    whole = x.all_hidden / model.hidden_size
+    raised = whole * (model.n_heads * model.head_size + model.value_size) / t
+    heads = x.queries + x.keys + x.values
+    down = weight.get("query down", 0.0) + weight["kv down"]
+    up = weight.get("query up", weight.get("queries", 0.0)) + weight["kv up"]
+    return (
+        Operation(
+            "latent maps", x.hidden, latent + positions, latent + positions + 3 * x.hidden + down
+        ),
+        Operation("latent norm", latent, latent + positions, 2 * latent + positions + x.hidden),
+        Operation(
+            "maps to heads",
+            latent,
+            x.queries + raised + positions,
+            x.queries + raised + latent + positions + x.hidden + up,
+        ),
+        Operation("keys and values", 0.0, heads + raised, heads + raised + x.hidden),
+    )

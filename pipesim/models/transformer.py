@@ -1,6 +1,6 @@
 """`Transformer`: parameters, FLOPs and `Costs` of a decoder-only transformer, from its sizes.
 
-Letters of the formulas, here and in `pipesim.models.tensor_parallel`: s tokens a sequence, b
+Letters of the formulas, here and in `pipesim.models.shard`: s tokens a sequence, b
 sequences a micro-batch (B a batch), h hidden size, a heads, q size of all queries of a token (h,
 unless the size of a head is given), k that of all keys (q, unless heads share them), f inner size
 of the MLP, g matrices of the MLP that read its input (1, or 2 if it is gated), v vocabulary, L
@@ -23,30 +23,32 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.errors import check_count, check_flag, check_name
-from pipesim.models.context.context_checks import ContextExchange
-from pipesim.models.experts.expert_checks import ExpertExchange
-from pipesim.models.experts.model_sizes import (
+from pipesim.models.model_sizes import (
+    ContextExchange,
+    ExpertExchange,
     active_matrices,
     attention_biases,
     attention_matrices,
+    check_divides,
     check_experts,
     check_latent_attention,
+    check_size,
+    checked_value,
     expert_matrix,
     latent_norms,
 )
-from pipesim.models.experts.routing import UNIFORM, Routing, as_routing
 from pipesim.models.published_models import published_sizes
-from pipesim.models.size_checks import check_divides, check_size, checked_value
+from pipesim.models.routing import UNIFORM, Routing, as_routing
 from pipesim.network.network import Network
-from pipesim.utils.units import Bytes
+from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from pipesim.graph.graph import TaskGraph
     from pipesim.models.gpu import GPU
-    from pipesim.models.microbatch_shards import Lengths, Slices
-    from pipesim.models.tensor_parallel import Shard
+    from pipesim.models.model_costs import Lengths, Slices
+    from pipesim.models.shard import Shard
     from pipesim.scheduling.placement import Placement
     from pipesim.scheduling.schedule import Schedule
 
@@ -568,7 +570,7 @@ class Transformer:
         >>> shard.n_gpus, shard.tokens  # GPUs of a device, and tokens of one of them
         (16, 1024)
         """
-        from pipesim.models.tensor_parallel import Shard
+        from pipesim.models.shard import Shard
 
         return Shard(
             self,
@@ -618,7 +620,7 @@ class Transformer:
         microbatch_size
             Sequences of a micro-batch.
         tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
-            As in `pipesim.models.tensor_parallel.Shard`.
+            As in `pipesim.models.shard.Shard`.
         context_parallel, context_exchange, context_balance
             Likewise.
         expert_parallel, expert_tensor_parallel, routing
@@ -642,7 +644,7 @@ class Transformer:
         >>> layer.groupby("op")["flops"].sum().div(2048 * 12288**2 / 8).round(2).to_dict()
         {'F': 24.67, 'I': 25.33, 'W': 24.0}
         """
-        from pipesim.models.kernels.kernel_table import kernel_table
+        from pipesim.models.layer_kernels import kernel_table
 
         shard = self.shard(
             microbatch_size=microbatch_size,
@@ -717,7 +719,7 @@ class Transformer:
             compare configurations by it: measured against 240 steps on a node of A100, the best
             configuration by such costs is slower than one chosen at random.
         tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
-            As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
+            As in `pipesim.models.shard.Shard`, whose ``stages`` has the formulas of all
             values.
         context_parallel, context_exchange, context_balance, context_shards_optimizer
             Likewise: GPUs that share each sequence, and how they exchange keys and values. A device

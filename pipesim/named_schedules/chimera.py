@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipesim.ops import Op
-from pipesim.scheduling.closed_forms import ClosedForm, Counts
-from pipesim.scheduling.order_columns import DeviceOrder
+from pipesim.scheduling.orders import DeviceOrder
 from pipesim.scheduling.placement import bidirectional
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
 

@@ -23,26 +23,24 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.argument_checks import checked_costs
-from pipesim.list_scheduling.changed_problems import with_equal_lengths
+from pipesim.list_scheduling.limits import checked_costs
 from pipesim.list_scheduling.problem import (
     FORWARD,
     WEIGHT,
     Problem,
     action_columns,
     make_problem,
+    with_equal_lengths,
 )
-from pipesim.list_scheduling.queues import Ranks
-from pipesim.list_scheduling.scheduler import list_orders, scheduled
+from pipesim.list_scheduling.scheduler import Ranks, list_orders, scheduled
 from pipesim.named_schedules.costed_orders import (
     costed_orders,
     list_lanes,
+    shortest_order,
     with_equal_microbatches,
 )
-from pipesim.named_schedules.shortest_order import shortest_order
-from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 #: Units from one micro-batch to the next in the steady state: F, I and W of two stages.

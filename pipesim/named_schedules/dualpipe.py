@@ -16,11 +16,10 @@ from pipesim.named_schedules.patterns import (
     number_microbatches,
     v_shaped_columns,
 )
-from pipesim.scheduling.closed_forms import ClosedForm, Counts
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.order_columns import DeviceOrder
+from pipesim.scheduling.orders import DeviceOrder
 from pipesim.scheduling.placement import bidirectional, v_shaped
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
 

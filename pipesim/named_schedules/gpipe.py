@@ -7,9 +7,8 @@ import numpy as np
 from pipesim.errors import check_count, check_name
 from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import engine_order
-from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.placement import linear
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 

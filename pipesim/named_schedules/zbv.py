@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.argument_checks import checked_costs
+from pipesim.list_scheduling.limits import checked_costs
 from pipesim.list_scheduling.problem import make_problem
-from pipesim.named_schedules.costed_orders import costed_orders, with_equal_microbatches
+from pipesim.named_schedules.costed_orders import (
+    costed_orders,
+    shortest_order,
+    with_equal_microbatches,
+)
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
-from pipesim.named_schedules.shortest_order import shortest_order
 from pipesim.order_search import lane_order
-from pipesim.scheduling.closed_forms import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 

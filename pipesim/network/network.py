@@ -18,29 +18,41 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, check_count, check_name, number
-from pipesim.network.collective_arguments import (
-    checked_matrix,
-    checked_members,
-    finite_seconds,
-)
 from pipesim.network.collectives import (
+    Group,
     all_reduce_formula,
     all_to_all,
     all_to_all_links,
+    checked_matrix,
+    checked_members,
     fastest_all_reduce,
+    finite_seconds,
+    group_of_gpus,
+    ring,
     ring_all_reduce,
     ring_links,
+    tree,
     tree_all_reduce,
     tree_links,
     uneven_all_to_all,
 )
-from pipesim.network.host_link import HostLink, scaled_link
-from pipesim.network.link_tables import matrix_links, read_links
-from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
-from pipesim.network.node_collectives import Group, group_of_gpus, ring, tree
-from pipesim.network.presets import EFFICIENCY
+from pipesim.network.links import (
+    HostLink,
+    Link,
+    Nodes,
+    bandwidth_to_json,
+    checked_speed,
+    scaled_link,
+)
 from pipesim.network.routes import Router, Routes
-from pipesim.network.sources import network_fields, preset_host, preset_nodes
+from pipesim.network.sources import (
+    EFFICIENCY,
+    matrix_links,
+    network_fields,
+    preset_host,
+    preset_nodes,
+    read_links,
+)
 from pipesim.utils.files import check_path
 
 #: Algorithms of an all-reduce.
@@ -163,7 +175,7 @@ class Network:
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.network_html import network_html
+        from pipesim.plot.html_tables import network_html
 
         return network_html(self)
 
@@ -268,7 +280,7 @@ class Network:
         `pipesim.network.collectives` for the sources.
 
         Between nodes, rings use all NICs of the members, as in NCCL, in any order of the members;
-        see `pipesim.network.node_collectives`.
+        see `pipesim.network.collectives`.
 
         Parameters
         ----------
@@ -305,7 +317,7 @@ class Network:
     def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
         """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
 
-        The faster of ring and tree; see `pipesim.network.node_collectives`. Inside a node that is
+        The faster of ring and tree; see `pipesim.network.collectives`. Inside a node that is
         the ring.
 
         Parameters

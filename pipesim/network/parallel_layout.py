@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type
 from pipesim.network.network import Network
-from pipesim.network.presets import EFFICIENCY
+from pipesim.network.sources import EFFICIENCY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -378,7 +378,7 @@ class Layout:
         return own.grouped(self.gpus_per_device)
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.layout_html import layout_html
+        from pipesim.plot.html_tables import layout_html
 
         return layout_html(self)
 

@@ -1,10 +1,22 @@
 """Search for orders: a compiled evaluator of one placement's orders, and a local search."""
 
-from pipesim.order_search.evaluate import Times, evaluate, keeps_limit, peak_bytes
-from pipesim.order_search.improve import LocalSearch, improve
+from pipesim.order_search.evaluate import (
+    OBJECTIVES,
+    Objective,
+    Times,
+    checked_bound,
+    evaluate,
+    keeps_limit,
+    meets,
+    peak_bytes,
+)
+from pipesim.order_search.improve import (
+    LocalSearch,
+    anneal_microbatches,
+    first_microbatch_orders,
+    improve,
+)
 from pipesim.order_search.lane_order import LaneOrder, lane_order, schedule_of
-from pipesim.order_search.microbatch_orders import anneal_microbatches, first_microbatch_orders
-from pipesim.order_search.objective import OBJECTIVES, Objective, checked_bound, meets
 from pipesim.order_search.problem import (
     OrderProblem,
     counts_all_costs,

@@ -1,4 +1,11 @@
-"""`improve`: a local search for a better order; `LocalSearch` runs it in parts."""
+"""`improve`: a local search for a better order; `LocalSearch` runs it in parts.
+
+Besides moves of single tasks, the search copies periods of an order: stretches in which each device
+runs each of its lanes equally often. A device holds as many bytes behind a period as before it. So
+a period can be left out, or repeated, and only the times change.
+
+Of micro-batches that differ, `anneal_microbatches` searches the order in which all lanes run them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.order_search.annealing import (
@@ -15,14 +23,23 @@ from pipesim.order_search.annealing import (
     LAST_TEMPERATURE,
     anneal,
     begin,
+    lanes_of,
+    new_state,
+    order_of_state,
 )
-from pipesim.order_search.evaluate import keeps_limit
-from pipesim.order_search.lane_order import LaneOrder
-from pipesim.order_search.objective import OBJECTIVES, Objective
-from pipesim.order_search.periods import best_copy, period_copy
+from pipesim.order_search.evaluate import (
+    OBJECTIVES,
+    Objective,
+    evaluate,
+    fill_peaks,
+    fill_times,
+    keeps_limit,
+    receivers,
+)
+from pipesim.order_search.lane_order import LaneOrder, path_counts, rows_of
 from pipesim.order_search.problem import OrderProblem
-from pipesim.order_search.state import lanes_of, new_state, order_of_state
 from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 #: Temperatures at which rounds begin, in turn, and at which they end, in mean seconds of a task.
 _HOT, _COLD = (1.0, 0.3, 3.0), 0.02
@@ -250,3 +267,242 @@ def improve(
             break
         search.advance_for(_CALL_SECONDS, most - search.moves, target)
     return search.order
+
+
+# Periods of an order.
+
+Floats = NDArray[np.float64]
+#: Micro-batches of the periods that are copied.
+_PERIOD_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def periods_of(problem: OrderProblem, order: LaneOrder, length: int) -> Ints:
+    """Return where periods of ``length`` micro-batches begin; shape ``(n_periods, n_devices)``.
+
+    A period begins, on each device, at the first position at a moment or later from which the
+    device runs each lane ``length`` times; or at the last such position, if all are earlier. There
+    is no period if a device has no such position.
+    """
+    start = evaluate(problem, order).start
+    begins = [_period_begins(problem, order, device, length) for device in range(problem.n_devices)]
+    if not all(map(len, begins)):
+        return np.empty((0, problem.n_devices), dtype=np.int64)
+    moments = np.unique(np.concatenate([start[x] for x in begins]))
+    columns = [x[np.minimum(np.searchsorted(start[x], moments), len(x) - 1)] for x in begins]
+    return np.unique(np.stack(columns, axis=1), axis=0)
+
+
+def _period_begins(problem: OrderProblem, order: LaneOrder, device: int, length: int) -> Ints:
+    """Return the positions from which a device runs each of its lanes ``length`` times."""
+    first, last = order.ptr[device], order.ptr[device + 1]
+    own = np.flatnonzero(problem.device == device)
+    n_tasks = length * len(own)
+    if n_tasks > last - first:
+        return np.empty(0, dtype=np.int64)
+    counts = np.zeros((last - first + 1, len(own)), dtype=np.int64)
+    np.cumsum(order.lanes[first:last, None] == own, axis=0, out=counts[1:])
+    is_even = (counts[n_tasks:] - counts[:-n_tasks] == length).all(axis=1)
+    begins: Ints = first + np.flatnonzero(is_even)
+    return begins
+
+
+def period_copy(
+    problem: OrderProblem,
+    order: LaneOrder,
+    objective: Objective,
+    n_pairs: int,
+    random: np.random.Generator,
+) -> LaneOrder | None:
+    """Return the best order that leaves out a period of another order, and repeats a second one.
+
+    A local search improves one part of the steady state at a time. A copy carries a gain to
+    another part. The length of both is random. None: no order that was tried runs and keeps the
+    limits.
+
+    Parameters
+    ----------
+    problem, order
+        Lanes, and an order of them.
+    objective
+        ``"makespan"`` or ``"span"``.
+    n_pairs
+        Pairs of periods that are tried.
+    random
+        Generator of the length and of the pairs.
+    """
+    length = int(random.choice(_PERIOD_LENGTHS))
+    begins = periods_of(problem, order, length)
+    if len(begins) < 2:
+        return None
+    size = length * np.bincount(problem.device, minlength=problem.n_devices)
+    pairs = random.integers(len(begins), size=(n_pairs, 2))
+    best = np.empty_like(order.lanes)
+    value = best_copy(
+        problem, order.lanes, order.ptr, receivers(problem), rows_of(problem, order.microbatches),
+        begins, size, pairs, objective == "span", best,
+    )  # fmt: skip
+    return order._replace(lanes=best) if value < math.inf else None
+
+
+def _fill_copy(
+    lanes: Ints, ptr: Ints, left_out: Ints, repeated: Ints, size: Ints, other: Ints
+) -> bool:
+    """Fill an order without one period, and with another one twice; return whether it is new."""
+    is_new = False
+    for device in range(len(size)):
+        n, first, second = size[device], left_out[device], repeated[device]
+        if first > second:
+            first += n
+        for position in range(ptr[device], ptr[device + 1]):
+            # Place in the order that repeats a period and leaves nothing out.
+            place = position if position < first else position + n
+            other[position] = lanes[place if place < second + n else place - n]
+            is_new |= other[position] != lanes[position]
+    return is_new
+
+
+def _objective_of_times(
+    problem: OrderProblem, ptr: Ints, start: Floats, end: Floats, span: bool
+) -> float:
+    """Return the objective (s), infinity for a deadlock."""
+    value = 0.0
+    for device in range(problem.n_devices):
+        first, last = ptr[device], ptr[device + 1] - 1
+        if first <= last:
+            if np.isnan(end[last]):
+                return math.inf
+            value = max(value, end[last] + (-start[first] if span else problem.tail[device]))
+    return value
+
+
+@kernel(fill_times, fill_peaks, _fill_copy, _objective_of_times)
+def best_copy(
+    problem: OrderProblem,
+    lanes: Ints,
+    ptr: Ints,
+    receiver: Ints,
+    row: Ints,
+    begins: Ints,
+    size: Ints,
+    pairs: Ints,
+    span: bool,
+    best: Ints,
+) -> float:
+    """Fill the best order; return its objective (s), infinity if none keeps the limits."""
+    least, n_tasks = math.inf, len(lanes)
+    other, done = np.empty_like(lanes), np.zeros_like(problem.count)
+    first = np.cumsum(problem.count) - problem.count
+    start, end, ready = np.zeros(n_tasks), np.zeros(n_tasks), np.zeros(n_tasks)
+    channel_free, peak = np.zeros(problem.channel.size), np.zeros(problem.n_devices)
+    for k in range(len(pairs)):
+        if not _fill_copy(lanes, ptr, begins[pairs[k, 0]], begins[pairs[k, 1]], size, other):
+            continue
+        end[:], done[:], ready[:], channel_free[:], peak[:] = np.nan, 0, 0.0, 0.0, 0.0
+        fill_times(problem, other, ptr, receiver, row, first, start, end, done, ready, channel_free)
+        value = _objective_of_times(problem, ptr, start, end, span)
+        if value < least:
+            done[:] = first
+            fill_peaks(problem, other, ptr, row, done, peak)
+            if (peak <= problem.limit).all():
+                least = value
+                best[:] = other
+    return least
+
+
+# Orders of micro-batches that differ.
+
+#: Temperature at which annealing ends, in mean seconds of a task, and share of swaps among moves.
+_FINAL_TEMPERATURE, _SHARE_OF_SWAPS = 0.02, 0.5
+
+
+def first_microbatch_orders(problem: OrderProblem) -> list[Ints]:
+    """Return orders of micro-batches to begin with: their own one, and three by length.
+
+    These are the longest first, the shortest first, and the short ones at both ends, which fill
+    and drain the pipeline. The length is the seconds over all stages. Paths keep their own ones.
+    """
+    n_lanes, counts = len(problem.count), path_counts(problem)
+    path = np.repeat(np.arange(len(counts)), counts)
+    seconds = problem.seconds.reshape(-1, n_lanes)[problem.class_of[: len(path)]]
+    length = (seconds * (problem.path == path[:, None])).sum(axis=1)
+    shortest = np.lexsort((length, path))
+    longest = np.lexsort((-length, path))
+    ends = [
+        np.concatenate([own[::2], own[1::2][::-1]])
+        for own in np.split(shortest, np.cumsum(counts)[:-1])
+    ]
+    return [np.arange(len(path)), longest, shortest, np.concatenate(ends)]
+
+
+def anneal_microbatches(
+    problem: OrderProblem,
+    order: LaneOrder,
+    *,
+    n_moves: int,
+    random: np.random.Generator,
+    objective: Objective,
+    temperature: float,
+    target: float = -math.inf,
+) -> LaneOrder:
+    """Return an order with other micro-batches in turn that takes no longer.
+
+    Simulated annealing, as `pipesim.order_search.annealing`, with two moves: two micro-batches of a
+    path change places, or one moves to another place. The lanes of each device stay as they are.
+
+    Parameters
+    ----------
+    problem, order
+        Lanes of micro-batches that differ, and an order that keeps the limits.
+    n_moves
+        Number of moves to try.
+    random
+        Generator of the moves.
+    objective
+        ``"makespan"`` or ``"span"``.
+    temperature
+        Temperature at which it begins, in mean seconds of a task.
+    target
+        Value of the objective (s) at which to stop.
+    """
+    counts = path_counts(problem)
+    first_of_path = np.cumsum(counts) - counts
+    path = np.repeat(np.arange(len(counts)), counts)
+    microbatches = np.arange(len(path)) if order.microbatches is None else order.microbatches
+    best = current = order._replace(microbatches=microbatches)
+    least = value = float(getattr(evaluate(problem, order), objective))
+    mean = float(problem.seconds.mean()) or 1.0
+    for move, (x, y, kind, threshold) in enumerate(random.random((n_moves, 4)).tolist()):
+        if least <= target:
+            break
+        place = int(x * len(path))
+        other = int(first_of_path[path[place]] + int(y * counts[path[place]]))
+        changed = current._replace(
+            microbatches=_with_moved_microbatch(
+                current.microbatches, place, other, kind < _SHARE_OF_SWAPS
+            )
+        )
+        most = value - mean * _cooled(temperature, move / n_moves) * math.log(1.0 - threshold)
+        result = float(getattr(evaluate(problem, changed), objective))
+        if place == other or result > most or not keeps_limit(problem, changed):
+            continue
+        current, value = changed, result
+        if value < least:
+            best, least = current, value
+    return best
+
+
+def _cooled(hot: float, share: float) -> float:
+    """Return the temperature after a share of the moves."""
+    return hot * (min(_FINAL_TEMPERATURE, hot) / hot) ** share if hot > 0.0 else 0.0
+
+
+def _with_moved_microbatch(microbatches: Ints | None, place: int, other: int, swap: bool) -> Ints:
+    """Return micro-batches of which two change places, or one moves to the place of another."""
+    assert microbatches is not None
+    if swap:
+        changed = microbatches.copy()
+        changed[[place, other]] = microbatches[[other, place]]
+        return changed
+    rest = np.delete(microbatches, place)
+    inserted: Ints = np.insert(rest, other, microbatches[place])
+    return inserted

@@ -5,17 +5,12 @@ wide, and returns the axes. `panels` and `overlay` make a figure. None shows or 
 `save` does. matplotlib is imported only when something is drawn.
 """
 
-from pipesim.plot.accuracy_plot import accuracy
-from pipesim.plot.charts import bars, memory
-from pipesim.plot.comparisons import comparison, overlay
+from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
-from pipesim.plot.idle_chart import idle
-from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, save
-from pipesim.plot.paper_style import paper_style
-from pipesim.plot.plan_front import plan_front
+from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, paper_style, save
 from pipesim.plot.style import PALETTE
-from pipesim.plot.timelines import panels, timeline
+from pipesim.plot.timelines import comparison, overlay, panels, timeline
 
 __all__ = [
     "ONE_COLUMN",

@@ -1,32 +1,42 @@
-"""Charts: memory over time, and bars that compare schedules."""
+"""Charts: memory, idle time, bars of schedules, measured over predicted, front of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_name
+from pipesim.analysis.idle import CAUSES, idle_by_cause
+from pipesim.analysis.idle_gaps import Cause
+from pipesim.errors import ArgumentError, check_list, check_name, check_numbers, number
 from pipesim.ops import Op
 from pipesim.plot.paper_figure import (
     FONT,
     SMALL,
+    add_legend,
     axes_or_new,
     check_drawable,
     end_of_axis,
+    figure,
     label,
+    set_device_rows,
     set_title,
     thinned_ticks,
+    titles_fit,
 )
-from pipesim.plot.style import PALETTE
+from pipesim.plot.style import INK, PALETTE, shades, text_colours
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import byte_unit, format_bytes, format_time, time_unit
+from pipesim.utils.texts import Bytes, byte_unit, format_bytes, format_time, in_bytes, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
 
+
+# Memory over time, and bars that compare schedules
 
 #: With more devices than this, lines are solid and thin, and the legend names only some.
 FEW = 8
@@ -83,7 +93,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
 
 
 #: Title of each column of `pipesim.compare`, and the function that formats its values.
-_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+_BAR_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "makespan": ("Makespan", format_time),
     "relative": ("Makespan, relative to the first", lambda value: f"{value:.2f}"),
     "bubble_fraction": ("Bubble", lambda value: f"{value:.1%}"),
@@ -106,7 +116,7 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
         ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
     """
-    title, format_value = _COLUMNS[check_name("column", column, _COLUMNS)]
+    title, format_value = _BAR_COLUMNS[check_name("column", column, _BAR_COLUMNS)]
     if column not in getattr(table, "columns", ()) or not len(table):
         raise ArgumentError(
             f"bars takes a table from pipesim.compare with a column {column!r} and at least one "
@@ -126,3 +136,328 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     ax.spines["bottom"].set_visible(False)
     set_title(ax, title)
     return ax
+
+
+# Idle time: a bar a device, stacked by the cause of the waiting
+
+Floats = NDArray[np.float64]
+
+#: Colour and hatch of each cause. The colour is that of the most related operation. Causes without
+#: a hatch differ in lightness.
+LOOKS: Mapping[Cause, tuple[Op, str]] = {
+    Cause.WARM_UP: (Op.F, ""),
+    Cause.COOL_DOWN: (Op.B, ""),
+    Cause.IMBALANCE: (Op.I, "///"),
+    Cause.LATENCY: (Op.RECV_F, "..."),
+    Cause.BANDWIDTH: (Op.SEND_F, "---"),
+    Cause.CONTENTION: (Op.SEND_B, "xxx"),
+    Cause.HOST: (Op.STEP, "|||"),
+    Cause.STRAGGLER: (Op.W, "\\\\\\"),
+    Cause.SCHEDULE_ORDER: (Op.REDUCE_GRAD, ""),
+}
+#: Opacity of hatches and outlines, 0..1.
+HATCH_INK = 0.55
+
+
+def idle(
+    timeline: Timeline,
+    *,
+    ax: Axes | None = None,
+    legend: bool = True,
+    unit: str | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw the idle time of each device as a bar, stacked by cause, device 0 on top.
+
+    Parameters
+    ----------
+    timeline
+        A complete timeline, simulated or measured. `pipesim.analysis.idle` defines the causes.
+    ax
+        Axes to draw into; its limits are set. New axes by default.
+    legend
+        Whether to draw a legend of the causes that occur.
+    unit
+        Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
+    title
+        No title by default.
+
+    Raises
+    ------
+    TimelineError
+        If tasks of the timeline did not run.
+    """
+    table = idle_by_cause(check_drawable(timeline, Timeline))
+    longest = float(timeline.idle.max(initial=0.0))
+    sign, scale = time_unit(longest, unit)
+    ax = axes_or_new(ax, timeline.n_devices)
+    set_device_rows(ax, timeline.n_devices, 1.005 * longest * scale or 1.0, sign)
+    ax.set_xlabel(f"Idle ({sign})")
+    # Parts that are too small to see are left out of the legend too.
+    shown = [cause for cause in Cause if table[CAUSES[cause]].max() > 1e-9 * longest]
+    handles, left = [], np.zeros(timeline.n_devices)
+    for cause in shown:
+        seconds = table[CAUSES[cause]].to_numpy()
+        handles.append(_draw_part(ax, cause, left * scale, seconds * scale))
+        left += seconds
+    height = add_legend(ax, handles, [str(cause) for cause in shown]) if legend and shown else 0
+    if title:
+        set_title(ax, title, height=height)
+    return ax
+
+
+def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContainer:
+    """Draw one cause's part of every bar; ``left`` and ``width`` have one entry a device."""
+    from pipesim.utils.packages import matplotlib as mpl
+
+    op, hatch = LOOKS[cause]
+    (ink,) = text_colours(shades(np.array([op]), np.array([0])))
+    with mpl.rc_context({"hatch.linewidth": 0.6}):  # read once, when a bar is made
+        drawn = ax.barh(np.arange(len(left)), width, 0.7, left, color=PALETTE[op],
+                        edgecolor=(ink, HATCH_INK), linewidth=0.4, hatch=hatch)  # fmt: skip
+    for bar in drawn:
+        bar.set_gid(f"idle:{CAUSES[cause]}")
+    return drawn
+
+
+# Measured over predicted seconds of many steps
+
+#: Error of a prediction that the band shows, as a share.
+BAND = 0.1
+#: Space around the points, as a factor.
+_SPACE = 1.25
+#: Ratios of the largest to the smallest value from which ticks are 1, 2, 5, ..., and 1, 10, ...
+_NARROW, _WIDE = 8.0, 300.0
+#: Height of new axes with their labels (inches).
+_ACCURACY_HEIGHT = 3.2
+
+
+def accuracy(
+    measured: Sequence[float],
+    predicted: Sequence[float],
+    *,
+    ax: Axes | None = None,
+    unit: str | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw a point a step, measured over predicted seconds, on logarithmic axes of equal length.
+
+    A line marks equal values, and a band around it predictions that are at most 10 % off. The mean
+    and the worst error (predicted over measured, minus 1) are to the right of the title.
+
+    Parameters
+    ----------
+    measured, predicted
+        Seconds of each step.
+    ax
+        Axes to draw into; its scales and limits are set. New axes, a column wide, by default.
+    unit
+        Unit of both axes: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
+    title
+        No title by default.
+    """
+    true, guess = _checked("measured", measured), _checked("predicted", predicted)
+    if len(true) != len(guess) or not len(true):
+        raise ArgumentError(
+            f"measured and predicted must have one value a step each, got {len(true)} and "
+            f"{len(guess)}"
+        )
+    sign, scale = time_unit(float(np.median(true)), unit)
+    ax = figure(1, height=_ACCURACY_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    ends = np.array([min(true.min(), guess.min()) / _SPACE, max(true.max(), guess.max()) * _SPACE])
+    ends *= scale
+    band = ax.fill_between(
+        ends, ends / (1 + BAND), ends / (1 - BAND), color=PALETTE[Op.R], linewidth=0, zorder=1
+    )
+    band.set_gid("accuracy:band")
+    (line,) = ax.plot(ends, ends, color=INK, linewidth=0.6, zorder=2)
+    line.set_gid("accuracy:equal")
+    points = ax.scatter(
+        guess * scale, true * scale, s=14, color=PALETTE[Op.B], edgecolor=INK, linewidth=0.4,
+        zorder=3,
+    )  # fmt: skip
+    points.set_gid("accuracy:steps")
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    label(ax, f"Predicted ({sign})", f"Measured ({sign})")
+    _set_ticks(ax, ends[1] / ends[0])
+    ax.tick_params(which="minor", width=0.4, length=1.5)
+    errors = np.abs(guess / true - 1)
+    ax.legend([line, band], ["equal", f"within {BAND:.0%}"], loc="upper left", frameon=False,
+              fontsize=SMALL, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+    note = f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}"
+    if titles_fit(ax, title or "", note):
+        set_title(ax, title or "", note)
+    else:
+        set_title(ax, title or "")
+        ax.text(0.98, 0.03, note, transform=ax.transAxes, ha="right", fontsize=SMALL)
+    return ax
+
+
+def _set_ticks(ax: Axes, ratio: float) -> None:
+    """Set numbers without exponents as ticks: round ones for a narrow range."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        if ratio < _NARROW:
+            axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+        else:
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < _WIDE else (1.0,)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _checked(name: str, values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return values as an array, checked to be finite and above 0."""
+    array = np.array(check_numbers(name, values))
+    wrong = array[~((array > 0) & np.isfinite(array))]
+    if len(wrong):
+        raise ArgumentError(f"{name} must be finite seconds above 0, got {wrong[0]}")
+    return array
+
+
+# Configurations of a plan: memory over time, with their front
+
+#: Columns of the table that are drawn.
+_PLAN_COLUMNS = ("step", "memory", "schedule")
+#: Marker and colour of each schedule, by its place in the legend.
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
+_COLOURS = tuple(PALETTE[op] for op in (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD,
+                                        Op.SEND_B, Op.ALL_TO_ALL, Op.STEP))  # fmt: skip
+#: Width of a bold letter relative to its size.
+BOLD_LETTER = 0.65
+#: Points of the front that are labelled, and the height of new axes (inches).
+_LABELS, _PLAN_HEIGHT = 6, 3.4
+_GREY = "#5A5A5A"
+
+
+def plan_front(
+    table: pd.DataFrame,
+    front: Sequence[int],
+    names: Mapping[int, str],
+    *,
+    memory_limit: Bytes | None = None,
+    ax: Axes | None = None,
+    unit: str | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw a point a configuration, memory of the fullest device over the seconds of a step.
+
+    Colour and marker show the schedule. A line joins the front: configurations of which none is
+    better in time or memory and as good in the other; other points are pale. Up to six of the front
+    are labelled. The best, in bold, has a ring.
+
+    Parameters
+    ----------
+    table
+        Columns ``step`` (s), ``memory`` (bytes) and ``schedule``; a row a configuration, the best
+        first, indexed by rank.
+    front
+        Ranks of the front, by ascending seconds.
+    names
+        Label of each rank to be labelled.
+    memory_limit
+        Bytes that a device may hold; None for no line.
+    ax
+        Axes to draw into. New axes, two columns wide, by default.
+    unit
+        Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default one that fits.
+    title
+        No title by default.
+    """
+    if not set(_PLAN_COLUMNS) <= set(getattr(table, "columns", ())) or not len(table):
+        raise ArgumentError(
+            f"table must have columns {', '.join(_PLAN_COLUMNS)} and at least one row, got "
+            f"{type(table).__name__}"
+        )
+    ranks = check_list("front", front, "ranks of the table")
+    if not ranks or any(rank not in table.index for rank in ranks):
+        raise ArgumentError(f"front must have ranks of the table, at least one, got {front!r:.60}")
+    memory_limit = in_bytes("memory_limit", memory_limit)
+    limit = None if memory_limit is None else number(memory_limit)
+    if memory_limit is not None and not (limit or 0.0) > 0:
+        raise ArgumentError(f"memory_limit must be bytes above 0, got {memory_limit!r:.60}")
+    sign, scale = time_unit(float(table["step"].min()), unit)
+    most = max(float(table["memory"].max()), limit or 0.0)
+    size_sign, size = byte_unit(most)
+    points = table.assign(x=table["step"] * scale, y=table["memory"] / size)
+    ax = figure(2, height=_PLAN_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    handles = _draw_points(ax, points, ranks)
+    best = points.loc[ranks]
+    (line,) = ax.plot(best["x"], best["y"], color=INK, linewidth=0.8, drawstyle="steps-post")
+    line.set(gid="plan:front", zorder=2)
+    ring = ax.scatter(best["x"][:1], best["y"][:1], s=70, facecolor="none", edgecolor=INK, zorder=5)
+    ring.set(gid="plan:best", linewidth=1.0)
+    ax.set_ylim(0, 1.1 * most / size)
+    if limit is not None:
+        _draw_limit(ax, limit / size, format_bytes(limit))
+    label(ax, f"Step ({sign})", f"Memory of the fullest device ({size_sign})")
+    height = add_legend(ax, [*handles.values(), line], [*handles, "front"])
+    _label_front(ax, best, names)
+    if title:
+        set_title(ax, title, height=height)
+    return ax
+
+
+def _draw_points(ax: Axes, points: pd.DataFrame, front: list[int]) -> dict[str, Any]:
+    """Draw the points of each schedule, those off the front paler; return those with full colour.
+
+    Schedules are in the order of their best configuration.
+    """
+    handles = {}
+    for place, schedule in enumerate(points["schedule"].drop_duplicates().tolist()):
+        look: dict[str, Any] = {
+            "color": _COLOURS[place % len(_COLOURS)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "edgecolor": INK,
+        }
+        rows = points[points["schedule"] == schedule]
+        on_front = rows.index.isin(front)
+        pale, full = rows[~on_front], rows[on_front]
+        drawn = ax.scatter(pale["x"], pale["y"], s=11, linewidth=0.2, alpha=0.45, zorder=3, **look)
+        drawn.set_gid(f"plan:{schedule}")
+        drawn = ax.scatter(full["x"], full["y"], s=20, linewidth=0.5, zorder=4, **look)
+        drawn.set_gid(f"plan:front:{schedule}")
+        handles[str(schedule)] = drawn
+    return handles
+
+
+def _draw_limit(ax: Axes, height: float, text: str) -> None:
+    """Draw the memory limit as a dashed line with its value."""
+    line = ax.axhline(height, color=_GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
+    line.set_gid("plan:limit")
+    ax.annotate(
+        f"limit {text}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2),
+        textcoords="offset points", ha="right", fontsize=SMALL, color=_GREY,
+    )  # fmt: skip
+
+
+def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None:
+    """Label points of the front below and to the left of each, where no configuration can be.
+
+    The first is labelled, and then always the point that is farthest from all labels in memory, as
+    long as that is a line or more.
+    """
+    ranks = [int(rank) for rank in best.index if rank in names]
+    if not ranks:
+        return
+    box = ax.bbox
+    per_pixel = 72.0 / ax.figure.dpi
+    x, y = best["x"].to_dict(), best["y"].to_dict()
+    right = ax.get_xlim()[1]
+    room = (len(names[ranks[0]]) * SMALL * BOLD_LETTER + 2 * SMALL) / (box.width * per_pixel)
+    share = min(room, 0.5)
+    ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
+    line = 1.5 * SMALL / (box.height * per_pixel) * ax.get_ylim()[1]
+    kept = [ranks[0]]
+    while len(kept) < _LABELS:
+        distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}
+        farthest = max(ranks, key=lambda rank: distance[rank])
+        if distance[farthest] < line:
+            break
+        kept.append(farthest)
+    for rank in kept:
+        ax.annotate(
+            names[rank], (x[rank], y[rank]), xytext=(-5, -4), textcoords="offset points",
+            ha="right", va="top", fontsize=SMALL, zorder=6,
+            fontweight="bold" if rank == ranks[0] else "normal",
+        )  # fmt: skip

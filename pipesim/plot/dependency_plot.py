@@ -1,12 +1,34 @@
-"""Draw the dependencies between the tasks of a small graph."""
+"""Draw the dependencies between the tasks of a small graph: a column a clock cycle, a row a device.
+
+The column of a task is its distance from the first task, counted in tasks of compute streams.
+Messages and collectives on other streams are side nodes: they are stacked in the gap between two
+columns.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.graph.graph import TaskGraph
-from pipesim.plot.graph_layout import lay_out
+from pipesim.graph.precedence import Edges, ancestors
+from pipesim.graph.tasks import Task
+from pipesim.ops import (
+    COMPUTE,
+    EXCHANGES,
+    OF_STAGES,
+    RECVS,
+    REORDERED,
+    SENDS,
+    TRANSFERS,
+    Op,
+    is_expert_exchange,
+    part_letter,
+)
 from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
@@ -15,10 +37,241 @@ from pipesim.plot.paper_figure import (
     set_title,
     thinned_ticks,
 )
+from pipesim.utils.csr import Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+# Positions of the tasks
+
+Floats = NDArray[np.float64]
+
+#: Width and height of a node on a compute stream, and its width if the figure has side nodes; in
+#: columns and rows. Then the width and the largest height of a side node.
+WIDTH, HEIGHT, NARROW = 0.64, 0.56, 0.54
+SMALL_WIDTH, SMALL_HEIGHT = 0.3, 0.28
+#: Codes of operations in nodes, by operation and part; others have the operation's own letter.
+CODES: dict[tuple[Op, int], str] = {
+    **{(op, -1): ">" for op in SENDS},
+    **{(op, -1): "<" for op in RECVS},
+    (Op.DISPATCH, -1): "D",
+    **{(Op.ALL_TO_ALL, part): name[0] for part, name in enumerate(EXCHANGES)},
+    **{(Op.REORDER, EXCHANGES.index(name)): name[0].upper() for name in REORDERED},
+    (Op.REDUCE_GRAD, -1): "RG",
+    (Op.STEP, -1): "ST",
+    (Op.UNSHARD, -1): "US",
+    (Op.GRAD_NORM, -1): "GN",
+    **dict.fromkeys(((Op.UNSHARD, 0), (Op.UNSHARD, 1)), "US"),
+    **dict.fromkeys(((Op.RESHARD, 0), (Op.RESHARD, 1)), "RS"),
+    (Op.OFFLOAD, -1): "OF",
+    (Op.RELOAD, -1): "RL",
+}
+#: Codes of operations whose nodes have a number.
+NUMBERED_CODES: dict[Op, str] = {Op.REDUCE_GRAD: "r", Op.REDUCE_TIED: "t"}
+#: Height of all side nodes in a gap together (rows).
+ROOM = 0.92
+
+
+class Arrow(NamedTuple):
+    """An arrow between two tasks.
+
+    ``sort`` is ``"message"`` between devices, ``"data"`` on one device, or ``"order"`` of a stream.
+    """
+
+    sort: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class GraphLayout:
+    """Positions of the nodes and their arrows; arrays have one entry a node.
+
+    Attributes
+    ----------
+    tasks
+        Ids of the tasks that have a node.
+    x, y, width, height
+        Centre and size of each node, in columns and rows.
+    is_main
+        Whether the node is in a column, on a compute stream; else it is a side node.
+    texts
+        Text of each node, as `pipesim.plot.dependencies` lists them.
+    codes
+        Texts without the number of the micro-batch, for small nodes.
+    arrows
+        All arrows.
+    n_columns
+        Number of columns.
+    """
+
+    tasks: Ints
+    x: Floats
+    y: Floats
+    width: Floats
+    height: Floats
+    is_main: NDArray[np.bool_]
+    texts: list[str]
+    codes: list[str]
+    arrows: list[Arrow]
+    n_columns: int
+
+    @property
+    def largest_stack(self) -> int:
+        """The largest number of side nodes that are stacked in one gap."""
+        gaps = np.stack([np.round(2 * self.x), np.round(self.y)])[:, ~self.is_main]
+        return int(np.unique(gaps, axis=1, return_counts=True)[1].max(initial=1))
+
+
+def lay_out(graph: TaskGraph, *, messages: bool, order: bool) -> GraphLayout:
+    """Return the positions of a graph's nodes and arrows.
+
+    Parameters
+    ----------
+    graph
+        The graph to draw.
+    messages
+        Whether messages are nodes; else an arrow leads from the producer of each message to its
+        consumer.
+    order
+        Whether to have arrows for the order of compute streams.
+    """
+    is_message = graph.is_op(TRANSFERS)
+    main = graph.is_op(COMPUTE) | (graph.on_compute & (messages | ~is_message))
+    shown = main | ~is_message | messages
+    column = _columns(graph, main)
+    tasks = np.flatnonzero(shown)
+    x, y = column.astype(np.float64), graph.device.astype(np.float64)
+    height = np.where(main, HEIGHT, SMALL_HEIGHT)
+    side = np.flatnonzero(shown & ~main)
+    x[side] = _gaps(graph, column, side)
+    _stack(graph, side, x, y, height)
+    several = len(np.unique(np.stack([graph.device, graph.stage]), axis=1).T) > graph.n_devices
+    return GraphLayout(
+        tasks=tasks,
+        x=x[tasks],
+        y=y[tasks],
+        width=np.where(main, NARROW if len(side) else WIDTH, SMALL_WIDTH)[tasks],
+        height=height[tasks],
+        is_main=main[tasks],
+        texts=[_text(graph.task(task), several) for task in tasks.tolist()],
+        codes=[_code(graph.task(task)) for task in tasks.tolist()],
+        arrows=_arrows(graph, shown, main, order),
+        n_columns=int(column[main].max(initial=-1)) + 1,
+    )
+
+
+def _columns(graph: TaskGraph, main: NDArray[np.bool_]) -> Ints:
+    """Return the column of each task; for a task without one, the last column before it, or -1."""
+    column = np.full(len(graph), -1, dtype=np.int64)
+    precedence = graph.precedence
+    for task in range(len(graph)):
+        needed = precedence[task]
+        last = int(column[needed].max(initial=-1))
+        column[task] = last + 1 if main[task] else last
+    return column
+
+
+def _gaps(graph: TaskGraph, column: Ints, side: Ints) -> Floats:
+    """Return the gap of each side node: that right before its consumer, for a RECV."""
+    x = column[side] + 0.5
+    needs = graph.dependencies
+    consumer = np.full(len(graph), np.iinfo(np.int64).max)
+    np.minimum.at(consumer, needs.values, column[needs.rows])
+    for k, task in enumerate(side.tolist()):
+        if graph.op[task] in RECVS and consumer[task] < np.iinfo(np.int64).max:
+            x[k] = max(x[k], consumer[task] - 0.5)
+        elif len(needs[task]):
+            x[k] = column[needs[task]].max() + 0.5
+    return x
+
+
+def _stack(graph: TaskGraph, side: Ints, x: Floats, y: Floats, height: Floats) -> None:
+    """Stack the nodes in each gap: messages to and from devices above come first."""
+    peer = graph.device.astype(np.int64)
+    paired = np.flatnonzero(graph.pair >= 0)
+    peer[paired] = graph.device[graph.pair[paired]]
+    gaps: dict[tuple[int, float], list[int]] = {}
+    for task in side.tolist():
+        gaps.setdefault((int(graph.device[task]), float(x[task])), []).append(task)
+    for (device, _), tasks in gaps.items():
+        tasks.sort(key=lambda task: (int(np.sign(peer[task] - device)), int(peer[task]), task))
+        size = ROOM / len(tasks)
+        alone = len(tasks) == 1
+        for position, task in enumerate(tasks):
+            offset = np.sign(peer[task] - device) * ROOM / 4
+            y[task] = device + (offset if alone else size * (position + 0.5) - ROOM / 2)
+            height[task] = min(SMALL_HEIGHT, 0.86 * size)
+
+
+def _arrows(
+    graph: TaskGraph, shown: NDArray[np.bool_], main: NDArray[np.bool_], order: bool
+) -> list[Arrow]:
+    """Return the arrows: data, also through tasks without a node, and order of compute streams.
+
+    Arrows for data on one device are left out if other arrows imply them.
+    """
+    sources: list[set[int]] = []  # of each task, the nodes whose data it passes on
+    data: list[Arrow] = []
+    for task in range(len(graph)):
+        needed = graph.dependencies[task].tolist()
+        if graph.op[task] in RECVS:
+            needed.append(int(graph.pair[task]))
+        producers = set().union(*(sources[other] for other in needed))
+        sources.append({task} if shown[task] else producers)
+        for other in sorted(producers) if shown[task] else ():
+            across = graph.device[other] != graph.device[task]
+            data.append(Arrow("message" if across else "data", other, task))
+    queue = graph.queue_predecessor
+    queued = np.flatnonzero(main & (queue >= 0)) if order else np.empty(0, dtype=np.int64)
+    steps = [Arrow("order", _previous_node(queue, shown, task), task) for task in queued.tolist()]
+    steps = [step for step in steps if step.source >= 0]
+    connected = {arrow[1:] for arrow in data}
+    arrows = data + [step for step in steps if step[1:] not in connected]
+    ends = np.array([arrow[1:] for arrow in arrows], dtype=np.int64).reshape(-1, 2).T
+    _, is_implied = ancestors(Edges(*ends), len(graph))
+    kept = [
+        arrow
+        for arrow, extra in zip(data, is_implied.tolist()[: len(data)], strict=True)
+        if arrow.sort == "message" or not extra
+    ]
+    connected = {arrow[1:] for arrow in kept}
+    return kept + [step for step in steps if step[1:] not in connected]
+
+
+def _previous_node(queue: Ints, shown: NDArray[np.bool_], task: int) -> int:
+    """Return the previous task with a node on a task's stream, or -1."""
+    previous = int(queue[task])
+    while previous >= 0 and not shown[previous]:
+        previous = int(queue[previous])
+    return previous
+
+
+def _text(task: Task, several: bool) -> str:
+    """Return a node's text: stage if its device has ``several``, code, micro-batch.
+
+    Messages and exchanges have no stage; their neighbours have it.
+    """
+    number = "" if task.microbatch is None else str(task.microbatch)
+    if task.op in TRANSFERS or task.op == Op.ALL_TO_ALL:
+        return f"{_code(task)}{number}"
+    stage = str(task.stage) if several else ""
+    # The text of a reduction after each group of micro-batches leaves out the number.
+    return f"{stage}{_code(task)}{'' if task.op in OF_STAGES else number}"
+
+
+def _code(task: Task) -> str:
+    """Return the code of a node's operation; a bucket or a group of tied stages has its number."""
+    if task.op in NUMBERED_CODES and task.part >= 0:
+        return f"{NUMBERED_CODES[task.op]}{task.part}"
+    if is_expert_exchange(task.op, task.part):
+        return f"x{part_letter(task.op, task.part)}"
+    part = task.part if task.op in (Op.ALL_TO_ALL, Op.REORDER) else -1
+    return CODES.get((task.op, part), task.op.name)
+
+
+# The figure
 
 #: Most tasks on compute streams of a graph that is drawn.
 MOST_NODES = 300

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, TRANSFERS, Op, part_name
-from pipesim.plot.graph_layout import CODES, NUMBERED_CODES, Arrow, GraphLayout
-from pipesim.plot.node_labels import NodeTexts
+from pipesim.plot.dependency_plot import CODES, NUMBERED_CODES, Arrow, GraphLayout
+from pipesim.plot.fitting_labels import NodeTexts
 from pipesim.plot.paper_figure import SMALL
 from pipesim.plot.style import INK, device_colours, text_colours
 

@@ -1,19 +1,104 @@
-"""Costs, layers, models, GPUs and placements as notebooks show them: HTML tables."""
+"""HTML tables for notebooks: costs, layers, models, GPUs, placements, networks, layouts."""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-from pipesim.costs.costs import Costs
-from pipesim.costs.costs_text import n_stages_of_costs
-from pipesim.models.experts.model_sizes import SIZES_OF_SOME
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs, n_stages_of_costs
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.model_sizes import SIZES_OF_SOME
 from pipesim.models.transformer import Transformer
-from pipesim.plot.html_parts import note_html, omitted_html, omitted_text, table_html
+from pipesim.network.links import Link, Nodes
+from pipesim.network.network import Network
+from pipesim.network.parallel_layout import Layout
+from pipesim.plot.style import text_colours
 from pipesim.scheduling.placement import Placement
-from pipesim.utils.units import format_bytes, format_decimal, format_time
+from pipesim.utils.texts import format_bytes, format_decimal, format_time
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Parts of HTML: figures, tables, coloured cells and notes
+
+#: CSS of tables, of their coloured cells, and of the first cell of a row.
+TABLE = "border-collapse:separate;border-spacing:1px;font-size:11px;line-height:1.5"
+CELL = "text-align:center;min-width:1.7em;padding:0 2px"
+HEAD = "text-align:left;padding:0 8px 0 0;font-weight:normal"
+_NOTE = "margin:2px 0 4px;font-size:12px"
+
+
+def figure_png(figure: Figure) -> bytes:
+    """Return a figure as a PNG of 128 colours, which has a third of the bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    whole, small = io.BytesIO(), io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(whole, format="png", dpi=200)
+    with Image.open(whole) as image:
+        image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def figure_html(figure: Figure, text: str) -> str:
+    """Return a figure as an inline PNG, with ``text`` as its alternative text."""
+    image = base64.b64encode(figure_png(figure)).decode("ascii")
+    width = round(figure.get_figwidth() * 110)
+    return (
+        f'<img alt="{escape(text)}" src="data:image/png;base64,{image}" '
+        f'style="width:{width}px;max-width:100%;background:white"/>'
+    )
+
+
+def note_html(text: str) -> str:
+    """Return a line of text."""
+    return f'<div style="{_NOTE}">{escape(text)}</div>'
+
+
+def omitted_text(count: int, shown: int, noun: str) -> list[str]:
+    """Return a text for omitted items, such as ``devices 32 to 63``; [] if all are shown."""
+    return [f"{noun} {shown} to {count - 1}"] if count > shown else []
+
+
+def omitted_html(omitted: list[str]) -> str:
+    """Return a line that names omitted items; "" if there are none."""
+    return note_html(f"Not shown: {', '.join(omitted)}.") if omitted else ""
+
+
+def table_html(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table with its first column aligned left, the others right."""
+
+    def line(cells: list[str], tag: str) -> str:
+        first = f'<th style="{HEAD}">{escape(cells[0])}</th>'
+        style = "text-align:right;padding:0 8px;font-weight:normal"
+        rest = (f'<{tag} style="{style}">{escape(cell)}</{tag}>' for cell in cells[1:])
+        return f"<tr>{first}{''.join(rest)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<table style="{TABLE}">{line(head, "th")}{body}</table>'
+
+
+def cell_html(text: str, colour: NDArray[np.float64], title: str, tag: str = "td") -> str:
+    """Return a cell with a background colour: red, green, blue (0..1)."""
+    red, green, blue = (colour * 255).round().astype(int)
+    ink = text_colours(colour[None])[0]
+    return (
+        f'<{tag} title="{title}" style="{CELL};background:rgb({red},{green},{blue});'
+        f'color:{ink}">{text}</{tag}>'
+    )
+
+
+# Costs, layers, models, GPUs and placements
 
 #: Most stages, layers and devices that are shown, a row each, and most stages of a device.
 MAX_STAGES, MAX_LAYERS, MAX_DEVICES, MAX_CHUNKS = 64, 32, 32, 16
@@ -243,3 +328,157 @@ def _stages_text(stages: Sequence[int]) -> str:
     text = ", ".join(map(str, stages[:MAX_CHUNKS]))
     more = len(stages) - MAX_CHUNKS
     return f"{text} and {more} more" if more > 0 else text
+
+
+# Networks: links, and the routes of pairs of devices
+
+#: Most links and kinds of links that are shown, a row each; most pairs of a link; most devices of
+#: the table of routes.
+MAX_LINKS, MAX_PAIRS, MAX_ROUTED = 16, 4, 8
+
+
+def network_html(network: Network) -> str:
+    """Return a network as a table of its links, and one of routes between devices that links name.
+
+    Many links are counted by kind: latency, bandwidth, and number of pairs. Routes are those of the
+    first devices.
+    """
+    links, routes = network.links, ""
+    rows, omitted = _kind_rows(links) if len(links) > MAX_LINKS else _link_rows(links)
+    rows += [*_other_rows(network), *_host_rows(network)]
+    if links:
+        devices = sorted({device for link in links for pair in link.pairs for device in pair})
+        routes = _routes_html(network, devices)
+        if len(devices) > MAX_ROUTED:
+            omitted.append(f"routes of {len(devices) - MAX_ROUTED:,} more devices (see resolve)")
+    head = ["messages", "links", "latency", "bandwidth"]
+    return note_html(_title(network)) + table_html(head, rows) + routes + omitted_html(omitted)
+
+
+def _title(network: Network) -> str:
+    """Return the parts of a network in words."""
+    n, nodes = len(network.links), network.nodes
+    parts = [f"{n:,} link{'s' * (n > 1)} of particular pairs"] if n else []
+    if nodes is not None:
+        parts.append(_nodes_text(nodes))
+    share = network.nominal_share
+    text = f"Network of {', and '.join(parts) or 'one link for each pair of devices'}"
+    return text if share is None else f"{text}, {share:.3g} of nominal bandwidths"
+
+
+def _nodes_text(nodes: Nodes) -> str:
+    """Return the devices, ports and NICs of nodes in words."""
+    size, nics = nodes.devices_per_node, nodes.nics_per_node
+    text = f"nodes of {size} device{'s' * (size > 1)}"
+    if nodes.gpus_per_device > 1:
+        text += f" ({nodes.gpus_per_device} GPUs each"
+        text += f" on {nodes.nodes_per_device} nodes" if nodes.nodes_per_device > 1 else ""
+        text += "; rates are those of one GPU)"
+    return (
+        f"{text}: a port of {_bandwidth(nodes.port_bandwidth)} each, and {nics} "
+        f"NIC{'s' * (nics > 1)} of {_bandwidth(nodes.nic_bandwidth)}"
+    )
+
+
+def _link_rows(links: tuple[Link, ...]) -> tuple[list[list[str]], list[str]]:
+    """Return a row for each link, and no text for others."""
+    rows = []
+    for link in links:
+        pairs = [f"{source} to {target}" for source, target in link.pairs[:MAX_PAIRS]]
+        more = len(link.pairs) - MAX_PAIRS
+        text = ", ".join(pairs) + (f" and {more:,} more" if more > 0 else "")
+        shared = f", shared by {len(link.pairs):,} pairs" if len(link.pairs) > 1 else ""
+        rows.append([text, f"1{shared}", format_time(link.latency), _bandwidth(link.bandwidth)])
+    return rows, []
+
+
+def _kind_rows(links: tuple[Link, ...]) -> tuple[list[list[str]], list[str]]:
+    """Return a row for each of the most frequent kinds of links, and a text for the others."""
+    kinds = Counter((len(link.pairs), link.latency, link.bandwidth) for link in links)
+    rows = []
+    for (n_pairs, latency, bandwidth), count in kinds.most_common(MAX_LINKS):
+        shared = f", each shared by {n_pairs:,} pairs" if n_pairs > 1 else ""
+        text = [f"{count * n_pairs:,} named pairs", f"{count:,}{shared}"]
+        rows.append([*text, format_time(latency), _bandwidth(bandwidth)])
+    omitted = [f"pairs of all {len(links):,} links"]
+    if len(kinds) > MAX_LINKS:
+        omitted.append(f"{len(kinds) - MAX_LINKS:,} more kinds of links")
+    return rows, omitted
+
+
+def _other_rows(network: Network) -> list[list[str]]:
+    """Return the rows of messages between pairs that no link names."""
+    nodes = network.nodes
+    if nodes is None:
+        pairs = "all other pairs" if network.links else "all pairs"
+        rate = _bandwidth(network.bandwidth)
+        return [[pairs, "1 a pair", format_time(network.latency), rate]]
+    port, nic = nodes.port_bandwidth, nodes.nic_bandwidth
+    has_port, has_nic = math.isfinite(port), math.isfinite(nic)
+    inside = ["port out", "port in"] * has_port
+    between = [*inside[:1], *["NIC out", "NIC in"] * has_nic, *inside[1:]]
+    return [
+        ["inside a node", _held(inside), format_time(nodes.port_latency), _bandwidth(port)],
+        ["between nodes", _held(between), format_time(nodes.nic_latency),
+         _bandwidth(min(port, nic))],
+    ]  # fmt: skip
+
+
+def _host_rows(network: Network) -> list[list[str]]:
+    """Return the row of copies to and from the memory of hosts, if there is a link for them."""
+    host = network.host
+    if host is None:
+        return []
+    shared = f", each of {host.devices_per_link} devices" if host.devices_per_link > 1 else ""
+    held = f"host out, host in{shared}"
+    return [["copies to hosts", held, format_time(host.latency), _bandwidth(host.bandwidth)]]
+
+
+def _held(links: list[str]) -> str:
+    """Return the links that a message holds."""
+    return ", ".join(links) or "none"
+
+
+def _routes_html(network: Network, devices: list[int]) -> str:
+    """Return a table of latencies and bandwidths from the row's device to the column's."""
+    shown = devices[:MAX_ROUTED]
+    ends = np.array(shown)
+    source, target = np.repeat(ends, len(ends)), np.tile(ends, len(ends))
+    routes = network.resolve(source, target, devices[-1] + 1)
+    cells = [
+        "" if a == b else f"{format_time(latency)}, {_bandwidth(bandwidth)}"
+        for a, b, latency, bandwidth in zip(
+            source.tolist(), target.tolist(), routes.latency.tolist(), routes.bandwidth.tolist(),
+            strict=True,
+        )
+    ]  # fmt: skip
+    n = len(shown)
+    rows = [[f"from {device}", *cells[k * n : k * n + n]] for k, device in enumerate(shown)]
+    return table_html(["routes", *(f"to {device}" for device in shown)], rows)
+
+
+def _bandwidth(value: float) -> str:
+    """Return a bandwidth as text."""
+    return "unlimited" if math.isinf(value) else format_decimal(value, "B/s")
+
+
+# Layouts of parallelism: a row a GPU
+
+#: Most GPUs that are shown.
+MAX_GPUS = 64
+
+
+def layout_html(layout: Layout) -> str:
+    """Return a layout as a table of its GPUs, with their nodes, coordinates and devices."""
+    table = layout.table
+    shown = table.head(MAX_GPUS)
+    rows = [[str(gpu), *map(str, values)] for gpu, *values in shown.itertuples()]
+    title = (
+        f"{layout.n_gpus} GPUs on {layout.n_nodes} node{'s' * (layout.n_nodes > 1)}, order "
+        f"{layout.order}; etp, ep and edp are coordinates of experts"
+    )
+    return (
+        note_html(title)
+        + table_html(["GPU", *table.columns], rows)
+        + omitted_html(omitted_text(len(table), len(shown), "GPUs"))
+    )

@@ -1,4 +1,4 @@
-"""Figures around their content: sizes of papers, axes, titles, legends, files.
+"""Figures around their content, in a paper's style: sizes, fonts, axes, titles, legends, files.
 
 Font sizes are a paper's: 8 points for labels, 7 for the rest. matplotlib is imported when needed.
 """
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
+from pipesim.ops import Op
+from pipesim.plot.style import PALETTE
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_whole
 
@@ -160,7 +162,7 @@ def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
     ax.set_ylim(n_devices - 0.5, -0.5)
     from matplotlib.ticker import MaxNLocator
 
-    from pipesim.plot.device_ticks import DeviceTicks
+    from pipesim.plot.fitting_labels import DeviceTicks
 
     # Not 2.5, since most figures of schedules have whole seconds.
     ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
@@ -221,3 +223,86 @@ def titles_fit(ax: Axes, *texts: str) -> bool:
     """Return whether titles fit side by side above the axes."""
     needed = sum(map(len, texts)) * FONT * LETTER + 10.0
     return needed < axes_size(ax)[0]
+
+
+# Settings of matplotlib for figures of a paper: size, fonts, lines that differ without colour
+
+#: Colour, dashes and marker of successive lines. Each of them alone tells lines apart.
+_LINES: tuple[tuple[str, Any, str], ...] = (
+    (PALETTE[Op.REDUCE_GRAD], "-", "o"),
+    (PALETTE[Op.SEND_F], "--", "s"),
+    (PALETTE[Op.B], "-.", "^"),
+    (PALETTE[Op.SEND_B], (0, (1.2, 1.2)), "D"),
+    (PALETTE[Op.F], (0, (6, 1.5, 1, 1.5, 1, 1.5)), "v"),
+    (PALETTE[Op.W], (0, (8, 2)), "P"),
+    (PALETTE[Op.STEP], (0, (3, 1)), "X"),
+)
+_THIN = 0.6
+
+
+def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
+    """Return settings of matplotlib for figures as wide as columns of a paper.
+
+    Figures that are made under these settings have a print size, text of 7 and 8 points, fonts
+    that publishers take (type 42) in PDF files, and lines that differ in dashes and markers, too.
+
+    Parameters
+    ----------
+    columns
+        1 or 2: `ONE_COLUMN` or `TWO_COLUMNS` wide.
+    height
+        Height of new figures, inches.
+
+    Returns
+    -------
+    dict
+        Values of `matplotlib.rcParams` by name.
+
+    Notes
+    -----
+    ``plt.rcParams.update(paper_style())`` sets them for all that follows, and
+    ``with plt.rc_context(paper_style()):`` for a part.
+
+    Examples
+    --------
+    >>> import matplotlib.pyplot as plt
+    >>> from pipesim import plot
+    >>> with plt.rc_context(plot.paper_style(columns=1, height=2)):
+    ...     fig, ax = plt.subplots()
+    >>> fig.get_size_inches().tolist(), ax.xaxis.label.get_size()
+    ([3.5, 2.0], 8.0)
+    >>> plt.close(fig)
+    """
+    from cycler import cycler
+
+    size = width_of(columns), check_height(height)
+    colours, dashes, markers = zip(*_LINES, strict=True)
+    sizes = {
+        **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize", "figure.titlesize",
+                         "figure.labelsize"), FONT),
+        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize",
+                         "legend.title_fontsize"), SMALL),
+        **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width",
+                         "grid.linewidth", "patch.linewidth"), _THIN),
+        **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 2.5),
+        **dict.fromkeys(("xtick.minor.size", "ytick.minor.size"), 1.5),
+        "lines.linewidth": 1.2,
+        "lines.markersize": 4.0,
+    }  # fmt: skip
+    return {
+        "figure.figsize": size,
+        "figure.constrained_layout.use": True,
+        "savefig.dpi": 300.0,
+        "pdf.fonttype": 42,
+        "ps.fonttype": 42,
+        "svg.fonttype": "none",
+        **sizes,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 3.0,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": cycler(color=colours, linestyle=dashes, marker=markers),
+        "legend.frameon": False,
+        "legend.handlelength": 2.8,
+    }

@@ -1,4 +1,4 @@
-"""Parts of a timeline's figure: boxes of tasks, bubbles, and the entries of its legend.
+"""Parts of a timeline's figure: boxes of tasks, bubbles, frames, arrows, and entries of the legend.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -16,11 +16,10 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
-from pipesim.plot.box_labels import BoxLabels, points_per_unit
-from pipesim.plot.lanes import TaskLanes
-from pipesim.plot.overlap_frames import draw_frames, frame_entry
+from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 from pipesim.plot.style import (
     HATCHED,
     INK,
@@ -34,7 +33,10 @@ from pipesim.plot.style import (
     text_colours,
     whiteness,
 )
+from pipesim.plot.timelines import TaskLanes
 from pipesim.timeline.timeline import Timeline
+
+# Boxes of tasks and bubbles
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -270,3 +272,90 @@ def legend_entries(
     if unfinished:
         entries["unfinished"] = Patch(fc="white", ec=UNFINISHED, lw=0.8, ls=DASHES)
     return list(entries.values()), list(entries)
+
+
+# Frames around an F and a B that run as one action
+
+Floats = NDArray[np.float64]
+
+#: Width of a frame's line (points).
+LINE = 0.9
+
+
+def draw_frames(
+    ax: Axes, timeline: Timeline, y: Floats, height: Floats, scale: float, gid: str
+) -> None:
+    """Frame each F and B of one action, from the F's start to the B's end, if both ended.
+
+    Parameters
+    ----------
+    ax
+        Axes whose limits are set.
+    timeline
+        Timeline of the tasks.
+    y, height
+        Centre and height of each task's box, in rows; NaN for tasks left out.
+    scale
+        Units of the time axis in a second.
+    gid
+        Identifier of the collection of frames. It is not added if nothing is overlapped.
+    """
+    graph, start, end = timeline.graph, timeline.start * scale, timeline.end * scale
+    first, second = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
+    framed = np.isfinite(start[first] + end[first] + end[second] + y[first])
+    first, second = first[framed], second[framed]
+    if not len(first):
+        return
+    half = height[first] / 2
+    left, right, top, bottom = start[first], end[second], y[first] - half, y[first] + half
+    around = ((left, top), (right, top), (right, bottom), (left, bottom))
+    corners: Any = np.stack([np.stack(corner, axis=-1) for corner in around], axis=1)
+    frames = PolyCollection(corners, facecolors="none", edgecolors=INK, linewidths=LINE, zorder=2.2)
+    frames.set_gid(gid)
+    ax.add_collection(frames, autolim=False)
+
+
+def frame_entry(graph: TaskGraph) -> dict[str, Patch]:
+    """Return the legend's entry for frames, by its label; none if nothing is overlapped."""
+    if not graph.kinds.overlapped.any():
+        return {}
+    return {"overlapped": Patch(fc="white", ec=INK, lw=LINE)}
+
+
+# Arrows between boxes: results that another device needs
+
+Indices = NDArray[np.int64]
+
+
+def draw_dependencies(ax: Axes, timeline: Timeline, lanes: TaskLanes, *, scale: float) -> None:
+    """Draw an arrow from the end of each compute task to the start of its consumers elsewhere."""
+    producer, consumer = _across_devices(timeline.graph)
+    ran = timeline.ran[producer] & timeline.ran[consumer]
+    producer, consumer = producer[ran], consumer[ran]
+    if not len(producer):
+        return
+    x, y = timeline.end[producer] * scale, lanes.y[producer]
+    dx, dy = timeline.start[consumer] * scale - x, lanes.y[consumer] - y
+    # An arrow begins and ends inside the two boxes, so that the reader sees which two they are.
+    inset = np.sign(dy) * 0.18 * lanes.height[producer]
+    arrows = ax.quiver(
+        x, y + inset, dx, dy - 2 * inset,
+        angles="xy", scale_units="xy", scale=1.0, units="inches", width=0.6 / 72,
+        headwidth=5.5, headlength=6.0, headaxislength=5.0, minlength=0.1, minshaft=1.0,
+        color=INK, zorder=4,
+    )  # fmt: skip
+    arrows.set_gid("dependencies")
+
+
+def _across_devices(graph: TaskGraph) -> tuple[Indices, Indices]:
+    """Return producers and consumers on different devices: compute tasks, without messages."""
+    consumer, needed = graph.dependencies.rows, graph.dependencies.values
+    sends = graph.is_op(SENDS)
+    # Of each SEND, the task whose result it sends.
+    content = np.full(len(graph), -1, dtype=np.int64)
+    content[consumer[sends[consumer]]] = needed[sends[consumer]]
+    received = (graph.pair[needed] >= 0) & ~sends[consumer]
+    producer = np.where(received, content[graph.pair[needed]], needed)
+    across = graph.device[producer] != graph.device[consumer]
+    kept = (producer >= 0) & (graph.pair[consumer] < 0) & across
+    return producer[kept], consumer[kept]

@@ -1,18 +1,21 @@
-"""Draw timelines: when each task ran, a row a device; several below each other."""
+"""Draw timelines, a row a device: when each task ran, and predicted over measured ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError
+from pipesim.analysis.compare import Comparison
+from pipesim.errors import ArgumentError, number
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.plot.lanes import lanes, rows
 from pipesim.plot.paper_figure import (
     ROW,
+    TWO_COLUMNS,
     add_legend,
     axes_or_new,
     check_drawable,
@@ -20,16 +23,19 @@ from pipesim.plot.paper_figure import (
     legend_options,
     set_device_rows,
     set_title,
+    titles_fit,
     width_of,
 )
-from pipesim.plot.style import n_chunks
+from pipesim.plot.style import INK, format_error, n_chunks
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import time_unit
+from pipesim.utils.texts import format_time, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+# Timelines
 
 Flags = NDArray[np.bool_]
 
@@ -161,8 +167,7 @@ def panels(
 
 def _entries_of_all(timelines: list[Timeline], drawn: Mapping[Op, str | None]) -> dict[str, Any]:
     """Return handles of a legend by label; shades of chunks are those of the most chunks."""
-    from pipesim.plot.overlap_frames import frame_entry
-    from pipesim.plot.task_boxes import legend_entries
+    from pipesim.plot.task_boxes import frame_entry, legend_entries
 
     deepest = max(timelines, key=lambda item: n_chunks(item.graph)).graph
     unfinished = any(map(_is_unfinished, timelines))
@@ -210,7 +215,238 @@ def _draw_tasks(
     task_boxes.draw_bubbles(ax, task_lanes, timeline.makespan * scale)
     drawn = task_boxes.draw_boxes(ax, timeline, task_lanes, scale=scale, numbers=numbers)
     if dependencies:
-        from pipesim.plot.dependency_arrows import draw_dependencies
+        from pipesim.plot.task_boxes import draw_dependencies
 
         draw_dependencies(ax, timeline, task_lanes, scale=scale)
     return drawn
+
+
+# Positions of tasks: rows of devices, and the lanes in them
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+#: Rows of a device with its transfers.
+WITH_TRANSFERS = 1.9
+
+
+@dataclass(frozen=True)
+class TaskLanes:
+    """Lane of each task, in rows: centre ``y`` and ``height``; ``y`` is NaN for tasks left out.
+
+    ``bands`` holds centre and height of each device's compute lane, shape ``(n_devices, 2)``.
+    """
+
+    y: Floats
+    height: Floats
+    bands: Floats
+
+
+def rows(graph: TaskGraph, *, transfers: bool) -> float:
+    """Return the number of rows of all devices: more if transfers have their own lanes."""
+    return graph.n_devices * (WITH_TRANSFERS if _has_copies(graph, transfers) else 1.0)
+
+
+def lanes(
+    graph: TaskGraph, *, transfers: bool, half: int = 0, streams: Flags | None = None
+) -> TaskLanes:
+    """Return the lanes of a timeline.
+
+    Parameters
+    ----------
+    graph
+        Graph of the timeline.
+    transfers
+        Whether copy streams have lanes, if any.
+    half
+        Part of a device's row: -1 is the upper half, 1 the lower half; 0 is the whole row.
+    streams
+        Whether a copy stream has a lane, shape ``(len(graph.streams),)``. None: all have.
+    """
+    if _has_copies(graph, transfers):
+        return _with_copies(graph, 0.23 * half, 0.48 if half else 1.0, streams)
+    return _one_lane(graph, 0.2 * half, 0.36 if half else 0.8)
+
+
+def _has_copies(graph: TaskGraph, transfers: bool) -> bool:
+    """Return whether tasks of other than compute streams are drawn."""
+    return transfers and not graph.on_compute.all()
+
+
+def _one_lane(graph: TaskGraph, offset: float, height: float) -> TaskLanes:
+    """Put compute streams into one lane a device, ``offset`` rows below the middle of its row."""
+    centres = np.arange(graph.n_devices) + offset
+    return TaskLanes(
+        y=np.where(graph.on_compute, centres[graph.device], np.nan),
+        height=np.full(len(graph), height),
+        bands=np.column_stack([centres, np.full_like(centres, height)]),
+    )
+
+
+def _with_copies(graph: TaskGraph, offset: float, room: float, streams: Flags | None) -> TaskLanes:
+    """Put compute streams on top, and below them a thin lane for each of the ``streams``.
+
+    All lanes of a device take ``room`` rows, ``offset`` rows below the middle of its row.
+    """
+    compute = _one_lane(graph, offset - 0.17 * room, 0.5 * room)
+    copy_streams: list[list[int]] = [[] for _ in range(graph.n_devices)]
+    for number, (device, name) in enumerate(graph.streams):
+        if name != "compute" and (streams is None or streams[number]):
+            copy_streams[device].append(number)
+    lane_height = 0.3 * room / max(1, *map(len, copy_streams))
+    y = np.full(len(graph.streams), np.nan)
+    for device, numbers in enumerate(copy_streams):
+        y[numbers] = device + offset + 0.11 * room + lane_height * (np.arange(len(numbers)) + 0.5)
+    return TaskLanes(
+        y=np.where(graph.on_compute, compute.y, y[graph.stream]),
+        height=np.where(graph.on_compute, compute.height, lane_height * 0.86),
+        bands=compute.bands,
+    )
+
+
+# Predicted timelines over measured ones
+
+#: Share of white in the colours of a prediction; its outline has the full colour.
+TINT = 0.6
+#: Height of a device in a comparison, in rows of a timeline.
+ROWS_PER_DEVICE = 1.5
+
+
+def comparison(
+    comparison: Comparison,
+    *,
+    ax: Axes | None = None,
+    transfers: bool = False,
+    numbers: bool = True,
+    legend: bool = True,
+    unit: str | None = None,
+    title: str | None = None,
+) -> Axes:
+    """Draw the predicted timeline over the measured one: two lanes a device, one time axis.
+
+    Predictions are pale and outlined, measurements full. A dashed and a solid line mark the two
+    makespans. The error (predicted over measured, minus 1) is to the right of the title.
+
+    Parameters
+    ----------
+    comparison
+        The comparison to draw.
+    ax, transfers, numbers, legend, unit
+        As for `timeline`.
+    title
+        By default the measured timeline's name.
+    """
+    graph = check_drawable(comparison, Comparison).predicted.graph
+    ax = axes_or_new(ax, ROWS_PER_DEVICE * rows(graph, transfers=transfers))
+    drawn = _draw_comparison(ax, comparison, _end_of_axes([comparison]), transfers, numbers, unit)
+    height = 0.0
+    if legend:
+        from pipesim.plot.task_boxes import legend_entries
+
+        height = add_legend(ax, *legend_entries(graph, drawn, compared=True))
+    _draw_heading(ax, comparison, comparison.measured.name if title is None else title, height)
+    return ax
+
+
+def overlay(
+    comparisons: Mapping[str, Comparison],
+    *,
+    width: float = TWO_COLUMNS,
+    transfers: bool = False,
+    numbers: bool = True,
+    unit: str | None = None,
+) -> Figure:
+    """Draw comparisons below each other, on one time axis and under one legend.
+
+    Parameters
+    ----------
+    comparisons
+        Comparisons by title, the first on top.
+    width
+        Width of the figure (inches).
+    transfers, numbers, unit
+        As for `timeline`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Not managed by pyplot: there is nothing to close.
+    """
+    from pipesim.plot.task_boxes import legend_entries
+    from pipesim.utils.packages import Figure
+
+    if not isinstance(comparisons, Mapping) or not comparisons:
+        raise ArgumentError(
+            f"overlay takes a mapping of titles to at least one comparison, got {comparisons!r}"
+        )
+    items = [check_drawable(item, Comparison) for item in comparisons.values()]
+    if (number(width) or 0.0) <= 0:
+        raise ArgumentError(f"width must be inches > 0, got {width!r}")
+    graphs = [item.predicted.graph for item in items]
+    heights = [0.36 * rows(graph, transfers=transfers) for graph in graphs]
+    height = 0.7 + sum(heights) + 0.22 * len(heights)
+    whole = Figure(figsize=(width, height), layout="constrained")
+    axes = whole.subplots(len(graphs), 1, sharex=True, squeeze=False, height_ratios=heights)
+    stacked = axes[:, 0]
+    drawn: dict[Op, str | None] = {}
+    for ax, (title, item) in zip(stacked, comparisons.items(), strict=True):
+        drawn |= _draw_comparison(ax, item, _end_of_axes(items), transfers, numbers, unit)
+        _draw_heading(ax, item, title, 0.0)
+        if ax is not stacked[-1]:
+            ax.set_xlabel("")
+    deepest = max(graphs, key=n_chunks)
+    handles, labels = legend_entries(deepest, drawn, compared=True)
+    options = legend_options(labels, width * 72)
+    whole.legend(handles, labels, loc="outside upper center", **options)
+    return whole
+
+
+def _end_of_axes(comparisons: Iterable[Comparison]) -> float:
+    """Return the end of the time axis that all comparisons share (s)."""
+    return max(
+        end_of_axis(timeline)
+        for comparison in comparisons
+        for timeline in (comparison.predicted, comparison.measured)
+    )
+
+
+def _draw_comparison(
+    ax: Axes,
+    comparison: Comparison,
+    end: float,
+    transfers: bool,
+    numbers: bool,
+    unit: str | None,
+) -> dict[Op, str | None]:
+    """Draw both timelines and their makespans; return the operations, each with its hatch."""
+    from pipesim.plot import task_boxes
+
+    graph = comparison.predicted.graph
+    sign, scale = time_unit(end, unit)
+    set_device_rows(ax, graph.n_devices, end * scale, sign)
+    drawn: dict[Op, str | None] = {}
+    for name, timeline, half, tint, style in (
+        ("predicted", comparison.predicted, -1, TINT, task_boxes.DASHES),
+        ("measured", comparison.matched, 1, 0.0, "-"),
+    ):
+        task_lanes = lanes(graph, transfers=transfers, half=half)
+        task_boxes.draw_bubbles(ax, task_lanes, timeline.makespan * scale)
+        drawn |= task_boxes.draw_boxes(
+            ax, timeline, task_lanes, scale=scale, name=name, tint=tint, numbers=numbers
+        )
+        line = ax.axvline(
+            timeline.makespan * scale, color=INK, linestyle=style, linewidth=0.8, zorder=1.5
+        )
+        line.set_gid(f"{name}:makespan")
+    return drawn
+
+
+def _draw_heading(ax: Axes, comparison: Comparison, title: str, height: float) -> None:
+    """Put title, makespans and error above the axes; without the makespans if space is short."""
+    predicted, measured = comparison.predicted.makespan, comparison.measured.makespan
+    if not measured:
+        set_title(ax, title, "nothing ran", height)
+        return
+    error = f"error {format_error(comparison.makespan_error)}"
+    makespans = f"predicted {format_time(predicted)}, measured {format_time(measured)}, {error}"
+    set_title(ax, title, makespans if titles_fit(ax, title, makespans) else error, height)

@@ -1,8 +1,7 @@
 """Schedules: orders of actions on devices, placements of stages, the registry, and files."""
 
-from pipesim.scheduling.closed_forms import ClosedForm, Counts
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.scheduling.registry import register, schedule, schedules
+from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = [

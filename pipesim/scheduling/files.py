@@ -6,21 +6,168 @@ In the CSV a row is a rank, which is a device, and a cell is an action, such as 
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
-from pipesim.scheduling.csv_message_checks import CsvCell, cell_place, check_messages, refuse
-from pipesim.scheduling.file_checksums import check_signature, signed_grid, signed_rows, unsigned
-from pipesim.scheduling.infer_placement import infer_file_placement
-from pipesim.scheduling.order_columns import single_actions
+from pipesim.ops import LISTED, SENDS, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.scheduling.orders import infer_file_placement, single_actions
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_bytes, write_text
-from pipesim.utils.texts import csv_rows
+from pipesim.utils.texts import checksum, checksum_mismatch, csv_rows
+
+# Checksums in files of orders, at a place that other readers of these files ignore.
+#
+# In a CSV the checksum follows an action, in the same cell: ``1W3 sha256:0123456789abcdef``. The
+# reader of torch.distributed.pipelining takes the action at the start of a cell, and ignores the
+# text after it. A separate row or cell would count as a rank or a step. In a grid the checksum is
+# the last word.
+
+_DIGITS = 16
+_SIGNATURE = re.compile(rf" (sha256:[0-9a-f]{{{_DIGITS}}})(?=[,\s]|$)")
+
+
+def _signature(text: str) -> str:
+    return f"sha256:{checksum(text.replace(chr(13), '').rstrip())[:_DIGITS]}"
+
+
+def signed_rows(orders: Sequence[Sequence[object]]) -> str:
+    """Return orders as CSV, a row a device, with a checksum in the last cell of a single action."""
+    rows = [[*map(str, order)] for order in orders]
+    signature = _signature(_csv(rows))
+    for row in reversed(rows):
+        for column in reversed(range(len(row))):
+            if not row[column].startswith("("):  # torch takes no text after an overlapped pair
+                row[column] += f" {signature}"
+                return _csv(rows)
+    return _csv(rows)
+
+
+def signed_grid(grid: str) -> str:
+    """Return a grid as text with a checksum as its last word."""
+    return f"{grid} {_signature(grid + chr(10))}\n"
+
+
+def unsigned(text: str) -> tuple[str, str]:
+    """Return the text of a file without its checksum, and the checksum, empty if it has none."""
+    match = _SIGNATURE.search(text)
+    if match is None:
+        return text, ""
+    return text[: match.start()] + text[match.end() :], match[1]
+
+
+def check_signature(where: str, text: str, signature: str) -> None:
+    """Raise if the checksum of a file does not match its content.
+
+    Raises
+    ------
+    ScheduleError
+        The message tells how to read the file all the same.
+    """
+    if signature and signature != _signature(text):
+        raise ScheduleError(checksum_mismatch(where, f"delete {signature!r} from it"))
+
+
+def _csv(rows: Sequence[Sequence[str]]) -> str:
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(rows)
+    return lines.getvalue()
+
+
+# Checks of the messages that a file lists; the schedule leaves them out
+
+#: Operation of the other end of a message, and the offset of its stage.
+_OTHER_END = {
+    Op.SEND_F: (Op.RECV_F, +1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, +1),
+}
+#: Operations that compute the content of a SEND, or use that of a RECV.
+_COMPUTED = {
+    Op.SEND_F: (Op.F,),
+    Op.RECV_F: (Op.F,),
+    Op.SEND_B: (Op.B, Op.I),
+    Op.RECV_B: (Op.B, Op.I),
+}
+
+
+class CsvCell(NamedTuple):
+    """A text and its place: the device counts from 0, row and column from 1."""
+
+    text: str
+    device: int
+    row: int
+    column: int
+
+
+def refuse(where: str, cell: CsvCell, problem: str) -> NoReturn:
+    """Raise `ScheduleError` for a cell of the file ``where``."""
+    raise ScheduleError(f"{cell_place(where, cell)}: {cell.text.strip()!r} {problem}")
+
+
+def cell_place(where: str, cell: CsvCell) -> str:
+    """Return the place of a cell, as error messages name it."""
+    return f"{where}: row {cell.row} (device {cell.device}), column {cell.column}"
+
+
+def check_messages(
+    where: str, messages: Mapping[Action, CsvCell], computed: Mapping[tuple[int, Action], CsvCell]
+) -> None:
+    """Check that messages pair up, are on the device of their stage, and on the right side of it.
+
+    A SEND comes after the action that computes its content, and a RECV before the action that
+    uses it.
+
+    Parameters
+    ----------
+    where
+        Name of the file in errors.
+    messages
+        Cell of each message.
+    computed
+        Cell where a device first lists a compute action.
+
+    Raises
+    ------
+    ScheduleError
+        The message names row and column.
+    """
+    stages = {(device, action.stage) for device, action in computed}
+    for message, cell in messages.items():
+        if (cell.device, message.stage) not in stages:
+            refuse(where, cell, f"is misplaced: this device runs nothing of stage {message.stage}")
+        op, offset = _OTHER_END[message.op]
+        other = Action(message.stage + offset, op, message.microbatch)
+        if other not in messages:
+            problem = "has no receiver" if message.op in SENDS else "has no sender"
+            refuse(where, cell, f"{problem}: the file has no {other}; add it, or leave out all "
+                                "messages, which pipesim.lower adds")  # fmt: skip
+        for action in (message._replace(op=op) for op in _COMPUTED[message.op]):
+            _check_side(where, message, cell, action, computed.get((cell.device, action)))
+
+
+def _check_side(
+    where: str, message: Action, cell: CsvCell, action: Action, action_cell: CsvCell | None
+) -> None:
+    """Check that a SEND comes after the action that computes its content, a RECV before its use.
+
+    `pipesim.verify` reports an action that the row lacks.
+    """
+    if action_cell is None:
+        return
+    if message.op in SENDS and cell.column < action_cell.column:
+        refuse(where, cell, f"comes before {action} in column {action_cell.column}, which "
+                            "computes its content; list the SEND after it")  # fmt: skip
+    if message.op not in SENDS and cell.column > action_cell.column:
+        refuse(where, cell, f"comes after {action} in column {action_cell.column}, which needs "
+                            "its content; list the RECV before it")  # fmt: skip
+
 
 _FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
 _NEEDS = "path: a schedule's file must be"

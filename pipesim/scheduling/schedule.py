@@ -19,20 +19,82 @@ from pipesim.errors import (
     check_name,
     check_text,
     check_type,
+    number,
 )
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.scheduling.grid_text import grid_text
-from pipesim.scheduling.infer_placement import infer_placement
-from pipesim.scheduling.microbatch_order import with_microbatch_order
-from pipesim.scheduling.order_columns import (
+from pipesim.scheduling.orders import (
     DeviceOrder,
     action_columns,
     checked_columns,
+    grid_text,
+    infer_placement,
     join_overlapped,
+    parse_orders,
     single_actions,
 )
-from pipesim.scheduling.parse_orders import parse_orders
 from pipesim.scheduling.placement import Placement
+from pipesim.utils.csr import Ints
+
+
+def with_microbatch_order(schedule: Schedule, order: object) -> Schedule:
+    """Return `Schedule.with_microbatch_order`."""
+    m = schedule.n_microbatches
+    numbers = _permutation(order, m)
+    places = np.arange(m)
+    path = schedule.placement.path_of(m)
+    _check_groups(numbers, path, "path", "paths take the micro-batches that they took before")
+    batch = places * schedule.n_batches // m
+    _check_groups(numbers, batch, "mini-batch", "a step follows each mini-batch")
+    _check_slices(numbers, schedule.n_slices)
+    if np.array_equal(numbers, places):
+        return schedule
+    microbatch = numbers[schedule.microbatch].astype(np.int32)
+    return schedule._ordered_anew(microbatch=microbatch, recipe=None)
+
+
+def _check_slices(numbers: Ints, n_slices: int) -> None:
+    """Raise if an order takes the slices of a sequence apart."""
+    slices = numbers.reshape(-1, n_slices)
+    apart = (slices[:, :1] % n_slices != 0) | (slices != slices[:, :1] + np.arange(n_slices))
+    for sequence in np.flatnonzero(apart.any(axis=1))[:1].tolist():
+        raise ScheduleError(
+            f"order has {slices[sequence].tolist()} in place of sequence {sequence}: a sequence is "
+            f"{n_slices} slices, which stay together and in order; permute sequences"
+        )
+
+
+def _permutation(order: object, m: int) -> Ints:
+    """Return an order as an array of whole numbers, checked to name each micro-batch once."""
+    advice = f"give each micro-batch from 0 to {m - 1} once"
+    if not isinstance(order, Sequence | np.ndarray) or isinstance(order, str | bytes):
+        raise ArgumentError(f"order must be a sequence of micro-batches, got {order!r:.60}")
+    values: list[Any] = list(order)
+    if len(values) != m:
+        raise ArgumentError(
+            f"order has {len(values)} entries, but the schedule has {m} micro-batches; {advice}"
+        )
+    is_listed = np.zeros(m, dtype=bool)
+    for place, value in enumerate(values):
+        index = number(value)
+        if index is None or not 0 <= index < m or index != int(index):
+            raise ArgumentError(f"order has {value!r:.60} at position {place}; {advice}")
+        if is_listed[int(index)]:
+            raise ArgumentError(f"order has micro-batch {int(index)} twice; {advice}")
+        is_listed[int(index)] = True
+    return np.array(values).astype(np.int64)
+
+
+def _check_groups(numbers: Ints, group: NDArray[Any], name: str, reason: str) -> None:
+    """Raise if an order moves a micro-batch to another group, such as a path."""
+    moved = np.flatnonzero(group[numbers] != group)
+    if len(moved):
+        place, microbatch = int(moved[0]), int(numbers[moved[0]])
+        own = np.flatnonzero(group == group[place])
+        raise ScheduleError(
+            f"order has micro-batch {microbatch} of {name} {group[microbatch]} at position {place} "
+            f"of {name} {group[place]}; {reason}, so give one of {own[0]} to {own[-1]} there"
+        )
+
 
 #: Which weights the F of a micro-batch sees; see `Schedule`.
 Versions = Literal["one", "stashed", "double_buffered"]
@@ -615,3 +677,78 @@ class Schedule:
         from pipesim.plot.html import schedule_html
 
         return schedule_html(self)
+
+
+# Schedules of some of the actions of another schedule, in its order
+
+
+def kept_actions(schedule: Schedule, kept: NDArray[np.bool_]) -> Schedule:
+    """Return the schedule with the actions that ``kept`` marks, in the same order.
+
+    An F whose overlapped B is left out runs alone.
+    """
+    n_before = np.concatenate([[0], np.cumsum(kept)])
+    overlapped = schedule.overlapped
+    if overlapped is not None:
+        pairs = overlapped & np.append(kept[1:], False)
+        overlapped = pairs[kept] if pairs[kept].any() else None
+    return replace(
+        schedule,
+        op=schedule.op[kept],
+        stage=schedule.stage[kept],
+        microbatch=schedule.microbatch[kept],
+        ptr=n_before[schedule.ptr],
+        overlapped=overlapped,
+    )
+
+
+def forward_actions(schedule: Schedule) -> Schedule:
+    """Return the F of a schedule, as one mini-batch with one version of the weights.
+
+    Each device keeps the order of its F. The order can run if that of the schedule can.
+    """
+    forwards = kept_actions(schedule, schedule.op == Op.F)
+    return replace(forwards, n_batches=1, weight_versions="one")
+
+
+def fewer_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
+    """Return a schedule with fewer micro-batches, as one mini-batch.
+
+    The first micro-batches of each path are kept. They are numbered anew, so that each path has the
+    numbers that `Placement.path_of` gives it.
+
+    >>> import pipesim as ps
+    >>> print(fewer_microbatches(ps.schedule("gpipe", 2, 3), 2).grid())
+    device 0 | 0F0 0F1 0B1 0B0
+    device 1 | 1F0 1F1 1B1 1B0
+
+    Raises
+    ------
+    ScheduleError
+        For more micro-batches than the schedule has, or fewer than its placement has paths.
+    """
+    n_paths, most = schedule.placement.n_paths, schedule.n_microbatches
+    if not n_paths <= check_count("n_microbatches", n_microbatches) <= most:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {most} micro-batches, and its placement {n_paths} "
+            f"paths; it cannot run with {n_microbatches} micro-batches: give {n_paths} to {most}"
+        )
+    if n_microbatches % schedule.n_slices:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.n_slices} slices a sequence; it cannot run "
+            f"with {n_microbatches} micro-batches: give a multiple of {schedule.n_slices}"
+        )
+    old, new = (schedule.placement.path_of(n) for n in (most, n_microbatches))
+    number = np.full(most, -1, dtype=schedule.microbatch.dtype)
+    for path in range(n_paths):
+        targets = np.flatnonzero(new == path)
+        number[np.flatnonzero(old == path)[: len(targets)]] = targets
+    fewer = kept_actions(schedule, number[schedule.microbatch] >= 0)
+    return replace(
+        fewer,
+        n_microbatches=n_microbatches,
+        microbatch=number[fewer.microbatch],
+        n_batches=1,
+        weight_versions="one",
+        recipe=None,
+    )

@@ -1,4 +1,4 @@
-"""Simulate equal replicas once: the first of them alone, with the same times for all.
+"""Simulate one of many equal replicas instead of all, where all have the same times.
 
 Copies of a pipeline (`pipesim.graph.copies`) run the same tasks in the same order, each on streams
 of its own. They have equal times if nothing tells them apart:
@@ -25,23 +25,251 @@ are reached at one moment:
   the same place among those of each copy.
 
 Times are computed by ``max`` and ``+`` of equal values, so that they are equal to the last bit.
+
+`OneOfReplicas` simulates a graph of `pipesim.lowering.lower`, which stands for any number
+of replicas, for many costs. Collectives are priced for all members on their devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.costs import Costs
+from pipesim.costs.kind_routes import GroupRoutes, KindRoutes
+from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.graph.compute_tasks import compute_kinds
 from pipesim.graph.copies import are_copies
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COLLECTIVES, COPIES, IN_REPLICA, SENDS
+from pipesim.graph.options import LoweringOptions
+from pipesim.graph.tasks import Kinds
+from pipesim.network.network import Network
+from pipesim.network.routes import Routes
+from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, IN_REPLICA, SENDS, Op
+from pipesim.scheduling.placement import Layout, replica_devices
+from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines import compiled, simpy_engine
-from pipesim.simulation.engines.plan import make_plan, with_several_streams
+from pipesim.simulation.engines.compiled import run_plan
+from pipesim.simulation.engines.plan import Plan, make_plan, with_several_streams
 from pipesim.utils.csr import Ints
+
+
+@dataclass(eq=False)
+class ReplicaRoutes:
+    """Rows of the kinds of a replica, and the links that all replicas hold.
+
+    Attributes
+    ----------
+    kinds
+        Routes of the kinds of one replica.
+    """
+
+    kinds: KindRoutes
+    _links: dict[bytes, Ints | None] = field(default_factory=dict)
+
+    def are_equal(self) -> bool:
+        """Return whether messages of all replicas have the same latency and bandwidth.
+
+        Messages between the first and the last stage count too: a tied matrix is summed there.
+        """
+        routes = self.kinds
+        devices, ends = _devices(routes), routes.graph.homes[0, [0, -1]]
+        messages = [routes.all_messages]
+        if ends[0] != ends[1]:
+            source, target = devices[:, ends], devices[:, ends[::-1]]
+            messages.append(
+                routes.network.resolve(source.ravel(), target.ravel(), routes.n_devices)
+            )
+        return all(_have_equal_rows(x, len(devices)) for x in messages)
+
+    def links(self, table: CostTable) -> tuple[bytes, Ints | None]:
+        """Return the links of each kind, those of collectives also of other replicas.
+
+        They depend on which kinds take any time and have any bytes, of which the first value is
+        the key. The links are None if replicas hold links differently.
+        """
+        pattern = (table.duration > 0).tobytes() + (table.nbytes > 0).tobytes()
+        if pattern not in self._links:
+            self._links[pattern] = self._links_of(table)
+        return pattern, self._links[pattern]
+
+    def _links_of(self, table: CostTable) -> Ints | None:
+        """Return `links`, made anew."""
+        routes, devices = self.kinds, _devices(self.kinds)
+        lasts = table.duration > 0  # a task of 0 s holds no link
+        links = routes.all_messages.links
+        sent = links.reshape(len(devices), len(routes.transfers), links.shape[1])
+        held = routes.is_send & lasts[routes.transfers]
+        holding = [
+            x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]
+        ]
+        width = max((x.group.links.shape[1] for x in holding), default=0)
+        members = np.concatenate([np.empty(0, np.int64), *(x.members for x in holding)])
+        joined = np.full((len(devices), len(members), width), -1, dtype=np.int64)
+        column = 0
+        for route in holding:
+            own = devices[:, routes.graph.kinds.device[route.members]]
+            links = route.group.links_of(own)
+            joined[:, column : column + len(route.members), : links.shape[2]] = links
+            column += len(route.members)
+        return links_of_first_copy(
+            HeldLinks(routes.transfers[held], sent[:, held], members, joined),
+            routes.graph.stream_of_kind,
+        )
+
+
+@dataclass(eq=False)
+class SharedRoutes:
+    """Routes that graphs share.
+
+    Attributes
+    ----------
+    n_replicas, layout
+        Number of equal replicas, and the order of their devices.
+    network
+        Links between the devices of all replicas.
+    groups
+        Networks between members of collectives; see `KindRoutes`.
+    """
+
+    n_replicas: int
+    layout: Layout
+    network: Network
+    groups: GroupRoutes = field(default_factory=dict)
+    _of_kinds: dict[tuple[Kinds, str], ReplicaRoutes | None] = field(default_factory=dict)
+
+    def routes(self, graph: TaskGraph, all_reduce: str) -> ReplicaRoutes | None:
+        """Return the routes of a replica; None if messages of replicas differ.
+
+        They are kept by the kinds of ``graph`` and by ``all_reduce``.
+        """
+        key = graph.kinds, all_reduce
+        if key not in self._of_kinds:
+            devices = replica_devices(self.n_replicas, graph.n_devices, self.layout)
+            routes = ReplicaRoutes(
+                KindRoutes(graph, self.network, all_reduce, devices, self.groups)
+            )
+            self._of_kinds[key] = routes if routes.are_equal() else None
+        return self._of_kinds[key]
+
+
+def _devices(routes: KindRoutes) -> Ints:
+    """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
+    return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
+
+
+def _have_equal_rows(messages: Routes, n_rows: int) -> bool:
+    """Return whether equal parts of messages have the same latencies and bandwidths."""
+    columns: list[NDArray[np.float64]] = [messages.latency, messages.bandwidth]
+    rows = [column.reshape(n_rows, -1) for column in columns]
+    return all(bool((row == row[0]).all()) for row in rows)
+
+
+Floats = NDArray[np.float64]
+
+
+def replica_memory_graph(schedule: Schedule) -> TaskGraph:
+    """Return a graph without tasks, whose kinds are those of one replica that hold bytes.
+
+    The kinds are compute and gathers of parameters. The optimizer has `LoweringOptions.n_equal`
+    shares. The graph stands for any order of tasks in one mini-batch.
+    """
+    kinds = _with_gathers(compute_kinds(schedule)[0])
+    options = LoweringOptions(weight_versions=schedule.weight_versions)
+    none = np.empty(0, dtype=np.int32)
+    return TaskGraph.of_kinds(kinds, none, none, options=options)
+
+
+@lru_cache(maxsize=32)
+def _with_gathers(kinds: Kinds) -> Kinds:
+    """Add the kinds of UNSHARD, of each stage of the first replica."""
+    device = kinds.homes[0]
+    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
+    return kinds.joined(Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero))
+
+
+class ReplicaTimes(NamedTuple):
+    """Start and end of each task of a replica (s), and seconds that all its devices compute."""
+
+    start: Floats
+    end: Floats
+    busy: float
+
+
+@dataclass(eq=False)
+class OneOfReplicas:
+    """One replica that stands for several equal ones on their devices.
+
+    Attributes
+    ----------
+    graph
+        Tasks of the replica; its ``options.n_equal`` is the number of replicas.
+    replica_routes
+        Network between the devices of all replicas.
+    """
+
+    graph: TaskGraph
+    replica_routes: ReplicaRoutes
+    _plans: dict[bytes, Plan] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        graph: TaskGraph,
+        shared: SharedRoutes,
+        all_reduce: str,
+    ) -> OneOfReplicas | None:
+        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
+
+        ``shared`` has the number of replicas, and the routes of other graphs.
+        """
+        graph = replace(graph, options=replace(graph.options, n_equal=shared.n_replicas))
+        routes = shared.routes(graph, all_reduce)
+        return None if routes is None else cls(graph, routes)
+
+    @property
+    def routes(self) -> KindRoutes:
+        """Rows of the kinds of the replica."""
+        return self.replica_routes.kinds
+
+    @cached_property
+    def _compute_counts(self) -> Floats:
+        """Number of tasks of each kind that computes, 0 for others."""
+        kinds = self.graph.kinds
+        counts = np.bincount(self.graph.kind, minlength=len(kinds))
+        return np.asarray(counts * kinds.is_op(COMPUTE), dtype=np.float64)
+
+    def run(self, costs: Costs) -> ReplicaTimes | None:
+        """Return the times of the tasks, or None if nothing proves the replicas equal.
+
+        ``costs`` must have the network and the all-reduce of ``routes``.
+        """
+        table = cost_table(costs, self.routes, with_links=False)
+        if table.launch.any():
+            return None
+        plan = self._plan(costs, table)
+        if plan is None:
+            return None
+        plan = plan._replace(latency=table.latency, duration=table.duration)
+        times = run_plan(self.graph, plan)
+        return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
+
+    def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
+        """Return the engine's columns, whose links depend on which tasks take any time."""
+        pattern, links = self.replica_routes.links(table)
+        if links is None:
+            return None
+        if pattern not in self._plans:
+            tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
+            self._plans[pattern] = make_plan(self.graph, tasks)
+        return self._plans[pattern]
+
 
 Floats = NDArray[np.float64]
 Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]

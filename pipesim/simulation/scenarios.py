@@ -17,7 +17,6 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, check_count, check_flag, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE
-from pipesim.simulation.cost_warnings import warn_of_costs
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.simulate import (
@@ -25,6 +24,7 @@ from pipesim.simulation.simulate import (
     checked_noise,
     predict_timeline,
     simulate,
+    warn_of_costs,
     warn_of_memory_limit,
 )
 from pipesim.timeline.timeline import LONGEST, Timeline

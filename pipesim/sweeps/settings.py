@@ -7,32 +7,183 @@ has flat settings, without tables: `FLAT` maps each to its path in the tables.
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import lru_cache
+from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipesim.costs.costs import OTHER_FIELDS, PER, VALUE_FIELDS, Costs
-from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
+from pipesim.errors import ArgumentError, UnknownNameError, check_count, check_name, suggestion
 from pipesim.graph.graph import TaskGraph
-from pipesim.list_scheduling.one_microbatch import activation_limits
+from pipesim.list_scheduling.limits import activation_limits
 from pipesim.lowering.lower import lower
-from pipesim.models.gpu_files import gpu_table
-from pipesim.models.transformer import RECOMPUTE
-from pipesim.network.host_link import HostLink
-from pipesim.network.links import Nodes
+from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.placed_split import is_word
+from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.network.links import HostLink, Nodes
+from pipesim.network.network import Network
 from pipesim.network.sources import KEYS
-from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
-from pipesim.sweeps.transformer_costs import TRANSFORMER, transformer_costs
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_text
+
+# Schedules in settings: a name in the registry, or a file that holds the orders
+
+_SUFFIXES = (".csv", ".txt")
+
+
+def is_file(name: object) -> bool:
+    """Return whether a name is that of a file: it ends in .csv or .txt, or has a slash."""
+    return (
+        isinstance(name, str)
+        and name not in options_of_schedules()
+        and (name.endswith(_SUFFIXES) or "/" in name)
+    )
+
+
+def source_info(name: str) -> ScheduleInfo:
+    """Return the information on a registered schedule, or on the schedule in a file.
+
+    Raises
+    ------
+    ScheduleError
+        For a file that cannot be read.
+    """
+    if not is_file(name):
+        return schedule_info(name)
+    schedule = _load(name)
+    n_devices, n_microbatches = schedule.n_devices, schedule.n_microbatches
+    return ScheduleInfo(
+        name=name,
+        summary="from a file",
+        source=name,
+        build=lambda p, m: schedule,
+        options=(),
+        counts=Counts(
+            f"just the {n_devices} devices and {n_microbatches} micro-batches of its file",
+            lambda p, m: (p, m) == (n_devices, n_microbatches),
+        ),
+    )
+
+
+def file_counts(name: object) -> dict[str, int]:
+    """Return ``n_devices`` and ``n_microbatches`` of the schedule in a file; {} for other names."""
+    if not isinstance(name, str) or not is_file(name):
+        return {}
+    schedule = _load(name)
+    return {"n_devices": schedule.n_devices, "n_microbatches": schedule.n_microbatches}
+
+
+def file_digest(name: str) -> str:
+    """Return a digest of the orders in a file."""
+    return hashlib.sha256(_load(name).grid().encode()).hexdigest()[:32]
+
+
+def _load(name: str) -> Schedule:
+    """Return the schedule in a file, read again only after the file has changed."""
+    try:
+        state = Path(name).stat()
+    except (OSError, ValueError):  # ValueError: no path can have a null character
+        return Schedule.load(name)  # raises the right error
+    return _cached_load(name, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _cached_load(name: str, *state: int) -> Schedule:
+    """Load a file, once for all rows of a sweep; ``state`` is its time of change (ns) and size."""
+    return Schedule.load(name)
+
+
+# Costs of a transformer on a GPU: the table ``costs.transformer``
+
+#: Sizes of a transformer.
+_SIZES = tuple(field.name for field in fields(Transformer))
+#: Sizes that must be given if there is no model to take them from.
+_NEEDED = _SIZES[:5]
+#: Keys that say which transformer it is.
+MODEL = ("model", *_SIZES)
+#: Arguments of `Transformer.costs` that are of a GPU, of `Costs` or of a schedule.
+_OTHERS = (
+    "gpu", "flops_per_second", "network", "launch", "optimizer_step", "placement", "memory_limit",
+)  # fmt: skip
+#: Its other arguments.
+COST_OPTIONS = tuple(
+    name
+    for name, parameter in signature(Transformer.costs).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in _OTHERS
+)
+#: Keys of the table.
+TRANSFORMER = (*MODEL, "layers_per_stage", "gpu", "flops_per_second", *COST_OPTIONS)
+
+
+def make_model(settings: Mapping[str, Any]) -> Transformer:
+    """Return the transformer of settings: the preset ``model`` with other sizes, or sizes alone."""
+    sizes = {name: settings[name] for name in _SIZES if name in settings}
+    if "model" in settings:
+        return Transformer.preset(settings["model"], **sizes)
+    missing = [name for name in _NEEDED if name not in sizes]
+    if missing:
+        raise ArgumentError(
+            f"{missing[0]} is missing; give the sizes of a transformer ({', '.join(_NEEDED)}) "
+            "or a model, such as llama3_8b"
+        )
+    return Transformer(**sizes)
+
+
+def device_size(settings: Mapping[str, Any]) -> int:
+    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings."""
+    names = ("tensor_parallel", "context_parallel")
+    return prod(check_count(name, settings.get(name, 1)) for name in names)
+
+
+def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
+    """Return the costs in settings that have a table ``transformer``; other fields override them.
+
+    Without ``layers_per_stage``, and with ``"balanced"``, layers are divided such that devices are
+    balanced; with ``"even"`` (or ``partition = "even"``) evenly. A network that is a machine has
+    devices of `device_size` GPUs, unless it has ``gpus_per_device``. Factors of the network in the
+    file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
+    the file's.
+
+    Raises
+    ------
+    PipeError
+        As `Transformer.costs` and `Costs`.
+    """
+    others = dict(costs)
+    settings, network = others.pop("transformer"), dict(others.pop("network", {}))
+    if "microbatch_size" not in settings:
+        raise ArgumentError("microbatch_size is missing; give the sequences of a micro-batch")
+    if "preset" in network:
+        network.setdefault("gpus_per_device", device_size(settings))
+    options = {name: settings[name] for name in COST_OPTIONS if name in settings}
+    rates = {name: settings[name] for name in ("gpu", "flops_per_second") if name in settings}
+    layers = settings.get("layers_per_stage")
+    if layers is None or is_word(layers):
+        layers, options = layers or placement.n_stages, {**options, "placement": placement}
+    links = Network.from_dict(network)
+    if "preset" in network and has_gpu_table(settings.get("gpu")):
+        names = ("efficiency", "gpus_per_device")
+        options_of_preset = {name: network[name] for name in names if name in network}
+        fitted = fitted_preset(network["preset"], settings["gpu"], **options_of_preset)
+        host = links.host if network.get("host") else fitted.host
+        links = replace(links, nodes=fitted.nodes, host=host, nominal_share=fitted.nominal_share)
+    built = make_model(settings).costs(layers, **rates, **options, network=links)
+    return replace(built, **others) if others else built
+
+
+# Layers of settings, and their simulation
 
 Settings = dict[str, Any]
 

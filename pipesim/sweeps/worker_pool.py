@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.extras import install_command
+from pipesim.utils.packages import install_command
 
 if TYPE_CHECKING:
     import joblib

@@ -19,10 +19,10 @@ import numpy as np
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import CapacityError, PipeError, TimelineError
-from pipesim.timeline.task_rows import INTEGERS, SECONDS_AND_BYTES, SETTINGS, from_rows, to_rows
+from pipesim.timeline.tables import INTEGERS, SECONDS_AND_BYTES, SETTINGS, from_rows, to_rows
 from pipesim.timeline.timeline import COLUMNS, Timeline
-from pipesim.utils.extras import import_extra
 from pipesim.utils.files import check_content, check_path, read_bytes, write_whole
+from pipesim.utils.packages import import_extra
 from pipesim.utils.texts import checksum_mismatch, parse_json
 
 if TYPE_CHECKING:

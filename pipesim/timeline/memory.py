@@ -1,4 +1,4 @@
-"""Memory that each device holds over a timeline (rule 10 of docs/time.md).
+"""Memory that devices and hosts hold over a timeline (rule 10 of docs/time.md).
 
 `pipesim.timeline.task_bytes` has the bytes of stages and tasks, which are added up here.
 """
@@ -11,17 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import TimelineError
+from pipesim.errors import CostsError, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, COPIES, Op
-from pipesim.timeline.gradient_memory import waiting_gradients
 from pipesim.timeline.task_bytes import (
     changes,
     dropped_activations,
     finite_bytes,
+    gathered_bytes,
     kind_bytes,
     row_bytes,
     static,
+    static_parts,
+    waiting_gradients,
     workspaces,
 )
 from pipesim.timeline.timeline import Timeline
@@ -30,6 +32,80 @@ from pipesim.utils.jit import kernel
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+# Memory of hosts that offloaded activations take over a timeline (rule 10 of docs/time.md).
+#
+# An OFFLOAD takes its bytes of host memory at its start, and the RELOAD of the same activations
+# gives them back at its end: the copy writes to a buffer from its start, and reads from it to its
+# end.
+
+Floats = NDArray[np.float64]
+
+
+def peak_host_memory(timeline: Timeline) -> Floats:
+    """Return the most bytes that each host holds; see `Timeline.peak_host_memory`."""
+    peak = np.zeros(int(timeline.graph.host.max(initial=0)) + 1)
+    host, _, held = _held(timeline)
+    np.maximum.at(peak, host, held)
+    return peak
+
+
+def host_memory(timeline: Timeline) -> pd.DataFrame:
+    """Return the bytes that hosts hold over time; see `Timeline.host_memory`."""
+    from pipesim.utils.packages import pandas as pd
+
+    n_hosts = int(timeline.graph.host.max(initial=0)) + 1
+    host, time, held = _held(timeline)
+    host = np.concatenate([np.arange(n_hosts), host])
+    time, held = (np.concatenate([np.zeros(n_hosts), column]) for column in (time, held))
+    order = np.argsort(host, kind="stable")
+    frame = pd.DataFrame({"host": host, "time": time, "nbytes": held})
+    return frame.iloc[order].reset_index(drop=True)
+
+
+def _moved_bytes(graph: TaskGraph, costs: Costs) -> Floats:
+    """Return the bytes that each OFFLOAD and RELOAD moves; any number for other tasks."""
+    if graph.kinds.ops.isdisjoint(COPIES):
+        return np.zeros(len(graph))
+    rows = row_bytes(graph, costs)
+    of_rows = np.where(graph.kinds.op[rows.kind] == Op.OFFLOAD, rows.released, rows.allocated)
+    moved: Floats = of_rows[rows.row]
+    return moved
+
+
+def _held(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
+    """Return host, time and held bytes after each change, by host and in order of time.
+
+    Raises
+    ------
+    CostsError
+        If the sum of the bytes of a host is not finite.
+    """
+    graph = timeline.graph
+    moved = _moved_bytes(graph, costs_of(timeline))
+    begins = np.flatnonzero((graph.op == Op.OFFLOAD) & ~np.isnan(timeline.start))
+    ends = np.flatnonzero((graph.op == Op.RELOAD) & ~np.isnan(timeline.end))
+    task = np.concatenate([begins, ends])
+    time = np.concatenate([timeline.start[begins], timeline.end[ends]])
+    is_end = np.repeat([False, True], [len(begins), len(ends)])
+    host = graph.host[graph.device[task]]
+    # At equal times, ends come first, but those of RELOADs without duration by id, as starts do.
+    later = ~is_end | (timeline.end[task] <= timeline.start[task])
+    order = np.lexsort((task, later, time, host))
+    change = np.where(is_end, -moved[task], moved[task])[order]
+    held = np.empty_like(change)
+    host = host[order]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for number in np.unique(host).tolist():
+            rows = slice(*np.searchsorted(host, [number, number + 1]))
+            held[rows] = np.cumsum(change[rows])
+    if not np.isfinite(held).all():
+        raise CostsError(
+            "a host would hold more bytes than a number can have: activation_bytes of the "
+            "offloaded stages are too many to be added; check them"
+        )
+    return host, time[order], held
 
 
 Floats = NDArray[np.float64]
@@ -329,3 +405,55 @@ def costs_of(timeline: Timeline) -> Costs:
             "load it with Timeline.load(path, costs=...)"
         )
     return timeline.costs
+
+
+Floats = NDArray[np.float64]
+
+
+def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
+    """Return the bytes of each device at its peak; see `Timeline.memory_breakdown`."""
+    from pipesim.utils.packages import pandas as pd
+
+    graph, costs = timeline.graph, costs_of(timeline)
+    peak = timeline.peak_memory  # checks that the sums are finite
+    parts = static_parts(graph, costs)
+    activations, workspace, buffers, gathered = _at_peaks(timeline)
+    columns = {
+        "parameters": parts.parameters + gathered,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "activations": activations,
+        "workspace": workspace,
+        "buffers": buffers,
+        "reserve": costs.memory_reserve * peak,
+    }
+    columns["total"] = peak + columns["reserve"]
+    return pd.DataFrame(columns, index=pd.RangeIndex(graph.n_devices, name="device"))
+
+
+def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return activations, workspace, waiting gradients and gathered parameters.
+
+    One value a device, at its first peak.
+    """
+    graph, costs = timeline.graph, costs_of(timeline)
+    held = held_bytes(timeline)
+    added, removed = np.zeros(len(graph)), np.zeros(len(graph))
+    waiting = waiting_gradients(graph, costs)
+    added[waiting.backward] += waiting.nbytes
+    removed[waiting.reduction] += waiting.nbytes
+    change = np.where(held.is_end, -removed[held.task], added[held.task])
+    gathers, frees = (of_kind[graph.kind[held.task]] for of_kind in gathered_bytes(graph, costs))
+    gathers = np.where(held.is_end, -frees, gathers)
+    activations, workspace, buffers, gathered = np.zeros((4, graph.n_devices))
+    for device in range(graph.n_devices):
+        rows = slice(*np.searchsorted(held.device, [device, device + 1]))
+        balance = held.balance[rows]
+        if not len(balance) or balance.max() <= 0:
+            continue
+        top = balance.argmax()
+        workspace[device] = held.workspace[rows][top]
+        buffers[device] = np.cumsum(change[rows])[top]
+        gathered[device] = np.cumsum(gathers[rows])[top]
+        activations[device] = balance[top] - workspace[device] - buffers[device] - gathered[device]
+    return activations, workspace, buffers, gathered

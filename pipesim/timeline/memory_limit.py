@@ -16,7 +16,7 @@ from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.memory import costs_of
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.units import format_bytes, format_time, in_bytes
+from pipesim.utils.texts import format_bytes, format_time, in_bytes
 
 Floats = NDArray[np.float64]
 #: Relative error that sums of bytes may have.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import TimelineError, check_flag, check_text, check_type
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.issue_times import issue_times
+from pipesim.lowering.issue_order import issue_times
 from pipesim.ops import COMPUTE, Op
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel
@@ -27,7 +27,25 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from pipesim.costs.workload import Workload
+    from pipesim.costs.cost_fields import Workload
+
+
+Floats = NDArray[np.float64]
+
+
+def align_collectives(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+    """Return times in which members of a collective start when its last member arrives (rule 9).
+
+    Each member's measured start is its own arrival. It stays if a member has no time, as in another
+    process.
+    """
+    start = start.copy()
+    for row in range(len(graph.collectives)):
+        members = graph.collectives[row]
+        latest = start[members].max()
+        if not np.isnan(latest):  # clocks of two processes differ slightly: keep start <= end
+            start[members] = np.fmin(latest, end[members])
+    return start, end
 
 
 #: Seconds up to which sums and squares of times are finite.
@@ -131,7 +149,7 @@ class Timeline:
         return timeline_html(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        from pipesim.plot.notebook import mimebundle
+        from pipesim.plot.html import mimebundle
 
         return mimebundle(self)
 
@@ -307,7 +325,7 @@ class Timeline:
         TimelineError
             If the costs have no workload.
         """
-        from pipesim.timeline.throughput import tokens_per_second
+        from pipesim.timeline.rates import tokens_per_second
 
         return tokens_per_second(self)
 
@@ -349,7 +367,7 @@ class Timeline:
         >>> round(timeline.mfu(ps.Workload(tokens=8, flops=6), peak_flops=1), 3)
         0.667
         """
-        from pipesim.timeline.throughput import mfu
+        from pipesim.timeline.rates import mfu
 
         return mfu(self, workload, peak_flops)
 
@@ -358,11 +376,11 @@ class Timeline:
         """A time (s) that no order of the same tasks goes below, at the same costs.
 
         If the timeline has a `memory_limit` and fits, the bound holds for the orders that fit.
-        `pipesim.analysis.lower_bounds.graph_bound` says how it is computed. It is not raised
+        `pipesim.analysis.lower_bounds.lower_bound` says how it is computed. It is not raised
         further once it meets the makespan. NaN if it is unknown: without costs, and if durations
         are not those of the costs, as after a run or with noise.
         """
-        from pipesim.analysis.lower_bounds.timeline_bound import timeline_bound
+        from pipesim.analysis.lower_bounds.lower_bound import timeline_bound
 
         return timeline_bound(self)
 
@@ -373,7 +391,7 @@ class Timeline:
         An order may be optimal with a gap above 0, as the bound may be too low. NaN if the bound is
         unknown or 0.
         """
-        from pipesim.analysis.lower_bounds.timeline_bound import gap
+        from pipesim.analysis.lower_bounds.lower_bound import gap
 
         return gap(self)
 
@@ -439,7 +457,7 @@ class Timeline:
         >>> float(timeline.host_memory()["nbytes"].max())  # 3 micro-batches, 2 stages
         6.0
         """
-        from pipesim.timeline.host_memory import host_memory
+        from pipesim.timeline.memory import host_memory
 
         return host_memory(self)
 
@@ -449,7 +467,7 @@ class Timeline:
 
         See `host_memory`, also for errors.
         """
-        from pipesim.timeline.host_memory import peak_host_memory
+        from pipesim.timeline.memory import peak_host_memory
 
         return peak_host_memory(self)
 
@@ -486,7 +504,7 @@ class Timeline:
         0              5.0        5.0          2.0   12.0
         1              5.0        5.0          2.0   12.0
         """
-        from pipesim.timeline.memory_breakdown import memory_breakdown
+        from pipesim.timeline.memory import memory_breakdown
 
         return memory_breakdown(self)
 
@@ -551,7 +569,7 @@ class Timeline:
         change
         lower(recompute='always')      11.0          1.0
         """
-        from pipesim.analysis.memory_changes import changes_that_fit
+        from pipesim.analysis.configurations import changes_that_fit
 
         return changes_that_fit(
             self, quick=check_flag("quick", quick), every=check_flag("every", every)
@@ -652,7 +670,7 @@ class Timeline:
         >>> ax.get_xlabel()
         'Idle (s)'
         """
-        from pipesim.plot.idle_chart import idle
+        from pipesim.plot.charts import idle
 
         return idle(self, ax=ax, **options)
 
@@ -839,7 +857,8 @@ class Timeline:
         ...     ps.Timeline.load(f"{folder}/run.parquet")
         <Timeline run: 34 tasks, makespan 15 s, bubble 20.0%>
         """
-        from pipesim.timeline import arrow_tables, csv_files
+        from pipesim.timeline import arrow_tables
+        from pipesim.timeline import tables as csv_files
 
         if _is_parquet(path):
             arrow_tables.save(self, path)
@@ -887,7 +906,8 @@ class Timeline:
         ...     ps.Timeline.load(f"{folder}/step.csv", costs=costs, name="again")
         <Timeline again: 18 tasks, makespan 9 s, bubble 33.3%>
         """
-        from pipesim.timeline import arrow_tables, csv_files
+        from pipesim.timeline import arrow_tables
+        from pipesim.timeline import tables as csv_files
 
         check_text("name", name)
         if costs is not None:
@@ -1061,7 +1081,7 @@ class Timeline:
         - A range of two overlapped actions, such as ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks.
           Their times are those of ranges of single actions within it. Without such ranges, the B
           begins where the operations show it; without operations, at half of the range. See
-          `pipesim.trace.overlapped_ranges`.
+          `pipesim.trace.working_times`.
         - Clocks of ranks are aligned by messages; see `pipesim.trace.clock_offsets.align_clocks`.
         - Transfers without a range get the times at which their data moved; see
           `pipesim.trace.measured_tasks.timeline_of`.

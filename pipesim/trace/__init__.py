@@ -10,10 +10,8 @@ from pipesim.trace.chrome_export import (
     slice_event,
     write,
 )
-from pipesim.trace.nsys import nsys_to_chrome
-from pipesim.trace.primus import read_primus
+from pipesim.trace.foreign_files import nsys_to_chrome, read_primus, read_timers
 from pipesim.trace.run_files import load
-from pipesim.trace.timer_logs import read_timers
 
 __all__ = [
     "NEVER",

@@ -23,7 +23,7 @@ from pipesim.errors import (
 from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
-from pipesim.timeline.task_rows import check_all_tasks, check_rows
+from pipesim.timeline.tables import check_all_tasks, check_rows
 from pipesim.trace.measured_tasks import (
     MeasuredStep,
     MeasuredTasks,
@@ -33,8 +33,8 @@ from pipesim.trace.measured_tasks import (
 )
 from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
-from pipesim.utils.extras import import_extra
 from pipesim.utils.files import check_path, gunzip, read_bytes
+from pipesim.utils.packages import import_extra
 
 if TYPE_CHECKING:
     import pandas as pd

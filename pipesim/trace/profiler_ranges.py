@@ -20,9 +20,81 @@ from numpy.typing import NDArray
 from pipesim.errors import TimelineError
 from pipesim.ops import Action, Overlapped
 from pipesim.trace.chrome_json import complete_events, read_header, row_labels, seconds
-from pipesim.trace.communication import is_communication, is_launch
-from pipesim.trace.event_fields import RangeReader
-from pipesim.trace.spans import Span, span_rows, starting_within
+from pipesim.trace.range_names import RangeReader
+
+# Spans of time, and arrays of many of them
+
+
+class Span(NamedTuple):
+    """Start and end (s). ``on_device``: whether a GPU recorded them."""
+
+    start: float
+    end: float
+    on_device: bool = False
+
+
+def span_rows(spans: Iterable[Span]) -> NDArray[np.float64]:
+    """Return starts and ends in order, shape ``(n_spans, 2)``."""
+    return np.array(sorted(span[:2] for span in spans), dtype=np.float64).reshape(-1, 2)
+
+
+def starting_within(rows: NDArray[np.float64], span: Span) -> NDArray[np.float64]:
+    """Return the rows whose first column is within a span; ``rows`` are sorted by that column."""
+    first, last = np.searchsorted(rows[:, 0], [span.start, span.end])
+    return rows[first:last]
+
+
+# Communication, whatever the library that carried it out
+#
+# Kernels of NCCL and RCCL tell their collective by name, or not: ``ncclDevKernel_Generic`` runs
+# several, and grouped calls have one kernel. Then the event's ``args``, or the call that launched
+# the kernel, tell it.
+
+ALL_REDUCE = "all_reduce"
+#: Ranges and operations of torch.distributed and its backends, by the start of their names.
+_CALLS = re.compile(
+    r"c10d::|_?c10d_functional::|symm_mem::|record_param_comms|[a-z]*ccl:|(gloo|mpi|ucc):|nccl"
+)
+#: Libraries of collectives, and collectives of other libraries, anywhere in a kernel's name.
+_LIBRARIES = re.compile(
+    r"[nrx]ccl|mscclpp|msccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
+    r"|cross_device_reduce",
+    re.IGNORECASE,
+)
+_ALL_REDUCE = re.compile(r"all_?reduce|cross_device_reduce", re.IGNORECASE)
+_OTHER = re.compile(
+    r"broadcast|reduce_?scatter|all_?gather|all_?to_?all|send|recv|(?<![a-z])_?reduce(?![a-z])"
+    r"|scatter|gather|barrier|wait",
+    re.IGNORECASE,
+)
+#: Categories of calls that launch work: cuda_runtime, cuda_driver, hip_runtime, xpu_runtime, ...
+_LAUNCHES = re.compile(r"([a-z0-9]+_)?(runtime|driver)")
+_NAME = "Collective name"
+
+
+def is_communication(name: str, args: object, *, on_device: bool) -> bool:
+    """Return whether an event communicates, as its name or its ``args`` tell."""
+    if isinstance(args, dict) and args.get(_NAME):
+        return True
+    return bool(_LIBRARIES.search(name) if on_device else _CALLS.match(name))
+
+
+def collective(name: str, args: Mapping[str, Any]) -> str | None:
+    """Return `ALL_REDUCE`, ``"other"`` for another collective, or None if nothing tells it."""
+    for text in (str(args.get(_NAME) or ""), name):
+        if _ALL_REDUCE.search(text):
+            return ALL_REDUCE
+        if _OTHER.search(text):
+            return "other"
+    return None
+
+
+def is_launch(category: object) -> bool:
+    """Return whether events of a category are calls of a driver, which launch kernels."""
+    return isinstance(category, str) and _LAUNCHES.fullmatch(category) is not None
+
+
+# A rank's trace
 
 #: Categories of events that run on a GPU.
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

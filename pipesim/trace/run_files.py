@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipesim.errors import PipeError, TimelineError
-from pipesim.timeline.csv_files import is_header
+from pipesim.timeline.tables import is_header
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import saved_timelines
-from pipesim.trace.nsys import SQLITE, nsys_to_chrome
-from pipesim.trace.primus import PP_RANK, read_primus
-from pipesim.trace.timer_logs import TIMERS
+from pipesim.trace import chrome_export as saved_timelines
+from pipesim.trace.foreign_files import PP_RANK, SQLITE, TIMERS, nsys_to_chrome, read_primus
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
 
 _KINDS = (

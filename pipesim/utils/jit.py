@@ -22,7 +22,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 import numpy as np
 
 from pipesim.errors import EngineWarning
-from pipesim.utils.interrupts import uninterrupted
+from pipesim.utils.packages import uninterrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,16 +1,20 @@
-"""Packages that take long to import: each is imported when a function needs it, and as a whole.
+"""Packages that take long to import, and optional ones: imported when a function needs them.
 
-``from pipesim.utils.packages import pandas as pd`` within the function.
+``from pipesim.utils.packages import pandas as pd`` within the function imports pandas as a whole.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from types import ModuleType
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipesim.utils.interrupts import uninterrupted
+from pipesim.errors import ArgumentError
 
 if TYPE_CHECKING:
     import joblib as joblib
@@ -20,6 +24,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
     from ortools.sat.python import cp_model as cp_model
     from tqdm.auto import tqdm as tqdm
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Handle SIGINT (Ctrl-C) at the end of a block, not within it.
+
+    An import that is interrupted halfway leaves some of its modules behind, and may fail whenever
+    it is tried again in the same process. The same holds for numba's first compilation.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        At the end of the block, or what the handler of SIGINT raises. Other threads than the main
+        one get no signals.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pending:
+            handler(*pending[0])
 
 
 #: Module of each name, and its attribute if the name is not of the module itself.
@@ -47,3 +78,53 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _MODULES[name]
     return getattr(imported(module), attribute) if attribute else imported(module)
+
+
+#: Package that each extra of pyproject.toml installs, as users call it.
+EXTRAS = {
+    "chakra": "protobuf",
+    "cluster": "Dask",
+    "fit": "SciPy",
+    "networkx": "networkx",
+    "optimal": "ortools",
+    "parquet": "pyarrow",
+    "widget": "anywidget",
+}
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'pipesim[{extra}]'"
+
+
+def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> ModuleType:
+    """Return an optional module.
+
+    Parameters
+    ----------
+    module
+        Name of the module, such as ``"scipy.optimize"``.
+    extra
+        The extra of `EXTRAS` that installs its package.
+    purpose
+        Subject of the message: the task that needs the package, such as ``"a Parquet file"``.
+    advice
+        Sentence on what works without the package.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If the package lacks a package of its own.
+    """
+    try:
+        return imported(module)
+    except ImportError as error:
+        problem = f"cannot be imported here: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            problem = "is not installed"
+        raise ArgumentError(
+            f"{purpose} needs {EXTRAS[extra]}, which {problem}; {install_command(extra)}"
+            f"{f'. {advice}' if advice else ''}"
+        ) from error

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from pipesim.order_search import LaneOrder, OrderProblem, evaluate
-from pipesim.planning.orders.cp_sat.precedence import lane_reach
+from pipesim.planning.cp_sat_model import lane_reach
 
 
 def device_orders(problem: OrderProblem, device: int) -> list[list[int]]:

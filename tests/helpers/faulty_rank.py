@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 from pipeexec.cli import launch
-from pipeexec.cli.commands import save_partial_timeline
-from pipeexec.cli.output import print_error_here
+from pipeexec.cli.commands import print_error_here, save_partial_timeline
 from pipeexec.distributed import channels
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step

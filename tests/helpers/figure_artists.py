@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import pipesim as ps
-from pipesim.plot.box_labels import BoxLabels
+from pipesim.plot.fitting_labels import BoxLabels
 from pipesim.timeline.timeline import Timeline
 
 MIB = 1 << 20

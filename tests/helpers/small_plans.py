@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pipesim as ps
+from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.plans import Plans
-from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.plans import Plans
+from pipesim.planning.problem import PlanProblem
 
 CHOICE = PlanChoice(
     tensor_parallel=2,

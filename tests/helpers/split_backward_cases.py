@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.demo_models.image_models import convnet
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:

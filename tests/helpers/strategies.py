@@ -14,7 +14,7 @@ import pipesim as ps
 from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.graph.copies import copy_of_replicas
-from pipesim.graph.grad_sync import GRAD_SYNC
+from pipesim.graph.options import GRAD_SYNC
 from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
 from pipesim.scheduling.placement import LAYOUTS, Placement

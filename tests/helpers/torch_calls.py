@@ -4,7 +4,7 @@ There is no list of names to keep up to date. Every dotted name that begins with
 is looked up in the installed torch. Every call of one is bound to its signature, with as many
 arguments as the source gives. Methods are found where the source says the class: an annotation, or
 an assignment of a call. The driver's functions are those that
-`pipeexec.devices.gpu_slices.green_contexts` calls by name.
+`pipeexec.devices.green_contexts` calls by name.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeexec.stages.random_numbers import OwnGenerator
+from pipeexec.stages.module_call import OwnGenerator
 from pipeexec.thread_modes import ThreadMode
 
 pytestmark = pytest.mark.slow  # loads torch's compiler

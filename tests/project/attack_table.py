@@ -18,7 +18,7 @@ from nsys_reports import FIRST, report
 from places import DATA
 
 import pipesim as ps
-from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.gpu import Kernel
 
 Good = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ import pipeexec as px
 import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
-from pipesim.network.presets import EFFICIENCY
+from pipesim.network.sources import EFFICIENCY
 from pipesim.scheduling.registry import options_of_schedules
 
 MACHINE = "dgx_h100"
@@ -210,7 +210,7 @@ def test_limits_of_sweeps_and_of_the_command(
 
 def swept_network() -> ps.Network:
     """Return the network that a sweep's costs of a transformer have."""
-    from pipesim.sweeps.transformer_costs import transformer_costs
+    from pipesim.sweeps.settings import transformer_costs
 
     settings = {**asdict(MODEL), "microbatch_size": 1, "gpu": "h100_sxm"}
     table = {"transformer": settings, "network": {"preset": MACHINE}}

@@ -27,7 +27,7 @@ from small_pipelines import mse
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.training.config.read_config import read_config
+from pipeexec.training.read_config import read_config
 from pipesim.errors import PipeError
 from pipesim.sweeps.settings import cases, read_grid, run
 

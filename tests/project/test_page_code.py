@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from pipeexec.training.config.read_config import read_config
+from pipeexec.training.read_config import read_config
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])

@@ -15,8 +15,7 @@ from ranks import Ranks
 from torch import nn
 
 import pipeexec as px
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 from pipesim.cli import main
 
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipesim as ps
-from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.gpu import Kernel
 
 SPEEDS = json.loads((Path(__file__).parent / "flash_attention_h100.json").read_text())["expected"]
 

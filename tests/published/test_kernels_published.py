@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim.models.kernels.kernel_sizes import KernelSizes
+from pipesim.models.layer_kernels import KernelSizes
 from pipesim.models.shard_sizes import Matrix
 
 MEASURED = json.loads((Path(__file__).parent / "simumax_kernels.json").read_text())["expected"]

@@ -17,7 +17,7 @@ import pytest
 from places import PUBLISHED
 
 import pipesim as ps
-from pipesim.graph.grad_sync import GradSync
+from pipesim.graph.options import GradSync
 
 PUBLISHED = json.loads((PUBLISHED / "accelerate_no_sync.json").read_text())
 SECONDS = PUBLISHED["expected"]["seconds_per_batch"]

@@ -1,9 +1,13 @@
-"""Lanes: the tasks of a graph without the order of streams, and what holds in every order.
+"""Lanes: the tasks of a graph without the order of streams, and bounds that hold in every order.
 
 A *lane* is one operation of one stage on one replica: all its micro-batches, of which each takes as
 long and as many bytes as the others. The *place* of a task is its position among the starts of its
 lane: the j-th start has place j. Bounds are computed on places, not on micro-batches. If
 micro-batches differ, all are taken to be as the least one, and a second bound is computed on tasks.
+
+Longest paths over places give heads (earliest starts) and tails (time after each end). With these,
+each stream has Jackson's preemptive bound, and each device a bound on its span: the time from its
+first start to its last end.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
+from pipesim.errors import GraphError
+from pipesim.graph.dependencies import apply_rules
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
-from pipesim.graph.wiring import apply_rules
 from pipesim.ops import FETCHES, RECVS
 from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.jit import kernel
 
 Floats = NDArray[np.float64]
 
@@ -78,7 +84,7 @@ def lane_graph(graph: TaskGraph, costs: TaskCosts) -> LaneGraph:
     - **Overlapped actions.** An F of one waits for the dependencies of its B only in this order.
       These dependencies are dropped.
     - **Fetches.** UNSHARD and RELOAD wait for tasks that come before their use in this order
-      (`pipesim.graph.fetches`). These dependencies are dropped.
+      (`pipesim.graph.dependencies`). These dependencies are dropped.
     - **Collectives** start when all members can start (rule 9). The start is a lane of its own,
       between the dependencies of all members and the members.
 
@@ -222,3 +228,313 @@ def joined_arcs(*parts: Arcs) -> Arcs:
     """Return the arcs of all parts."""
     tail, head, lag = (np.concatenate(column) for column in zip(*parts, strict=True))
     return Arcs(tail, head, lag)
+
+
+# Longest paths.
+
+
+class Places(NamedTuple):
+    """Places of lanes in a topological order, with their arcs.
+
+    Attributes
+    ----------
+    seconds, lane, stream
+        Least duration, lane and stream (or -1) of each place; shape ``(n_places,)``.
+    number
+        Number of each place of a `LaneGraph` in this order; shape ``(n_places,)``.
+    ptr, before, lag
+        CSR: the arcs that lead to each place. Tails have smaller numbers than their heads.
+    """
+
+    seconds: Floats
+    lane: Ints
+    stream: Ints
+    number: Ints
+    ptr: Ints
+    before: Ints
+    lag: Floats
+
+
+def ordered_places(lanes: LaneGraph, arcs: Arcs) -> Places:
+    """Return the places in a topological order of ``arcs``.
+
+    Raises
+    ------
+    GraphError
+        If arcs lead in a circle.
+    """
+    n_places = int(lanes.first[-1])
+    tail, head = arcs.tail.astype(np.int64), arcs.head.astype(np.int64)
+    followers = CSR.group(tail, n_places)
+    waits = np.bincount(head, minlength=n_places)
+    order = np.empty(n_places, dtype=np.int64)
+    n_ordered = _order_places(followers.ptr, followers.values, head, waits, order)
+    if n_ordered < n_places:
+        raise GraphError(
+            f"{n_places - n_ordered} tasks wait for each other in a circle, in whatever order "
+            "streams run them; check the tasks that were given to TaskGraph.build"
+        )
+    number = np.empty(n_places, dtype=np.int64)
+    number[order] = np.arange(n_places)
+    into = CSR.group(number[head], n_places)
+    lane = np.repeat(np.arange(len(lanes.seconds)), np.diff(lanes.first))[order]
+    return Places(
+        seconds=lanes.seconds[lane],
+        lane=lane,
+        stream=lanes.stream[lane],
+        number=number,
+        ptr=into.ptr.astype(np.int64),
+        before=number[tail[into.values]],
+        lag=arcs.lag[into.values],
+    )
+
+
+@kernel()
+def _order_places(ptr: Ints, arcs: Ints, head: Ints, waits: Ints, order: Ints) -> int:
+    """Fill ``order``; return the number of places that are not on a circle or behind one."""
+    n = 0
+    for place in range(len(order)):
+        if waits[place] == 0:
+            order[n] = place
+            n += 1
+    done = 0
+    while done < n:
+        place = order[done]
+        done += 1
+        for k in range(ptr[place], ptr[place + 1]):
+            follower = head[arcs[k]]
+            waits[follower] -= 1
+            if waits[follower] == 0:
+                order[n] = follower
+                n += 1
+    return n
+
+
+def heads_of(places: Places) -> Floats:
+    """Return the earliest start of each place (s)."""
+    head = np.zeros(len(places.seconds))
+    raise_heads(places.ptr, places.before, places.lag, places.seconds, head)
+    return head
+
+
+def tails_of(places: Places) -> Floats:
+    """Return the least time from the end of each place to the end of the step (s)."""
+    tail = np.zeros(len(places.seconds))
+    raise_tails(places.ptr, places.before, places.lag, places.seconds, tail)
+    return tail
+
+
+# Helpers of kernels.
+
+
+def heads_pass(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
+    """Raise each head to the longest path from the heads before it."""
+    for place in range(len(head)):
+        latest = head[place]
+        for k in range(ptr[place], ptr[place + 1]):
+            latest = max(latest, head[before[k]] + seconds[before[k]] + lag[k])
+        head[place] = latest
+
+
+def tails_pass(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, tail: Floats) -> None:
+    """Raise each tail to the longest path to the tails behind it."""
+    for place in range(len(tail) - 1, -1, -1):
+        after = tail[place] + seconds[place]
+        for k in range(ptr[place], ptr[place + 1]):
+            tail[before[k]] = max(tail[before[k]], after + lag[k])
+
+
+@kernel(heads_pass, allocates=False)
+def raise_heads(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
+    """Call `heads_pass`."""
+    heads_pass(ptr, before, lag, seconds, head)
+
+
+@kernel(tails_pass, allocates=False)
+def raise_tails(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, tail: Floats) -> None:
+    """Call `tails_pass`."""
+    tails_pass(ptr, before, lag, seconds, tail)
+
+
+# Jackson's preemptive bound: the shortest time of one stream whose tasks have heads and tails.
+
+
+def shared_streams(lane: Ints, stream: Ints) -> CSR:
+    """Return the places of each stream that runs several lanes, as CSR.
+
+    One lane alone is a chain of arcs, so that longest paths already contain its stream.
+    """
+    used = np.unique(np.stack([stream, lane]), axis=1)
+    n_streams = int(stream.max(initial=-1)) + 1
+    n_lanes = np.bincount(used[0][used[0] >= 0], minlength=n_streams)
+    number = np.cumsum(n_lanes > 1) - 1
+    n_shared = int(number[-1]) + 1 if n_streams else 0
+    is_shared = (stream >= 0) & np.append(n_lanes > 1, False)[stream]
+    label = np.where(is_shared, np.append(number, -1)[stream], n_shared)
+    grouped = CSR.group(label, n_shared + 1)
+    ptr = grouped.ptr[: n_shared + 1].astype(np.int64)
+    return CSR(ptr, grouped.values[: ptr[-1]].astype(np.int64))
+
+
+def busiest_stream(streams: CSR, head: Floats, seconds: Floats, tail: Floats) -> float:
+    """Return the largest of Jackson's preemptive bounds of all streams (s); 0 without streams.
+
+    J. R. Jackson, 1955; J. Carlier, European Journal of Operational Research 11, 1982.
+    """
+    longest = 0.0
+    for number in range(len(streams)):
+        places = streams[number]
+        own_head = head[places]
+        order = np.argsort(own_head, kind="stable")
+        columns = own_head[order], seconds[places][order], tail[places][order]
+        longest = max(longest, preemptive_bound(*columns))
+    return longest
+
+
+def _sift_up(heap: Ints, tail: Floats, last: int) -> None:
+    """Move the last task of the heap up to its place; the longest tail is on top."""
+    child = last
+    while child > 0:
+        parent = (child - 1) // 2
+        if tail[heap[parent]] >= tail[heap[child]]:
+            break
+        heap[parent], heap[child] = heap[child], heap[parent]
+        child = parent
+
+
+def _sift_down(heap: Ints, tail: Floats, size: int) -> None:
+    """Move the task on top of the heap down to its place."""
+    parent = 0
+    while 2 * parent + 1 < size:
+        child = 2 * parent + 1
+        if child + 1 < size and tail[heap[child + 1]] > tail[heap[child]]:
+            child += 1
+        if tail[heap[parent]] >= tail[heap[child]]:
+            break
+        heap[parent], heap[child] = heap[child], heap[parent]
+        parent = child
+
+
+@kernel(_sift_up, _sift_down)
+def preemptive_bound(head: Floats, seconds: Floats, tail: Floats) -> float:
+    """Return the makespan of the preemptive order by longest tail (s).
+
+    Tasks are sorted by ``head``. No order of the stream, preemptive or not, has a shorter one.
+    """
+    n = len(head)
+    heap, left = np.empty(n, np.int64), seconds.copy()
+    size, arrived, now, longest = 0, 0, 0.0, 0.0
+    while size > 0 or arrived < n:
+        if size == 0:
+            now = max(now, head[arrived])
+        while arrived < n and head[arrived] <= now:
+            heap[size] = arrived
+            size += 1
+            arrived += 1
+            _sift_up(heap, tail, size - 1)
+        task = heap[0]
+        until = now + left[task]
+        if arrived < n and head[arrived] < until:
+            left[task] -= head[arrived] - now
+            now = head[arrived]
+            continue
+        now = until
+        longest = max(longest, now + tail[task])
+        size -= 1
+        heap[0] = heap[size]
+        _sift_down(heap, tail, size)
+    return longest
+
+
+# Spans of devices.
+
+
+class Spans(NamedTuple):
+    """Devices whose span is limited, and the places of their actions.
+
+    Time zero is the start of the first task of the first device.
+
+    Attributes
+    ----------
+    first
+        Place of each device that is before all of its others; shape ``(n_devices,)``.
+    ptr, place
+        CSR: the places of each device.
+    """
+
+    first: Ints
+    ptr: Ints
+    place: Ints
+
+
+NO_SPANS = Spans(
+    np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)
+)
+
+
+def longest_span_bound(places: Places, device: Ints) -> float:
+    """Return a lower bound on the longest span of any device (s).
+
+    The span of a device is that of its F, B, I, W and R. Time counts from the first start of
+    these, which is a head of 0 for all of them; tasks elsewhere may start earlier. Likewise,
+    tails count to the last end on the device.
+
+    Parameters
+    ----------
+    places
+        Places in topological order.
+    device
+        Device of each place of F, B, I, W or R, -1 for others; shape ``(n_places,)``.
+    """
+    longest = 0.0
+    for number in range(int(device.max(initial=-1)) + 1):
+        own = device == number
+        stream = np.flatnonzero(own)
+        head = np.where(own, 0.0, -np.inf)
+        tail = head.copy()
+        raise_heads(places.ptr, places.before, places.lag, places.seconds, head)
+        raise_tails(places.ptr, places.before, places.lag, places.seconds, tail)
+        one = CSR(np.array([0, len(stream)]), stream)
+        longest = max(longest, busiest_stream(one, head, places.seconds, tail))
+    return longest
+
+
+def spans_of_devices(places: Places, device: Ints) -> Spans:
+    """Return the spans of all devices; none if a device has no task that is before all others.
+
+    The first device is the one whose first task is before all other tasks.
+    """
+    firsts: list[int] = []
+    streams: list[Ints] = []
+    for number in range(int(device.max(initial=-1)) + 1):
+        stream = np.flatnonzero(device == number)
+        if not len(stream):
+            return NO_SPANS
+        head = np.full(len(device), -np.inf)
+        head[stream[0]] = 0.0
+        raise_heads(places.ptr, places.before, places.lag, places.seconds, head)
+        if np.isinf(head[stream]).any():
+            return NO_SPANS
+        is_first = not np.isinf(head).any()
+        firsts.insert(0 if is_first else len(firsts), int(stream[0]))
+        streams.insert(0 if is_first else len(streams), stream)
+    if not firsts or firsts[0] != 0:
+        return NO_SPANS
+    ptr = np.cumsum([0, *map(len, streams)])
+    return Spans(np.array(firsts), ptr, np.concatenate(streams))
+
+
+# Helper of a kernel.
+
+
+def limit_spans(places: Places, spans: Spans, head: Floats, tail: Floats, horizon: float) -> None:
+    """Raise heads and tails such that each device ends a horizon after its first start."""
+    for number in range(len(spans.first)):
+        first = spans.first[number]
+        if number == 0:
+            tail[first] = max(tail[first], horizon - places.seconds[first])
+        latest = horizon - tail[first] - places.seconds[first]
+        for k in range(spans.ptr[number], spans.ptr[number + 1]):
+            place = spans.place[k]
+            tail[place] = max(tail[place], -latest)
+            head[first] = max(head[first], head[place] + places.seconds[place] - horizon)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.critical_path import WaitReason
 from pipesim.analysis.idle_gaps import Cause
-from pipesim.analysis.waits import WaitReason
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -26,11 +26,14 @@ from pipesim.ops import (
     SENDS,
     Op,
 )
-from pipesim.plot.idle_chart import LOOKS
-from pipesim.plot.page.columns import ColumnWriter, Spec
-from pipesim.plot.page.graph_columns import graph_columns
-from pipesim.plot.page.simulation_inputs import SimulationInputs, input_columns, unit_costs
-from pipesim.plot.page.timeline_columns import timeline_columns
+from pipesim.plot.charts import LOOKS
+from pipesim.plot.page.columns import ColumnWriter, Spec, graph_columns
+from pipesim.plot.page.timeline_columns import (
+    SimulationInputs,
+    input_columns,
+    timeline_columns,
+    unit_costs,
+)
 from pipesim.plot.style import HATCHED, LABELS, OUTLINES, PALETTE
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline

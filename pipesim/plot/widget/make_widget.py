@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipesim.plot.page.save import Showable
-from pipesim.utils.extras import import_extra
+from pipesim.utils.packages import import_extra
 
 if TYPE_CHECKING:
     from pipesim.plot.widget.timeline_widget import TimelineWidget

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.simulation.engines.event_loop import event_loop, new_state
-from pipesim.simulation.engines.one_pass import one_pass
-from pipesim.simulation.engines.one_pass_batched import ScenarioBatch, one_pass_batched, prune
+from pipesim.simulation.engines.one_pass import ScenarioBatch, one_pass, one_pass_batched, prune
 from pipesim.simulation.engines.plan import Plan, make_plan, new_progress
 from pipesim.simulation.noise import Noise
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.issue_times import issue_times
+from pipesim.lowering.issue_order import issue_times
 from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS
 from pipesim.utils.csr import CSR, Ints
 

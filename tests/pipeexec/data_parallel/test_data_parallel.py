@@ -26,10 +26,10 @@ import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.demo_models.data import replica_batches, replicas_of
 from pipeexec.demo_models.registry import build_model
-from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.devices.streams import Stream
 from pipeexec.executor import op_handlers
-from pipeexec.executor.gradients.gradient_sync import reduce_gradients
+from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import StageError

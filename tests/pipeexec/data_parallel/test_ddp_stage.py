@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.activation_bytes import ActivationCounter
+from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, StageError
 

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.data_parallel.flat_parameters import flatten
-from pipeexec.data_parallel.sharded_optimizer import check_shardable
-from pipeexec.data_parallel.stage_shards import StageShards
-from pipeexec.executor.setup import shards as setup_shards
-from pipeexec.executor.setup.gradient_options import GradientOptions
+from pipeexec.data_parallel.stage_shards import StageShards, check_shardable, flatten
+from pipeexec.executor import sharding as setup_shards
+from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError
 
 pytestmark = [

@@ -24,12 +24,12 @@ from torch.profiler import profile
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.data_parallel.sync_lint.findings import SyncReport
-from pipeexec.data_parallel.sync_lint.sync_rules import (
+from pipeexec.data_parallel.sync_rules import (
     CLEAR,
     STEP,
     AllReduceCall,
     MicroStep,
+    SyncReport,
     apply_rules,
 )
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError

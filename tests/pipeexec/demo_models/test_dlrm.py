@@ -15,8 +15,18 @@ from torch.nn.functional import binary_cross_entropy_with_logits as loss_fn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.criteo import KAGGLE_ROWS, TERABYTE_ROWS, distinct, draw_keys, scaled_rows
-from pipeexec.demo_models.dlrm import DLRM, KAGGLE, TERABYTE, DenseStage, UnsplitDLRM
+from pipeexec.demo_models.dlrm import (
+    DLRM,
+    KAGGLE,
+    KAGGLE_ROWS,
+    TERABYTE,
+    TERABYTE_ROWS,
+    DenseStage,
+    UnsplitDLRM,
+    distinct,
+    draw_keys,
+    scaled_rows,
+)
 from pipesim.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

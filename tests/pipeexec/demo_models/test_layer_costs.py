@@ -17,7 +17,7 @@ import pipesim as ps
 from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
-from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.gpu import Kernel
 
 FLOAT = 4  # bytes
 N, IN, OUT, SIDE = 5, 3, 8, 10

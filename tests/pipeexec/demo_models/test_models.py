@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.demo_models import data
-from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.data import batches, image_batch, text_batch
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.demo_models.image_models import convnet
 from pipeexec.demo_models.registry import MODELS, DemoModel, Option, build_model, cross_entropy
-from pipeexec.demo_models.split import split as split_layers
+from pipeexec.demo_models.registry import split as split_layers
 from pipesim.errors import ArgumentError
 
 # Sums in one order.

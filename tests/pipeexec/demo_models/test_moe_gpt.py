@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeexec.demo_models.moe_gpt import moe_gpt
+from pipeexec.demo_models.gpt import moe_gpt
 from pipesim.errors import ArgumentError
 
 SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_experts": 4, "sequence": 8}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pipeexec as px
-from pipeexec.demo_models.skip_models import resnet, unet
+from pipeexec.demo_models.image_models import resnet, unet
 from pipeexec.gpipe.partition import skips_across
 from pipeexec.gpipe.skip import Shelf, Skippable, use_shelf
 from pipesim.errors import ArgumentError

@@ -23,9 +23,9 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.executor.cuda_graph.recorder import Recorder
+from pipeexec.devices.cuda import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import Recorder
 from pipesim.errors import StageError
 
 

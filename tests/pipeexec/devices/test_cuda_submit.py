@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.cuda import CudaStream
 
 
 def _contexts(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

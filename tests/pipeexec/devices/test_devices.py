@@ -12,10 +12,9 @@ import torch
 from small_pipelines import call_within
 
 from pipeexec.devices import make_devices as devices_module
-from pipeexec.devices.cpu import CpuDevice
-from pipeexec.devices.cpu_streams import CpuStream, InlineStream
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.make_devices import available_cores, make_devices
+from pipeexec.devices.make_devices import CpuDevice, available_cores, make_devices
+from pipeexec.devices.streams import CpuStream, InlineStream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices import transfer
-from pipeexec.devices.cpu import CpuDevice
-from pipeexec.devices.cpu_streams import InlineStream
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
-from pipeexec.devices.emulated_links.links import EmulatedLinks, TimedMessage
-from pipeexec.devices.emulated_links.timers import CycleTimer, make_timer
+from pipeexec.devices.emulated_links import CycleTimer, EmulatedLinks, TimedMessage, make_timer
+from pipeexec.devices.gpu_kernels import load_kernels
+from pipeexec.devices.make_devices import CpuDevice
+from pipeexec.devices.streams import InlineStream
 from pipesim.errors import AccuracyWarning, ArgumentError
 
 
@@ -214,7 +213,7 @@ def test_without_the_kernels_waits_count_cycles(monkeypatch: pytest.MonkeyPatch)
             return next(times)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
-    monkeypatch.setattr("pipeexec.devices.emulated_links.gpu_kernels.torch.empty", missing)
+    monkeypatch.setattr("pipeexec.devices.gpu_kernels.torch.empty", missing)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Timer())
     with pytest.warns(AccuracyWarning, match=r"no libcuda.so.*added to those of the copies"):

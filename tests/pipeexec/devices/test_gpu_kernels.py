@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeexec.devices.emulated_links import gpu_kernels
-from pipeexec.devices.emulated_links.gpu_kernels import PTX, GpuKernels, load_kernels
+from pipeexec.devices import gpu_kernels
+from pipeexec.devices.gpu_kernels import PTX, GpuKernels, load_kernels
 
 
 class Loaded:

@@ -13,10 +13,16 @@ import torch
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.gpu_slices import cuda_driver, green_contexts
-from pipeexec.devices.gpu_slices import slices as slices_module
-from pipeexec.devices.gpu_slices.cuda_driver import GreenContextsMissingError, LibCuda
-from pipeexec.devices.gpu_slices.green_contexts import part_size, split_gpu, split_with_any_driver
+from pipeexec.devices import gpu_slices as slices_module
+from pipeexec.devices import green_contexts
+from pipeexec.devices import green_contexts as cuda_driver
+from pipeexec.devices.green_contexts import (
+    GreenContextsMissingError,
+    LibCuda,
+    part_size,
+    split_gpu,
+    split_with_any_driver,
+)
 from pipesim.errors import ArgumentError, SharedSlicesWarning
 
 N_SMS = 132

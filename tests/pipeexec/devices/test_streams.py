@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from small_pipelines import call_within
 
-from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, InlineStream
-from pipeexec.devices.streams import Stream
+from pipeexec.devices.streams import CallerStream, CpuEvent, CpuStream, InlineStream, Stream
 
 #: Long compared with a hand-over, so that a consumer that does not wait is detected.
 NAP = 0.05

@@ -14,8 +14,7 @@ import pytest
 from ranks import Ranks, environment, free_port, run_to_end
 
 import pipeexec as px
-from pipeexec.distributed.launch_environment import LaunchEnvironment
-from pipeexec.distributed.store import listening_address
+from pipeexec.distributed.store import LaunchEnvironment, listening_address
 from pipesim.errors import ArgumentError, ExecutionError
 
 

@@ -35,10 +35,9 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 from pipeexec.distributed.process_clock import Alignment, ProcessClock
-from pipeexec.stages.random_numbers import OwnGenerator, task_seed
+from pipeexec.stages.module_call import OwnGenerator, task_seed
 from pipesim.ops import COLLECTIVES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -14,18 +14,21 @@ from ranks import Ranks
 from torch import Tensor
 
 import pipeexec as px
-from pipeexec.distributed.channels import Channel, ChannelRoute, ExpectedMessage, LostConnection
-from pipeexec.distributed.message_headers import (
+from pipeexec.distributed.channels import (
     _DTYPES,
+    Channel,
+    ChannelRoute,
     Content,
+    ExpectedMessage,
+    LostConnection,
     Mismatch,
+    NcclChannel,
     _tensors,
-    check,
     header,
     mark_absent,
-    present,
 )
-from pipeexec.distributed.nccl_channel import NcclChannel
+from pipeexec.distributed.channels import check_header as check
+from pipeexec.distributed.channels import present_tensors as present
 from pipeexec.distributed.signatures import Entry, Signature, signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op

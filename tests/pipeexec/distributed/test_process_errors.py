@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.distributed.failure import Failure
+from pipeexec.distributed.watchdog import Failure
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from pipeexec.distributed.launch_environment import LaunchEnvironment
-from pipeexec.distributed.roll_call import Member, roll_call
+from pipeexec.distributed.join import Member, roll_call
+from pipeexec.distributed.store import LaunchEnvironment
 from pipesim.errors import ArgumentError, ExecutionError
 
 LAUNCH = LaunchEnvironment(1, 2, None, None, "localhost", 29500, False, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_pipelines import assert_same
 from torch import Tensor, nn
 
-from pipeexec.distributed.message_headers import _DTYPES
+from pipeexec.distributed.channels import _DTYPES
 from pipeexec.distributed.signatures import (
     Entry,
     Signature,

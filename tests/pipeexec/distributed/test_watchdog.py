@@ -9,10 +9,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure
-from pipeexec.distributed.status import Head, Status, StatusBoard, StepReporter
 from pipeexec.distributed.store import StoreConnection
-from pipeexec.distributed.watchdog import Watchdog
+from pipeexec.distributed.watchdog import (
+    Failure,
+    Head,
+    ReporterElection,
+    SharedFailure,
+    Status,
+    StatusBoard,
+    StepReporter,
+    Watchdog,
+)
 from pipesim.errors import PeerError
 
 HEAD = Head(1, "1F0", "stage 1, micro-batch 0", False, "0F0 of device 0")

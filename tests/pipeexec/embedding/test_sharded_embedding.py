@@ -22,7 +22,7 @@ from torch.nn import functional
 import pipeexec as px
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim import Keys
-from pipesim.costs.row_placement import PLACEMENTS, row_owners
+from pipesim.costs.keys import PLACEMENTS, row_owners
 from pipesim.errors import ArgumentError
 
 DIM = 3

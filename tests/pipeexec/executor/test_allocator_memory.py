@@ -12,7 +12,7 @@ from fake_cuda import named_gpus
 from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
-from pipeexec.executor.memory.allocator_memory import Allocated, AllocatorSamples, sample_tasks
+from pipeexec.executor.allocator_memory import Allocated, AllocatorSamples, sample_tasks
 from pipesim.errors import ArgumentError
 
 

@@ -26,7 +26,7 @@ from torch.func import functional_call
 
 import pipesim as ps
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.stages.weight_versions import WeightVersions
+from pipeexec.stages.module_call import WeightVersions
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 

@@ -10,7 +10,7 @@ from small_pipelines import data
 
 import pipesim as ps
 from pipeexec.executor import step_runner
-from pipesim.analysis.audit.waits_by_kind import WaitKind, kinds_of_waits, without
+from pipesim.analysis.audit_graphs import WaitKind, kinds_of_waits, without
 
 
 def races(graph: ps.TaskGraph, kind: WaitKind) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.training.loader_batches import as_inputs_and_targets
+from pipeexec.training.batch_source import as_inputs_and_targets
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning
 
 WIDE = 16

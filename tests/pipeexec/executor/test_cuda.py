@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.skip_models import unet
-from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
+from pipeexec.demo_models.image_models import unet
+from pipeexec.devices.gpu_kernels import load_kernels
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.ops import COMPUTE, SENDS

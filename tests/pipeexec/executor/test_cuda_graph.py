@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor.cuda_graph import step_capture
-from pipeexec.executor.cuda_graph.capture_checks import check_can_capture, check_state
+from pipeexec.executor import step_capture
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import check_can_capture, check_state
 from pipesim.errors import ArgumentError, ExecutionError
 
 

@@ -332,10 +332,8 @@ def test_a_closed_pipeline_is_closed(devices: list[Any]) -> None:
 def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stand-in capture steps."""
     FakeCuda().install(monkeypatch)
-    monkeypatch.setattr(
-        "pipeexec.executor.cuda_graph.step_capture.check_can_capture", lambda *_: None
-    )
-    monkeypatch.setattr("pipeexec.executor.cuda_graph.step_capture.check_state", lambda *_: None)
+    monkeypatch.setattr("pipeexec.executor.step_capture.check_can_capture", lambda *_: None)
+    monkeypatch.setattr("pipeexec.executor.step_capture.check_state", lambda *_: None)
 
 
 @pytest.mark.usefixtures("_captures")

@@ -24,8 +24,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
 from pipeexec.demo_models.registry import cross_entropy
-from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.cuda import CudaDevice, CudaStream
 from pipesim.ops import Op
 
 pytestmark = [

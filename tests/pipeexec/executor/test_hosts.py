@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.executor import host_threads
-from pipeexec.executor.cuda_graph.capture_checks import check_can_capture
+from pipeexec.executor.step_capture import check_can_capture
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import (
     AccuracyWarning,

@@ -13,9 +13,8 @@ from small_pipelines import assert_same, cut, data, dense, mse, pipeline, unspli
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.emulated_links.links import EmulatedLinks
-from pipeexec.devices.emulated_links.timers import SleepTimer
-from pipeexec.devices.gpu_slices.slices import Slice
+from pipeexec.devices.emulated_links import EmulatedLinks, SleepTimer
+from pipeexec.devices.gpu_slices import Slice
 from pipeexec.executor.remote_messages import RemoteParts
 from pipesim.errors import ArgumentError
 
@@ -79,8 +78,8 @@ def test_slices_with_links_are_refused() -> None:
 
 
 def test_messages_between_processes_are_refused() -> None:
-    from pipeexec.devices.cpu import CpuDevice
-    from pipeexec.devices.remote import RemoteDevice
+    from pipeexec.devices.device import RemoteDevice
+    from pipeexec.devices.make_devices import CpuDevice
 
     class Two:
         rank = 0

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.executor.offload_waits import OffloadWaits
 from pipeexec.stages import stage as stage_module
-from pipeexec.stages.offload import SavedActivations, module_storages
+from pipeexec.stages.activations import SavedActivations, module_storages
 from pipesim.errors import ArgumentError, ExecutionError, StageError
 from pipesim.ops import COPIES, Op
 from pipesim.timeline.task_bytes import static
@@ -373,7 +373,7 @@ def test_waits_for_copies_delay_nothing(
 
 
 def test_cuda_graphs_are_refused() -> None:
-    from pipeexec.executor.cuda_graph.capture_checks import check_can_capture
+    from pipeexec.executor.step_capture import check_can_capture
 
     graph = ps.lower(ps.schedule("gpipe", 1, 4), offload="all")
     device = FakeGpu(0)

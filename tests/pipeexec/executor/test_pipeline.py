@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model
-from pipeexec.demo_models.split import split
+from pipeexec.demo_models.registry import build_model, split
 from pipeexec.devices.make_devices import available_cores
 from pipeexec.devices.thread_settings import one_thread
 from pipesim.errors import OversubscriptionWarning

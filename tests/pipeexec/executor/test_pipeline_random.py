@@ -17,7 +17,7 @@ from small_pipelines import (
 )
 from torch import Tensor, nn
 
-from pipeexec.stages.random_numbers import OwnGenerator, task_seed
+from pipeexec.stages.module_call import OwnGenerator, task_seed
 from pipesim.errors import RandomnessWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

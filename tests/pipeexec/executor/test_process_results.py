@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipeexec.executor.results.process_results import ProcessResult, merge_results
+from pipeexec.executor.step_result import ProcessResult, merge_results
 from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", 3, 4))

@@ -23,12 +23,10 @@ from small_pipelines import (
 from torch import Tensor, nn
 
 import pipesim as ps
-from pipeexec.devices.cpu_streams import CpuEvent
-from pipeexec.distributed.failure import Failure, stall_failure
-from pipeexec.distributed.status import Head, Status
+from pipeexec.devices.streams import CpuEvent
+from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
 from pipeexec.executor import step_runner
-from pipeexec.executor.progress import StallDetector, StepHeads
-from pipeexec.executor.step import Step
+from pipeexec.executor.step import StallDetector, Step, StepHeads
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
 

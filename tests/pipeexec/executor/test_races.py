@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
-from pipeexec.executor.cuda_graph.recorder import Recorder
+from pipeexec.devices.cuda import CudaDevice, CudaEvent, CudaStream
+from pipeexec.executor.step_capture import Recorder
 from pipeexec.gpipe.skip import Namespace
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
 

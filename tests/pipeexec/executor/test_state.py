@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor.state.model_state import load_model_state
-from pipeexec.executor.state.names import StateNames
-from pipeexec.executor.state.optimizer_state import (
+from pipeexec.executor.named_state import (
+    StateNames,
     apply_optimizer_states,
+    load_model_state,
     optimizer_state,
     prepared_states,
 )

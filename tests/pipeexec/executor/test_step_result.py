@@ -87,7 +87,7 @@ def test_earlier_results_stay_what_they_were(reads: list[int]) -> None:
 def test_replays_are_read_at_once(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one overwrites the events."""
     for check in ("check_can_capture", "check_state"):
-        monkeypatch.setattr(f"pipeexec.executor.cuda_graph.step_capture.{check}", lambda *_: None)
+        monkeypatch.setattr(f"pipeexec.executor.step_capture.{check}", lambda *_: None)
     subject = _pipeline(cuda_graph=True)
     for number in range(1, 5):
         subject.step(*data(8))
@@ -174,7 +174,7 @@ def test_each_loss_that_is_no_number_is_named(
 
 def test_losses_of_several_types_and_places_are_kept_in_order() -> None:
     """As of last stages on several GPUs; None for those of other processes."""
-    from pipeexec.executor.results.step_result import copy_losses
+    from pipeexec.executor.step_result import copy_losses
 
     values = [0.5, None, float("nan"), 1.5, float("nan")]
     types = [torch.float32, None, torch.float64, torch.bfloat16, torch.float32]

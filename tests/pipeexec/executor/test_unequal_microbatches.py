@@ -25,7 +25,7 @@ from unequal import (
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.training.log_row import batch_counts
+from pipeexec.training.recorder import batch_counts
 from pipesim.errors import ArgumentError, LossWarning, PipeError
 from pipesim.ops import Op
 

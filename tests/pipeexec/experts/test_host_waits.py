@@ -94,8 +94,8 @@ def test_a_host_waits_once_a_dispatch(monkeypatch: pytest.MonkeyPatch, schedule:
         with counted_waits(monkeypatch) as waits:
             pipeline.step(*batch(2))
     assert waits.places == {
-        ("tolist", "pipeexec.experts.token_exchange"): K,
-        ("tolist", "pipeexec.executor.results.step_result"): 1,  # losses, after the step
+        ("tolist", "pipeexec.experts.stage"): K,
+        ("tolist", "pipeexec.executor.step_result"): 1,  # losses, after the step
     }
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.gpipe.task_orders import clock_cycles
+from pipeexec.gpipe.backward_order import clock_cycles
 from pipesim.ops import Op
 
 pytestmark = [

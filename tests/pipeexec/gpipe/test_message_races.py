@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeexec.gpipe import partition_tasks
+from pipeexec.gpipe.partition import Route
 from pipeexec.gpipe.partition_tasks import PartitionTasks
-from pipeexec.gpipe.routes import Route
 from pipesim.ops import Op
 
 

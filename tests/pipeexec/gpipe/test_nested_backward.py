@@ -15,8 +15,13 @@ from small_pipelines import call_within
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
-from pipeexec.gpipe.backward_order import TaskIssuer, _TaskNode, link_backward, link_tasks
-from pipeexec.gpipe.task_orders import unordered_backward
+from pipeexec.gpipe.backward_order import (
+    TaskIssuer,
+    _TaskNode,
+    link_backward,
+    link_tasks,
+    unordered_backward,
+)
 from pipesim.ops import Op
 
 Task = tuple[Op, int, int]

@@ -24,7 +24,7 @@ from images import digits, noisy_patches
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec.demo_models.skip_models import resnet, unet
+from pipeexec.demo_models.image_models import resnet, unet
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 
 pytestmark = [

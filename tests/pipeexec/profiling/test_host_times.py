@@ -19,8 +19,8 @@ from small_pipelines import pipeline as on_workers
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli.report import profile_report
-from pipeexec.devices.cuda_streams import CudaStream
-from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
+from pipeexec.devices.cuda import CudaStream
+from pipeexec.profiling.task_seconds import host_share, launch_seconds, mean_launch
 from pipesim.ops import Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
 

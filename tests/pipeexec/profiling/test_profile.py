@@ -23,8 +23,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.profiling.calibration import Calibration, breadth_first
-from pipeexec.profiling.link_fit import fit, fits, network_of
-from pipeexec.profiling.link_speed import measure_transfers, pairs_of
+from pipeexec.profiling.link_speed import fit, fits, measure_transfers, network_of, pairs_of
 from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op

@@ -9,7 +9,7 @@ from transformers_models import MODELS, batch
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.projection.layer_modules import square_sum
+from pipeexec.projection.layer_seconds import square_sum
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from split_models import WIDTH, Language, Residual
 from torch import nn
 
 import pipeexec as px
-from pipeexec.splitting.balance.limited_split import limited_split
+from pipeexec.splitting.cuts import limited_split
 from pipesim.errors import ArgumentError, ExecutionError
 
 SAMPLE = torch.ones(2, WIDTH)

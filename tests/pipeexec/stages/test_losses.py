@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.loss.loss_function import LossFunction
+from pipeexec.stages.loss_function import LossFunction
 from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -353,7 +353,7 @@ def test_a_loss_that_the_model_computes() -> None:
 
 
 def test_the_check_keeps_two_outputs_of_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeexec.stages.loss.loss_check.MOST_BYTES", 1)
+    monkeypatch.setattr("pipeexec.stages.step_loss.MOST_BYTES", 1)
     x, y = tokens(11)
     (warning,) = one_step(_flat, x, y)[1]
     assert "the losses of 2 micro-batches" in str(warning.message)

@@ -29,7 +29,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
 from pipeexec.devices.thread_settings import current_autocast, one_thread
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import StageError
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import pipeexec.stages.module_call
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
-from pipeexec.stages.random_numbers import OwnGenerator, task_seed
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
+from pipeexec.stages.module_call import OwnGenerator, task_seed
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
 

@@ -20,7 +20,7 @@ from torch_ranks import batch, layers, run_ranks
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.torch_pipelining.argument_checks import RESERVED
+from pipeexec.torch_pipelining.interop import RESERVED
 from pipeexec.torch_pipelining.private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.scheduling.placement import Placement

@@ -19,8 +19,8 @@ import pipesim as ps
 from pipeexec.torch_pipelining.interop import TORCH_SCHEDULES
 from pipeexec.torch_pipelining.private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.planning.configurations.torchtitan import TORCH_NAMES
-from pipesim.scheduling.file_checksums import unsigned
+from pipesim.planning.torchtitan import TORCH_NAMES
+from pipesim.scheduling.files import unsigned
 from pipesim.scheduling.registry import schedule_info
 
 #: Name of ours, options beside n_chunks, of each class of torch's. Names that are not registered

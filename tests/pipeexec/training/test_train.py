@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.training import interrupts
+from pipeexec.training import train as interrupts
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,

@@ -18,8 +18,8 @@ from ranks import environment, free_port, run_to_end
 
 import pipeexec as px
 from pipeexec.cli import main
-from pipeexec.training import interrupts
-from pipeexec.training.config.text_data import TextBatches, text_files
+from pipeexec.training import train as interrupts
+from pipeexec.training.batch_source import TextBatches, text_files
 
 CONFIG = """
 [model]

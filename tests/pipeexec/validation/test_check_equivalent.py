@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec.validation.equivalence.small_runs import small_runs
+from pipeexec.validation.small_runs import small_runs
 from pipesim.errors import PipeError
-from pipesim.planning.configurations.choice import PlanChoice
+from pipesim.planning.choice import PlanChoice
 
 WIDTH = 4
 

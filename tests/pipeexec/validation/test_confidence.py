@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeexec.validation.confidence import mean_interval
+from pipeexec.validation.accuracy import mean_interval
 
 
 def test_intervals_by_hand() -> None:

@@ -12,7 +12,7 @@ from html_cells import cells_of
 import pipeexec as px
 import pipesim as ps
 from pipeexec.run_directory import environment
-from pipeexec.validation.result_row import Row
+from pipeexec.validation.accuracy import Row
 
 EVIL = '"><script>alert(1)</script>'
 RECORD: dict[str, Any] = {

@@ -14,15 +14,10 @@ from places import ROOT
 from strategies import cases, skipping_cases
 
 import pipesim as ps
-from pipesim.analysis.audit.audit import MOST_TASKS, _Races
-from pipesim.analysis.audit.waits_by_kind import (
-    inside_actions,
-    kinds_of_waits,
-    remaining,
-    without,
-)
+from pipesim.analysis.audit import MOST_TASKS, _Races
+from pipesim.analysis.audit_graphs import inside_actions, kinds_of_waits, remaining, without
 from pipesim.errors import ArgumentError, UnknownNameError
-from pipesim.graph.ancestors import Edges
+from pipesim.graph.precedence import Edges
 from pipesim.ops import EXCHANGES, RECVS, Op
 
 COSTS = ps.Costs(1, 2, output_bytes=1, optimizer_step=1, network=ps.Network(latency=1, bandwidth=1))

@@ -15,8 +15,7 @@ from simulated_runs import run, without_costs
 from strategies import cases
 
 import pipesim as ps
-from pipesim.analysis.critical_path import device_table
-from pipesim.analysis.waits import WaitReason, last_waits
+from pipesim.analysis.critical_path import WaitReason, device_table, last_waits
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, RECVS, Op
 

@@ -18,9 +18,8 @@ from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
 from pipesim import plot
-from pipesim.analysis import idle_attribution
-from pipesim.analysis.idle import CAUSES, idle_shares
-from pipesim.analysis.idle_attribution import causes_of_gaps
+from pipesim.analysis import idle as idle_attribution
+from pipesim.analysis.idle import CAUSES, causes_of_gaps, idle_shares
 from pipesim.analysis.idle_gaps import Cause, Chain, Gaps, make_chain
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
@@ -464,7 +463,7 @@ def test_bars_are_as_long_as_their_causes() -> None:
 
 def test_every_cause_looks_different() -> None:
     """In colour, and in hatch or lightness."""
-    from pipesim.plot.idle_chart import LOOKS
+    from pipesim.plot.charts import LOOKS
 
     assert set(LOOKS) == set(Cause)
     assert len({op for op, _ in LOOKS.values()}) == len(Cause)

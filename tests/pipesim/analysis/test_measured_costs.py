@@ -16,8 +16,7 @@ from strategies import cases
 from tracing import DATA, traced, write
 
 import pipesim as ps
-from pipesim.analysis.measured_costs import output_bytes, stage_seconds
-from pipesim.analysis.measured_network import message_waits
+from pipesim.analysis.measured_costs import message_waits, output_bytes, stage_seconds
 from pipesim.errors import ArgumentError, CostsError, TimelineError, UnknownNameError
 from pipesim.ops import Op
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from strategies import graphs
 
 import pipesim as ps
-from pipesim.analysis import memory_changes
+from pipesim.analysis import configurations as memory_changes
 from pipesim.errors import ArgumentError, MemoryLimitWarning, TimelineError
 from pipesim.simulation.simulate import predict_timeline
 

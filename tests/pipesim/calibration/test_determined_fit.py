@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from pipesim.calibration import determined_fit
-from pipesim.calibration.determined_fit import LEAST_DETERMINED, Fit, fit
-from pipesim.calibration.least_squares import Floats, Ints, Problem, minimize
+from pipesim.calibration import robust_fit as determined_fit
+from pipesim.calibration.robust_fit import (
+    LEAST_DETERMINED,
+    Fit,
+    Floats,
+    Ints,
+    Problem,
+    fit,
+    minimize,
+)
 from pipesim.errors import ArgumentError
 
 TRUTH = np.array([0.6, -0.4, 0.9])

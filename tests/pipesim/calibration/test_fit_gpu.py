@@ -18,15 +18,14 @@ from measured_rows import MACHINE, SIZES, TRUE_EFFICIENCY, TRUTH, measured_rows,
 
 import pipesim as ps
 from pipesim.calibration import Calibration
-from pipesim.calibration.constants import CONSTANTS, EFFICIENCY, Constants
-from pipesim.calibration.determined_fit import Fit
-from pipesim.calibration.fit_gpu import _note
-from pipesim.calibration.measured_steps import measured_steps
-from pipesim.calibration.step_predictions import (
+from pipesim.calibration.fit_gpu import CONSTANTS, EFFICIENCY, Constants, _note
+from pipesim.calibration.measured_steps import (
     StepPrediction,
+    measured_steps,
     predicted_seconds,
     step_predictions,
 )
+from pipesim.calibration.robust_fit import Fit
 from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
 
 START = "a100_80gb"

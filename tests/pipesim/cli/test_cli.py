@@ -22,7 +22,7 @@ import pipesim.sweeps.settings
 from pipesim.cli import main
 from pipesim.cli.help_texts import EPILOG
 from pipesim.costs.costs import VALUE_FIELDS
-from pipesim.graph.grad_sync import GRAD_SYNC
+from pipesim.graph.options import GRAD_SYNC
 from pipesim.sweeps.settings import SECONDS
 
 # What is printed.

@@ -8,7 +8,7 @@ import pytest
 from command_output import BASE, fail, rows, succeed
 
 import pipesim as ps
-from pipesim.utils.units import parse_bytes
+from pipesim.utils.texts import parse_bytes
 
 GIB = 2**30
 #: Device 0 of 1F1B holds 4 micro-batches of 1 GiB, and 2 GiB of parameters and gradients.

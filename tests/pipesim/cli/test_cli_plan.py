@@ -15,7 +15,7 @@ from PIL import Image
 
 import pipesim as ps
 from pipesim.cli import main
-from pipesim.planning.configurations.plans import Plans
+from pipesim.planning.plans import Plans
 
 #: A search of a few configurations.
 SIZES = ["--size", "hidden_size=1024", "--size", "n_layers=8", "--size", "n_heads=8",

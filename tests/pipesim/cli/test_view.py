@@ -19,7 +19,7 @@ from places import ROOT
 from tracing import traced, write
 
 import pipesim as ps
-import pipesim.cli.gallery
+import pipesim.cli.page_commands
 from pipesim.cli import main
 from pipesim.scheduling.registry import options_of_schedules
 
@@ -566,7 +566,7 @@ def test_schedules_that_do_not_take_the_counts(
 ) -> None:
     """They are left out, and named; if there is no other, it is a mistake."""
     names = dict.fromkeys(("1f1b", "chimera", "interleaved_1f1b", "dualpipe"))
-    monkeypatch.setattr(pipesim.cli.gallery, "options_of_schedules", lambda: names)
+    monkeypatch.setattr(pipesim.cli.page_commands, "options_of_schedules", lambda: names)
     out = succeed(capsys, "demo-page", "-p", 3, "--microbatches", 6, "--out", "three.html")
     first, second, *refused = out.splitlines()
     assert first == "three.html"
@@ -583,12 +583,12 @@ def test_stages_share_the_costs_of_a_device(
 ) -> None:
     """So that schedules of several stages a device are of the same model; messages take time."""
     names = dict.fromkeys(("1f1b", "interleaved_1f1b", "zbv"))
-    monkeypatch.setattr(pipesim.cli.gallery, "options_of_schedules", lambda: names)
+    monkeypatch.setattr(pipesim.cli.page_commands, "options_of_schedules", lambda: names)
     written: dict[str, ps.Timeline] = {}
     monkeypatch.setattr(
-        pipesim.cli.gallery, "to_html", lambda path, items, title: written.update(items)
+        pipesim.cli.page_commands, "to_html", lambda path, items, title: written.update(items)
     )
-    monkeypatch.setattr(pipesim.cli.gallery, "size_text", lambda path: "0 B")
+    monkeypatch.setattr(pipesim.cli.page_commands, "size_text", lambda path: "0 B")
     succeed(capsys, "demo-page")
     for timeline in written.values():
         assert timeline.busy == pytest.approx([8 * 3e-3] * 4)

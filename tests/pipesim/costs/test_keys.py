@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash, row_owners
+from pipesim.costs.keys import assign_rows, multiply_modulo, row_hash, row_owners
 from pipesim.errors import ArgumentError, CostsError
 from pipesim.ops import EXCHANGES, Op
 

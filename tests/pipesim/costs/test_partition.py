@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.partition import exact_choice, near_even
-from pipesim.costs.partition.exact_sums import to_limbs
+from pipesim.costs import exact_sums as exact_choice
+from pipesim.costs import stage_partition as near_even
+from pipesim.costs.exact_sums import to_limbs
 from pipesim.errors import ArgumentError, CostsWarning
 
 Score = tuple[Fraction, Fraction, tuple[int, ...]]

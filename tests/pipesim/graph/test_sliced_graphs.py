@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from strategies import custom_schedules
 
 import pipesim as ps
-from pipesim.analysis.audit.data_table import DATA_NAMES
-from pipesim.analysis.audit.data_uses import data_uses
+from pipesim.analysis.audit_data import DATA_NAMES, data_uses
 from pipesim.errors import (
     ArgumentError,
     DeadlockError,
@@ -23,7 +22,7 @@ from pipesim.errors import (
     ScheduleError,
     TimelineError,
 )
-from pipesim.scheduling.subsets import fewer_microbatches
+from pipesim.scheduling.schedule import fewer_microbatches
 
 TWO_STAGES = (
     ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"],

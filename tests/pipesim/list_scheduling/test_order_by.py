@@ -18,7 +18,7 @@ from strategies import costs, placements
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning, UnknownNameError
-from pipesim.list_scheduling.priorities import PRIORITIES
+from pipesim.list_scheduling.order_by import PRIORITIES
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory_limit import reserved_memory
 

@@ -16,7 +16,7 @@ import pipesim as ps
 from pipesim.errors import GraphError, MemoryLimitWarning, ScheduleError, TimelineError
 from pipesim.graph.tasks import Tasks
 from pipesim.ops import EXCHANGES, Op
-from pipesim.scheduling.subsets import fewer_microbatches
+from pipesim.scheduling.schedule import fewer_microbatches
 from pipesim.timeline.task_bytes import static
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.copy_costs import copied_bytes
+from pipesim.costs.pricing import copied_bytes
 from pipesim.errors import ArgumentError, CostsError, NetworkError
 from pipesim.ops import COPIES, Op
 from tests.helpers.rules import assert_rules_hold, dependencies

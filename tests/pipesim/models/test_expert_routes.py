@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.costs.workload import Workload
+from pipesim.costs.cost_fields import Workload
 from pipesim.errors import ArgumentError, PipeError
-from pipesim.models.experts.token_reach import reached
+from pipesim.models.routing import reached
 
 #: A token goes to 2 of 4 experts.
 SIZES: dict[str, Any] = {

@@ -13,8 +13,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
-from pipesim.models.gpu import as_gpu
-from pipesim.models.kernels.kernel import Kernel
+from pipesim.models.gpu import Kernel, as_gpu
 
 #: 1e12 FLOP/s, 1e9 bytes/s; 1 us to launch, 0.5 us a kernel.
 SMALL = ps.GPU(flops=1e12, bandwidth=1e9, launch=1e-6, overhead=5e-7, half_depth=100)

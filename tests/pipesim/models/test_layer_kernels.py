@@ -10,10 +10,9 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
-from pipesim.models.kernels.attention_core import attention_core
-from pipesim.models.kernels.kernel import Kernel
-from pipesim.models.kernels.kernel_sizes import KernelSizes
-from pipesim.models.tensor_parallel import Shard
+from pipesim.models.gpu import Kernel
+from pipesim.models.layer_kernels import KernelSizes, attention_core
+from pipesim.models.shard import Shard
 
 GPU = ps.GPU(flops=1e12, bandwidth=1e12)
 GPT3 = ps.Transformer(

@@ -19,7 +19,7 @@ from places import PUBLISHED
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, CostsError, PipeError
-from pipesim.models.layer_tables import COLUMNS
+from pipesim.models.layers import COLUMNS
 
 PROFILE = """\
 layer,forward,backward,recompute,output_bytes,activation_bytes,parameter_bytes,optimizer_bytes

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import pipesim as ps
-from pipesim.costs.device_split import random_borders
 from pipesim.errors import ArgumentError, CostsError, CostsWarning, PipeError
-from pipesim.models.splits.split_problem import LayerModel, split_problem
+from pipesim.models.device_split import random_borders
+from pipesim.models.placed_split import LayerModel, split_problem
 from pipesim.simulation.simulate import predict_timeline
 
 #: Sixteen equal layers and one four times as long, such as an LM head.

@@ -15,7 +15,7 @@ from strategies import clusters, networks
 
 import pipesim as ps
 from pipesim.errors import NetworkError, UnknownNameError
-from pipesim.network.node_collectives import gpus_all_to_all
+from pipesim.network.collectives import gpus_all_to_all
 
 #: Two nodes of four devices and two NICs each; ports are eight times as fast as NICs.
 NODES = ps.Nodes(4, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1, n_nics=2)

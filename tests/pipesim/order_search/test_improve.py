@@ -22,8 +22,7 @@ from pipesim.order_search import (
     order_problem,
     schedule_of,
 )
-from pipesim.order_search.annealing import CURRENT, anneal, begin
-from pipesim.order_search.state import order_of_state
+from pipesim.order_search.annealing import CURRENT, anneal, begin, order_of_state
 
 UNEVEN = ps.Costs(
     forward=(3, 5, 4),

@@ -23,7 +23,7 @@ from pipesim.order_search import (
     peak_bytes,
     schedule_of,
 )
-from pipesim.order_search.moves import sum_bytes
+from pipesim.order_search.annealing import sum_bytes
 from pipesim.planning.orders.cp_sat import prove
 
 THREE = ps.Costs([[3, 1, 2]], [[3, 1, 2]])
@@ -118,7 +118,7 @@ def test_nothing_is_proved_of_micro_batches_that_differ(monkeypatch: pytest.Monk
     def unexpected(*_: object) -> OrderProblem:
         raise AssertionError("a model was built")
 
-    monkeypatch.setattr("pipesim.planning.orders.cp_sat.proof._model", unexpected)
+    monkeypatch.setattr("pipesim.planning.cp_sat_proof._model", unexpected)
     problem = order_problem(ps.linear(2), 3, THREE)
     order = lane_order(problem, ps.schedule("1f1b", 2, 3))
     proof = prove(problem, order, 1.0, seconds=5.0)

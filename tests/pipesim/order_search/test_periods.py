@@ -6,7 +6,7 @@ import numpy as np
 
 import pipesim as ps
 from pipesim.order_search import LaneOrder, evaluate, keeps_limit, lane_order, order_problem
-from pipesim.order_search.periods import period_copy, periods_of
+from pipesim.order_search.improve import period_copy, periods_of
 
 COSTS = ps.Costs(forward=1, backward=2, activation_bytes=1)
 

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.planning.configurations.bounds import device_work, least_end, reductions
-from pipesim.planning.configurations.memory_bounds import Sharing, least_memory
-from pipesim.planning.configurations.stage_devices import StageDevices
+from pipesim.planning.choice import StageDevices
+from pipesim.planning.plan_bounds import Sharing, device_work, least_end, least_memory, reductions
 from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
 from pipesim.scheduling.registry import schedule_info
 from pipesim.timeline.memory_limit import reserved_memory

@@ -20,10 +20,10 @@ from pipesim.order_search import (
     order_problem,
     peak_bytes,
 )
-from pipesim.planning.orders.cp_sat import proof, prove
-from pipesim.planning.orders.cp_sat.proof import _warn_of_missing_ortools
-from pipesim.planning.orders.cp_sat.solve import Effort, solve
-from pipesim.planning.orders.first_orders import sequential_order
+from pipesim.planning import cp_sat_proof as proof
+from pipesim.planning.cp_sat_proof import Effort, _warn_of_missing_ortools, solve
+from pipesim.planning.first_orders import sequential_order
+from pipesim.planning.orders.cp_sat import prove
 
 PLACEMENTS = {
     "linear": ps.linear(2),

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from small_plans import CHOICE, GPIPE, SPLIT, plans, problem
 
 import pipesim as ps
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.explanation import Explanation, explanation
-from pipesim.planning.configurations.step_parts import PARTS, memory_parts, step_parts
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.explanation import PARTS, Explanation, explanation, memory_parts, step_parts
 
 
 def parts_of(costs: ps.Costs, name: str = "1f1b", n_replicas: int = 1) -> dict[str, float]:

@@ -13,9 +13,9 @@ from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations import torchtitan
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.one_plan import Plan
+from pipesim.planning import torchtitan
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.plans import Plan
 
 DEEP = replace(
     CHOICE, tensor_parallel=1, pipeline_parallel=4, n_microbatches=8, layers_per_stage=(2,) * 4

@@ -9,8 +9,8 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import PipeError
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.problem import PlanProblem
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.problem import PlanProblem
 
 MODEL = ps.Transformer(
     hidden_size=1024, n_layers=4, n_heads=16, sequence_length=512, vocabulary_size=8192

@@ -11,8 +11,7 @@ from every_order import all_orders
 import pipesim as ps
 from pipesim.ops import SCHEDULED
 from pipesim.order_search import checked_bound, order_problem, schedule_of
-from pipesim.planning.orders.effort import Effort
-from pipesim.planning.orders.order_search_run import Search
+from pipesim.planning.optimize_search import Effort, Search
 
 CASES = {
     "linear": (ps.linear(2), 3, False),

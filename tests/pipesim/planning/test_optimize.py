@@ -16,11 +16,9 @@ from html_cells import tables_of
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
 from pipesim.order_search import LocalSearch, evaluate, keeps_limit, lane_order, order_problem
-from pipesim.planning.orders import order_search_run
-from pipesim.planning.orders.effort import Effort
-from pipesim.planning.orders.first_orders import first_orders, named_orders, sequential_order
-from pipesim.planning.orders.model_size import can_prove
-from pipesim.planning.orders.periods import fewer_microbatches, unrolled
+from pipesim.planning import optimize_search as order_search_run
+from pipesim.planning.first_orders import first_orders, named_orders, sequential_order
+from pipesim.planning.optimize_search import Effort, can_prove, fewer_microbatches, unrolled
 
 PLACEMENTS = [
     ps.linear(3), ps.looped(2, 2), ps.v_shaped(2), ps.waves(2, 2), ps.bidirectional(2),

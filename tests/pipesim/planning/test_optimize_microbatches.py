@@ -11,7 +11,7 @@ from every_order import all_orders
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError
 from pipesim.order_search import evaluate, keeps_limit, order_problem
-from pipesim.planning.orders import order_search_run
+from pipesim.planning import optimize_search as order_search_run
 
 LENGTHS = np.array([[3.0, 1.0, 2.0]])
 THREE = ps.Costs(LENGTHS, LENGTHS, activation_bytes=LENGTHS)

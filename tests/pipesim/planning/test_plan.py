@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator
-from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.refinement import _moves
-from pipesim.planning.configurations.search import Search, evaluate
-from pipesim.planning.configurations.search_space import SearchSpace
-from pipesim.planning.configurations.stage_splits import DeviceSeconds, uniform_split
+from pipesim.planning.choice import Evaluation, PlanChoice
+from pipesim.planning.plan_evaluator import DeviceSeconds, Evaluator, uniform_split
+from pipesim.planning.plan_search import Search, _moves, evaluate
+from pipesim.planning.problem import PlanProblem
+from pipesim.planning.search_space import SearchSpace
 
 MODEL = ps.Transformer(
     hidden_size=1024, n_layers=12, n_heads=16, sequence_length=512, vocabulary_size=8192

@@ -9,11 +9,11 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations import search_stages
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator
-from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.planning import plan_search as search_stages
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.plan_evaluator import Evaluator
+from pipesim.planning.problem import PlanProblem
+from pipesim.planning.search_space import SearchSpace
 from pipesim.scheduling import registry
 
 MODEL = ps.Transformer(

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.evaluator import Evaluator
-from pipesim.planning.configurations.problem import PlanProblem
-from pipesim.planning.configurations.search import evaluate
-from pipesim.planning.configurations.search_space import SearchSpace
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.plan_evaluator import Evaluator
+from pipesim.planning.plan_search import evaluate
+from pipesim.planning.problem import PlanProblem
+from pipesim.planning.search_space import SearchSpace
 from pipesim.scheduling.placement import replica_devices
 
 SIZES: dict[str, Any] = {

@@ -17,10 +17,9 @@ from small_plans import CHOICE, GPIPE, SPLIT, choice_of, evaluation, plans, prob
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning.configurations.choice import Evaluation, PlanChoice
-from pipesim.planning.configurations.one_plan import Plan
-from pipesim.planning.configurations.plan_texts import short_names
-from pipesim.planning.configurations.plans import Plans
+from pipesim.planning.choice import Evaluation, PlanChoice
+from pipesim.planning.plan_tables import short_names
+from pipesim.planning.plans import Plan, Plans
 
 NAN = float("nan")
 

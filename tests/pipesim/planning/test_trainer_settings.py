@@ -14,10 +14,9 @@ from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
-from pipesim.planning.configurations.choice import PlanChoice
-from pipesim.planning.configurations.megatron import OFFLOADED, megatron_flags
-from pipesim.planning.configurations.torchtitan import torchtitan_toml
-from pipesim.planning.trainer_settings.flags import Flags
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.megatron import OFFLOADED, Flags, megatron_flags
+from pipesim.planning.torchtitan import torchtitan_toml
 
 MODEL = ps.Transformer(
     hidden_size=64, n_layers=8, n_heads=4, sequence_length=64, vocabulary_size=64

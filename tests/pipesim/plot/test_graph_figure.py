@@ -19,8 +19,8 @@ from pipesim import plot
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
 from pipesim.ops import COMPUTE, Op
 from pipesim.plot import style
-from pipesim.plot.box_labels import BoxLabels, points_per_unit
-from pipesim.plot.graph_layout import CODES
+from pipesim.plot.dependency_plot import CODES
+from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 
 
 def lowered(name: str = "gpipe", n: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:

@@ -11,7 +11,7 @@ from html_cells import cells_of, tables_of
 
 import pipesim as ps
 from pipesim.plot.html_tables import RATES, SIZES
-from pipesim.utils.units import format_decimal, format_time
+from pipesim.utils.texts import format_decimal, format_time
 
 EVIL = '"><script>alert(1)</script>'
 

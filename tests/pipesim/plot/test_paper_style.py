@@ -17,7 +17,7 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.ops import Op
-from pipesim.plot.box_labels import SMALLEST
+from pipesim.plot.fitting_labels import SMALLEST
 
 SPLIT = replace(COSTS, input_grad=0.01, weight_grad=0.01)
 

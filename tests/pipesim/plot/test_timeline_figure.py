@@ -32,7 +32,7 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.ops import COMPUTE, TRANSFERS, Op
 from pipesim.plot import style
-from pipesim.plot.box_labels import LARGEST, SMALLEST, BoxLabels, points_per_unit
+from pipesim.plot.fitting_labels import LARGEST, SMALLEST, BoxLabels, points_per_unit
 from pipesim.timeline.timeline import Timeline
 
 # Timelines.

@@ -20,8 +20,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.ops import Action, Op
-from pipesim.scheduling.closed_forms import ClosedForm
-from pipesim.scheduling.registry import _REGISTRY, register
+from pipesim.scheduling.registry import _REGISTRY, ClosedForm, register
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 

@@ -16,7 +16,7 @@ from strategies import schedules
 import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.scheduling.file_checksums import unsigned
+from pipesim.scheduling.files import unsigned
 from pipesim.scheduling.placement import Placement
 
 ONE_F_ONE_B = """\

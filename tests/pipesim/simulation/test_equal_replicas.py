@@ -15,13 +15,11 @@ from kernels import compiled as all_compiled
 from strategies import bandwidths, cases, host_links, networks, seconds
 
 import pipesim as ps
-from pipesim.lowering.lower_replica import lower_replica
+from pipesim.lowering.lower import lower_replica
 from pipesim.scheduling.placement import Layout
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan
-from pipesim.simulation.equal_replicas import run_equal_replicas_once
-from pipesim.simulation.one_of_replicas import OneOfReplicas
-from pipesim.simulation.replica_routes import SharedRoutes
+from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, run_equal_replicas_once
 
 ENGINES = {"compiled": compiled.run, "simpy": simpy_engine.run}
 #: Nodes of four devices, whose messages and reductions wait for ports and NICs.

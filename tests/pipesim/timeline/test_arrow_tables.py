@@ -23,7 +23,7 @@ from strategies import cases
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, TimelineError
 from pipesim.timeline import arrow_tables
-from pipesim.timeline.task_rows import to_rows
+from pipesim.timeline.tables import to_rows
 from pipesim.utils import files
 
 

@@ -19,8 +19,7 @@ from strategies import cases
 import pipesim as ps
 from pipesim.errors import ArgumentError, TimelineError
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
-from pipesim.trace.chakra import NODE_TYPES
-from pipesim.trace.chakra_messages import CollectiveType, NodeType
+from pipesim.trace.chakra import NODE_TYPES, CollectiveType, NodeType
 
 
 def nodes(timeline: ps.Timeline, folder: Path) -> dict[int, Node]:
@@ -192,7 +191,7 @@ def test_protobuf_reads_it(tmp_path: Path) -> None:
     """Messages are those of our schema: nothing is left over as an unknown field."""
     from google.protobuf.internal.decoder import _DecodeVarint32  # type: ignore[attr-defined]
 
-    from pipesim.trace.chakra_messages import messages
+    from pipesim.trace.chakra import messages
 
     path, *_ = ps.chakra.save(tmp_path / "x", timeline_of_kind("plain"))
     data, place, count = path.read_bytes(), 0, 0
@@ -231,7 +230,7 @@ def test_times_and_bytes_beyond_the_format(tmp_path: Path) -> None:
 
 
 def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipesim.trace.chakra_messages import messages
+    from pipesim.trace.chakra import messages
 
     messages.cache_clear()
     for name in ("google.protobuf", "google.protobuf.descriptor_pb2"):

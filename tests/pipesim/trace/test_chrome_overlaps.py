@@ -14,7 +14,7 @@ from tracing import Event, event, ranges, traced, write
 
 import pipesim as ps
 from pipesim.errors import TimelineError
-from pipesim.graph.overlaps import overlapped_pairs
+from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.trace.chrome_import import load
 
 PAIR = "PP:(1F1;1B0)OVERLAP_F_B"

@@ -15,7 +15,7 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
-from pipesim.timeline.task_rows import to_rows
+from pipesim.timeline.tables import to_rows
 from pipesim.trace.chrome_json import SAVED, SIGNATURE, signed
 from pipesim.utils.texts import CHECKSUM, checksum
 

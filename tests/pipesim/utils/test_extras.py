@@ -10,7 +10,7 @@ import pytest
 from places import ROOT
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.extras import EXTRAS, import_extra, install_command
+from pipesim.utils.packages import EXTRAS, import_extra, install_command
 
 
 def test_extras_of_the_distribution() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import EngineWarning
-from pipesim.simulation.engines.one_pass_batched import one_pass_batched
+from pipesim.simulation.engines.one_pass import one_pass_batched
 from pipesim.utils import jit
 from pipesim.utils.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 

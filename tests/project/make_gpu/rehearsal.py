@@ -101,7 +101,7 @@ def kernels() -> str:
     """Assemble all kernels to machine code, as the driver would."""
     import triton
 
-    from pipeexec.devices.emulated_links.gpu_kernels import PTX
+    from pipeexec.devices.gpu_kernels import PTX
 
     folder = Path(inspect.getfile(triton)).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as scratch:

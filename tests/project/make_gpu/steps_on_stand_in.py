@@ -28,8 +28,8 @@ from fake_cuda import FakeCuda, FakeGpu, named_gpus
 from places import BENCHMARKS
 
 import pipeexec as px
-from pipeexec.executor.cuda_graph import step_capture
-from pipeexec.executor.memory import allocator_memory, probes
+from pipeexec.executor import allocator_memory, step_capture
+from pipeexec.executor import step_memory as probes
 
 sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("on_gpu.bench")

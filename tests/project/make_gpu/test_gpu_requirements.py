@@ -92,7 +92,7 @@ def test_a_driver_without_slices_is_remarked(
 
 def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(gpu_script: ModuleType) -> None:
     """They stand twice, as requirements are checked without loading torch."""
-    from pipeexec.devices.gpu_slices import green_contexts
+    from pipeexec.devices import green_contexts
 
     fewest = {major: counts[0] for major, counts in green_contexts._GRANULARITY.items()}
     assert fewest == part("requirements")._FEWEST

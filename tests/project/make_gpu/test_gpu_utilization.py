@@ -11,8 +11,8 @@ import pytest
 from gpu_modules import part
 
 import pipesim as ps
+from pipeexec.validation.accuracy import Row
 from pipeexec.validation.result import Validation
-from pipeexec.validation.result_row import Row
 
 pytestmark = pytest.mark.usefixtures("gpu_script")
 

@@ -13,9 +13,9 @@ import pytest
 from places import ROOT
 from torch_calls import driver_uses, problem, sources, torch_uses
 
-from pipeexec.devices.gpu_slices.cuda_driver import LibCuda
+from pipeexec.devices.green_contexts import LibCuda
 
-GREEN = ROOT / "pipeexec/devices/gpu_slices/green_contexts.py"
+GREEN = ROOT / "pipeexec/devices/green_contexts.py"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import given
 from strategies import cases, skipping_cases
 
 import pipesim as ps
-from pipesim.analysis.lower_bounds.graph_bound import graph_bound
+from pipesim.analysis.lower_bounds.lower_bound import graph_bound
 from pipesim.errors import ArgumentError, CostsError
 
 

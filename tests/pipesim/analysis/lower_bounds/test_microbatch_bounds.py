@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import CostsError
-from pipesim.timeline.device_spans import longest_span
+from pipesim.timeline.rates import longest_span
 
 PLACEMENTS = {
     "linear": ps.linear(3),

@@ -17,8 +17,8 @@ from notebook_hosts import VS_CODE, framed_html, host_html
 
 import pipesim as ps
 from pipesim.ops import COMPUTE
-from pipesim.plot import notebook
-from pipesim.plot.notebook import frame_html, mimebundle
+from pipesim.plot import html as notebook
+from pipesim.plot.html import frame_html, mimebundle
 
 if TYPE_CHECKING:
     from playwright.sync_api import Frame, Page

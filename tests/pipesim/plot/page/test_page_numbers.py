@@ -17,10 +17,10 @@ from javascript import answering
 from strategies import cases, noises
 
 import pipesim as ps
+from pipesim.analysis.critical_path import last_waits
 from pipesim.analysis.idle_gaps import find_gaps
-from pipesim.analysis.waits import last_waits
 from pipesim.plot.page.save import packed_page
-from pipesim.plot.page.simulation_inputs import simulation_inputs
+from pipesim.plot.page.timeline_columns import simulation_inputs
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 

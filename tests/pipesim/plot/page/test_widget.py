@@ -16,14 +16,12 @@ import pytest
 
 import pipesim as ps
 from pipesim.analysis.critical_path import critical_path
-from pipesim.analysis.idle import CAUSES
-from pipesim.analysis.idle_attribution import causes_of_gaps
+from pipesim.analysis.idle import CAUSES, causes_of_gaps
 from pipesim.errors import ArgumentError, CapacityError, TimelineError
-from pipesim.plot.page.html import widget_program
+from pipesim.plot.page.save import widget_program
 from pipesim.plot.widget import timeline_widget
-from pipesim.plot.widget.latest_value import LatestValue
 from pipesim.plot.widget.make_widget import widget
-from pipesim.plot.widget.timeline_widget import TimelineWidget
+from pipesim.plot.widget.timeline_widget import LatestValue, TimelineWidget
 
 GRAPH = ps.lower(ps.schedule("1f1b", 4, 8))
 COSTS = ps.Costs(forward=1e-3, backward=2e-3, network=ps.Network(latency=1e-4))

@@ -13,9 +13,9 @@ import pytest
 from browser import Pages
 
 import pipesim as ps
-from pipesim.analysis.idle_attribution import causes_of_gaps
+from pipesim.analysis.idle import causes_of_gaps
 from pipesim.ops import COMPUTE
-from pipesim.plot.page.html import widget_program
+from pipesim.plot.page.save import widget_program
 from pipesim.plot.widget import timeline_widget
 from pipesim.plot.widget.make_widget import widget
 from pipesim.plot.widget.timeline_widget import TimelineWidget

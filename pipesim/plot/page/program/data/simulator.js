@@ -141,7 +141,7 @@ export function simulatedTimes(graph, inputs) {
 }
 
 /**
- * The task that each task waited for last, and the reason: those of pipesim.analysis.waits for
+ * The task that each task waited for last, and the reason: those of pipesim.analysis.critical_path for
  * timelines of costs whose links are not shared.
  */
 export function lastWaits(graph, inputs, { start, end }) {

@@ -1,4 +1,4 @@
-// Numbers as text, in fitting units: as pipesim.utils.units writes them.
+// Numbers as text, in fitting units: as pipesim.utils.texts writes them.
 
 /** @type {[string, number][]} */
 const TIME_UNITS = [["s", 1], ["ms", 1e3], ["µs", 1e6], ["ns", 1e9]];

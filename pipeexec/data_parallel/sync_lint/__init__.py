@@ -1,1 +1,0 @@
-"""Find useless and missing all-reduces of gradients, in a running loop, a trace or a timeline."""

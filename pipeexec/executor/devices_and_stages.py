@@ -1,0 +1,200 @@
+"""Make the devices and stages of a pipeline and its loss, and check that its processes agree.
+
+A pipeline holds its stages. A stage holds a `MicrobatchLoss`, which holds the current step and
+never the pipeline. A reference cycle would keep the memory of both until Python's cycle collector
+runs. On a GPU, that may be too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeexec.data_parallel.stage_replicas import RemoteStage
+from pipeexec.devices.device import Device, DeviceLike
+from pipeexec.devices.make_devices import make_devices
+from pipeexec.distributed.processes import Processes
+from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
+from pipeexec.executor.remote_messages import agree_on_weights
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_gradients import GradientOptions
+from pipeexec.experts.expert_shares import layers_of_graph, member_of_replica, n_members
+from pipeexec.experts.stage import ExpertStage
+from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.module_call import WeightVersions
+from pipeexec.stages.stage import Stage, StageLike
+from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
+
+
+class MicrobatchLoss:
+    """Compute the losses of the current step.
+
+    Attributes
+    ----------
+    step
+        Current step; None between steps.
+    """
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+
+    def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
+        """Return the weighted loss of a micro-batch, and store it in the step.
+
+        Raises
+        ------
+        ExecutionError
+            If the loss depends on no parameter, and a stage has a parameter to train. Also in a
+            task that goes on after its step was abandoned.
+        """
+        step = self.step
+        if step is None:
+            raise ExecutionError("the step of this task was abandoned, as an error says")
+        loss = step.inputs.loss.microbatch_loss(
+            step.inputs.shares.number(replica, microbatch), output
+        )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            _check_all_frozen(step)
+        return loss
+
+
+def _check_all_frozen(step: Step) -> None:
+    """Raise `ExecutionError` unless all parameters are frozen: the loss has no gradient."""
+    parameters = (p for stage in step.gradients.stages for p in stage.module.parameters())
+    if step.processes is not None or any(p.requires_grad for p in parameters):
+        raise ExecutionError(
+            "the loss does not depend on any parameter by operations that torch can "
+            "differentiate, so a step would train nothing; look for detach(), no_grad(), "
+            "item() or integers in the last stage and the loss, and for a loss that does not "
+            "use the output"
+        )
+
+
+def make_pipeline_devices(
+    names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
+) -> list[Device]:
+    """Return the devices of all processes, one a device of the graph."""
+    if processes is None:
+        local_rank, n_local = 0, 1
+    else:
+        local_rank, n_local = processes.local_rank, processes.n_local
+    own = names if processes is not None or len(names) == graph.n_devices else ()
+    devices = make_devices(  # warnings name the line that calls `Pipeline`
+        own, pin_threads, local_rank=local_rank, n_local=n_local, stacklevel=4
+    )
+    if processes is not None:
+        devices = processes.spread(devices)
+    if len(devices) != graph.n_devices:
+        local_devices = names if processes is None else [device.name for device in devices]
+        raise ArgumentError(
+            f"the graph has {graph.n_devices} devices, got {len(local_devices)}: "
+            f"{list(local_devices)!r}; "
+            "give one device a device of the graph"
+        )
+    return devices
+
+
+def make_stages(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    counters: Sequence[ActivationCounter],
+    loss: MicrobatchLoss,
+    stage_type: type[Stage] = Stage,
+    sharded_type: type[ShardedStage] = ShardedStage,
+    expert_type: type[ExpertStage] = ExpertStage,
+) -> list[StageLike]:
+    """Return the stages of all replicas, replica after replica.
+
+    Parameters
+    ----------
+    modules, graph, devices
+        Those of the pipeline; one module a stage of each replica.
+    counters
+        Counter of held activations of each device.
+    loss
+        Computes the losses of micro-batches.
+    stage_type, sharded_type, expert_type
+        Classes of stages, of sharded embeddings, and of stages with experts.
+    """
+    n = graph.n_stages
+    layers, members = layers_of_graph(graph), member_of_replica(graph)
+    several = graph.n_batches > 1
+    size = graph.n_microbatches // graph.n_batches
+    delayed = graph.weight_versions == "double_buffered"
+    stages: list[StageLike] = [
+        sharded_type(
+            module,
+            index % n,
+            counters[device],
+            **exchange_options(graph),
+        )
+        if index % n in graph.sharded and isinstance(module, EmbeddingStage)
+        else expert_type(
+            module,
+            index % n,
+            devices[device].torch_device,
+            counters[device],
+            partial(loss, index // n) if index % n == n - 1 else None,
+            member=members[index // n],
+            n_members=n_members(graph),
+        )
+        if layers[index % n] and not isinstance(module, RemoteStage)
+        else stage_type(
+            module,
+            index % n,
+            devices[device].torch_device,
+            counters[device],
+            partial(loss, index // n) if index % n == n - 1 else None,
+            WeightVersions(module, size, delayed) if several else None,
+            size,
+            graph.n_slices,
+        )
+        for index, (module, device) in enumerate(
+            zip(modules, graph.homes.ravel().tolist(), strict=False)
+        )
+    ]
+    _mark_offloaded(graph, stages)
+    return stages
+
+
+def _mark_offloaded(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+    """Tell each stage which of its micro-batches have an OFFLOAD."""
+    tasks = np.flatnonzero(graph.op == Op.OFFLOAD)
+    slots = graph.replica[tasks] * graph.n_stages + graph.stage[tasks]
+    for slot in np.unique(slots[slots < len(stages)]).tolist():
+        stage = stages[slot]
+        if not isinstance(stage, Stage):
+            raise ArgumentError(
+                f"graph {graph.name!r} offloads activations of stage {stage.index}, which is "
+                "sharded and keeps none; lower without offload for it"
+            )
+        stage.offloaded = frozenset(graph.microbatch[tasks[slots == slot]].tolist())
+
+
+def agree_on_pipeline(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    processes: Processes,
+    *,
+    loss_reduction: str,
+    has_optimizer: bool,
+    gradient_options: GradientOptions,
+) -> None:
+    """Check that every process makes the same pipeline."""
+    processes.agree("max_grad_norm and error_if_nonfinite", repr(gradient_options.clipping))
+    scaling = gradient_options.scaling
+    state = None if scaling is None else repr(scaling.scaler.state_dict())
+    processes.agree("the state of grad_scaler", state)
+    processes.agree("tied", repr(gradient_options.tied))
+    processes.agree("loss_reduction", loss_reduction)
+    processes.agree("whether there is an optimizer", has_optimizer)
+    processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
+    if graph.n_replicas > 1:
+        agree_on_weights(modules, graph.n_stages, graph.sharded, processes)

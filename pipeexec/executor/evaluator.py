@@ -1,0 +1,662 @@
+"""Evaluations and predictions: forward-only graphs on the stages of a pipeline.
+
+A graph of so many micro-batches as a batch has runs on the placed model, in evaluation mode, and
+leaves no trace in it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeexec.data_parallel.stage_replicas import sync_from_first
+from pipeexec.devices.device import Device, RemoteDevice, Values
+from pipeexec.devices.thread_settings import current_autocast
+from pipeexec.distributed.processes import guard_processes
+from pipeexec.embedding.stage import ShardedStage
+from pipeexec.executor.devices_and_stages import MicrobatchLoss, make_stages
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_inputs import check_batch_is_here
+from pipeexec.executor.step_result import EvaluationResult, StepResult
+from pipeexec.executor.step_runner import StepRunner
+from pipeexec.experts.stage import ForwardExpertStage
+from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
+from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
+from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
+from pipeexec.stages.module_call import Seed
+from pipeexec.stages.recompute import Buffers
+from pipeexec.stages.sequence_slices import SequenceCut, positions_of
+from pipeexec.stages.stage import Stage, StageLike
+from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.scheduling.schedule import fewer_microbatches
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Set evaluation mode in a block; then restore modes, buffers and the random state.
+
+    Each submodule gets back the mode that it had. Buffers are copied before the block.
+    """
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    modes = [part.training for part in parts]
+    buffers = [_Buffer(part, name) for part in parts for name, x in part._buffers.items()
+               if x is not None]  # fmt: skip
+    random_state = torch.get_rng_state()
+    try:
+        for module in parts:
+            if module.training:
+                module.eval()
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer in buffers:
+                buffer.restore()
+        if not torch.equal(torch.get_rng_state(), random_state):
+            torch.set_rng_state(random_state)
+
+
+class _Buffer:
+    """A buffer of a module, and its values."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        buffer = module._buffers[name]
+        assert buffer is not None
+        self.tensor: Tensor = buffer
+        self.version = -1 if buffer.is_inference() else buffer._version
+        self.values = buffer.detach().clone()
+
+    def restore(self) -> None:
+        """Restore the tensor, and its values if they may have changed."""
+        if self.module._buffers.get(self.name) is not self.tensor:
+            self.module._buffers[self.name] = self.tensor
+        if self.version < 0 or self.tensor._version != self.version:
+            self.tensor.copy_(self.values)
+
+
+# Stages and runner of a forward-only graph
+
+
+class MicrobatchResult(MicrobatchLoss):
+    """Compute the losses of an evaluation, or keep the outputs of a prediction.
+
+    Attributes
+    ----------
+    outputs
+        Output of each micro-batch of this process, by number; None in an evaluation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, Any] | None = None
+
+    def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
+        """Return the loss of a micro-batch; in a prediction, keep its output and return 0."""
+        if self.outputs is None:
+            return super().__call__(replica, output, microbatch)
+        assert self.step is not None
+        self.outputs[self.step.inputs.shares.number(replica, microbatch)] = output
+        return torch.zeros(())
+
+
+class _ForwardStage(Stage):
+    """A stage whose F runs without gradients."""
+
+    def forward(
+        self,
+        microbatch: int,
+        values: Values,
+        seed: Seed,
+        recomputed: bool,
+        split: bool = False,
+        again: Buffers | None = None,
+    ) -> Values:
+        """Run F; keep nothing."""
+        if not torch.is_inference_mode_enabled():  # of this thread, which may be a worker's
+            values = tuple(x.clone() if x is not None and x.is_inference() else x for x in values)
+        return self.evaluate(microbatch, values, seed)
+
+
+class _ForwardShardedStage(ShardedStage):
+    """A sharded embedding whose exchanges end with the vectors."""
+
+    def reorder(self, name: str, microbatch: int, values: Values) -> Values:
+        """Append the vectors, and drop the exchange: no gradients follow."""
+        outputs = super().reorder(name, microbatch, values)
+        del self._exchanges[microbatch]
+        self.counter.release()
+        return outputs
+
+
+def make_forward_stages(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    counters: Sequence[ActivationCounter],
+    result: MicrobatchResult,
+) -> list[StageLike]:
+    """Return the stages of all replicas of a forward-only graph, replica after replica.
+
+    DistributedDataParallel is left out, as its forward may wait for other processes.
+
+    Parameters
+    ----------
+    modules, graph, devices, counters
+        As of `make_stages`.
+    result
+        Takes the outputs of the last stage.
+    """
+    bare = [m.module if isinstance(m, DistributedDataParallel) else m for m in modules]
+    types = _ForwardStage, _ForwardShardedStage, ForwardExpertStage
+    return make_stages(bare, graph, devices, counters, result, *types)
+
+
+class ForwardRunner(StepRunner):
+    """Runs a forward-only graph as `StepRunner` runs the graph of a step.
+
+    It keeps no gradients, and steps no optimizer. Modules must be in evaluation mode.
+
+    Attributes
+    ----------
+    microbatch_result
+        Takes the outputs of the last stage.
+    """
+
+    result_type = EvaluationResult
+    trains = False
+
+    def _make_capture(self) -> None:
+        return None
+
+    def _make_stages(self) -> list[StageLike]:
+        self.microbatch_result = self._microbatch_loss = MicrobatchResult()
+        return make_forward_stages(
+            self.model.modules, self.graph, self.model.devices, self.held, self.microbatch_result
+        )
+
+    def evaluate(self, inputs: Batch | None, targets: Any, shapes: object) -> StepResult:
+        """Return the loss of a batch; see `Pipeline.evaluate`.
+
+        ``shapes`` are those of the batch, on which processes have agreed.
+        """
+        self._agree_anew(shapes)
+        step = self.run(inputs, targets, Step.walk)
+        return self.result(step, may_wait=self.model.processes is None)
+
+    def predict(self, inputs: Batch | None, shapes: object) -> tuple[dict[int, Any], list[float]]:
+        """Return the output of each micro-batch of this process by number, and all their sizes."""
+        self._check_last_stages()
+        self._agree_anew(shapes)
+        outputs = self.microbatch_result.outputs = {}
+        try:
+            step = self.run(inputs, None, Step.walk)
+            return outputs, list(step.inputs.loss.sizes)
+        finally:
+            self.microbatch_result.outputs = None
+
+    def _agree_anew(self, shapes: object) -> None:
+        """Take the messages of these shapes, and agree on samples of micro-batches anew."""
+        self.shares.forget_sizes()
+        if self.reports is not None:
+            self.reports.shapes = shapes
+
+    def _check_last_stages(self) -> None:
+        """Raise if the last stages of the paths of a replica are in several processes."""
+        ranks = [
+            device.rank if isinstance(device, RemoteDevice) else -1 for device in self.model.devices
+        ]
+        for first in range(0, self.graph.n_replicas, self.shares.n_paths):
+            devices = self.graph.homes[first : first + self.shares.n_paths, -1]
+            if len({ranks[d] for d in devices}) > 1:
+                raise ArgumentError(
+                    "the paths of a bidirectional pipeline have their last stages in several "
+                    "processes here, so that no process has the output of a whole batch; use "
+                    "evaluate, whose loss is combined, or run the pipeline in one process"
+                )
+
+    def _check(self, inputs: Batch | None, targets: Any) -> None:
+        predicts = self.microbatch_result.outputs is not None
+        check_batch_is_here(
+            inputs, targets, self.graph, self.model.devices, needs_targets=not predicts
+        )
+
+    def _prepare(self, inputs: Batch | None, targets: Any) -> Step:
+        step = super()._prepare(inputs, targets)
+        step.inputs.loss.check = None  # steps of training check that losses combine
+        return step
+
+    def _prepare_modules(self) -> None:
+        """Give copies of a stage the values of the first."""
+        if self.model.gradient_options.tied:
+            self.model.tied_copies.sync()
+        sync_from_first(self.model.modules, self.graph.n_stages)
+
+    def _keep_earlier_gradients(self, step: Step) -> None:
+        """Do nothing: gradients stay as they are."""
+
+    def _complete_gradients(self, step: Step) -> None:
+        """Do nothing: there are none."""
+
+
+# Join the outputs of micro-batches to the output of a batch
+#
+# - Tensors whose first dimension is the number of samples of their micro-batch are concatenated.
+# - Any other value, such as a number, a tensor without dimensions or None, must be equal in all
+#   micro-batches. It is then the value of the whole batch.
+# - ``batch_dims`` takes precedence: for the path of a value, such as ``"output.logits"``, it has
+#   the dimension of the samples, or None for a value that is equal in all micro-batches.
+# - Nested values are joined value by value; see `pipeexec.nesting`.
+#
+# The output of a single micro-batch is that of the batch, whatever it is.
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def joined_output(
+    outputs: Sequence[Any],
+    sizes: Sequence[float],
+    batch_dims: BatchDims = NO_DIMS,
+    default_dim: int = 0,
+) -> Any:
+    """Return the output of a batch; tensors are on the device of the first micro-batch's.
+
+    Parameters
+    ----------
+    outputs, sizes
+        Output and number of samples of each micro-batch, in the order of the batch.
+    batch_dims
+        Those of the pipeline.
+    default_dim
+        Dimension along which tensors without a path in ``batch_dims`` are concatenated.
+
+    Raises
+    ------
+    ExecutionError
+        If outputs are nested differently, or a value cannot be joined, naming it.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    rows = [leaves(output, "output") for output in outputs]
+    for row in rows[1:]:
+        for one, other in zip_longest(rows[0], row):
+            if one is None or other is None or one.path != other.path:
+                raise ExecutionError(
+                    "the last stage returned outputs of different nesting for micro-batches of one "
+                    f"batch: {_describe(one)} and {_describe(other)}; return the same for all"
+                )
+    dims = _output_dims(rows[0], batch_dims)
+    joined = iter([
+        _joined([leaf.value for leaf in same], sizes, path, dims.get(path, default_dim))
+        for same in zip(*rows, strict=True)
+        for path in [same[0].path]
+    ])  # fmt: skip
+    return mapped(lambda _: next(joined), outputs[0])
+
+
+def joined_slices(
+    outputs: Sequence[Any], sizes: Sequence[float], cut: SequenceCut
+) -> tuple[list[Any], list[float]]:
+    """Return the output of each micro-batch, and its samples, from those of its slices.
+
+    Parameters
+    ----------
+    outputs
+        Output of each slice; tensors have the positions in dimension ``cut.dim``.
+    sizes
+        Positions of each slice, over all its samples.
+    cut
+        How sequences were cut.
+
+    Raises
+    ------
+    ExecutionError
+        As `joined_output`, and if no tensor has the dimension.
+    """
+    k = cut.n_slices
+    if k == 1:
+        return list(outputs), list(sizes)
+    whole, samples = [], []
+    for first in range(0, len(outputs), k):
+        own = outputs[first : first + k]
+        positions = [positions_of(leaves(output, "output"), cut.dim) for output in own]
+        if not all(positions):
+            raise ExecutionError(
+                f"the output of the last stage has no tensor of positions in dimension {cut.dim} "
+                "(slice_dim), along which the outputs of slices are joined; return one, or predict "
+                "with a schedule without slices"
+            )
+        whole.append(joined_output(own, positions, default_dim=cut.dim))
+        samples.append(sum(sizes[first : first + k]) // sum(positions))
+    return whole, samples
+
+
+def _output_dims(values: Sequence[Leaf], batch_dims: BatchDims) -> dict[str, int | None]:
+    """Return the dimensions of samples that the user gave, by the paths of outputs."""
+    dims = dims_by_path(values, "output", batch_dims)
+    moved = [path for path, dim in batch_dims.items() if dim and path.startswith("inputs")]
+    for path, value in values:
+        if moved and isinstance(value, Tensor) and value.dim() > 1 and path not in dims:
+            raise ArgumentError(
+                f"{moved[0]} has its samples in dimension {batch_dims[moved[0]]}, and {path} of "
+                f"the last stage has shape {tuple(value.shape)}: give Pipeline its dimension of "
+                f"samples too, such as batch_dims={{{path!r}: {batch_dims[moved[0]]}}}"
+            )
+    return dims
+
+
+def _describe(leaf: Any) -> str:
+    return "nothing more" if leaf is None else leaf.path
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[float], path: str, dim: int | None) -> Any:
+    """Return the value of a batch from those of its micro-batches."""
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        return _joined_tensor(values, sizes, path, dim)
+    if not all(isinstance(value, _PLAIN) for value in values):
+        names = ", ".join(dict.fromkeys(type(value).__name__ for value in values))
+        raise ExecutionError(
+            f"{path} of the last stage is {names}, which cannot be joined over micro-batches; "
+            "return tensors, numbers, text or None, in tuples, lists, dicts or dataclasses, or "
+            "switch it off in the model, such as a cache"
+        )
+    for value in values:
+        if value != first and not (value != value and first != first):
+            raise ExecutionError(
+                f"{path} of the last stage has different values in micro-batches of one batch: "
+                f"{first!r:.60} and {value!r:.60}; they cannot be joined: leave it out of the "
+                "output"
+            )
+    return first
+
+
+def _joined_tensor(
+    values: Sequence[Tensor], sizes: Sequence[float], path: str, dim: int | None
+) -> Tensor:
+    """Return the tensor of a batch; ``dim`` is the dimension of the samples, None for none."""
+    first = values[0].detach()
+    rows = [x.detach().to(first.device, non_blocking=True) for x in values]
+    if dim is not None and all(
+        -x.dim() <= dim < x.dim() and x.shape[dim] == n for x, n in zip(rows, sizes, strict=True)
+    ):
+        samples = [x.movedim(dim, 0) for x in rows]
+        if len({(x.shape[1:], x.dtype) for x in samples}) == 1:
+            return torch.cat(rows, dim)
+    if all(x.shape == first.shape and torch.equal(x, first) for x in rows):
+        return first
+    shapes = ", ".join(dict.fromkeys(str(tuple(x.shape)) for x in values))
+    raise ExecutionError(
+        f"{path} of the last stage has shapes {shapes} in micro-batches of "
+        f"{', '.join(map(str, sizes))} samples, and values that differ: it has no dimension of "
+        "samples along which it could be joined; make the samples its first dimension, name "
+        "theirs in batch_dims of Pipeline, or leave it out of the output"
+    )
+
+
+# Evaluator of a pipeline
+
+
+class Evaluator:
+    """Evaluates batches, and predicts outputs, with the stages of a pipeline.
+
+    A batch of fewer samples than micro-batches runs a graph of fewer micro-batches.
+
+    Parameters
+    ----------
+    training
+        Runs the pipeline's steps: gives graph, model, loss, timeout and number of steps.
+    """
+
+    def __init__(self, training: StepRunner) -> None:
+        self._training = training
+        self._runners: dict[int, ForwardRunner] = {}
+
+    def evaluate(self, inputs: Batch | None, targets: Any) -> EvaluationResult:
+        """Return the loss of a batch; see `Pipeline.evaluate`."""
+        with self._quiet():
+            runner, shapes = self._runner(inputs, targets)
+            result = runner.evaluate(inputs, targets, shapes)
+            assert isinstance(result, EvaluationResult)
+            return result
+
+    def predict(self, inputs: Batch | None) -> Any:
+        """Return the output of a batch; see `Pipeline.predict`."""
+        with self._quiet():
+            runner, shapes = self._runner(inputs, None)
+            outputs, sizes = runner.predict(inputs, shapes)
+            if not outputs:
+                return None
+            numbers = sorted(outputs)
+            rows = [outputs[k] for k in numbers]
+            for tensor in tensors_in(rows):
+                if tensor.is_cuda:  # made on a stream of its stage
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if runner.shares.shapes is not None:  # some process gave Microbatches
+                return rows
+            model = self._training.model
+            cut = SequenceCut(self._training.graph.n_slices, model.slice_dim)
+            rows, samples = joined_slices(rows, [sizes[k] for k in numbers], cut)
+            return joined_output(rows, samples, model.batch_dims)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Run modules in evaluation mode and without gradients in a block."""
+        modules = self._training.model.modules
+        with torch.no_grad(), evaluation_mode(modules):
+            yield
+
+    def _runner(self, inputs: Batch | None, targets: Any) -> tuple[ForwardRunner, object]:
+        """Return the runner for a batch, and the batch's shapes, which all processes know."""
+        training, model = self._training, self._training.model
+        with guard_processes(model.processes):
+            shapes = self._shapes(inputs, targets)
+            n = self._n_microbatches(shapes)
+            if n not in self._runners:
+                graph = _forward_graph(training.graph, n)
+                self._runners[n] = ForwardRunner(graph, model, training.loss)
+        runner = self._runners[n]
+        runner.loss, runner.timeout, runner.n_steps = (
+            training.loss, training.timeout, training.n_steps
+        )  # fmt: skip
+        return runner, repr((n, shapes))
+
+    def _shapes(self, inputs: Batch | None, targets: Any) -> list[list[Any]]:
+        """Return samples, `Microbatches`, replicas, shapes and autocast of each process.
+
+        Inputs that are no tensors may change the shapes of outputs, too.
+        """
+        training, processes = self._training, self._training.model.processes
+        own = [
+            self._n_samples(inputs, targets),
+            self._n_listed(inputs, targets),
+            len(training.shares.local),
+            [_shape(path, value) for path, value in leaves(inputs)],
+            None if current_autocast() is None else [
+                str(torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            ],
+        ]  # fmt: skip
+        return [own] if processes is None else processes.share(own)
+
+    def _n_samples(self, inputs: Batch | None, targets: Any) -> list[int]:
+        """Return the number of samples of inputs and of targets, if they are here."""
+        dims = self._training.model.batch_dims
+        if are_microbatches(inputs, targets):
+            check_uncut(self._training.graph.n_slices)
+            return []
+        pairs = (inputs, None), (None, targets)
+        return [
+            sample_dims(x, y, dims).n_samples for x, y in pairs if not (x is None and y is None)
+        ]
+
+    def _n_listed(self, inputs: Batch | None, targets: Any) -> list[int]:
+        """Return the number of `Microbatches` of inputs and of targets, if they are here."""
+        return [len(batch) for batch in (inputs, targets) if isinstance(batch, Microbatches)]
+
+    def _n_microbatches(self, shapes: list[list[Any]]) -> int:
+        """Return the number of micro-batches of a batch: one sample each at least.
+
+        Slices count, those of whole sequences.
+        """
+        n_slices = self._training.graph.n_slices
+        n_paths, most = self._training.shares.n_paths, self._training.graph.n_microbatches
+        most //= n_slices
+        numbers = {n / n_shares for _, listed, n_shares, *_ in shapes for n in listed}
+        if numbers:
+            n = int(min(numbers))
+            if numbers != {n} or not n_paths <= n <= most:
+                texts = " or ".join(f"{x:g}" for x in sorted(numbers))
+                raise ArgumentError(
+                    f"inputs and targets have {texts} Microbatches a replica; give both the same "
+                    f"whole number, between {n_paths} and {most}, the number of micro-batches of "
+                    "the schedule"
+                )
+            return n
+        for samples, _, n_shares, *_ in shapes:
+            for n_samples in samples:
+                if 0 < n_samples < n_paths * n_shares:
+                    raise ArgumentError(
+                        f"the batch has {n_samples} samples for {n_shares} replicas"
+                        + (f" of {n_paths} paths each" if n_paths > 1 else "")
+                        + f"; give at least {n_paths * n_shares}, or evaluate with a pipeline of "
+                        "one replica"
+                    )
+                most = min(most, max(n_samples // n_shares, n_paths))
+        return most * n_slices
+
+
+def _shape(path: str, value: Any) -> list[Any]:
+    """Return the path of a value, and shape and type of a tensor, or else the value as text."""
+    if not isinstance(value, Tensor):
+        return [path, f"{value!r:.100}"]
+    return [path, str(value.dtype), *value.shape]
+
+
+def _forward_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
+    """Return the forward-only graph of the schedule of a graph, with so many micro-batches."""
+    source = graph.options.source
+    if source is None:
+        raise ArgumentError(
+            f"{graph!r} was not made by pipesim.lower, so that its schedule is unknown; evaluate "
+            "and predict need one: lower a schedule, or load it with pipesim.Schedule.load"
+        )
+    schedule = source.schedule
+    if n_microbatches < schedule.n_microbatches:
+        schedule = fewer_microbatches(schedule, n_microbatches)
+    no_backward = {"recompute": "never", "recompute_first": False, "recompute_waits": False,
+                   "grad_sync": "last", "step": "flush"}  # fmt: skip
+    return lower(schedule, **{**source.arguments, **no_backward, "forward_only": True})
+
+
+class EvaluationMethods(ABC):
+    """Methods of `Pipeline` that evaluate batches and predict outputs."""
+
+    _model: PlacedModel
+    _evaluator: Evaluator
+
+    @abstractmethod
+    def _checked(self, inputs: Any) -> Any:
+        """Return inputs whose tensors are in the order in which the first stage takes them."""
+
+    def evaluate(self, inputs: Any, targets: Any) -> EvaluationResult:
+        """Return the loss of a batch, from the forwards of the schedule alone.
+
+        - Modules are in evaluation mode meanwhile. Afterwards each has its own mode again, and
+          gradients, buffers, optimizers, random numbers and ``n_steps`` are as before.
+        - The loss is combined as that of a step. Mini-batches count as one batch.
+        - Batches may have different sizes. One with fewer samples than micro-batches runs with
+          fewer micro-batches. Each replica, and each path, needs one sample. `Microbatches` may be
+          fewer than those of the schedule, too.
+        - `torch.autocast` around the call holds for all stages and the loss. A step that is
+          captured as a CUDA graph stays as it is; this runs eagerly.
+
+        Parameters
+        ----------
+        inputs, targets
+            As those of `Pipeline.step`; all processes must call this.
+
+        Returns
+        -------
+        EvaluationResult
+            Loss, metrics, and the measured timeline of the forwards (s).
+
+        Raises
+        ------
+        StageError, StallError, PeerError
+            As `Pipeline.step`. After a `StageError` in one process, the pipeline can be used again.
+            A process does not wait for the stages after its own: their errors may come with its
+            next call.
+        ExecutionError
+            If the pipeline is closed, or called from another thread, a stage, or a forked process.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     result = pipeline.evaluate(x, x)
+        >>> bool(torch.isclose(result.loss, mse_loss(stages[1](stages[0](x)), x)))
+        True
+        """
+        with self._model.locked_open("evaluate"):
+            return self._evaluator.evaluate(self._checked(inputs), targets)
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the model's output for a batch, from the forwards of the schedule alone.
+
+        It runs like `evaluate`, without targets and loss. The output is nested as that of the last
+        stage: the model's own output if `pipeexec.split` made the stages. Micro-batches are joined
+        in the order of the batch, on the device of the last stage:
+
+        - Tensors whose first dimension is that of the samples are concatenated.
+        - Other values, such as numbers, must be equal in all micro-batches.
+        - Of `Microbatches`, the outputs are a list, one a micro-batch.
+
+        Parameters
+        ----------
+        inputs
+            Inputs of a batch, as for `step`.
+
+        Returns
+        -------
+        object
+            The output. With several processes: of the replicas whose last stage is in this process,
+            None if there are none.
+
+        Raises
+        ------
+        ExecutionError
+            As `evaluate`; and if outputs of micro-batches cannot be joined, naming the value.
+        StageError, StallError, PeerError
+            As `evaluate`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.functional import mse_loss
+        >>> import pipeexec as px, pipesim as ps
+        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
+        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
+        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
+        ...     y = pipeline.predict(x)
+        >>> y.shape, torch.allclose(y, stages[1](stages[0](x)))
+        (torch.Size([8, 4]), True)
+        """
+        with self._model.locked_open("predict"):
+            return self._evaluator.predict(self._checked(inputs))

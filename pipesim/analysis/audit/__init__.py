@@ -1,1 +1,0 @@
-"""Audit a graph: cost and benefit of each dependency, wait and stream."""

@@ -1,0 +1,405 @@
+"""Fields of `pipesim.Costs` with rules of their own: workload, bytes of exchanges, experts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import CostsError, check_count, check_name, number
+from pipesim.network.links import Nodes
+from pipesim.ops import EXCHANGES
+
+if TYPE_CHECKING:
+    from pipesim.costs.costs import Costs
+
+
+#: Units of the fields that must be finite and above 0.
+_UNITS = {"tokens": "tokens", "flops": "FLOPs", "peak_flops": "FLOP/s", "memory": "bytes"}
+#: Fields that may be None.
+_OPTIONAL = ("peak_flops", "memory")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens and FLOPs of a micro-batch, and the GPUs that compute them.
+
+    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory_limit` follow from it.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of one micro-batch of one replica.
+    flops
+        Model FLOPs of one micro-batch: forward and backward of all stages and of all GPUs, without
+        recompute.
+    gpus_per_device
+        Number of GPUs that act as one device, such as a tensor-parallel group.
+    peak_flops
+        FLOP/s of one GPU as its data sheet gives them; None if unknown.
+    memory
+        Bytes of memory of one GPU; None if unknown. ``Costs`` have the bytes of one GPU too.
+    settings
+        Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
+        their network, as values of JSON; None if there are none. Not compared by ``==``.
+    n_slices
+        Number of slices of a sequence, if a micro-batch is one of them; None (the default) if not
+        known. Costs with this workload price graphs of as many slices only. Not compared by ``==``.
+    n_microbatches
+        Number of micro-batches that the tokens and FLOPs are averages of; None (the default) for
+        any. Costs with this workload price graphs of as many only. Not compared by ``==``.
+    nodes
+        Nodes of the network that the seconds of collectives between the GPUs of a device follow
+        from, as a `Nodes` or a mapping of its fields; None if there are no such collectives. Not
+        compared by ``==``.
+
+    Raises
+    ------
+    CostsError
+        For numbers that are not finite and above 0, and for settings that JSON cannot hold.
+    NetworkError
+        For ``nodes`` that are none.
+
+    See Also
+    --------
+    pipesim.Costs : Costs of a micro-batch, which may have a workload.
+    pipesim.Timeline.mfu : Model FLOPs utilization of a step.
+    pipesim.Timeline.tokens_per_second : Throughput of a step.
+
+    Examples
+    --------
+    A step has two micro-batches of 3000 tokens, and takes 3 s.
+
+    >>> import pipesim as ps
+    >>> workload = ps.Workload(tokens=3000, flops=6 * 7e9 * 3000)
+    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=1, n_microbatches=2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=0.5, backward=1, workload=workload))
+    >>> timeline.tokens_per_second
+    2000.0
+    """
+
+    tokens: float
+    flops: float
+    gpus_per_device: int = 1
+    peak_flops: float | None = None
+    memory: float | None = None
+    settings: Mapping[str, Any] | None = field(default=None, compare=False)
+    nodes: Nodes | Mapping[str, Any] | None = field(default=None, compare=False)
+    n_slices: int | None = field(default=None, compare=False)
+    n_microbatches: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, unit in _UNITS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _checked_number(name, value, unit))
+        n_gpus = check_count("workload: gpus_per_device", self.gpus_per_device)
+        object.__setattr__(self, "gpus_per_device", n_gpus)
+        for name in ("n_slices", "n_microbatches"):
+            if getattr(self, name) is not None:
+                count = check_count(f"workload: {name}", getattr(self, name))
+                object.__setattr__(self, name, count)
+        object.__setattr__(self, "settings", _checked_settings(self.settings))
+        object.__setattr__(self, "nodes", self.built_nodes)
+
+    @property
+    def built_nodes(self) -> Nodes | None:
+        """``nodes`` as stored: a `Nodes`, or None."""
+        if self.nodes is None or isinstance(self.nodes, Nodes):
+            return self.nodes
+        return Nodes.from_dict(self.nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON or TOML; unset fields are left out.
+
+        Returns
+        -------
+        dict
+            Fields by name, in tokens, FLOPs, FLOP/s and bytes.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Workload(tokens=2048, flops=8e13).to_dict()
+        {'tokens': 2048.0, 'flops': 80000000000000.0, 'gpus_per_device': 1}
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["settings"] = _checked_settings(self.settings)  # a copy of its own
+        values["nodes"] = None if self.built_nodes is None else self.built_nodes.to_dict()
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Workload:
+        """Return the workload in a mapping that `to_dict` returned.
+
+        Parameters
+        ----------
+        values
+            Fields by name; ``tokens`` and ``flops`` are needed, others have their defaults.
+
+        Returns
+        -------
+        Workload
+            Equal to the workload that `to_dict` was called on.
+
+        Raises
+        ------
+        CostsError
+            If ``values`` is no mapping, or lacks a field; and for numbers out of range.
+        NetworkError
+            For ``nodes`` that are none.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Workload.from_dict({"tokens": 2048, "flops": 8e13}).tokens
+        2048.0
+        """
+        if not isinstance(values, Mapping):
+            raise CostsError(
+                f"workload must be a pipesim.Workload or a mapping, got {values!r:.60}; "
+                'give such as {"tokens": 2048, "flops": 8.6e13}'
+            )
+        for key in values:
+            check_name("field of a workload", key, [f.name for f in fields(cls)])
+        for name in ("tokens", "flops"):
+            if name not in values:
+                raise CostsError(f"workload: {name} is missing; give those of one micro-batch")
+        return cls(**values)
+
+
+def checked_workload(value: object) -> Workload | None:
+    """Return a workload as `Costs` keeps it, from a `Workload`, a mapping, or None."""
+    if value is None or isinstance(value, Workload):
+        return value
+    return Workload.from_dict(value)  # type: ignore[arg-type]  # it checks the type
+
+
+def _checked_number(name: str, value: object, unit: str) -> float:
+    """Return a number as a float; raise `CostsError` unless it is finite and above 0."""
+    result = number(value)
+    if result is None or not 0 < result < math.inf:
+        raise CostsError(f"workload: {name} must be finite {unit} above 0, got {value!r:.60}")
+    return result
+
+
+def _checked_settings(value: object) -> dict[str, Any] | None:
+    """Return a copy of settings as values of JSON; raise `CostsError` if JSON has no such form."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CostsError(
+            "workload: settings must map names to values, as keyword arguments of "
+            f"Costs.transformer, got {value!r:.60}"
+        )
+    try:
+        text = json.dumps(dict(value), default=_plain, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CostsError(
+            f"workload: settings must be values of JSON: {error}; give numbers, texts, lists and "
+            "mappings"
+        ) from error
+    copied: dict[str, Any] = json.loads(text)
+    return copied
+
+
+def _plain(value: object) -> Any:
+    """Return an array or a number of NumPy as values of JSON; raise `TypeError` for others."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} has no form in JSON")
+
+
+# Bytes of a sharded stage's exchanges for each pair of replicas
+
+Matrix = tuple[tuple[float, ...], ...]
+#: For each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
+ExchangeBytes = tuple[tuple[int, tuple[tuple[str, Matrix], ...]], ...]
+
+_EXCHANGE_FORM = (
+    "exchange_bytes must map stages to the bytes of their exchanges, such as {0: "
+    "keys.exchange_bytes(4, dim=64)}"
+)
+
+
+def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
+    """Return bytes of exchanges as tuples, by stage and in the order of `pipesim.ops.EXCHANGES`.
+
+    Parameters
+    ----------
+    value
+        A mapping from stage (or its text, as in files) to a mapping from exchange to a square
+        matrix; a result of this function; or None.
+
+    Raises
+    ------
+    CostsError
+        For another form, and bytes that are negative or not finite.
+    """
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, (Mapping, tuple)):
+            raise TypeError
+        stages = {_stage(stage): dict(matrices) for stage, matrices in dict(value).items()}
+    except (TypeError, ValueError):
+        raise CostsError(f"{_EXCHANGE_FORM}, got {value!r:.60}") from None
+    result = []
+    for stage, matrices in sorted(stages.items()):
+        for name in matrices:
+            check_name("exchange", name, EXCHANGES)
+        names = [name for name in EXCHANGES if name in matrices]
+        exchanges = tuple((name, _matrix(stage, name, matrices[name])) for name in names)
+        result.append((stage, exchanges))
+    return tuple(result)
+
+
+def as_mapping(value: ExchangeBytes | None) -> dict[int, dict[str, NDArray[np.float64]]]:
+    """Return the matrices of each stage by the name of the exchange."""
+    return {
+        stage: {name: np.array(matrix) for name, matrix in matrices}
+        for stage, matrices in value or ()
+    }
+
+
+def _stage(stage: Any) -> int:
+    """Return a stage as an integer, from an integer or its text; raise `ValueError` for others."""
+    if isinstance(stage, str) and stage.isdecimal():
+        return int(stage)
+    if isinstance(stage, bool) or not isinstance(stage, (int, np.integer)) or stage < 0:
+        raise ValueError
+    return int(stage)
+
+
+def _matrix(stage: int, name: str, values: object) -> Matrix:
+    """Return a square matrix of bytes as tuples; raise `CostsError` for anything else."""
+    try:
+        matrix = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        matrix = np.empty(0)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise CostsError(
+            f"exchange_bytes of {name} of stage {stage} must be a square matrix, one row a sending "
+            f"replica, got {values!r:.60}"
+        )
+    for i, j in np.argwhere(~(np.isfinite(matrix) & (matrix >= 0)))[:1].tolist():
+        raise CostsError(
+            f"exchange_bytes of {name} of stage {stage}, from replica {i} to {j}, must be finite "
+            f"bytes >= 0, got {matrix[i, j]}"
+        )
+    return tuple(map(tuple, matrix.tolist()))
+
+
+# Experts and copies of parameters
+
+#: For each stage, shares of F, of B and of I between its exchanges of experts.
+Segments: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
+#: Values of fields that files leave out.
+EXPERT_DEFAULTS = {
+    **dict.fromkeys(("expert_layers", "dispatch_bytes", "combine_bytes", "reduce_copies"), 0.0),
+    **{f"expert_{name}_bytes": 0.0 for name in ("parameter", "gradient", "optimizer")},
+    "reduced_share": 1.0,
+}
+#: Fields with one value a stage that are about experts and copies of parameters.
+EXPERT_FIELDS = (*EXPERT_DEFAULTS, "exchange_dispatch", "exchange_combine")
+_SEGMENTS_FORM = (
+    "segments must have, for each stage, the shares of F, of B and of I between its exchanges of "
+    "experts, such as [[(0.5, 0.3, 0.2), (0.2, 0.3, 0.5), (0.2, 0.3, 0.5)]]"
+)
+#: Operations that have segments.
+_OPERATIONS = ("F", "B", "I")
+#: Largest difference of a sum of shares from 1.
+_TOLERANCE = 1e-6
+
+
+def checked_experts(costs: Costs) -> dict[str, Any]:
+    """Return ``expert_replicas`` and ``segments`` as `pipesim.Costs` keeps them.
+
+    Raises
+    ------
+    CostsError
+        For layers that are no whole numbers, shares above 1, parts of experts that exceed the
+        whole, and segments that do not suit the layers.
+    """
+    check_whole_layers(costs.expert_layers)
+    if np.max(costs.reduced_share) > 1:
+        raise CostsError(f"reduced_share must be at most 1, got {costs.reduced_share!r:.60}")
+    for name in ("parameter", "gradient", "optimizer"):
+        _check_part(costs, f"expert_{name}_bytes", f"{name}_bytes")
+    return {
+        "expert_replicas": check_count("expert_replicas", costs.expert_replicas),
+        "segments": _checked_segments(costs.segments, costs.expert_layers),
+    }
+
+
+def check_whole_layers(layers: object) -> None:
+    """Raise `CostsError` for numbers of layers that are not whole."""
+    values = np.atleast_1d(np.asarray(0.0 if layers is None else layers, dtype=float))
+    for stage in np.flatnonzero(values % 1)[:1]:
+        raise CostsError(
+            f"expert_layers of stage {stage} must be a whole number of layers, got {values[stage]}"
+        )
+
+
+def _check_part(costs: Costs, part: str, whole: str) -> None:
+    """Raise `CostsError` if bytes of experts exceed those of which they are a part."""
+    if getattr(costs, part) == 0:
+        return
+    total = getattr(costs, whole)
+    total = costs.parameter_bytes if total is None else total
+    values, wholes = (np.atleast_1d(np.asarray(x)) for x in (getattr(costs, part), total))
+    if 1 not in (len(values), len(wholes)) and len(values) != len(wholes):
+        raise CostsError(
+            f"{part} has {len(values)} values, but {whole} has {len(wholes)}; give one, or one a "
+            "stage"
+        )
+    if (values > wholes * (1 + _TOLERANCE)).any():
+        raise CostsError(
+            f"{part}={getattr(costs, part)!r:.60} must be at most {whole}={total!r:.60}, of which "
+            "it is a part"
+        )
+
+
+def _checked_segments(value: object, layers: Any) -> Segments | None:
+    """Return segments as tuples; raise `CostsError` unless they are shares that sum to 1."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError
+        segments = tuple(
+            tuple(tuple(map(float, shares)) for shares in stage)
+            for stage in value  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise CostsError(f"{_SEGMENTS_FORM}, got {value!r:.60}") from None
+    counts = [layers] * len(segments) if isinstance(layers, float) else layers
+    if not segments or len(counts) != len(segments):
+        raise CostsError(
+            f"segments are of {len(segments)} stages, but expert_layers of {len(counts)}; give "
+            "those of each stage"
+        )
+    for stage, (operations, n) in enumerate(zip(segments, counts, strict=True)):
+        _check_stage(stage, operations, 2 * int(n) + 1)
+    return segments
+
+
+def _check_stage(stage: int, operations: tuple[tuple[float, ...], ...], n: int) -> None:
+    """Raise `CostsError` unless a stage has n shares of each operation."""
+    if len(operations) != len(_OPERATIONS):
+        raise CostsError(f"{_SEGMENTS_FORM}; stage {stage} has {len(operations)} operations")
+    for name, shares in zip(_OPERATIONS, operations, strict=True):
+        where = f"segments of {name} of stage {stage}"
+        if len(shares) != n:
+            raise CostsError(
+                f"{where} must be {n} shares, one more than exchanges of its layers with experts, "
+                f"got {len(shares)}"
+            )
+        is_valid = all(0 <= x <= 1 + _TOLERANCE for x in shares)
+        if not is_valid or not math.isclose(sum(shares), 1, abs_tol=_TOLERANCE):
+            raise CostsError(f"{where} must be shares >= 0 that sum to 1, got {shares!r:.80}")

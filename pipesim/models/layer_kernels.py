@@ -1,0 +1,653 @@
+"""Kernels of a transformer on one GPU: those of a layer, of the embedding, and of head and loss.
+
+Each tensor is read or written once by a kernel. Frameworks fuse what is adjacent and element-wise:
+bias, dropout and residual sum; bias and activation; scale, mask and softmax (Korthikanti et al.,
+arXiv 2205.05198, section 5; Megatron-LM). Letters are those of `pipesim.models.transformer`, with
+T = bs tokens, d = q/a elements a head, and e bytes an element.
+
+Matrix products, forward, as (rows, columns, depth); each has a product for the gradient of its
+input, (rows, depth, columns), and one for that of its weight, (depth, columns, rows):
+
+==========  ================  ==========================================
+name        shape             note
+==========  ================  ==========================================
+qkv         T, (q+2k)/t, h
+projection  T, h, q/t
+up          T, gf/t, h        with the gate of a gated MLP
+down        T, h, f/t
+logits      T, v/t, h
+==========  ================  ==========================================
+
+Gradients of weights are summed over micro-batches. Where gradients have more bytes than parameters,
+the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM); otherwise autograd has a
+kernel for each parameter that adds. Parameters of norms and biases always have such a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipesim.models.gpu import GPU, Kernel, as_gpu
+from pipesim.models.shard_sizes import (
+    FP32_BYTES,
+    MASK_BYTES,
+    Matrix,
+    attention_matrices,
+    fuses_weight_grads,
+    layer_matrices,
+    routed_matrices,
+    shared_matrices,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipesim.models.shard import Shard
+
+
+# Matrix products and sums of gradients of a shard, as kernels
+
+
+class OperationKernels(NamedTuple):
+    """Kernels of one layer, of the embedding, or of the head, by operation.
+
+    Attributes
+    ----------
+    forward, input_grad, weight_grad
+        Kernels of F, I and W. B has those of I and W.
+    recompute
+        Kernels that a backward runs again with the ``recompute`` of the shard.
+    """
+
+    forward: tuple[Kernel, ...]
+    input_grad: tuple[Kernel, ...]
+    weight_grad: tuple[Kernel, ...]
+    recompute: tuple[Kernel, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """Numbers of one shard that formulas of kernels share."""
+
+    shard: Shard
+
+    @property
+    def tokens(self) -> int:
+        """T, tokens of one GPU of a context-parallel group."""
+        return self.shard.tokens
+
+    @property
+    def share(self) -> float:
+        """Tokens of the tensors that tensor parallelism leaves whole: T, or T/t."""
+        return self.tokens / (self.shard.tensor_parallel if self.shard.sequence_parallel else 1)
+
+    @property
+    def mask(self) -> int:
+        """Bytes of an element of a dropout's mask; 0 without dropout."""
+        return MASK_BYTES * self.shard.model.dropout
+
+    def product(self, name: str, rows: float, columns: float, depth: float) -> Kernel:
+        """Return a matrix product whose operands and result are in 16 bits."""
+        e = self.shard.model.bytes_per_activation
+        nbytes = e * (rows * depth + depth * columns + rows * columns)
+        return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
+
+    def forward_product(self, name: str, matrix: Matrix, rows: float | None = None) -> Kernel:
+        """Return the product of a linear map of ``rows`` tokens, T by default, forward."""
+        tokens = self.tokens if rows is None else rows
+        return self.product(name, tokens, matrix.outputs, matrix.inputs)
+
+    def input_grad(self, name: str, matrix: Matrix, rows: float | None = None) -> Kernel:
+        """Return the product of the gradient of a linear map's input."""
+        tokens = self.tokens if rows is None else rows
+        return self.product(f"{name} input", tokens, matrix.inputs, matrix.outputs)
+
+    def weight_grad(
+        self, name: str, matrix: Matrix, *, bias: bool = True, rows: float | None = None
+    ) -> tuple[Kernel, ...]:
+        """Return the product of a weight's gradient and its sum, and those of the bias, if any.
+
+        The gradient of a bias is a sum over the gradients of outputs.
+        """
+        tokens = self.tokens if rows is None else rows
+        kernels = self._weight_products(name, matrix, tokens, 1)
+        if self.shard.model.biases and bias:
+            e, outputs = self.shard.model.bytes_per_activation, matrix.outputs
+            kernels.append(Kernel(f"{name} bias", nbytes=e * tokens * outputs))
+            kernels.append(self.accumulation(f"{name} bias", outputs))
+        return tuple(kernels)
+
+    def grouped(self, name: str, matrix: Matrix, rows: float, n: int) -> Kernel:
+        """Return the products of n experts, which share ``rows`` tokens."""
+        e = self.shard.model.bytes_per_activation
+        inputs, outputs = matrix
+        nbytes = e * (rows * inputs + n * inputs * outputs + rows * outputs)
+        return Kernel(name, 2 * rows * outputs * inputs, nbytes, inputs, n, is_grouped=True)
+
+    def grouped_weight_grad(
+        self, name: str, matrix: Matrix, rows: float, n: int
+    ) -> tuple[Kernel, ...]:
+        """Return the gradients of the weights of n experts, which share ``rows`` tokens."""
+        product, *sums = self._weight_products(name, matrix, rows, n)
+        return (product._replace(is_grouped=True), *sums)
+
+    def _weight_products(self, name: str, matrix: Matrix, tokens: float, n: int) -> list[Kernel]:
+        """Return the gradients of n weights of one shape, and their sums."""
+        model = self.shard.model
+        inputs, outputs = matrix
+        e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
+        fused = fuses_weight_grads(model)
+        written = 2 * g if fused else model.bytes_per_parameter
+        nbytes = e * tokens * (inputs + outputs) + written * size * n
+        product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens / n, n)
+        return [product] if fused else [product, self.accumulation(name, size * n, n)]
+
+    def accumulation(self, name: str, size: float, n_kernels: int = 1) -> Kernel:
+        """Return the sum of a gradient with those of earlier micro-batches."""
+        model = self.shard.model
+        nbytes = (model.bytes_per_parameter + 2 * model.bytes_per_gradient) * size
+        return Kernel(f"{name} accumulation", nbytes=nbytes, n_kernels=n_kernels)
+
+
+# Layer, embedding and head
+
+#: Share of the bandwidth of element-wise kernels that a fused loss reaches, forward and backward
+#: together: Transformer Engine's, on B200 (SimuMax, see `pipesim.models.data_sheets`): the five
+#: reads and writes of `head_kernels` are at 0.375 of nominal; 0.85 is that of element-wise kernels.
+_FUSED_LOSS_SHARE = 0.44
+#: Linear maps to latent vectors: each GPU has them whole, for its own tokens.
+_TO_LATENT = ("query down", "kv down")
+
+
+class LayerSegments(NamedTuple):
+    """Kernels of a layer with experts, divided by its exchanges of tokens.
+
+    Attributes
+    ----------
+    attention
+        Before the tokens are sent to their experts: attention, norms, router, permutation, and
+        shared experts.
+    experts
+        Between both exchanges.
+    rest
+        After the results are back: sum over the experts of a token, and the residual.
+    """
+
+    attention: OperationKernels
+    experts: OperationKernels
+    rest: OperationKernels
+
+
+def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
+    """Return the kernels of a dense layer, or of one with experts."""
+    if experts:
+        attention, middle, rest = layer_segments(shard)
+        return OperationKernels(
+            attention.forward + middle.forward + rest.forward,
+            rest.input_grad + middle.input_grad + attention.input_grad,
+            rest.weight_grad + middle.weight_grad + attention.weight_grad,
+            attention.recompute + middle.recompute + rest.recompute,
+        )
+    sizes = KernelSizes(shard)
+    core = attention_core(sizes)
+    norm, residual = _norm_and_residual(sizes)
+    first = _attention(sizes, core)
+    second = _mlp(sizes)
+    # The backward of a norm also adds the gradient of its parameters; that of a residual comes
+    # before the branch.
+    forward = (
+        norm.forward + first.forward + residual.forward
+        + norm.forward + second.forward + residual.forward
+    )  # fmt: skip
+    input_grad = (
+        residual.input_grad + second.input_grad + norm.input_grad
+        + residual.input_grad + first.input_grad + norm.input_grad
+    )  # fmt: skip
+    weight_grad = second.weight_grad + norm.weight_grad + first.weight_grad + norm.weight_grad
+    recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
+    return OperationKernels(forward, input_grad, weight_grad, recompute)
+
+
+def layer_segments(shard: Shard) -> LayerSegments:
+    """Return the kernels of a layer with experts between its exchanges."""
+    sizes = KernelSizes(shard)
+    core = attention_core(sizes)
+    norm, residual = _norm_and_residual(sizes)
+    first, (before, middle, after) = _attention(sizes, core), expert_kernels(sizes)
+    attention = OperationKernels(
+        norm.forward + first.forward + residual.forward + norm.forward + before.forward,
+        before.input_grad + norm.input_grad
+        + residual.input_grad + first.input_grad + norm.input_grad,
+        before.weight_grad + norm.weight_grad + first.weight_grad + norm.weight_grad,
+    )  # fmt: skip
+    rest = OperationKernels(
+        after.forward + residual.forward,
+        residual.input_grad + after.input_grad,
+        after.weight_grad,
+    )
+    if shard.recompute == "selective":
+        attention = attention._replace(recompute=core.forward)
+    elif shard.recompute == "full":
+        attention, middle, rest = (
+            part._replace(recompute=part.forward) for part in (attention, middle, rest)
+        )
+    return LayerSegments(attention, middle, rest)
+
+
+def _norm_and_residual(sizes: KernelSizes) -> tuple[OperationKernels, OperationKernels]:
+    """Return the kernels of a norm, and of the sum of a branch with the residual stream."""
+    model = sizes.shard.model
+    h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
+    # Gradients of a norm's parameters: sums over tokens, in two kernels.
+    nbytes = 2 * e * h * share
+    norm = OperationKernels(
+        (Kernel("norm", nbytes=2 * e * h * share),),
+        (Kernel("norm", nbytes=3 * e * h * share),),
+        (
+            Kernel("norm weight", nbytes=nbytes, n_kernels=2),
+            sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
+        ),
+    )
+    name = "dropout and residual" if model.dropout else "residual"
+    # The mask, if there is one, and the sum of the gradients of branch and residual.
+    gradients = [Kernel("residual", nbytes=3 * e * h * share)]
+    if model.dropout:
+        gradients.insert(0, Kernel("dropout", nbytes=(2 * e + MASK_BYTES) * h * share))
+    forward = Kernel(name, nbytes=(3 * e + sizes.mask) * h * share)
+    return norm, OperationKernels((forward,), tuple(gradients), ())
+
+
+def _attention(sizes: KernelSizes, core: OperationKernels) -> OperationKernels:
+    """Return the kernels of attention, from the norm to the sum with the residual stream."""
+    maps = [
+        (name, matrix, sizes.share if name in _TO_LATENT else sizes.tokens)
+        for name, matrix in attention_matrices(sizes.shard).items()
+    ]
+    *inputs, projection = [sizes.forward_product(*x) for x in maps]
+    *input_grads, last = [sizes.input_grad(*x) for x in maps]
+    weights = [sizes.weight_grad(name, matrix, rows=rows) for name, matrix, rows in maps]
+    rotary = rotary_kernels(sizes)
+    return OperationKernels(
+        (*inputs, *latent_norms(sizes, 2), *rotary, *core.forward, projection),
+        (last, *core.input_grad, *rotary, *latent_norms(sizes, 3), *reversed(input_grads)),
+        tuple(kernel for own in reversed(weights) for kernel in own),
+    )
+
+
+def _mlp(sizes: KernelSizes) -> OperationKernels:
+    """Return the kernels of the MLP of a dense layer."""
+    maps, e = layer_matrices(sizes.shard), sizes.shard.model.bytes_per_activation
+    up, down = maps["up"], maps["down"]
+    width, f = up.outputs, down.inputs
+    return OperationKernels(
+        (
+            sizes.forward_product("up", up),
+            Kernel("activation", nbytes=e * (width + f) * sizes.tokens),
+            sizes.forward_product("down", down),
+        ),
+        (
+            sizes.input_grad("down", down),
+            Kernel("activation", nbytes=e * (2 * width + f) * sizes.tokens),
+            sizes.input_grad("up", up),
+        ),
+        (*sizes.weight_grad("down", down), *sizes.weight_grad("up", up)),
+    )
+
+
+def embedding_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of the embedding: rows of tokens, sum with positions, dropout."""
+    sizes, model = KernelSizes(shard), shard.model
+    width = model.bytes_per_activation * model.hidden_size
+    forward = [Kernel("embedding", nbytes=2 * width * sizes.tokens)]
+    backward = []
+    if model.learned_positions:
+        forward.append(Kernel("positions", nbytes=3 * width * sizes.share))
+    if model.dropout:
+        masks = sizes.mask * model.hidden_size * sizes.share
+        dropout = Kernel("dropout", nbytes=2 * width * sizes.share + masks)
+        forward.append(dropout)
+        backward.append(dropout)
+    # The gradient has all rows of the vocabulary. It is set to zero, and those of tokens are added.
+    rows = model.hidden_size * model.vocabulary_size / shard.tensor_parallel
+    e = model.bytes_per_parameter
+    weight = (
+        Kernel("embedding zeros", nbytes=e * rows),
+        Kernel("embedding weight", nbytes=(width + 2 * e * model.hidden_size) * sizes.tokens),
+        sizes.accumulation("embedding", rows),
+    )
+    return OperationKernels(tuple(forward), tuple(backward), weight)
+
+
+def head_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of final norm, LM head and loss, whose logits are in 32 bits.
+
+    The cross-entropy is that of Megatron-LM over a split vocabulary: a cast, the largest logit, its
+    subtraction, exponentials, their sum, and the probabilities that the backward keeps. A fused
+    loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
+    which the backward multiplies by that of the loss.
+    """
+    sizes, model, t = KernelSizes(shard), shard.model, shard.tensor_parallel
+    h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
+    logits = v * sizes.tokens
+    norm = Kernel("norm", nbytes=2 * e * h * sizes.share)
+    cast = Kernel("cast of logits", nbytes=(e + FP32_BYTES) * logits)
+    # Reads and writes: largest 1, subtraction 2, exponentials 2, sum 1, probabilities 2.
+    loss = Kernel("cross-entropy", nbytes=8 * FP32_BYTES * logits, n_kernels=5)
+    loss_back = Kernel("cross-entropy", nbytes=2 * FP32_BYTES * logits, n_kernels=2)
+    losses: tuple[Kernel, ...] = (cast, loss)
+    losses_back: tuple[Kernel, ...] = (loss_back, cast)
+    if shard.fused_loss:
+        fused = Kernel("cross-entropy", nbytes=3 * e * logits, n_kernels=2, share=_FUSED_LOSS_SHARE)
+        losses = (fused,)
+        losses_back = (fused._replace(nbytes=2 * e * logits, n_kernels=1),)
+    return OperationKernels(
+        (norm, sizes.product("logits", sizes.tokens, v, h), *losses),
+        (
+            *losses_back, sizes.product("logits input", sizes.tokens, h, v),
+            norm._replace(nbytes=3 * e * h * sizes.share),
+        ),
+        sizes.weight_grad("logits", Matrix(h, v), bias=False),
+    )  # fmt: skip
+
+
+# Kernels of attention between its linear maps: rotary positions, and the attention core.
+#
+# Letters are those of `pipesim.models.layer_kernels`. A GPU of a context-parallel group
+# computes the scores of its own tokens, with keys of the whole sequence of s tokens; or, with
+# ``"all_to_all"``, those of all tokens and its part of the heads, which are as many.
+#
+# The core has 2 products forward, of depth d and s, and 4 backward. Fused (FlashAttention) it is
+# one kernel of depth d, which computes the half of the scores that the causal mask leaves, and 5
+# products backward, since it computes the scores again (Dao, arXiv 2307.08691, section 4.1): 2.5
+# times as many FLOPs. With latent attention, 3 of the 5 have the depth of queries and 2 that of
+# values. Unfused, scores are written and read by softmax and dropout, and none are left out.
+#
+# Latent attention rotates a part of each query in place, and one kernel makes keys and values of
+# the output of ``kv up`` (``apply_rope_fusion`` of Megatron-LM, ``fused_mla_yarn_rope_apply.py``).
+#
+# A fused core has a tile for each head and `_TILE` queries. The causal mask makes the last tile
+# twice as long as the mean; see `pipesim.GPU`. In a ring one step of each GPU has the mask.
+
+#: Queries of a tile of a fused core, as in FlashAttention.
+_TILE = 128
+#: Share of the rate that fused cores reach whose queries are deeper than values, as in latent
+#: attention: those of 192 and 128 elements, on A100 (0.82) and on B200 (0.80); SimuMax, see
+#: `pipesim.models.data_sheets`.
+_LATENT_SHARE = 0.8
+
+
+def rotary_kernels(sizes: KernelSizes) -> list[Kernel]:
+    """Return the kernels that rotate queries and keys, or their gradients, if positions do."""
+    model, t = sizes.shard.model, sizes.shard.tensor_parallel
+    if model.kv_rank:
+        return _latent_rotary(sizes)
+    if model.learned_positions:
+        return []
+    rotated = (model.query_size + model.kv_size) / t
+    nbytes = 2 * model.bytes_per_activation * rotated * sizes.tokens
+    return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
+
+
+def _latent_rotary(sizes: KernelSizes) -> list[Kernel]:
+    """Return the kernels that rotate a part of the queries, and make keys and values."""
+    model, t = sizes.shard.model, sizes.shard.tensor_parallel
+    e, kernels = model.bytes_per_activation, []
+    if model.rope_head_size:
+        rotated = model.rope_head_size * model.n_heads / t
+        kernels.append(Kernel("rotary positions", nbytes=2 * e * rotated * sizes.tokens))
+    width = (model.n_heads * model.head_size + model.value_size) / t
+    moved = width + model.rope_head_size + (model.kv_size + model.value_size) / t
+    return [*kernels, Kernel("keys and values", nbytes=e * moved * sizes.tokens)]
+
+
+def latent_norms(sizes: KernelSizes, passes: int) -> list[Kernel]:
+    """Return the norms of latent vectors, with reads and writes of ``passes`` tensors each."""
+    model = sizes.shard.model
+    width = model.query_rank + model.kv_rank
+    if not width:
+        return []
+    n_norms = 1 + (model.query_rank > 0)
+    nbytes = passes * model.bytes_per_activation * width * sizes.tokens
+    return [Kernel("latent norm", nbytes=nbytes, n_kernels=n_norms)]
+
+
+def attention_core(sizes: KernelSizes) -> OperationKernels:
+    """Return the kernels of the attention core, which has no weights."""
+    shard, tokens = sizes.shard, sizes.tokens
+    model, t = shard.model, shard.tensor_parallel
+    q, k = model.query_size, model.kv_size
+    s = model.sequence_length * shard.attended_columns
+    e, head = model.bytes_per_activation, q / model.n_heads
+    if shard.flash_attention:
+        return _fused_core(sizes)
+    out, value_head = model.core_output_size, model.core_output_size / model.n_heads
+    scores = model.n_heads / t * s * tokens
+    flops, context_flops = 2 * scores * head, 2 * scores * value_head
+    # Each of the two products reads or writes the scores, and two tensors of the tokens.
+    query_key = Kernel("scores", flops, e * (scores + (q + k) / t * tokens), head)
+    values_moved = e * (scores + (out + model.value_size) / t * tokens)
+    context = Kernel("context", context_flops, values_moved, s)
+    softmax = Kernel("softmax", nbytes=2 * e * scores)
+    softmax_back = Kernel("softmax", nbytes=3 * e * scores)
+    dropout = [Kernel("dropout of scores", nbytes=(2 * e + MASK_BYTES) * scores)] * model.dropout
+    gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
+    # Gradients of the probabilities sum over a head, those of the values over the tokens.
+    probabilities, values = (
+        context._replace(name=f"context {name}", depth=depth)
+        for name, depth in (("probabilities", value_head), ("values", s))
+    )
+    return OperationKernels(
+        (query_key, softmax, *dropout, context),
+        (
+            probabilities, values, *dropout, softmax_back,
+            gradients._replace(nbytes=2 * gradients.nbytes),
+        ),
+        (),
+    )  # fmt: skip
+
+
+def _fused_core(sizes: KernelSizes) -> OperationKernels:
+    """Return the two fused kernels of the core, with one kernel for each step of a ring."""
+    shard, tokens = sizes.shard, sizes.tokens
+    model, t = shard.model, shard.tensor_parallel
+    q, k, out, w = model.query_size, model.kv_size, model.core_output_size, model.value_size
+    steps = shard.context_steps
+    flops = tokens * model.sequence_length * (q + out) / t * shard.causal_share
+    flops *= shard.attended
+    # Queries, keys, values, output; a ring reads the keys and values of each GPU.
+    read = (k + w) * steps * shard.attended_columns
+    ends = model.bytes_per_activation * (q + out + read) / t * tokens
+    depth = (q + out) / (2 * model.n_heads)
+    ratio = (3 * q + 2 * out) / (q + out)
+    share = 1.0 if q == out else _LATENT_SHARE
+    tiles = model.n_heads / t * tokens / _TILE * steps * max(1.0, shard.attended)
+    forward = Kernel(
+        "attention", flops, ends, depth, steps, is_attention=True, share=share, tiles=tiles
+    )
+    backward = forward._replace(flops=ratio * flops, nbytes=2 * ends, n_kernels=2 * steps)
+    return OperationKernels((forward,), (backward,), ())
+
+
+# Kernels of a mixture of experts on one GPU: router, permutation, grouped products, sum.
+#
+# Letters are those of `pipesim.models.transformer`, with e bytes an element. A GPU has T tokens
+# before the exchange (T/t with sequence parallelism), and R tokens for its E/x experts after it,
+# where x is the expert-parallel size: R = Tk on average, times the imbalance of the busiest GPU.
+# Transformer Engine runs one product for each expert, several at a time. Kernels are those of
+# Megatron-LM with it (``--moe-grouped-gemm --moe-permute-fusion``,
+# ``megatron/core/transformer/moe``):
+#
+# ===============  =================================================================
+# kernel           work
+# ===============  =================================================================
+# router           product of T, E, h
+# top-k            reads and writes of T times E scores in 32 bits
+# permutation      reads the tokens once, and writes a copy for each expert of a token
+# expert sort      tokens of each sender, by expert; and back
+# experts up       grouped product of R, gu, h, with the weights of all E/x experts
+# experts down     grouped product of R, h, u
+# unpermutation    reads the results of all experts of a token, and writes their sum
+# shared up, down  products of an MLP of inner size mu
+# ===============  =================================================================
+
+#: Kernels that read and write the scores, forward and backward: softmax, selection of groups and of
+#: experts, masks, capacity, normalization, auxiliary loss; about as many as in ``moe_utils.py``.
+_SCORE_KERNELS = (30, 15)
+#: Share of the bandwidth of element-wise kernels that copies of tokens in another order reach, each
+#: row in a place of its own: 0.54 of nominal on B200 for Transformer Engine's permutation (and 0.2
+#: on A100), SimuMax, see `pipesim.models.data_sheets`; 0.85 is that of element-wise kernels.
+_PERMUTATION_SHARE = 0.64
+
+
+class ExpertKernels(NamedTuple):
+    """Kernels before the exchange of tokens, between both exchanges, and after."""
+
+    before: OperationKernels
+    experts: OperationKernels
+    after: OperationKernels
+
+
+def expert_kernels(sizes: KernelSizes) -> ExpertKernels:
+    """Return the kernels of a layer's second half, from its norm to the sum with the residual."""
+    shared = _shared(sizes)
+    router = _router(sizes)
+    before = OperationKernels(
+        router.forward + shared.forward,
+        shared.input_grad + router.input_grad,
+        shared.weight_grad + router.weight_grad,
+    )
+    return ExpertKernels(
+        before, _experts(sizes), _combination(sizes, has_shared=bool(shared.forward))
+    )
+
+
+def _router(sizes: KernelSizes) -> OperationKernels:
+    """Return router and permutation."""
+    shard, model = sizes.shard, sizes.shard.model
+    tokens, h, e = shard.expert_tokens, model.hidden_size, model.bytes_per_activation
+    matrix = Matrix(h, model.n_experts)
+    scores = 2 * FP32_BYTES * tokens * model.n_experts
+    top_k, top_k_back = (Kernel("top-k", nbytes=n * scores, n_kernels=n) for n in _SCORE_KERNELS)
+    moved = e * h * tokens * (1 + model.experts_per_token)
+    permutation = Kernel("permutation", nbytes=moved, share=_PERMUTATION_SHARE)
+    branches = 1 + (model.shared_experts > 0)
+    added = Kernel("router residual", nbytes=3 * e * h * tokens * branches, n_kernels=branches)
+    return OperationKernels(
+        (sizes.forward_product("router", matrix, tokens), top_k, permutation),
+        (permutation, top_k_back, sizes.input_grad("router", matrix, tokens), added),
+        sizes.weight_grad("router", matrix, bias=False, rows=tokens),
+    )
+
+
+def _shared(sizes: KernelSizes) -> OperationKernels:
+    """Return the shared experts, which are one MLP."""
+    maps = shared_matrices(sizes.shard)
+    if not maps:
+        return OperationKernels((), (), ())
+    up, down = maps.values()
+    e, width, u = sizes.shard.model.bytes_per_activation, up.outputs, down.inputs
+    return OperationKernels(
+        (
+            sizes.forward_product("shared up", up),
+            Kernel("shared activation", nbytes=e * (width + u) * sizes.tokens),
+            sizes.forward_product("shared down", down),
+        ),
+        (
+            sizes.input_grad("shared down", down),
+            Kernel("shared activation", nbytes=e * (2 * width + u) * sizes.tokens),
+            sizes.input_grad("shared up", up),
+        ),
+        (*sizes.weight_grad("shared down", down), *sizes.weight_grad("shared up", up)),
+    )
+
+
+def _experts(sizes: KernelSizes) -> OperationKernels:
+    """Return the experts of a GPU, with the order of their tokens."""
+    shard, model = sizes.shard, sizes.shard.model
+    tokens, n = shard.routed_tokens, shard.local_experts
+    up, down = routed_matrices(shard).values()
+    e, width, u = model.bytes_per_activation, up.outputs, down.inputs
+    sort = _sort(shard, tokens)
+    back = [
+        sizes.grouped(f"{name} input", Matrix(matrix.outputs, matrix.inputs), tokens, n)
+        for name, matrix in (("experts down", down), ("experts up", up))
+    ]
+    return OperationKernels(
+        (
+            *sort,
+            sizes.grouped("experts up", up, tokens, n),
+            Kernel("experts activation", nbytes=e * (width + u) * tokens),
+            sizes.grouped("experts down", down, tokens, n),
+            *sort,
+        ),
+        (
+            *sort,
+            back[0],
+            Kernel("experts activation", nbytes=e * (2 * width + u) * tokens),
+            back[1],
+            *sort,
+        ),
+        (
+            *sizes.grouped_weight_grad("experts down", down, tokens, n),
+            *sizes.grouped_weight_grad("experts up", up, tokens, n),
+        ),
+    )
+
+
+def _sort(shard: Shard, tokens: float) -> tuple[Kernel, ...]:
+    """Return the kernel that orders received tokens by expert; none if there is one sender."""
+    if shard.local_experts == 1 or shard.expert_parallel * shard.expert_tensor_size == 1:
+        return ()
+    nbytes = 2 * shard.model.bytes_per_activation * shard.model.hidden_size * tokens
+    return (Kernel("expert sort", nbytes=nbytes, share=_PERMUTATION_SHARE),)
+
+
+def _combination(sizes: KernelSizes, *, has_shared: bool) -> OperationKernels:
+    """Return the sum over the experts of a token, and that with the shared experts."""
+    shard, model = sizes.shard, sizes.shard.model
+    width = model.bytes_per_activation * model.hidden_size * shard.expert_tokens
+    nbytes = width * (1 + model.experts_per_token)
+    unpermutation = Kernel("unpermutation", nbytes=nbytes, share=_PERMUTATION_SHARE)
+    added = (Kernel("shared sum", nbytes=3 * width),) if has_shared else ()
+    return OperationKernels((unpermutation, *added), (unpermutation,), ())
+
+
+# Kernels of a shard with their seconds on a GPU
+
+#: Operation of each field of `OperationKernels`.
+_OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
+
+
+def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFrame:
+    """Return the kernels of a shard; see `pipesim.Transformer.kernels` for its columns."""
+    from pipesim.utils.packages import pandas as pd
+
+    rates = as_gpu(gpu)
+    rows = [
+        (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
+         rates.kernel_seconds(kernel), _bound(kernel, rates))
+        for part, kernels in _parts(shard).items()
+        for field, op in _OPS.items()
+        for kernel in getattr(kernels, field)
+    ]  # fmt: skip
+    columns = ["part", "op", "kernel", "n_kernels", "flops", "bytes", "seconds", "bound"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _bound(kernel: Kernel, gpu: GPU) -> str:
+    """Return the longest share of a kernel's seconds."""
+    shares = gpu.kernel_shares(kernel)
+    return max(shares, key=shares.__getitem__)
+
+
+def _parts(shard: Shard) -> dict[str, OperationKernels]:
+    """Return the kernels of each part of a model that it has."""
+    n_experts = shard.model.n_expert_layers
+    parts = {}
+    if n_experts < shard.model.n_layers:
+        parts["layer"] = layer_kernels(shard)
+    if n_experts:
+        parts["expert layer"] = layer_kernels(shard, experts=True)
+    return {**parts, "embedding": embedding_kernels(shard), "head": head_kernels(shard)}

@@ -1,0 +1,410 @@
+"""`PlanChoice`, one configuration of a training run, its results and facts of its schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError
+from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.ops import Op
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import ScheduleInfo, schedule_info
+from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints, bincount
+
+#: Outcome of a configuration.
+Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """One configuration of a training run.
+
+    Attributes
+    ----------
+    tensor_parallel
+        GPUs that share each layer; together they are one device of the pipeline.
+    pipeline_parallel
+        Devices of the pipeline.
+    data_parallel
+        Replicas of the pipeline.
+    microbatch_size
+        Sequences of a micro-batch.
+    n_microbatches
+        Micro-batches of a replica in a step; accumulation steps if ``pipeline_parallel`` is 1.
+    schedule
+        Name of the schedule.
+    n_chunks
+        Stages of each device.
+    recompute
+        Recompute of layers: ``"none"``, ``"selective"`` or ``"full"``.
+    shard_optimizer
+        Whether each replica updates its share of the parameters, as in ZeRO-1.
+    sequence_parallel
+        Whether tensors that tensor parallelism leaves whole are split along the sequence.
+    layers_per_stage
+        Layers of each stage.
+    ordered_for_costs
+        Whether the schedule orders its tasks for the costs, if it can, and not for equal ones.
+    context_parallel
+        Groups of ``tensor_parallel`` GPUs that share each sequence; together they are one device.
+    expert_parallel
+        GPUs among which the experts of a layer are divided; those of several replicas.
+    shard_parameters
+        Whether replicas share parameters, as in `pipesim.lower`: ``"none"``, ``"every"``,
+        ``"step"``, or the number of stages whose parameters a device keeps.
+    offload
+        Activations that wait in host memory, as in `pipesim.lower`: ``"none"``, ``"all"``, a share
+        such as ``"0.5"``, or ``"longest:0.5"``.
+    n_slices
+        Slices of each sequence; 1 for whole sequences.
+
+    Raises
+    ------
+    TypeError
+        For missing arguments. Values are not checked here, but by `Plans.plan`.
+
+    See Also
+    --------
+    pipesim.Plans.choice : Return a configuration by some of its settings, checked.
+    pipesim.plan : Search configurations; ``where`` gets them.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+    >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
+    >>> choice = plans.choice(pipeline_parallel=2)
+    >>> print(choice)
+    tp1 pp2 dp1, 1f1b, 4 micro-batches of 1
+    >>> choice.n_gpus, choice.n_stages
+    (2, 2)
+    """
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    microbatch_size: int
+    n_microbatches: int
+    schedule: str
+    n_chunks: int
+    recompute: str
+    shard_optimizer: bool
+    sequence_parallel: bool
+    layers_per_stage: tuple[int, ...]
+    ordered_for_costs: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    shard_parameters: ShardParameters = "none"
+    offload: str = "none"
+    n_slices: int = 1
+
+    @property
+    def gpus_per_device(self) -> int:
+        """GPUs of a device of the pipeline."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def shard_options(self) -> dict[str, Any]:
+        """Arguments of `Transformer.shard` that say what one GPU has and runs."""
+        return {
+            "microbatch_size": self.microbatch_size,
+            "tensor_parallel": self.tensor_parallel,
+            "sequence_parallel": self.sequence_parallel,
+            "recompute": self.recompute,
+            "context_parallel": self.context_parallel,
+            "expert_parallel": self.expert_parallel,
+        }
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.gpus_per_device * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def n_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline_parallel * self.n_chunks
+
+    @property
+    def n_scheduled(self) -> int:
+        """Micro-batches of the schedule of a replica: slices, if sequences are cut into them."""
+        return self.n_microbatches * self.n_slices
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether replicas share parameters, gradients and optimizer."""
+        return self.shard_parameters != "none"
+
+    @property
+    def optimizer_shares(self) -> int:
+        """Replicas that share the optimizer; 1 if each has all of it."""
+        return self.data_parallel if self.shard_optimizer or self.shards_parameters else 1
+
+    @property
+    def layout_matters(self) -> bool:
+        """Whether GPUs are in another order with the stages of a replica in a row."""
+        return self.pipeline_parallel > 1 and self.data_parallel > 1
+
+    def __str__(self) -> str:
+        parts = [
+            sizes_text(self),
+            self.schedule
+            + (f" x{self.n_chunks}" if self.n_chunks > 1 else "")
+            + " for costs" * self.ordered_for_costs,
+            microbatches_text(self),
+        ]
+        if self.recompute != "none":
+            parts.append(f"{self.recompute} recompute")
+        parts += ["distributed optimizer"] * self.shard_optimizer
+        parts += [sharding_text(self)] * self.shards_parameters
+        parts += ["sequence parallel"] * self.sequence_parallel
+        parts += [offload_text(self)] * (self.offload != "none")
+        if len(set(self.layers_per_stage)) > 1:
+            parts.append(f"{layers_text(self.layers_per_stage)} layers")
+        return ", ".join(parts)
+
+
+class Evaluation(NamedTuple):
+    """Step and memory of one configuration, or the reason why it has none.
+
+    Attributes
+    ----------
+    choice
+        The configuration.
+    step
+        Seconds of a step as `pipesim.simulate` returns them for the whole cluster; NaN unless
+        simulated.
+    bound
+        Lower bound on ``step`` (s); NaN for an invalid configuration.
+    memory
+        Bytes of the fullest device, the allocator's reserve included. A lower bound if the
+        configuration was not simulated; NaN if it is invalid.
+    bubble
+        Idle share of all devices (0..1); NaN unless simulated.
+    status
+        ``"simulated"``; ``"cannot win"``: its bounds show that it is neither among the best nor on
+        the front of time and memory; ``"does not fit"`` in memory; or ``"invalid"``.
+    reason
+        Reason of the status in words; empty if simulated.
+    noisy_step
+        Percentile of the seconds of noisy steps; NaN without noise.
+    """
+
+    choice: PlanChoice
+    step: float
+    bound: float
+    memory: float
+    bubble: float
+    status: Status
+    reason: str = ""
+    noisy_step: float = float("nan")
+
+
+def invalid(choice: PlanChoice, reason: str, status: Status = "invalid") -> Evaluation:
+    """Return a configuration that is ruled out before anything is known of it."""
+    nan = math.nan
+    return Evaluation(choice, nan, nan, nan, nan, status, reason)
+
+
+def partial_choice(**settings: Any) -> PlanChoice:
+    """Return some settings of many configurations; 0 and "" stand for values that do not matter."""
+    none: dict[str, Any] = {
+        **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "data_parallel"), 0),
+        **dict.fromkeys(("microbatch_size", "n_microbatches", "n_chunks", "n_slices"), 0),
+        **dict.fromkeys(("context_parallel", "expert_parallel"), 0),
+        **dict.fromkeys(("schedule", "recompute", "shard_parameters", "offload"), ""),
+        "shard_optimizer": False, "sequence_parallel": False, "layers_per_stage": (),
+    }  # fmt: skip
+    return PlanChoice(**{**none, **settings})
+
+
+def with_settings(choice: PlanChoice, **settings: Any) -> PlanChoice:
+    """Return a configuration with other settings, as `dataclasses.replace` does.
+
+    It sets all fields at once, since a plan changes tens of thousands of configurations.
+    """
+    changed = object.__new__(PlanChoice)
+    vars(changed).update(vars(choice), **settings)
+    return changed
+
+
+def sizes_text(choice: PlanChoice) -> str:
+    """Return the sizes of parallelism, such as "tp8 pp4 dp2"; cp and ep only above 1."""
+    context, experts = choice.context_parallel, choice.expert_parallel
+    parts = [f"tp{choice.tensor_parallel}", f"cp{context}" * (context > 1)]
+    parts += [f"pp{choice.pipeline_parallel}", f"dp{choice.data_parallel}"]
+    parts += [f"ep{experts}" * (experts > 1)]
+    return " ".join(part for part in parts if part)
+
+
+def microbatches_text(choice: PlanChoice) -> str:
+    """Return number and size of the micro-batches of a replica, such as "8 micro-batches of 1"."""
+    word = "micro-batch" if choice.n_microbatches == 1 else "micro-batches"
+    return f"{choice.n_microbatches} {word} of {choice.microbatch_size}{slices_text(choice)}"
+
+
+def slices_text(choice: PlanChoice) -> str:
+    """Return the slices of a sequence, such as " in 4 slices"; empty for whole sequences."""
+    return f" in {choice.n_slices} slices" if choice.n_slices > 1 else ""
+
+
+def sharding_text(choice: PlanChoice) -> str:
+    """Return how replicas share parameters, such as "parameters gathered for every use"."""
+    value = choice.shard_parameters
+    texts = {"none": "whole parameters", "every": "parameters gathered for every use",
+             "step": "parameters gathered once a step"}  # fmt: skip
+    if isinstance(value, str):
+        return texts[value]
+    return f"parameters of {value} {'stage' if value == 1 else 'stages'} gathered"
+
+
+def offload_text(choice: PlanChoice) -> str:
+    """Return the activations that wait in host memory, such as "offload longest:0.5"."""
+    return f"offload {choice.offload}"
+
+
+def layers_text(sizes: Sequence[int]) -> str:
+    """Return the layers of each stage as a sum in order of stages, such as ``"4+14x5+6"``."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return "+".join(f"{n}x{size}" if n > 1 else str(size) for size, n in runs)
+
+
+Floats = NDArray[np.float64]
+
+
+class StageDevices(NamedTuple):
+    """Devices of the stages of a placement of one path, for sums and extremes over their stages.
+
+    Attributes
+    ----------
+    device
+        Device of each stage.
+    n_devices
+        Number of devices, each of which has a stage.
+    stages
+        Stages in order of their devices.
+    starts
+        Position in ``stages`` of the first stage of each device.
+    """
+
+    device: Ints
+    n_devices: int
+    stages: Ints
+    starts: Ints
+
+    @classmethod
+    def of_placement(cls, placement: Placement) -> StageDevices:
+        """Return the devices of the stages of a placement."""
+        device = np.array(placement.paths[0])
+        stages = np.argsort(device, kind="stable")
+        starts = np.searchsorted(device[stages], np.arange(placement.n_devices))
+        return cls(device, placement.n_devices, stages, starts)
+
+    @property
+    def first(self) -> Ints:
+        """First stage of each device."""
+        return self.stages[self.starts]
+
+    def sums(self, values: Floats) -> Floats:
+        """Return the sum of the values of the stages of each device."""
+        return bincount(self.device, values, self.n_devices)
+
+    def least(self, values: Floats) -> Floats:
+        """Return the least value of the stages of each device."""
+        least: Floats = np.minimum.reduceat(values[self.stages], self.starts)
+        return least
+
+    def most(self, values: Floats) -> Floats:
+        """Return the largest value of the stages of each device."""
+        most: Floats = np.maximum.reduceat(values[self.stages], self.starts)
+        return most
+
+
+# Facts of schedules that hold for any number of micro-batches.
+
+
+class OrderFacts(NamedTuple):
+    """Facts of a schedule that hold for any number of micro-batches.
+
+    Attributes
+    ----------
+    devices
+        Devices of its stages.
+    splits_backward
+        Whether it has I and W.
+    schedule
+        The order of few micro-batches.
+    """
+
+    devices: StageDevices
+    splits_backward: bool
+    schedule: Schedule
+
+
+def placement_of(choice: PlanChoice) -> Placement:
+    """Return the placement of the schedule of a choice; errors are those of `order_facts`."""
+    return choice_facts(choice).schedule.placement
+
+
+def hides_exchanges(choice: PlanChoice) -> bool:
+    """Return whether exchanges of experts may run behind the compute of another micro-batch."""
+    return choice.expert_parallel > 1 and choice_facts(choice).schedule.overlapped is not None
+
+
+def choice_facts(choice: PlanChoice) -> OrderFacts:
+    """Return `order_facts` of the schedule of a choice."""
+    return order_facts(choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices)
+
+
+def order_facts(name: str, n_devices: int, n_chunks: int, n_slices: int = 1) -> OrderFacts:
+    """Return placement and operations of a schedule, from the order of few micro-batches."""
+    return order_facts_of(schedule_info(name), n_devices, n_chunks, n_slices)
+
+
+@lru_cache(maxsize=4096)
+def order_facts_of(
+    info: ScheduleInfo, n_devices: int, n_chunks: int, n_slices: int = 1
+) -> OrderFacts:
+    """Return `order_facts` of an entry of the registry, which a later registration replaces."""
+    options = schedule_options(info, n_chunks, n_slices)
+    counts = [n_slices * k for k in range(-(-n_devices // n_slices), 2 * n_devices + 1)]
+    n = next((k for k in counts if info.allows(n_devices, k, **options)), counts[0])
+    built = info.make(n_devices, n, **options)
+    if built.placement.n_paths > 1 or built.n_batches > 1:
+        raise ArgumentError(
+            f"schedules has {info.name!r}, whose micro-batches take several paths or belong to "
+            "several mini-batches; a plan has one of each"
+        )
+    if built.n_slices != n_slices:
+        raise ArgumentError(
+            f"schedules has {info.name!r}, whose micro-batches are {built.n_slices} slices of a "
+            f"sequence, got n_slices={n_slices}; give a schedule with an option n_slices"
+        )
+    devices = StageDevices.of_placement(built.placement)
+    return OrderFacts(devices, _has_input_grads(built), built)
+
+
+def takes_slices(name: str) -> bool:
+    """Return whether a schedule cuts sequences into a number of slices."""
+    return "n_slices" in schedule_info(name).options
+
+
+def schedule_options(info: ScheduleInfo, n_chunks: int, n_slices: int) -> dict[str, Any]:
+    """Return the options of a schedule for numbers of chunks and of slices, if it takes them."""
+    values = {"n_chunks": n_chunks, "n_slices": n_slices}
+    return {name: value for name, value in values.items() if name in info.options}
+
+
+def _has_input_grads(schedule: Schedule) -> bool:
+    """Return whether a schedule splits any backward."""
+    return bool((schedule.op == Op.I).any())

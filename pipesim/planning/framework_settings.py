@@ -1,0 +1,151 @@
+"""`TrainerSettings`: the configuration that a framework was started with, as pipesim needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipesim.errors import ArgumentError
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
+from pipesim.scheduling.placement import Layout, Placement
+from pipesim.scheduling.registry import schedule as named_schedule
+from pipesim.scheduling.registry import schedule_info
+from pipesim.scheduling.schedule import Schedule
+
+
+@dataclass(frozen=True, repr=False)
+class TrainerSettings:
+    """Configuration of a training run that another framework would do.
+
+    `pipesim.read_megatron` and `pipesim.read_torchtitan` make it.
+
+    Attributes
+    ----------
+    choice
+        Parallel sizes, micro-batches, schedule, layers of each stage, recompute and sharding.
+        ``choice.layers_per_stage`` is empty if the number of layers is unknown.
+    global_batch
+        Sequences of a step of all replicas.
+    layout
+        Order of the devices of replicas, as in `pipesim.lower`.
+    overlap
+        Whether messages overlap compute.
+    expert_tensor_parallel
+        GPUs that share each expert.
+    schedule_csv
+        File with the order of the pipeline; empty for the named schedule of ``choice``.
+    ignored
+        Flags or settings that do not change the tasks, or that are not known. Sizes of the model
+        are among them: give them to `pipesim.Transformer`.
+
+    See Also
+    --------
+    Plans.choice : Make a configuration from settings.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> settings = ps.read_megatron(
+    ...     "--pipeline-model-parallel-size 4 --num-layers 32 --micro-batch-size 1 "
+    ...     "--global-batch-size 8 --num-layers-per-virtual-pipeline-stage 4 --bf16"
+    ... )
+    >>> settings
+    <TrainerSettings tp1 pp4 dp1, interleaved_1f1b x2, 8 micro-batches of 1; 8x4 layers; 1 ignored>
+    >>> float(ps.simulate(settings.graph, ps.Costs(1, 2)).bubble_fraction)
+    0.15789473684210525
+    >>> model = ps.Transformer.preset("llama3_8b")
+    >>> model.costs(gpu="h100_sxm", **settings.cost_options).per_stage("forward", 8).shape
+    (8,)
+    """
+
+    choice: PlanChoice
+    global_batch: int
+    layout: Layout = "stage_major"
+    overlap: bool = True
+    expert_tensor_parallel: int = 1
+    schedule_csv: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Order of the operations of each device, for `pipesim.lower`; one replica."""
+        choice = self.choice
+        if self.schedule_csv:
+            schedule = Schedule.load(self.schedule_csv)
+            counts = (schedule.n_devices, schedule.n_stages, schedule.n_microbatches)
+            expected = (choice.pipeline_parallel, choice.n_stages, choice.n_scheduled)
+            if counts != expected:
+                raise ArgumentError(
+                    f"{self.schedule_csv} has {counts[0]} devices, {counts[1]} stages and "
+                    f"{counts[2]} micro-batches; the settings have {expected[0]}, {expected[1]} "
+                    f"and {expected[2]}"
+                )
+            return schedule
+        options = schedule_options(schedule_info(choice.schedule), choice.n_chunks, choice.n_slices)
+        return named_schedule(
+            choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **options
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Devices of the stages of one replica."""
+        return self.schedule.placement
+
+    @property
+    def lower_options(self) -> dict[str, Any]:
+        """Options of `pipesim.lower`, without those of experts, which need costs."""
+        choice = self.choice
+        return {
+            "n_replicas": choice.data_parallel,
+            "layout": self.layout,
+            "overlap": self.overlap,
+            "shard_optimizer": choice.shard_optimizer,
+            "shard_parameters": choice.shard_parameters,
+            "offload": choice.offload,
+        }
+
+    @property
+    def cost_options(self) -> dict[str, Any]:
+        """Arguments of `pipesim.Transformer.costs` that the settings give, with the layers."""
+        choice = self.choice
+        options = {
+            "layers_per_stage": choice.layers_per_stage,
+            "slices": choice.n_slices,
+            **choice.shard_options,
+        }
+        if choice.expert_parallel > 1:
+            options["expert_tensor_parallel"] = self.expert_tensor_parallel
+        return options
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """Task graph of all replicas: `schedule`, lowered with `lower_options`."""
+        return lower(self.schedule, **self.lower_options)
+
+    def __repr__(self) -> str:
+        layers = self.choice.layers_per_stage
+        parts = [str(self.choice)]
+        if layers and len(set(layers)) == 1:  # the text of a choice has the others
+            parts.append(f"{layers_text(layers)} layers")
+        parts += [f"order of {self.schedule_csv}"] * bool(self.schedule_csv)
+        parts += [f"{len(self.ignored)} ignored"] * bool(self.ignored)
+        return f"<TrainerSettings {'; '.join(parts)}>"
+
+
+def whole_number(name: str, dividend: int, divisor: int, why: str) -> int:
+    """Return a quotient; raise `ArgumentError` naming ``name`` and ``why`` if it is not whole."""
+    quotient, rest = divmod(dividend, divisor)
+    if rest or not quotient:
+        raise ArgumentError(f"{name}: {why}; {dividend} is no multiple of {divisor}")
+    return quotient
+
+
+def replicas_of(name: str, n_gpus: int | None, gpus_per_replica: int) -> int:
+    """Return the number of replicas on some GPUs; 1 if their number is unknown."""
+    if n_gpus is None:
+        return 1
+    why = f"n_gpus={n_gpus} must be a multiple of the GPUs of a replica"
+    return whole_number(name, n_gpus, gpus_per_replica, why)

@@ -1,0 +1,541 @@
+"""Write the flags of Megatron-LM for a configuration, and read them from a command line.
+
+Names and rules are those of Megatron-LM 0.20.0 (github.com/NVIDIA/Megatron-LM, commit d98e8a6 of
+22 August 2026): ``arguments.py`` and ``config/common_config.py`` of ``megatron/training``, and of
+``megatron/core`` ``model_parallel_config.py``, ``transformer/transformer_config.py``,
+``transformer/transformer_block.py`` (layers of each stage) and ``pipeline_parallel/schedules.py``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from pipesim.costs.layer_split import read_layout, write_layout
+from pipesim.errors import ArgumentError, check_count, check_list, check_name
+from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.planning.choice import PlanChoice
+from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
+from pipesim.scheduling.placement import Layout
+from pipesim.utils.texts import parse_int
+
+# Write.
+
+_SCHEDULES = ("1f1b", "interleaved_1f1b")
+_RECOMPUTE: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "selective": ("--recompute-granularity", "selective"),
+    "full": (
+        *("--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+}
+
+
+#: Flags of Megatron-FSDP besides those of the distributed optimizer.
+_FSDP = [
+    "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
+    "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor",
+]  # fmt: skip
+#: Modules whose inputs are offloaded; with those of experts, nearly all activations of a layer.
+OFFLOADED = (
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
+)  # fmt: skip
+
+
+def megatron_flags(
+    choice: PlanChoice, global_batch: int, layout: Layout, *, has_experts: bool = False
+) -> str:
+    """Return the flags of a configuration; see `Plan.to_megatron`."""
+    _check(choice)
+    _check_sharing(choice, has_experts)
+    t = choice.tensor_parallel
+    flags = ["--tensor-model-parallel-size", str(t)]
+    flags += ["--pipeline-model-parallel-size", str(choice.pipeline_parallel)]
+    flags += ["--context-parallel-size", str(choice.context_parallel)] * (
+        choice.context_parallel > 1
+    )
+    flags += ["--expert-model-parallel-size", str(choice.expert_parallel)] * (
+        choice.expert_parallel > 1
+    )
+    flags += _split_flags(choice)
+    flags += ["--micro-batch-size", str(choice.microbatch_size)]
+    flags += ["--global-batch-size", str(global_batch)]
+    flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
+    flags += _RECOMPUTE[choice.recompute]
+    flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
+    flags += _FSDP * choice.shards_parameters
+    if choice.offload != "none":
+        flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED]
+    # Megatron-LM numbers the replicas of a stage in a row unless told otherwise.
+    is_replica_major = layout == "replica_major" and choice.layout_matters
+    flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
+    return shlex.join(flags)
+
+
+def _split_flags(choice: PlanChoice) -> list[str]:
+    """Return the flags for the layers of each stage; none for one even stage a device."""
+    sizes = choice.layers_per_stage
+    if len(set(sizes)) > 1:
+        return ["--pipeline-model-parallel-layout", write_layout(sizes)]
+    if choice.n_chunks == 1:
+        return []
+    return ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
+
+
+def _check(choice: PlanChoice) -> None:
+    """Raise `ArgumentError` for a configuration that Megatron-LM cannot run."""
+    runnable = ", ".join(_SCHEDULES)
+    if choice.schedule not in _SCHEDULES:
+        raise ArgumentError(
+            f"Megatron-LM has no schedule {choice.schedule!r}; it runs {runnable}. Plan with "
+            f"schedules={list(_SCHEDULES)}, or run the schedule with pipeexec"
+        )
+    chunked = choice.schedule == "interleaved_1f1b"
+    if chunked and 1 in (choice.pipeline_parallel, choice.n_chunks):
+        raise ArgumentError(
+            "Megatron-LM runs interleaved_1f1b with at least 2 devices and 2 chunks; got "
+            f"pipeline_parallel={choice.pipeline_parallel} and n_chunks={choice.n_chunks}"
+        )
+    rest = choice.n_microbatches % choice.pipeline_parallel
+    if chunked and rest:
+        raise ArgumentError(
+            f"Megatron-LM runs interleaved_1f1b with a multiple of pipeline_parallel="
+            f"{choice.pipeline_parallel} micro-batches; got {choice.n_microbatches}"
+        )
+
+
+def _check_sharing(choice: PlanChoice, has_experts: bool) -> None:
+    """Raise `ArgumentError` for parallel sizes, sharding and offload that Megatron-LM lacks."""
+    t = choice.tensor_parallel
+    if choice.expert_parallel > 1 and t > 1 and not choice.sequence_parallel:
+        raise ArgumentError(
+            "Megatron-LM divides experts only with sequence parallelism, if there is tensor "
+            f"parallelism; got expert_parallel={choice.expert_parallel} and tensor_parallel={t}; "
+            "plan with sequence_parallel=True"
+        )
+    if choice.shards_parameters and (
+        choice.shard_parameters != "every" or choice.pipeline_parallel > 1
+    ):
+        raise ArgumentError(
+            "the flags of Megatron-FSDP are for one device a replica that frees parameters after "
+            f"each use; got shard_parameters={choice.shard_parameters!r} and pipeline_parallel="
+            f'{choice.pipeline_parallel}; plan with shard_parameters="every" and '
+            "pipeline_parallel=1, or with shard_optimizer=True"
+        )
+    if choice.offload not in ("none", "all") or (choice.offload == "all" and not has_experts):
+        model = "" if has_experts else " of a model without experts"
+        raise ArgumentError(
+            "Megatron-LM offloads the inputs of named modules (--offload-modules), all or none, and"
+            f" of the MLP only those of experts; got offload={choice.offload!r}{model}; plan with "
+            'offload="none", or run the graph with pipeexec'
+        )
+
+
+# Read.
+
+#: Flags that change the pipeline in a way that a configuration does not have.
+_REFUSED: Mapping[str, str] = {
+    "--hybrid-layer-pattern": "layers of several kinds",
+    "--hybrid-override-pattern": "layers of several kinds",
+    "--mtp-num-layers": "layers of multi-token prediction, on the last stage",
+    "--encoder-num-layers": "an encoder and a decoder",
+    "--decoder-num-layers": "an encoder and a decoder",
+    "--overlap-moe-expert-parallel-comm": "F and B of two micro-batches in one another",
+    "--delay-wgrad-compute": "gradients of weights that wait",
+    "--defer-embedding-wgrad-compute": "gradients of the embedding that wait",
+    "--cpu-offloading": "weights or activations of some layers in host memory",
+    "--cpu-offloading-num-layers": "weights or activations of some layers in host memory",
+    "--use-torch-fsdp2": "FSDP of torch",
+    "--hybrid-context-parallel": "context parallelism of several sizes",
+    "--tensor-parallel-num-weight-shards": "weights in more parts than tensor parallelism",
+    "--model-parallel-size": "a size of no kind",
+    "--yaml-cfg": "settings of a file, which take the place of all flags",
+    "--use-mp-args-from-checkpoint-args": "parallel sizes of a checkpoint",
+    "--rampup-batch-size": "steps with other batches",
+    "--step-batch-size-schedule": "steps with other batches",
+    "--decrease-batch-size-if-needed": "another batch",
+    "--heterogeneous-layers-config-path": "layers of several kinds",
+    "--heterogeneous-layers-config-encoded-json": "layers of several kinds",
+    "--mtp-hybrid-override-pattern": "layers of several kinds",
+    "--mtp-standalone": "layers of multi-token prediction, on a stage of their own",
+    "--overlap-dispatch-backward-with-experts-wgrad": "gradients of weights that wait",
+    "--num-microbatches-with-partial-activation-checkpoints": "recompute of some micro-batches",
+    "--moe-layer-recompute": "recompute of experts alone",
+    "--outer-dp-sharding-strategy": "parameters that some replicas share otherwise than others",
+    "--enable-full-sharding-in-hsdp": "parameters that some replicas share otherwise than others",
+    "--expert-tensor-parallel-num-weight-shards": "weights in more parts than tensor parallelism",
+    "--gtp-weight-remat-size": "weights in more parts than tensor parallelism",
+    "--expert-gtp-weight-remat-size": "weights in more parts than tensor parallelism",
+    "--perform-rl-step": "steps of reinforcement learning",
+    "--skip-train": "forwards alone",
+}
+#: Flags with "pipeline" in their name that do not change it.
+_HARMLESS = ("--pipeline-model-parallel-comm-backend", "--deallocate-pipeline-outputs",
+             "--rl-inference-pipeline-model-parallel-size")  # fmt: skip
+_GROUPS = ("--microbatch-group-size-per-virtual-pipeline-stage",
+           "--microbatch-group-size-per-vp-stage")  # fmt: skip
+
+
+def read_megatron(
+    flags: str | Sequence[str], *, n_layers: int | None = None, n_gpus: int | None = None
+) -> TrainerSettings:
+    """Read the configuration of a pipeline from flags of Megatron-LM.
+
+    Flags of parallel sizes, batch sizes, stages and their layers, recompute, distributed optimizer,
+    Megatron-FSDP, offload and order of ranks are understood. Others that would change the pipeline
+    are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and the rest is listed in
+    `TrainerSettings.ignored`.
+
+    Parameters
+    ----------
+    flags
+        A command line, or its words. Words before the first flag are left out, and so are names of
+        scripts, so that ``torchrun --nproc-per-node 8 pretrain_gpt.py ...`` can be given as it is.
+    n_layers
+        Layers of the model; by default ``--num-layers``, or those of the layout.
+    n_gpus
+        GPUs of all replicas; by default the processes of ``torchrun``, or else one replica.
+
+    Returns
+    -------
+    TrainerSettings
+        Schedule, placement, layers of each stage, options of `pipesim.lower`, parallel sizes.
+
+    See Also
+    --------
+    Plan.to_megatron : Write the flags of a configuration.
+    read_torchtitan : Read settings of torchtitan.
+    read_layout : Read a layout string alone.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> settings = ps.read_megatron(
+    ...     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --sequence-parallel "
+    ...     "--pipeline-model-parallel-layout Et*7|(t*8|)*2t*7L --micro-batch-size 1 "
+    ...     "--global-batch-size 64 --recompute-granularity full --lr 1e-4",
+    ...     n_gpus=16,
+    ... )
+    >>> settings.choice.layers_per_stage
+    (7, 8, 8, 7)
+    >>> settings.choice.data_parallel, settings.choice.n_microbatches, settings.ignored
+    (2, 32, ('--lr',))
+    """
+    read = Flags(flags)
+    if n_layers is not None:
+        check_count("n_layers", n_layers)
+    gpus = _processes(read) if n_gpus is None else check_count("n_gpus", n_gpus)
+    t, p = (read.size(f"--{kind}-model-parallel-size") for kind in ("tensor", "pipeline"))
+    c, x = (read.size(f"--{kind}-parallel-size") for kind in ("context", "expert-model"))
+    sizes = layers_of_stages(read, p, n_layers)
+    n_chunks = len(sizes) // p if sizes else chunks_of_devices(read, p)
+    replicas = replicas_of("flags", gpus, t * c * p)
+    size, batch, count = _batches(read, replicas, gpus)
+    if n_chunks > 1:
+        _check_interleaving(read, p, count)
+    shard_parameters, shard_optimizer = _sharding(read, replicas)
+    choice = PlanChoice(
+        tensor_parallel=t,
+        pipeline_parallel=p,
+        data_parallel=replicas,
+        microbatch_size=size,
+        n_microbatches=count,
+        schedule="interleaved_1f1b" if n_chunks > 1 else "1f1b",
+        n_chunks=n_chunks,
+        recompute=_recompute(read, sizes),
+        shard_optimizer=shard_optimizer,
+        sequence_parallel=read.switch("--sequence-parallel") and t > 1,
+        layers_per_stage=sizes,
+        context_parallel=c,
+        expert_parallel=x,
+        shard_parameters=shard_parameters,
+        offload=_offload(read),
+    )
+    in_a_row = read.switch("--use-tp-pp-dp-mapping")
+    return TrainerSettings(
+        choice,
+        batch,
+        layout="replica_major" if in_a_row else "stage_major",
+        overlap=not read.switch("--no-overlap-p2p-communication"),
+        expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
+        ignored=_checked_rest(read),
+    )
+
+
+def _processes(read: Flags) -> int | None:
+    """Return the processes that torchrun starts, or None."""
+    counts = []
+    for names in (("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)):
+        numbers = [read.count(name) for name in names if name in read]
+        counts.append(numbers[0] if numbers else None)
+    per_node, nodes = counts
+    return None if per_node is None else per_node * (nodes or 1)
+
+
+def _batches(read: Flags, replicas: int, gpus: int | None) -> tuple[int, int, int]:
+    """Return the sizes of a micro-batch and of the batch, and the micro-batches of a replica."""
+    size = read.count("--micro-batch-size")
+    if size is None:
+        raise ArgumentError("flags: --micro-batch-size is missing; Megatron-LM needs it, too")
+    batch = read.count("--global-batch-size") or size * replicas
+    why = (
+        f"--global-batch-size must be a multiple of --micro-batch-size {size} on {replicas} "
+        f"{'replica' if replicas == 1 else 'replicas'}{f' of {gpus} GPUs' if gpus else ''}"
+    )
+    return size, batch, whole_number("flags", batch, size * replicas, why)
+
+
+def _check_interleaving(read: Flags, p: int, n_microbatches: int) -> None:
+    """Raise `ArgumentError` for groups and numbers of micro-batches that the schedule lacks."""
+    for name in _GROUPS:
+        group = read.count(name, p)
+        if group != p:
+            raise ArgumentError(
+                f"flags: {name} must be --pipeline-model-parallel-size, {p}, got {group}; the "
+                "schedule interleaved_1f1b has groups of this size"
+            )
+    if n_microbatches % p:
+        raise ArgumentError(
+            f"flags: with several stages a device the micro-batches of a replica must be a "
+            f"multiple of --pipeline-model-parallel-size, {p}; --global-batch-size makes "
+            f"{n_microbatches}"
+        )
+
+
+def _recompute(read: Flags, sizes: Sequence[int]) -> str:
+    """Return the recompute of layers."""
+    default = "selective" if read.switch("--recompute-activations") else "none"
+    mode = check_name(
+        "flags: --recompute-granularity",
+        read.text("--recompute-granularity", default),
+        ("none", "selective", "full"),
+    )
+    method = read.text("--recompute-method", "uniform")
+    count, modules = read.count("--recompute-num-layers"), read.texts("--recompute-modules")
+    if mode == "selective" and modules not in ([], ["core_attn"]):
+        raise ArgumentError(
+            f"flags: --recompute-modules must be core_attn, which selective recompute is here, got "
+            f"{' '.join(modules)}"
+        )
+    if mode != "full":
+        return mode
+    check_name("flags: --recompute-method", method, ("uniform", "block"))
+    is_all = count == 1 or count is None
+    if method == "block":
+        is_all = count is not None and bool(sizes) and count >= max(sizes)
+    if not is_all:
+        raise ArgumentError(
+            f"flags: --recompute-method {method} with --recompute-num-layers {count} recomputes "
+            "some layers, or several as one; give uniform and 1, or block and all layers of a stage"
+        )
+    return mode
+
+
+def _sharding(read: Flags, replicas: int) -> tuple[ShardParameters, bool]:
+    """Return how replicas share parameters, and whether they share the optimizer alone."""
+    distributed = read.switch("--use-distributed-optimizer")
+    strategy = read.text("--data-parallel-sharding-strategy", "optim_grads_params")
+    instances = read.size("--num-distributed-optimizer-instances")
+    if instances > 1:
+        raise ArgumentError(
+            "flags: --num-distributed-optimizer-instances must be 1: all replicas share the "
+            f"optimizer, or none, got {instances}"
+        )
+    if not read.switch("--use-megatron-fsdp"):
+        return "none", distributed and replicas > 1
+    kinds: dict[str, tuple[ShardParameters, bool]] = {
+        "no_shard": ("none", False),
+        "optim": ("none", True),
+        "optim_grads_params": ("every", False),
+    }
+    check_name("flags: --data-parallel-sharding-strategy", strategy, kinds)
+    return kinds[strategy] if replicas > 1 else ("none", False)
+
+
+def _offload(read: Flags) -> str:
+    """Return the activations that wait in host memory."""
+    modules = read.texts("--offload-modules")
+    if not read.switch("--fine-grained-activation-offloading"):
+        return "none"
+    if set(modules) != set(OFFLOADED):
+        raise ArgumentError(
+            f"flags: --offload-modules must be all of {' '.join(OFFLOADED)}, got "
+            f"{' '.join(modules) or 'none'}; some modules are no offload that a graph has"
+        )
+    return "all"
+
+
+def _checked_rest(read: Flags) -> tuple[str, ...]:
+    """Return the flags that were not read; raise `ArgumentError` for those that matter."""
+    for name in read.unread:
+        is_off = read.values[name] in (["0"], ["False"], ["false"], ["no_shard"])
+        reason = _REFUSED.get(name)
+        if reason is None and "pipeline" in name and name not in _HARMLESS:
+            reason = "another pipeline"
+        if reason and not is_off:
+            raise ArgumentError(
+                f"flags: {name} is not understood: it makes {reason}, which a configuration here "
+                "does not have; leave it out to read the others"
+            )
+    return read.unread
+
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+_STAGES = "--num-virtual-stages-per-pipeline-rank"
+_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+_EMBEDDING = "--account-for-embedding-in-pipeline-split"
+_LOSS = "--account-for-loss-in-pipeline-split"
+
+
+def layers_of_stages(read: Flags, p: int, n_layers: int | None) -> tuple[int, ...]:
+    """Return the layers of each stage; none if their number is unknown."""
+    names = [name for name in (_LAYOUT, _LAYERS, _STAGES) if name in read]
+    if len(names) > 1:
+        raise ArgumentError(f"flags: {' and '.join(names)} contradict each other; give one of them")
+    layers = read.count("--num-layers")
+    if None not in (layers, n_layers) and layers != n_layers:
+        raise ArgumentError(f"flags: --num-layers is {layers}, but n_layers={n_layers}")
+    layers = layers or n_layers
+    if _LAYOUT in read:
+        sizes = read_layout(read.text(_LAYOUT))
+        why = f"the stages of {_LAYOUT} must be a multiple of --pipeline-model-parallel-size"
+        whole_number("flags", len(sizes), p, why)
+        if layers is not None and sum(sizes) != layers:
+            raise ArgumentError(
+                f"flags: {_LAYOUT} has {sum(sizes)} layers, but the model has n_layers={layers}"
+            )
+        return sizes
+    if layers is None:
+        for name in (_LAYERS, _FIRST, _LAST, _EMBEDDING, _LOSS):
+            if name in read:
+                raise ArgumentError(
+                    f"flags: --num-layers is missing, which {name} needs; give it, or n_layers="
+                )
+        return ()
+    return _split(read, p, layers)
+
+
+def _split(read: Flags, p: int, layers: int) -> tuple[int, ...]:
+    """Return the layers of each stage, chunk by chunk, as Megatron-LM shares them."""
+    ends = [read.switch(name) for name in (_EMBEDDING, _LOSS)]
+    first, last = (read.count(name) for name in (_FIRST, _LAST))
+    uneven = first is not None or last is not None
+    if uneven and any(ends):
+        raise ArgumentError(
+            f"flags: {_FIRST} or {_LAST} contradict {_EMBEDDING} or {_LOSS}; give one pair"
+        )
+    per_device = [0] * p
+    middle = [d for d in range(p) if not (d == 0 and first) and not (d == p - 1 and last)]
+    if first is not None:
+        per_device[0] = first
+    if last is not None:
+        per_device[-1] = last
+    rest = layers + sum(ends) - sum(per_device)
+    if middle:
+        why = f"{layers} layers must be shared evenly by {len(middle)} devices"
+        even = whole_number("flags", rest, len(middle), why)
+        for device in middle:
+            per_device[device] = even
+    elif rest:
+        raise ArgumentError(
+            f"flags: {_FIRST} and {_LAST} have {sum(per_device)} layers, but --num-layers is "
+            f"{layers}"
+        )
+    n_chunks = chunks_of_devices(read, p, per_device)
+    why = f"the layers of a device must be a multiple of its {n_chunks} stages"
+    sizes = [whole_number("flags", size, n_chunks, why) for size in per_device] * n_chunks
+    sizes[0] -= ends[0]
+    sizes[-1] -= ends[1]
+    return tuple(sizes)
+
+
+def chunks_of_devices(read: Flags, p: int, per_device: Sequence[int] = ()) -> int:
+    """Return the stages of each device."""
+    layers, stages = read.count(_LAYERS), read.count(_STAGES)
+    if layers is not None and per_device:
+        if len(set(per_device)) > 1:
+            raise ArgumentError(f"flags: {_LAYERS} needs even devices; give {_STAGES}")
+        why = f"the layers of a device must be a multiple of {_LAYERS}"
+        stages = whole_number("flags", per_device[0], layers, why)
+    if (stages or 1) > 1 and p == 1:
+        raise ArgumentError(
+            "flags: several stages a device need --pipeline-model-parallel-size of at least 2"
+        )
+    return stages or 1
+
+
+class Flags:
+    """Flags with their values, and which of them were read.
+
+    Attributes
+    ----------
+    values
+        Values of each flag, such as ``{"--bf16": [], "--lr": ["1e-4"]}``. Of a flag that is given
+        twice, the last one counts, as in argparse.
+    """
+
+    def __init__(self, flags: str | Sequence[str]) -> None:
+        self.values: dict[str, list[str]] = {}
+        self._read: set[str] = set()
+        values: list[str] = []
+        for word in _words(flags):
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                values = self.values[name] = [value] if equals else []
+            elif not word.endswith(".py"):  # the script behind the flags of torchrun
+                values.append(word)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of flags that were not read, in their order."""
+        return tuple(name for name in self.values if name not in self._read)
+
+    def switch(self, name: str) -> bool:
+        """Return whether a flag without a value is given."""
+        self._read.add(name)
+        return name in self.values
+
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a flag."""
+        self._read.add(name)
+        return self.values.get(name, [])
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return the value of a flag."""
+        values = self.texts(name)
+        if name not in self.values:
+            return default
+        if len(values) != 1:
+            raise ArgumentError(f"flags: {name} takes one value, got {values!r:.60}")
+        return values[0]
+
+    def count(self, name: str, default: int | None = None, minimum: int = 1) -> int | None:
+        """Return the value of a flag as a whole number."""
+        text = self.text(name)
+        if name not in self.values:
+            return default
+        number = parse_int(text)
+        return check_count(f"flags: {name}", text if number is None else number, minimum)
+
+    def size(self, name: str) -> int:
+        """Return the value of a flag as a whole number of at least 1; by default 1."""
+        return self.count(name) or 1
+
+
+def _words(flags: object) -> list[str]:
+    """Return the words of a command line; raise `ArgumentError` for anything else."""
+    if isinstance(flags, str):
+        try:
+            return shlex.split(flags.replace("\\\n", " "))
+        except ValueError as error:
+            raise ArgumentError(f"flags: the text is no command line: {error}") from error
+    words = check_list("flags", flags, "a text, or a list of words")
+    for word in words:
+        if not isinstance(word, str):
+            raise ArgumentError(f"flags must be a text or a list of words, got {word!r:.60} in it")
+    return words

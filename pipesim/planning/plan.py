@@ -1,0 +1,308 @@
+"""`plan`: the best configurations of a training run on a cluster."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
+from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.models.layers import Layers
+from pipesim.models.transformer import Transformer
+from pipesim.planning.choice import Evaluation, PlanChoice
+from pipesim.planning.cluster import Cluster
+from pipesim.planning.plan_evaluator import Evaluator
+from pipesim.planning.plan_search import (
+    Search,
+    Workers,
+    by_step,
+    checked_filters,
+    fill_search,
+    run_search,
+    with_noise,
+    with_refined,
+)
+from pipesim.planning.plans import Plans
+from pipesim.planning.problem import PlanProblem
+from pipesim.planning.search_space import SearchSpace
+from pipesim.scheduling.placement import LAYOUTS, Layout
+from pipesim.simulation.noise import Noise
+from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
+from pipesim.utils.texts import format_bytes
+
+#: How layers are divided among stages.
+PlanSplit = Literal["refined", "balanced", "even"]
+
+#: Configurations that an error names as the nearest to fit.
+_NEAREST = 3
+
+
+def plan(
+    model: Transformer | Layers,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    tensor_parallel: int | Sequence[int] | None = None,
+    pipeline_parallel: int | Sequence[int] | None = None,
+    data_parallel: int | Sequence[int] | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
+    schedules: str | Sequence[str] | None = None,
+    n_chunks: int | Sequence[int] | None = None,
+    recompute: str | Sequence[str] | None = None,
+    shard_optimizer: bool | Sequence[bool] | None = None,
+    sequence_parallel: bool | Sequence[bool] | None = None,
+    context_parallel: int | Sequence[int] | None = None,
+    expert_parallel: int | Sequence[int] | None = None,
+    shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
+    offload: str | float | Sequence[str | float] | None = None,
+    n_slices: int | Sequence[int] | None = None,
+    flash_attention: bool = True,
+    scatter_gather: bool = False,
+    fused_loss: bool = False,
+    split: PlanSplit = "refined",
+    layout: Layout = "stage_major",
+    memory_limit: float | str | None = None,
+    memory_reserve: float = 0.0,
+    where: Callable[[PlanChoice], bool] | Sequence[Callable[[PlanChoice], bool]] | None = None,
+    noise: Noise | None = None,
+    percentile: float = 90,
+    n_best: int = 20,
+    n_jobs: int = 1,
+    backend: str | None = None,
+    progress: bool | None = None,
+) -> Plans:
+    """Return the configurations with the shortest steps that fit in memory, best first.
+
+    Each parameter may be fixed, listed, or None for all sensible values. All GPUs are used:
+    ``tensor_parallel * context_parallel * pipeline_parallel * data_parallel`` is their number.
+    Bounds rule out configurations that can be neither among the ``n_best`` nor on the front of time
+    and memory; the others are simulated, exactly as `pipesim.simulate` simulates all replicas.
+
+    Parameters
+    ----------
+    model
+        A `Transformer`; or measured `Layers`, whose micro-batch has ``microbatch_size`` sequences
+        (1 by default).
+    cluster
+        GPUs, nodes, network and memory.
+    global_batch
+        Sequences of a step, of all replicas.
+    tensor_parallel
+        GPUs that share each layer. By default those that divide heads and fit in a node.
+    pipeline_parallel
+        Devices of the pipeline. With 1, micro-batches are accumulation steps.
+    data_parallel
+        Replicas; they must divide the batch.
+    microbatch_size
+        Sequences of a micro-batch; by default divisors of the batch of a replica up to 16.
+    schedules
+        Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape;
+        for slices of sequences ``"seq1f1b"`` and ``"slimpipe"``.
+    n_chunks
+        Stages of each device, for schedules with chunks.
+    recompute
+        ``"none"``, ``"selective"`` or ``"full"``.
+    shard_optimizer
+        Whether replicas share the optimizer (ZeRO-1, the distributed optimizer of Megatron-LM).
+        With one replica it does not apply, and is False.
+    sequence_parallel
+        Whether tensors that tensor parallelism leaves whole are split along the sequence. With
+        ``tensor_parallel=1`` it does not apply, and is False.
+    context_parallel
+        GPUs that share each sequence, as in `Transformer.costs`; by default 1. A device of the
+        pipeline has ``tensor_parallel * context_parallel`` GPUs.
+    expert_parallel
+        GPUs among which the experts of a layer are divided, those of several replicas. By default
+        divisors of the number of experts whose groups fill whole replicas; 1 without experts. If
+        the schedule pairs F and B (DualPipeV), exchanges of tokens run behind the other half.
+    shard_parameters
+        Whether and how long replicas share parameters (FSDP, ZeRO-3), as in `pipesim.lower`; by
+        default ``"none"``. Configurations with shared parameters have ``shard_optimizer=False``:
+        replicas share the optimizer anyway.
+    offload
+        Activations that wait in host memory, as in `pipesim.lower`, one value for all stages; by
+        default ``"none"``. The network of the cluster must have a link to the host.
+    n_slices
+        Slices of each sequence, for schedules that take slices; by default 1, whole sequences.
+    flash_attention, scatter_gather, fused_loss
+        As in `Transformer.costs`.
+    split
+        Layers of each stage: ``"balanced"``, such that the busiest device has as little work as
+        possible; ``"refined"`` (the default), balanced, and those of the best few moved as long as
+        the simulated step takes less time; or ``"even"``, as many on each stage.
+    layout
+        Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
+    memory_limit
+        Most bytes of each device, such as ``"76GB"``, as in `pipesim.simulate`. By default the
+        usable memory of its GPU.
+    memory_reserve
+        Share of the bytes of tensors that the allocator holds besides, as in `Costs`.
+    where
+        Function, or functions, of a `PlanChoice` that return True to keep it, or False.
+    noise, percentile
+        Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps.
+    n_best
+        Number of the best configurations to find for certain.
+    n_jobs, backend
+        Processes, and backend of joblib, as in `sweep`; by default this process alone.
+    progress
+        Whether to show a progress bar; by default on a terminal.
+
+    Returns
+    -------
+    Plans
+        All configurations: simulated ones by rank, and why the others were ruled out. After Ctrl-C
+        ``complete`` is False, and configurations that were left are missing. Those whose noisy
+        steps were left follow the others, by steps without noise.
+
+    See Also
+    --------
+    pipesim.sweep : Simulate all of a list of configurations.
+    pipesim.optimize : Search for the best order of one configuration.
+    pipesim.Cluster : GPUs, nodes, network and memory.
+    pipesim.Transformer : Sizes of a model.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> model, cluster = ps.Transformer.preset("llama3_8b"), ps.Cluster("dgx_h100", n_gpus=8)
+    >>> plans = ps.plan(model, cluster, global_batch=8, tensor_parallel=[2, 4], microbatch_size=1,
+    ...                 schedules="1f1b", recompute="none", progress=False)
+    >>> sizes = ["tensor_parallel", "pipeline_parallel", "data_parallel"]
+    >>> plans.table[sizes].iloc[0].tolist()
+    [2, 1, 4]
+    """
+    began = time.perf_counter()
+    check_name("split", split, get_args(PlanSplit))
+    problem = checked_problem(
+        model, cluster, global_batch, memory_limit, memory_reserve, layout, split == "even",
+        flash_attention, scatter_gather, fused_loss,
+    )  # fmt: skip
+    space = SearchSpace.checked(
+        tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
+        data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,
+        n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
+        sequence_parallel=sequence_parallel, context_parallel=context_parallel,
+        expert_parallel=expert_parallel, shard_parameters=shard_parameters, offload=offload,
+        n_slices=n_slices,
+    )  # fmt: skip
+    problem = replace(problem, measured_size=space.measured_size(problem))
+    filters = checked_filters(where)
+    share = checked_percentile(percentile)
+    check_count("n_best", n_best)
+    if noise is not None:
+        check_type(
+            "noise", noise, Noise, "give such as pipesim.Noise(task=pipesim.LogNormal(0.02))"
+        )
+    workers = checked_workers(n_jobs, backend)
+    if progress is not None:
+        check_flag("progress", progress)
+    search = Search(Evaluator(problem), n_best)
+    fill_search(search, space, filters, progress)
+    run_search(search, workers, progress)
+    ranked = by_step(search.evaluations)
+    if split == "refined" and search.complete:
+        ranked = with_refined(search, ranked, filters, progress)
+    if not ranked and search.complete:
+        raise ArgumentError(_infeasible(problem, search.evaluations))
+    if noise is not None:
+        ranked = with_noise(search, ranked, noise, share, progress)
+    is_noisy = any(not math.isnan(x.noisy_step) for x in ranked)
+    others = [x for x in search.evaluations if x.status != "simulated"]
+    return Plans(
+        problem, (*ranked, *others), time.perf_counter() - began, search.complete,
+        share if is_noisy else None, _notes(problem),
+    )  # fmt: skip
+
+
+def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
+    """Return why no configuration is possible, and which are the nearest."""
+    unfit = [x for x in evaluations if x.status == "does not fit"]
+    if not unfit:
+        reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
+        return f"no configuration is possible: {'; '.join(reasons)}"
+    unfit.sort(key=lambda x: x.memory)
+    nearest = "; ".join(f"{x.choice}: {x.reason}" for x in unfit[:_NEAREST])
+    limit = format_bytes(min(problem.device_limits(unfit[0].choice)))
+    name = "the memory of a GPU" if problem.memory_limit is None else "memory_limit"
+    reserve = f" with memory_reserve={problem.memory_reserve:g}" if problem.memory_reserve else ""
+    return (
+        f"none of {len(unfit)} configurations fits in {name}, {limit} a device{reserve}. The "
+        f"nearest: {nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
+        'recompute="full", shard_optimizer=True, or shard_parameters="step"'
+    )
+
+
+def _notes(problem: PlanProblem) -> tuple[str, ...]:
+    """Return assumptions to show beside the results."""
+    if not problem.cluster.is_mixed:
+        return ()
+    return (
+        "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
+        "replica, the one with the longest F and B of a layer.",
+        "The memory of a stage is that of the smallest GPU that holds it in any replica. MFU is a "
+        "share of the mean peak of all GPUs.",
+        "Messages and collectives have the slowest rates of all nodes, everywhere.",
+    )
+
+
+# Checks of the arguments.
+
+#: Most sequences of a step.
+_MOST_SEQUENCES = 10**9
+
+
+def checked_problem(
+    model: Any, cluster: Any, global_batch: Any, memory_limit: Any, memory_reserve: Any,
+    layout: Any, is_even: bool, *flags: bool,
+) -> PlanProblem:  # fmt: skip
+    """Return the problem of checked arguments."""
+    if not isinstance(model, (Transformer, Layers)):
+        raise ArgumentError(
+            f"model must be a pipesim.Transformer or pipesim.Layers, got {model!r:.60}; give such "
+            'as pipesim.Transformer.preset("llama3_70b")'
+        )
+    check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
+    if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
+        raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
+    names = ("flash_attention", "scatter_gather", "fused_loss")
+    options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
+    limit = memory_limit_bytes(memory_limit)
+    if isinstance(limit, Iterable):
+        raise ArgumentError(
+            f"memory_limit of a plan must be one value for all devices, got {memory_limit!r:.60}; "
+            "give the GPUs of each node their memory in the cluster"
+        )
+    reserve = number(memory_reserve)
+    if reserve is None or not 0 <= reserve < float("inf"):
+        raise ArgumentError(
+            f"memory_reserve must be a finite share >= 0, got {memory_reserve!r:.60}"
+        )
+    return PlanProblem(
+        model, cluster, global_batch,
+        None if limit is None else float(checked_memory_limit(limit, 1)[0]),
+        layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
+        memory_reserve=reserve, is_even=is_even, **options,
+    )  # fmt: skip
+
+
+def checked_percentile(value: object) -> float:
+    """Return a percentile above 0 and at most 100."""
+    share = number(value)
+    if share is None or not 0 < share <= 100:
+        raise ArgumentError(f"percentile must be above 0 and at most 100, got {value!r:.60}")
+    return share
+
+
+def checked_workers(n_jobs: object, backend: object) -> Workers:
+    """Return the checked number of processes and backend."""
+    if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
+        raise ArgumentError(
+            f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r:.60}"
+        )
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(f"backend must be the name of a backend of joblib, got {backend!r:.60}")
+    return Workers(n_jobs, backend)

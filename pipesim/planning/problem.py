@@ -1,0 +1,313 @@
+"""`PlanProblem`: model, cluster and batch of a plan, and the costs and graph of any choice."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import CostsWarning, check_type
+from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import lower
+from pipesim.models.gpu import GPU
+from pipesim.models.layers import Layers
+from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
+from pipesim.models.shard import Shard
+from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.transformer import Transformer
+from pipesim.planning.choice import (
+    PlanChoice,
+    hides_exchanges,
+    order_facts,
+    placement_of,
+    schedule_options,
+)
+from pipesim.planning.cluster import Cluster
+from pipesim.scheduling.placement import Layout, replica_devices
+from pipesim.scheduling.registry import schedule as named_schedule
+from pipesim.scheduling.registry import schedule_info
+from pipesim.scheduling.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """Model, cluster and batch of a plan.
+
+    Attributes
+    ----------
+    model
+        Sizes of a transformer, or measured layers.
+    cluster
+        GPUs, nodes and network.
+    global_batch
+        Sequences of a step, of all replicas.
+    memory_limit
+        Most bytes of each device, as in `pipesim.simulate`; None for the usable memory of its GPU.
+    flash_attention, scatter_gather, fused_loss
+        As in `pipesim.models.shard.Shard`.
+    layout
+        Order of the devices of replicas, as in `pipesim.lower`.
+    memory_reserve
+        Share of the bytes of tensors that the allocator holds besides, as in `pipesim.Costs`.
+    is_even
+        Whether each stage has as many layers; otherwise devices are balanced.
+    measured_size
+        Sequences of the micro-batch of measured layers; None for one.
+    """
+
+    model: Transformer | Layers
+    cluster: Cluster
+    global_batch: int
+    memory_limit: float | None = None
+    flash_attention: bool = True
+    scatter_gather: bool = False
+    fused_loss: bool = False
+    layout: Layout = "stage_major"
+    memory_reserve: float = 0.0
+    is_even: bool = False
+    measured_size: int | None = None
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.model.n_layers if isinstance(self.model, Transformer) else len(self.model)
+
+    @property
+    def least_at_ends(self) -> int:
+        """Fewest layers of the first and of the last of several stages."""
+        return 0 if isinstance(self.model, Transformer) else 1
+
+    def costs(self, choice: PlanChoice) -> Costs:
+        """Return the costs of the stages of a choice, each of the GPU of its device."""
+        return self.joined_costs(choice, lambda kind: self._costs_on(choice, kind))
+
+    def joined_costs(self, choice: PlanChoice, costs_on: Callable[[int], Costs]) -> Costs:
+        """Return `costs` from those of stages that all run on one of ``cluster.gpus``."""
+        if not self.cluster.is_mixed:
+            return costs_on(0)
+        gpus = self.gpus_of_devices(choice)
+        kinds = sorted(set(gpus))
+        placement = placement_of(choice)
+        stages = [kinds.index(gpus[device]) for device in placement.paths[0]]
+        return _joined([costs_on(kind) for kind in kinds], stages, mean_peak(self.cluster))
+
+    def shard_costs(self, choice: PlanChoice, kind: int) -> Callable[[Sequence[int]], Costs]:
+        """Return the costs of a transformer's stages on one of ``cluster.gpus``, for any split.
+
+        Their workload has no settings, so that `Costs.rebuilt` cannot build them again.
+        """
+        gpu, network = self.cluster.gpus[kind], self.cluster.network(choice.gpus_per_device)
+        reserve = self.memory_reserve
+        whole = self._shard(choice)
+        costs = ShardCosts(whole, gpu, None, network, memory_reserve=reserve)
+        slices = microbatch_shards(whole, None, choice.n_slices)
+        if not slices:
+            return costs
+        parts = {own: ShardCosts(own, gpu, None, network) for own in slices}
+        return lambda sizes: costs_of_shards(costs(sizes), slices, lambda own: parts[own](sizes))
+
+    def _costs_on(self, choice: PlanChoice, kind: int) -> Costs:
+        """Return the costs of stages that all run on one of ``cluster.gpus``."""
+        network = self.cluster.network(choice.gpus_per_device)
+        if isinstance(self.model, Layers):
+            costs = self.model.costs(choice.layers_per_stage, network=network)
+        else:
+            costs = self.model.costs(
+                choice.layers_per_stage,
+                gpu=self.cluster.gpus[kind],
+                flash_attention=self.flash_attention,
+                scatter_gather=self.scatter_gather,
+                fused_loss=self.fused_loss,
+                slices=choice.n_slices,
+                **choice.shard_options,
+                network=network,
+            )
+        return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
+
+    def parts(self, choice: PlanChoice, gpu: GPU) -> tuple[float, float, float]:
+        """Return the seconds of F and B of a layer, of the embedding, and of the head, on a GPU."""
+        network = self.cluster.network(choice.gpus_per_device)
+        return stage_seconds(self._shard(choice), gpu, None, network).parts
+
+    def check_shards(self, choice: PlanChoice) -> None:
+        """Raise a `PipeError` if a transformer cannot be divided as a choice says."""
+        microbatch_shards(self._shard(choice), None, choice.n_slices)
+        self.cluster.network(choice.gpus_per_device)
+
+    def expert_replicas(self, choice: PlanChoice) -> int:
+        """Return the number of replicas that together have all experts of a transformer."""
+        return self._shard(choice).expert_replicas
+
+    def _shard(self, choice: PlanChoice) -> Shard:
+        """Return the share of one GPU of a transformer."""
+        return check_type("model", self.model, Transformer).shard(
+            flash_attention=self.flash_attention,
+            scatter_gather=self.scatter_gather,
+            fused_loss=self.fused_loss,
+            **choice.shard_options,
+        )
+
+    def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
+        """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.
+
+        Replicas of a device on several kinds of GPUs, and a device of several, have the one that
+        takes the most seconds for F and B of a layer.
+        """
+        if not self.cluster.is_mixed:
+            return (0,) * choice.pipeline_parallel
+        if isinstance(self.model, Layers):
+            seconds = (0.0,) * len(self.cluster.gpus)
+        else:
+            seconds = tuple(self.parts(choice, gpu)[0] for gpu in self.cluster.gpus)
+        return slowest_kinds(self._kinds(choice), seconds)
+
+    def _kinds(self, choice: PlanChoice) -> tuple[tuple[int, ...], ...]:
+        """Return the different GPUs of each device, in all replicas."""
+        return kinds_of_devices(
+            self.cluster, choice.gpus_per_device, choice.pipeline_parallel, choice.data_parallel,
+            self.layout,
+        )  # fmt: skip
+
+    def schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
+        """Return the schedule of a choice, ordered for its costs if the schedule takes costs."""
+        options = self.options(choice)
+        if choice.ordered_for_costs:
+            options["costs"] = costs
+        return named_schedule(
+            choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **options
+        )
+
+    def options(self, choice: PlanChoice) -> dict[str, Any]:
+        """Return the options of the schedule of a choice, without its costs."""
+        return schedule_options(schedule_info(choice.schedule), choice.n_chunks, choice.n_slices)
+
+    def takes_costs(self, name: str) -> bool:
+        """Return whether a schedule orders its tasks for costs."""
+        return "costs" in schedule_info(name).options
+
+    def chunks_of(self, name: str, n_devices: int, n_slices: int) -> int | None:
+        """Return the number of stages of each device; None if a schedule takes any."""
+        if "n_chunks" in schedule_info(name).options:
+            return None
+        return order_facts(name, n_devices, 1, n_slices).schedule.n_stages // n_devices
+
+    def graph(self, choice: PlanChoice, schedule: Schedule, costs: Costs) -> TaskGraph:
+        """Return the task graph of all replicas.
+
+        If the schedule pairs F and B, exchanges of experts are tasks, which run behind the other
+        half of a pair. Otherwise they are part of F, B and I.
+        """
+        experts: dict[str, Any] = {}
+        if hides_exchanges(choice):
+            experts = {
+                "expert_layers": costs.expert_layers, "expert_replicas": costs.expert_replicas
+            }  # fmt: skip
+        return lower(
+            schedule,
+            n_replicas=choice.data_parallel,
+            shard_optimizer=choice.shard_optimizer,
+            layout=self.layout,
+            shard_parameters=choice.shard_parameters,
+            offload=choice.offload,
+            **experts,
+        )
+
+    def device_limits(self, choice: PlanChoice) -> list[float]:
+        """Return the most bytes of each device of the pipeline, on its smallest GPU."""
+        if self.memory_limit is not None:
+            return [self.memory_limit] * choice.pipeline_parallel
+        if not self.cluster.is_mixed:
+            return [self.cluster.memory] * choice.pipeline_parallel
+        return least_bytes(self.cluster, self._kinds(choice))
+
+    def limits(self, choice: PlanChoice) -> list[float]:
+        """Return the most bytes of each device of all replicas, for `pipesim.simulate`."""
+        own = self.device_limits(choice)
+        devices = replica_devices(choice.data_parallel, len(own), self.layout)
+        limits = np.empty(devices.size)
+        limits[devices] = own
+        return [float(limit) for limit in limits]
+
+
+def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) -> Costs:
+    """Return costs whose stage s has the values of ``costs[which[s]]``, and GPUs this peak."""
+    values: dict[str, Any] = {}
+    for column in fields(Costs):
+        rows = [getattr(x, column.name) for x in costs]
+        if isinstance(rows[0], tuple) and len(rows[0]) == len(which) and rows[0] and (
+            isinstance(rows[0][0], float) or column.name == "segments"
+        ):  # fmt: skip
+            values[column.name] = tuple(rows[k][stage] for stage, k in enumerate(which))
+    work = costs[0].work
+    if work is not None:
+        work = replace(work, peak_flops=peak, memory=None, settings=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CostsWarning)
+        return replace(costs[0], **values, workload=work)
+
+
+# GPUs of a pipeline on a mixed cluster: the slowest, the smallest, and their mean peak.
+
+
+@lru_cache(maxsize=4096)
+def kinds_of_devices(
+    cluster: Cluster, tensor_parallel: int, p: int, dp: int, layout: Layout
+) -> tuple[tuple[int, ...], ...]:
+    """Return, for each device of a pipeline, its different GPUs in all replicas.
+
+    They are indices into ``cluster.gpus``.
+    """
+    kinds = cluster.gpu_numbers(tensor_parallel)
+    devices = replica_devices(dp, p, layout)
+    return tuple(
+        tuple(sorted({kind for device in column for kind in kinds[device]}))
+        for column in devices.T.tolist()
+    )
+
+
+def slowest_kinds(
+    kinds: tuple[tuple[int, ...], ...], seconds: tuple[float, ...]
+) -> tuple[int, ...]:
+    """Return the GPU of each device that takes the most seconds, of ``seconds`` for each GPU."""
+    return tuple(max(own, key=seconds.__getitem__) for own in kinds)
+
+
+def least_bytes(cluster: Cluster, kinds: tuple[tuple[int, ...], ...]) -> list[float]:
+    """Return the usable bytes of the smallest GPU of each device."""
+    usable = [cluster.usable_bytes(gpu) for gpu in cluster.gpus]
+    return [min(usable[kind] for kind in own) for own in kinds]
+
+
+def mean_peak(cluster: Cluster) -> float | None:
+    """Return the mean peak of all GPUs (FLOP/s); None if that of one is unknown."""
+    peaks = [group.gpu.peak for group in cluster.groups]
+    if None in peaks:
+        return None
+    rows = zip(cluster.groups, peaks, strict=True)
+    return math.fsum(group.n_gpus * (peak or 0.0) for group, peak in rows) / cluster.n_gpus
+
+
+T = TypeVar("T")
+
+
+class Cache:
+    """Values by key. With more than ``most`` of them, the oldest are dropped."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._values: dict[Hashable, object] = {}
+        self._most = most
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a key, made at its first use; it has the same type at each use."""
+        values = self._values
+        if key not in values:
+            while self._most is not None and len(values) >= self._most:
+                del values[next(iter(values))]
+            values[key] = make()
+        return values[key]  # type: ignore[return-value]  # of this key

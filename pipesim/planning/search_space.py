@@ -1,0 +1,463 @@
+"""`SearchSpace`: the values that a plan may choose for each parameter, and its configurations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from pipesim.costs.layer_split import checked_split
+from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
+from pipesim.graph.options import StageOffload, checked_offload
+from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
+from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.planning import possible_settings as default_values
+from pipesim.planning.choice import (
+    Evaluation,
+    PlanChoice,
+    invalid,
+    microbatches_text,
+    order_facts,
+    partial_choice,
+    schedule_options,
+    takes_slices,
+    with_settings,
+)
+from pipesim.planning.plan_evaluator import Evaluator
+from pipesim.planning.plan_tables import SETTINGS
+from pipesim.planning.possible_settings import (
+    FeatureReasons,
+    context_reason,
+    setting_reason,
+    tensor_reason,
+)
+from pipesim.planning.problem import PlanProblem
+from pipesim.scheduling.registry import schedule_info
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Values of each parameter; None for all sensible ones.
+
+    Attributes are those of `pipesim.plan`, each a tuple.
+    """
+
+    tensor_parallel: tuple[int, ...] | None = None
+    pipeline_parallel: tuple[int, ...] | None = None
+    data_parallel: tuple[int, ...] | None = None
+    microbatch_size: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] | None = None
+    n_chunks: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    shard_optimizer: tuple[bool, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+    context_parallel: tuple[int, ...] | None = None
+    expert_parallel: tuple[int, ...] | None = None
+    shard_parameters: tuple[ShardParameters, ...] | None = None
+    offload: tuple[str, ...] | None = None
+    n_slices: tuple[int, ...] | None = None
+
+    @classmethod
+    def checked(cls, **values: Any) -> SearchSpace:
+        """Return the space of values that are fixed, listed, or None."""
+        checks = {
+            "schedules": _schedule, "recompute": lambda _, x: check_name("recompute", x, RECOMPUTE),
+            "shard_optimizer": check_flag, "sequence_parallel": check_flag,
+            "shard_parameters": lambda _, x: checked_shard_parameters(x), "offload": _offload,
+        }  # fmt: skip
+        return cls(
+            **{
+                name: None if value is None else _listed(name, value, checks.get(name, check_count))
+                for name, value in values.items()
+            }
+        )
+
+    def measured_size(self, problem: PlanProblem) -> int | None:
+        """Return the sequences of the micro-batch of measured layers; None for a transformer."""
+        if isinstance(problem.model, Transformer):
+            return None
+        sizes = self.microbatch_size or (1,)
+        if len(sizes) > 1:
+            raise ArgumentError(
+                f"microbatch_size must be one value, got {sizes!r:.60}: layers were measured with "
+                "micro-batches of one size; plan once for the measurement of each size"
+            )
+        return sizes[0]
+
+    def choices(self, problem: PlanProblem) -> tuple[list[PlanChoice], list[Evaluation]]:
+        """Return all configurations without their splits, and the combinations that are invalid."""
+        listing = Listing(self, problem)
+        listing.fill()
+        return listing.choices, listing.invalid
+
+
+def _schedule(_: str, name: object) -> str:
+    """Return the name of a schedule that a plan can use."""
+    info = schedule_info(name)
+    n_slices = 4 if takes_slices(info.name) else 1
+    options = schedule_options(info, 2, n_slices)
+    counts = ((p, m * n_slices) for p in (2, 4, 1, 3) for m in range(p, 2 * p + 1))
+    devices = next((p for p, m in counts if info.allows(p, m, **options)), None)
+    if devices is not None:
+        order_facts(info.name, devices, 2, n_slices)
+    return info.name
+
+
+def _offload(name: str, value: object) -> str:
+    """Return the text of one value of ``offload`` that holds for all stages."""
+    if isinstance(value, str) and "/" in value:
+        raise ArgumentError(
+            f"{name}={value!r:.60} has a value a stage, and a plan has pipelines of several "
+            'depths; give values for all stages, such as "longest:0.5"'
+        )
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ArgumentError(f"{name} must be one value or a list of values, got {value!r:.60}")
+    checked = checked_offload(value, 1)  # type: ignore[arg-type]  # it checks the type
+    assert isinstance(checked, StageOffload)  # for mypy
+    return checked.text
+
+
+def _listed(name: str, value: Any, check: Any) -> tuple[Any, ...]:
+    """Return one value, or the values of a list, checked."""
+    if isinstance(value, (str, bool, int)) or not isinstance(value, Iterable):
+        value = [value]
+    values = check_list(name, value, "one value or a list")
+    if not values:
+        raise ArgumentError(f"{name} is empty; give a value, or None for all sensible ones")
+    return tuple(dict.fromkeys(check(name, x) for x in values))
+
+
+@dataclass
+class Listing:
+    """Configurations of a space, and those that are invalid.
+
+    Attributes
+    ----------
+    space, problem
+        Values of each parameter; model, cluster and batch.
+    choices
+        Configurations without their splits.
+    invalid
+        Combinations that are ruled out, with their reasons.
+    """
+
+    space: SearchSpace
+    problem: PlanProblem
+    choices: list[PlanChoice] = field(default_factory=list)
+    invalid: list[Evaluation] = field(default_factory=list)
+    _reasons: set[tuple[object, ...]] = field(default_factory=set)
+    _replicas: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._features = FeatureReasons(self.problem)
+
+    def fill(self) -> None:
+        """List all combinations."""
+        n_gpus = self.problem.cluster.n_gpus
+        for tp in self.space.tensor_parallel or default_values.tensor_sizes(self.problem):
+            reason = tensor_reason(self.problem, tp)
+            if reason or n_gpus % tp:
+                reason = reason or f"{n_gpus} GPUs do not divide by tensor_parallel={tp}"
+                self._rule_out(reason, tensor_parallel=tp)
+                continue
+            for cp in self.space.context_parallel or (1,):
+                self._fill_device(tp, cp)
+        self._rule_out_replicas()
+
+    def _fill_device(self, tp: int, cp: int) -> None:
+        """List the configurations whose devices have these sizes."""
+        n_gpus = self.problem.cluster.n_gpus
+        reason = context_reason(self.problem, tp, cp)
+        if reason or n_gpus % (tp * cp):
+            reason = reason or f"{n_gpus} GPUs do not divide by {_sizes(tp, cp)}"
+            self._rule_out(reason, tensor_parallel=tp, context_parallel=cp)
+            return
+        depths = self.space.pipeline_parallel
+        for pp in depths or default_values.depths(self.problem, n_gpus // (tp * cp)):
+            self._fill_depth(tp, cp, pp)
+
+    def _rule_out_replicas(self) -> None:
+        """Rule out numbers of replicas that no sizes of the other kinds of parallelism make."""
+        names = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+        fixed = [f"{x}={' or '.join(map(str, v))}" for x in names if (v := getattr(self.space, x))]
+        condition = f"with {' and '.join(fixed)}, " if fixed else ""
+        possible = ", ".join(map(str, sorted(self._replicas)))
+        replicas = "replica" if self._replicas == {1} else "replicas"
+        for dp in self.space.data_parallel or ():
+            if self._replicas and dp not in self._replicas:
+                n_gpus = self.problem.cluster.n_gpus
+                reason = f"{condition}{n_gpus} GPUs can make {possible} {replicas}"
+                self._rule_out(f"data_parallel={dp}: {reason}", data_parallel=dp)
+
+    def _fill_depth(self, tp: int, cp: int, pp: int) -> None:
+        """List the configurations with these sizes."""
+        n_gpus, batch = self.problem.cluster.n_gpus, self.problem.global_batch
+        sizes = {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp}
+        if n_gpus % (tp * cp * pp):
+            reason = f"{n_gpus} GPUs do not divide by {_sizes(tp, cp)} x pipeline_parallel={pp}"
+            self._rule_out(reason, **sizes)
+            return
+        dp = n_gpus // (tp * cp * pp)
+        self._replicas.add(dp)
+        if self.space.data_parallel is not None and dp not in self.space.data_parallel:
+            return
+        sizes["data_parallel"] = dp
+        if batch % dp:
+            self._rule_out(f"{dp} replicas do not divide global_batch={batch}", **sizes)
+            return
+        counts = self.space.microbatch_size
+        for size in counts or default_values.sequence_counts(self.problem, batch // dp):
+            if (batch // dp) % size:
+                self._rule_out(
+                    f"microbatch_size={size} does not divide the {batch // dp} sequences of a "
+                    f"replica (global_batch={batch}, {dp} replicas)",
+                    **sizes, microbatch_size=size,
+                )  # fmt: skip
+                continue
+            for name, chunks, slices in self._orders(pp):
+                self._fill_order(PlanChoice(
+                    tp, pp, dp, size, batch // dp // size, name, chunks, "none", False, False, (),
+                    context_parallel=cp, n_slices=slices,
+                ))  # fmt: skip
+
+    def _fill_order(self, base: PlanChoice) -> None:
+        """List the configurations with one schedule."""
+        info = schedule_info(base.schedule)
+        n_layers = self.problem.n_layers
+        if base.n_stages > max(n_layers, 1) + 1:
+            reason = (
+                f"{n_layers} layers are too few for {base.n_stages} stages, of which each device "
+                f"has n_chunks={base.n_chunks}"
+            )
+            self.invalid.append(invalid(base, reason))
+            return
+        options = self.problem.options(base)
+        if not info.allows(base.pipeline_parallel, base.n_scheduled, **options):
+            what = "slices" if base.n_slices > 1 else "micro-batches"
+            reason = (
+                f"{base.schedule} takes {info.counts.text}; got {base.pipeline_parallel} devices "
+                f"and {base.n_scheduled} {what}" + f" (n_slices={base.n_slices})" * (what[0] == "s")
+            )
+            self.invalid.append(invalid(base, reason))
+            return
+        if reason := setting_reason(self.problem, base):
+            self.invalid.append(invalid(base, reason))
+            return
+        for choice in self._variants(base):
+            reason, names = self._features.reason(choice)
+            if reason:
+                settings = {name: getattr(choice, name) for name in names}
+                self._rule_out_once(partial_choice(**settings), reason)
+            elif reason := setting_reason(self.problem, choice):
+                mode = "" if choice.sequence_parallel else choice.recompute
+                fact = partial_choice(
+                    tensor_parallel=base.tensor_parallel, recompute=mode,
+                    sequence_parallel=choice.sequence_parallel,
+                )  # fmt: skip
+                self._rule_out_once(fact, reason)
+            else:
+                self.choices.append(choice)
+
+    def _variants(self, base: PlanChoice) -> Iterator[PlanChoice]:
+        """Yield configurations with the same order that differ in their other settings."""
+        space, dp = self.space, base.data_parallel
+        sizes = space.expert_parallel or default_values.expert_sizes(
+            self.problem, base.context_parallel, dp
+        )
+        values = itertools.product(
+            space.recompute or default_values.recomputes(self.problem),
+            self._flags("shard_optimizer", dp > 1),
+            self._flags("sequence_parallel", self._splits_sequence(base.tensor_parallel)),
+            sizes,
+            space.shard_parameters or ("none",),
+            space.offload or ("none",),
+        )
+        sharded_alone = space.shard_optimizer is None or False in space.shard_optimizer
+        for recompute, shard, sequence, experts, parameters, offload in values:
+            if shard and parameters != "none" and sharded_alone:
+                continue  # listed with shard_optimizer=False
+            yield with_settings(
+                base, recompute=recompute, shard_optimizer=shard, sequence_parallel=sequence,
+                expert_parallel=experts, shard_parameters=parameters, offload=offload,
+            )  # fmt: skip
+
+    def _rule_out(self, reason: str, **settings: int) -> None:
+        """Add a combination that is invalid."""
+        self.invalid.append(invalid(partial_choice(**settings), reason))
+
+    def _rule_out_once(self, choice: PlanChoice, reason: str) -> None:
+        """Add a combination that is invalid, unless the list has it."""
+        if (choice, reason) not in self._reasons:
+            self._reasons.add((choice, reason))
+            self.invalid.append(invalid(choice, reason))
+
+    def _splits_sequence(self, tp: int) -> bool:
+        """Return whether tensors may be split along the sequence, if that is fixed or possible."""
+        model = self.problem.model
+        if not isinstance(model, Transformer) or tp == 1:
+            return False
+        return self.space.sequence_parallel is not None or model.sequence_length % tp == 0
+
+    def _flags(self, name: str, applies: bool) -> tuple[bool, ...]:
+        """Return the values of a flag; False where it does not apply."""
+        values: tuple[bool, ...] | None = getattr(self.space, name)
+        return (values or (False, True)) if applies else (False,)
+
+    def _orders(self, pp: int) -> Iterator[tuple[str, int, int]]:
+        """Yield schedules, their numbers of chunks and slices."""
+        counts = self.space.n_slices or (1,)
+        for name in self._names(pp, counts):
+            slices = [n for n in counts if (n > 1) == takes_slices(name)]
+            if not slices:
+                self._rule_out_slices(name, counts)
+            for n in slices:
+                for chunks in self._chunks(name, pp, n):
+                    yield name, chunks, n
+
+    def _names(self, pp: int, counts: Sequence[int]) -> Sequence[str]:
+        """Return the schedules; without stages to order, 1F1B alone, and Seq1F1B of slices."""
+        whole = default_values.SCHEDULES if 1 in counts else ()
+        sliced = default_values.SLICED if max(counts) > 1 else ()
+        names = self.space.schedules or (*whole, *sliced)
+        if pp > 1:
+            return names
+        for single in ("1f1b", "seq1f1b"):
+            if single in names:
+                is_sliced = takes_slices(single)
+                names = tuple(x for x in names if x == single or takes_slices(x) != is_sliced)
+        return names
+
+    def _rule_out_slices(self, name: str, counts: Sequence[int]) -> None:
+        """Rule out a schedule that takes none of some numbers of slices."""
+        values = ", ".join(map(str, counts))
+        reason = f"{name} runs whole sequences, got n_slices={values}; take seq1f1b or slimpipe"
+        if takes_slices(name):
+            text = "" if self.space.n_slices is None else f", got n_slices={values}"
+            reason = f"{name} runs slices of sequences{text}; give such as n_slices=[2, 4]"
+        self._rule_out_once(partial_choice(schedule=name), reason)
+
+    def _chunks(self, name: str, pp: int, n_slices: int) -> Sequence[int]:
+        """Return the numbers of chunks of a schedule that are listed, or by default sensible."""
+        try:
+            chunks = self.problem.chunks_of(name, pp, n_slices)
+        except ArgumentError as error:  # too few or too many devices
+            self._rule_out_once(partial_choice(pipeline_parallel=pp, schedule=name), str(error))
+            return ()
+        if chunks is None:
+            return self.space.n_chunks or default_values.chunk_counts(self.problem, pp)
+        if self.space.n_chunks is None or chunks in self.space.n_chunks:
+            return (chunks,)
+        stages = "1 stage" if chunks == 1 else f"{chunks} stages"
+        values = ", ".join(map(str, self.space.n_chunks))
+        reason = f"{name} has {stages} a device, got n_chunks={values}"
+        fact = partial_choice(pipeline_parallel=pp, schedule=name, n_chunks=chunks)
+        self._rule_out_once(fact, reason)
+        return ()
+
+
+def _sizes(tp: int, cp: int) -> str:
+    """Return the sizes of a device as a product."""
+    text = f"tensor_parallel={tp}"
+    return text if cp == 1 else f"{text} x context_parallel={cp}"
+
+
+# A configuration from its settings, checked as those of a search.
+
+_DEFAULTS: Mapping[str, Any] = {
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "data_parallel": None,
+    "microbatch_size": 1,
+    "schedule": "1f1b",
+    "n_chunks": None,
+    "recompute": "none",
+    "shard_optimizer": False,
+    "sequence_parallel": False,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+    "shard_parameters": "none",
+    "offload": "none",
+    "n_slices": 1,
+}
+_COUNTS = (
+    "tensor_parallel", "pipeline_parallel", "data_parallel", "microbatch_size", "n_microbatches",
+    "n_chunks", "context_parallel", "expert_parallel", "n_slices",
+)  # fmt: skip
+
+
+def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoice:
+    """Return the configuration of settings; see `Plans.choice`."""
+    for name in settings:
+        check_name("setting of a configuration", name, SETTINGS)
+    single = {**_DEFAULTS, **settings}
+    n_microbatches, layers = (single.pop(x, None) for x in ("n_microbatches", "layers_per_stage"))
+    ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs", False))
+    for name, value in single.items():
+        may_be_missing = name in ("data_parallel", "n_chunks")
+        is_value = isinstance(value, (str, bool, Real))
+        if not is_value and not (value is None and may_be_missing):
+            raise ArgumentError(f"{name} must be one value, got {value!r:.60}")
+    schedules = single.pop("schedule")
+    if "microbatch_size" not in settings and problem.measured_size is not None:
+        single["microbatch_size"] = problem.measured_size
+    choices, ruled_out = SearchSpace.checked(schedules=schedules, **single).choices(problem)
+    if not choices:
+        raise ArgumentError(f"no such configuration: {ruled_out[0].reason}")
+    if len(choices) > 1:
+        raise ArgumentError(f"n_chunks is missing: {schedules} takes any number of chunks")
+    choice = replace(choices[0], ordered_for_costs=ordered)
+    if ordered and not problem.takes_costs(choice.schedule):
+        raise ArgumentError(f"ordered_for_costs=True, but {choice.schedule} takes no costs")
+    if n_microbatches is not None and choice.n_microbatches != check_count(
+        "n_microbatches", n_microbatches
+    ):
+        replicas = "replica" if choice.data_parallel == 1 else "replicas"
+        raise ArgumentError(
+            f"n_microbatches={n_microbatches}, but global_batch={problem.global_batch} on "
+            f"{choice.data_parallel} {replicas} is {microbatches_text(choice)}; leave "
+            "n_microbatches out"
+        )
+    return _with_layers(problem, choice, layers)
+
+
+def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> PlanChoice:
+    """Return a configuration with these layers of each stage; balanced ones for None."""
+    if layers is None:
+        balanced = Evaluator(problem).with_split(choice)
+        if balanced is None:
+            raise ArgumentError(
+                f"{problem.n_layers} layers are too few for {choice.n_stages} stages"
+            )
+        return balanced
+    name = "layers_per_stage"
+    sizes = checked_split(layers, problem.n_layers, name, ends_may_be_empty=True)
+    if len(sizes) != choice.n_stages:
+        raise ArgumentError(
+            f"{name} has {len(sizes)} stages; pipeline_parallel={choice.pipeline_parallel} and "
+            f"n_chunks={choice.n_chunks} make {choice.n_stages}"
+        )
+    return replace(choice, layers_per_stage=sizes)
+
+
+def checked_choice(problem: PlanProblem, choice: PlanChoice) -> PlanChoice:
+    """Return a configuration without settings that do not apply, such as sharing by one replica."""
+    settings = {name: getattr(choice, name) for name in SETTINGS}
+    for name in _COUNTS:
+        check_count(name, settings[name])
+    batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
+    if batch != problem.global_batch:
+        raise ArgumentError(
+            f"the configuration has {choice.data_parallel} replicas of {choice.n_microbatches} "
+            f"micro-batches of {choice.microbatch_size} sequences, which are {batch}; the "
+            f"plan's global_batch is {problem.global_batch}"
+        )
+    if choice.n_gpus != problem.cluster.n_gpus:
+        sizes = [choice.tensor_parallel, choice.pipeline_parallel, choice.data_parallel]
+        sizes[1:1] = [choice.context_parallel] * (choice.context_parallel > 1)
+        raise ArgumentError(
+            f"the configuration has {choice.n_gpus} GPUs ({' x '.join(map(str, sizes))}); the "
+            f"plan's cluster has {problem.cluster.n_gpus}, and all are used"
+        )
+    return named_choice(problem, settings)

@@ -1,0 +1,364 @@
+"""Timelines as tables of their tasks and settings, and as CSV files.
+
+The graph is built from a table again. CSV and Parquet files and Arrow tables have this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import HOSTS, from_text, hosts_text, shares_text, tied_text, to_text
+from pipesim.graph.skips import skip_from_text, skip_text
+from pipesim.graph.tasks import StreamKind, Tasks
+from pipesim.graph.verify import verify
+from pipesim.ops import OF_STAGES, Action, Op
+from pipesim.scheduling.schedule import VERSIONS
+from pipesim.timeline.timeline import COLUMNS, Timeline
+from pipesim.utils.files import check_path, read_text, write_text
+from pipesim.utils.texts import (
+    CHECKSUM,
+    checksum,
+    checksum_mismatch,
+    csv_rows,
+    parse_float,
+    parse_int,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+#: Settings that are one of a few texts. A setting is left out if it is the first of them.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "rendezvous": ("False", "True"),
+    "hosts": HOSTS,
+    "weight_versions": VERSIONS,
+    "portals": ("True", "False"),
+    "host_threads": ("False", "True"),
+    "forward_only": ("False", "True"),
+}
+_FLAGS = ("rendezvous", "portals", "host_threads", "forward_only")
+#: Settings that are counts. A setting is left out if it is this one.
+COUNTS = {"n_batches": 1, "n_slices": 1, "prefetch": 1, "expert_replicas": 0}
+#: Options of a graph that its tasks do not show.
+SETTINGS = (*_CHOICES, *COUNTS, "grad_sync", "skips", "tied", "offload_shares")
+#: Columns of integers that may be missing, and their values then.
+OPTIONAL = {"replica": 0, "overlapped": 0, "peer_stage": -1, "part": -1}
+#: Columns of integers, and of floats.
+INTEGERS = ("device", "stage", "microbatch", *OPTIONAL)
+SECONDS_AND_BYTES = ("start", "end", "nbytes", "issued")
+
+
+def to_rows(timeline: Timeline) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return the tasks of a timeline, and the settings of its graph as texts.
+
+    Returns
+    -------
+    pandas.DataFrame
+        `Timeline.all_rows`, and ``issued`` if it is known, in `COLUMNS` and further columns.
+    dict
+        Text of each of `SETTINGS` that is not the default.
+    """
+    rows, graph = timeline.all_rows(), timeline.graph
+    texts = {
+        "rendezvous": str(graph.rendezvous),
+        "hosts": hosts_text(graph.host),
+        "weight_versions": graph.weight_versions,
+        "portals": str(graph.portals),
+        "host_threads": str(graph.host_threads),
+        "forward_only": str(graph.forward_only),
+    }
+    settings = {name: text for name, text in texts.items() if text != _CHOICES[name][0]}
+    if graph.grad_sync != "last":
+        settings["grad_sync"] = to_text(graph.grad_sync)
+    for name, usual in COUNTS.items():
+        if getattr(graph, name) != usual:
+            settings[name] = str(getattr(graph, name))
+    if graph.skips:
+        settings["skips"] = " ".join(map(skip_text, graph.skips))
+    if graph.tied:
+        settings["tied"] = tied_text(graph.tied).replace(",", " ")
+    if graph.options.offload_shares:
+        settings["offload_shares"] = shares_text(graph.options.offload_shares)
+    if timeline.issued is not None:
+        rows["issued"] = timeline.issued
+    elif timeline.issue_times.any():
+        rows["issued"] = timeline.issue_times
+    return rows, settings
+
+
+def from_rows(
+    rows: pd.DataFrame, settings: Mapping[str, str], *, costs: Costs | None, name: str
+) -> Timeline:
+    """Return the timeline of tasks and settings: check them, and build the graph.
+
+    Parameters
+    ----------
+    rows
+        As `to_rows` returns them; further columns are ignored. The index numbers the rows in error
+        messages, after its name.
+    settings
+        As `to_rows` returns them.
+    costs, name
+        As in `Timeline`.
+
+    Raises
+    ------
+    TimelineError
+        For a missing column or task, and the first row with an impossible value.
+    PipeError
+        For settings and tasks that make no graph that could run.
+    """
+    check_shape(rows)
+    for column, value in OPTIONAL.items():
+        if column not in rows:
+            rows = rows.assign(**{column: value})
+    _check_columns(rows)
+    tasks = _tasks(rows)
+    options = _options(settings)
+    check_all_tasks(tasks, options["n_batches"], options["forward_only"])
+    graph = TaskGraph.wire(
+        tasks,
+        name=name,
+        **options,
+        recompute="some" if (tasks.op == Op.R).any() else "never",
+        overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
+    )
+    verify(graph)
+    start, end, nbytes, *issued = (
+        rows[column].to_numpy(np.float64, copy=True)  # read-only arrays are another type for numba
+        for column in SECONDS_AND_BYTES
+        if column in rows
+    )
+    return Timeline(graph, start, end, nbytes, costs, issued=issued[0] if issued else None)
+
+
+def check_shape(rows: pd.DataFrame) -> None:
+    """Raise `TimelineError` unless a table has all `COLUMNS`, and rows."""
+    missing = [column for column in COLUMNS if column not in rows]
+    if missing:
+        near = suggestion(missing[0], map(str, rows.columns))
+        raise TimelineError(f"column {missing[0]!r} is missing{near}")
+    if rows.empty:
+        raise TimelineError("it has no rows")
+
+
+def _check_columns(rows: pd.DataFrame) -> None:
+    """Raise `TimelineError` for the first row with an impossible value, column by column."""
+    check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
+    check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
+    for column in ("device", "stage", "microbatch", "replica"):
+        whole_stage = (column == "microbatch") & rows["op"].isin([op.name for op in OF_STAGES])
+        in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
+        check_rows(rows, in_range, f"has no valid {column}")
+    check_rows(rows, rows["overlapped"].isin([0, 1]), "has no valid overlapped")
+    in_range = (rows["peer_stage"] >= -1) & (rows["peer_stage"] <= rows["stage"].max())
+    check_rows(rows, in_range, "has no valid peer_stage")
+    check_rows(rows, ~np.isinf(rows["start"]), "has an infinite start")
+    ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
+    check_rows(
+        rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or has an infinite end"
+    )
+    check_rows(rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes")
+    if "issued" in rows:
+        in_range = rows["issued"].isna() | (np.isfinite(rows["issued"]) & (rows["issued"] >= 0))
+        check_rows(rows, in_range, "has no valid issued")
+
+
+def _tasks(rows: pd.DataFrame) -> Tasks:
+    """Return the tasks of a table whose columns were checked; check and convert its streams."""
+    streams = rows["stream"].map(StreamKind.code)  # integers of any size, until they are checked
+    last = StreamKind.recv(rows["device"].max())
+    check_rows(rows, streams <= last, "names a stream of no device")
+    streams = streams.astype(np.int64)
+    in_range = StreamKind.peer(streams.to_numpy()) <= rows["device"].max()
+    check_rows(rows, in_range, "names a stream of no device")
+    return Tasks(
+        op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
+        device=rows["device"].to_numpy(np.int64),
+        stage=rows["stage"].to_numpy(np.int64),
+        microbatch=rows["microbatch"].to_numpy(np.int64),
+        stream=streams.to_numpy(),
+        replica=rows["replica"].to_numpy(np.int64),
+        overlapped=rows["overlapped"].to_numpy(np.int64),
+        peer_stage=rows["peer_stage"].to_numpy(np.int64),
+        part=rows["part"].to_numpy(np.int64),
+    )
+
+
+def _options(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options that a graph was lowered with and that its tasks do not show."""
+    options: dict[str, Any] = dict(settings)
+    for name, values in _CHOICES.items():
+        options.setdefault(name, values[0])
+        if name != "hosts":  # hosts may be a list, and are checked with the graph
+            check_name(name, options[name], values)
+    for name, usual in COUNTS.items():
+        text = options.get(name, str(usual))
+        count = parse_int(text)
+        if count is None:
+            raise TimelineError(f"{name} is no number but {text!r}")
+        options[name] = check_count(name, count, int(name in ("n_batches", "n_slices")))
+    options["grad_sync"] = from_text(options.get("grad_sync", "last"))  # checked with the graph
+    options["skips"] = [skip_from_text(text) for text in options.get("skips", "").split()]
+    options["tied"] = options.get("tied", "").split()  # checked with the graph
+    return options | {name: options[name] == "True" for name in _FLAGS}
+
+
+def _is_stream(name: object) -> bool:
+    """Return whether a text is the name of a stream."""
+    try:
+        return StreamKind.name(StreamKind.code(str(name))) == name
+    except (KeyError, ValueError):
+        return False
+
+
+def check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
+    """Raise `TimelineError` if a task is missing, such as in a file that was cut between lines."""
+    replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
+    shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
+    expected = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
+    rows = tasks.microbatch >= 0
+    expected[replica[rows], 0, tasks.microbatch[rows]] = True
+    expected[:, 0, ~expected.any(axis=(0, 1))] = True  # of no replica: missing in all of them
+    for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W))[: 1 if forward_only else 3]:
+        exists = np.zeros(shape, dtype=bool)
+        rows = np.isin(tasks.op, ops)
+        exists[replica[rows], tasks.stage[rows], tasks.microbatch[rows]] = True
+        for _, stage, microbatch in np.argwhere(~exists & expected):
+            raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
+    if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
+        raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
+    n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
+    if n_steps not in (0, stages):
+        raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")
+
+
+def check_rows(rows: pd.DataFrame, good: pd.Series[bool] | NDArray[np.bool_], problem: str) -> None:
+    """Raise `TimelineError` for the first row that is not good, with its number in the index."""
+    bad = np.flatnonzero(~np.asarray(good, dtype=bool))
+    if len(bad):
+        values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
+        raise TimelineError(f"{rows.index.name} {rows.index[bad[0]]} ({values}) {problem}")
+
+
+# CSV files: tasks, settings of their graph as columns, and a checksum
+
+#: Line of the first task in a file.
+_FIRST_LINE = 2
+
+
+def save(timeline: Timeline, path: Path | str) -> None:
+    """Write a timeline; see `Timeline.save`."""
+    path = check_path("path", path, "write")
+    rows, settings = to_rows(timeline)
+    issued = [rows.pop("issued")] if "issued" in rows else []
+    rows = rows.assign(**settings)
+    for column in issued:
+        rows["issued"] = column
+    write_text(path, _signed(rows.to_csv(index=False)))
+
+
+def _signed(text: str) -> str:
+    """Return a CSV with a column for its checksum, which the first row has; others are empty."""
+    index = len(COLUMNS)
+    lines = [line.split(",", index) for line in text.removesuffix("\n").split("\n")]
+    column = [CHECKSUM, checksum(text), *[""] * (len(lines) - 2)]
+    for line, value in zip(lines, column, strict=True):
+        line.insert(index, value)
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+def _table(text: str) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a CSV; rows are as long as the header."""
+    lines = [(line, cells) for line, cells in csv_rows(text) if cells]
+    if not lines:
+        raise TimelineError("it is empty")
+    (_, header), *rows = lines
+    for name in header:
+        if header.count(name) > 1:
+            raise TimelineError(f"column {name!r} occurs twice; give it once")
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise TimelineError(
+                f"line {line}: {len(cells)} values for {len(header)} columns; give one a column"
+            )
+    return header, [cells for _, cells in rows]
+
+
+def _check_checksum(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Raise `TimelineError` if the file has a checksum that does not match its content."""
+    if CHECKSUM not in header:
+        return
+    index = header.index(CHECKSUM)
+    signature = "".join(row[index] for row in rows)
+    text = "".join(",".join([*row[:index], *row[index + 1 :]]) + "\n" for row in (header, *rows))
+    if signature and signature != checksum(text):
+        raise TimelineError(checksum_mismatch("it", f"empty its column {CHECKSUM!r}"))
+
+
+def is_header(line: str) -> bool:
+    """Return whether the first line of a text is that of a saved timeline."""
+    cells = [cell.strip() for cell in line.split(",")]
+    return cells[0] == COLUMNS[0] or "stream" in cells
+
+
+def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
+    """Read a timeline; see `Timeline.load`."""
+    path = check_path("path", path)
+    text = read_text(path, "a timeline from", TimelineError)
+    if not text.endswith("\n"):
+        raise TimelineError(f"{path} is no whole timeline: its last line was cut")
+    try:
+        header, rows = _table(text)
+        frame = _frame(header, rows)
+        timeline = from_rows(frame, _settings(frame), costs=costs, name=name or path.stem)
+        _check_checksum(header, rows)  # last: an error that names a cell is more helpful
+    except (PipeError, ValueError) as error:
+        raise TimelineError(f"{path} is no whole timeline: {error}") from error
+    return timeline
+
+
+def _frame(header: list[str], cells: list[list[str]]) -> pd.DataFrame:
+    """Return a table with its columns of numbers converted, and lines of the file as index."""
+    from pipesim.utils.packages import pandas as pd
+
+    rows = pd.DataFrame(cells, columns=header, dtype=str)
+    rows.index = pd.RangeIndex(_FIRST_LINE, _FIRST_LINE + len(rows), name="line")
+    check_shape(rows)
+    for column in INTEGERS:
+        if column in rows or column not in OPTIONAL:
+            rows[column] = _numbers(rows, column, parse_int)
+    for column in SECONDS_AND_BYTES:
+        if column in rows:
+            rows[column] = _numbers(rows, column, lambda text: parse_float(text or "nan"))
+    return rows
+
+
+def _settings(rows: pd.DataFrame) -> dict[str, str]:
+    """Return the settings, of which each is a column with one value in all rows."""
+    settings = {name: rows[name].iloc[0] for name in SETTINGS if name in rows}
+    for name, text in settings.items():
+        check_rows(rows, rows[name] == text, f"has another {name} than the first")
+        if name in COUNTS:
+            _numbers(rows[:1], name, parse_int)
+    return settings
+
+
+def _numbers(rows: pd.DataFrame, column: str, parse: Callable[[str], float | None]) -> list[float]:
+    """Convert a column of texts, exactly; raise `TimelineError` for the first that is no number."""
+    values = []
+    for line, text in zip(rows.index, rows[column], strict=True):
+        value = parse(text)
+        if value is None:
+            raise TimelineError(f"line {line}: {column} is no number but {text!r}")
+        values.append(value)
+    return values
