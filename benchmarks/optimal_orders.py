@@ -30,8 +30,8 @@ import pandas as pd
 
 import pipesim as ps
 from pipesim.order_search import evaluate, lane_order, order_problem
+from pipesim.planning.cp_sat_proof import prove
 from pipesim.planning.first_orders import named_orders
-from pipesim.planning.orders.cp_sat import prove
 
 #: Devices and micro-batches of the large cases; F, I and W where marked.
 LARGE = (

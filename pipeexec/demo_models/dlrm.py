@@ -32,7 +32,8 @@ from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.models.gpu import GPU, Kernel, as_gpu
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu import Kernel
 from pipesim.network.network import Network
 
 # Criteo's click logs: rows of their tables, and random keys of similar distribution.
@@ -283,13 +284,7 @@ TERABYTE = DLRM(TERABYTE_ROWS, 128, (512, 256), (1024, 1024, 512, 256))
 
 
 class DenseStage(nn.Module):
-    """Both MLPs and the products between them: numbers and vectors to one logit per sample.
-
-    Parameters
-    ----------
-    sizes
-        Sizes of the model.
-    """
+    """Both MLPs and the products between them: numbers and vectors to one logit per sample."""
 
     pairs: Tensor
 
@@ -311,13 +306,7 @@ class DenseStage(nn.Module):
 
 
 class UnsplitDLRM(nn.Module):
-    """The whole model in one module: one process has all tables.
-
-    Attributes
-    ----------
-    tables, dense
-        One `nn.Embedding` per table, and the `DenseStage`.
-    """
+    """The whole model in one module: one process has an `nn.Embedding` for each table."""
 
     def __init__(self, sizes: DLRM) -> None:
         super().__init__()
@@ -344,7 +333,6 @@ class _TupleInput(nn.Module):
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Return linear layers with ReLUs between them."""
     layers: list[nn.Module] = []
     for n_in, n_out in pairwise(widths):
         layers += [nn.Linear(n_in, n_out), nn.ReLU()]

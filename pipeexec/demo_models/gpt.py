@@ -162,23 +162,19 @@ def moe_gpt(
 
     Parameters
     ----------
-    n_layers
-        Blocks; the model has ``n_layers + 2`` children.
-    d_model
-        Width, a multiple of ``n_heads``.
+    n_layers, d_model, n_heads, sequence, vocabulary
+        As of `gpt`.
     n_experts, experts_per_token, share
         As of `pipeexec.Experts`.
     expert_width
         Width of the hidden layer of an expert; four times ``d_model`` by default.
-    sequence
-        Largest length of an input, in tokens.
     seed
         Seed of the initial weights, which are the same for every share.
 
     Returns
     -------
     nn.Sequential
-        From int64 (batch, sequence) to logits (batch, sequence, vocabulary).
+        As of `gpt`.
     """
     check_sizes(n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_experts=n_experts)
     check_sizes(sequence=sequence, vocabulary=vocabulary, experts_per_token=experts_per_token)

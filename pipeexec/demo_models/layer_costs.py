@@ -26,7 +26,8 @@ from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
 from pipesim.errors import ArgumentError, number
-from pipesim.models.gpu import GPU, Kernel, as_gpu
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu import Kernel
 from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 
@@ -36,17 +37,9 @@ _META = torch.device("meta")
 class LayerCost(NamedTuple):
     """Work and bytes of one layer, for one micro-batch.
 
-    Attributes
-    ----------
-    forward, backward
-        Kernels of F and of B. B includes the sums of the parameters' gradients.
-    output_bytes
-        Bytes of its output, without skips.
-    activation_bytes
-        Bytes that autograd saves for B, without parameters and without tensors that an earlier
-        layer has saved.
-    parameter_bytes
-        Bytes of its parameters.
+    B includes the sums of the parameters' gradients. ``output_bytes`` are without skips.
+    ``activation_bytes`` are those that autograd saves for B, without parameters and without tensors
+    that an earlier layer has saved.
     """
 
     forward: tuple[Kernel, ...]
@@ -66,27 +59,13 @@ class LayerSkip(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Layers of a sequential module, for one micro-batch; see `layer_costs`.
-
-    Attributes
-    ----------
-    layers
-        In the order of the forward.
-    skips
-        Skips between layers (`pipeexec.gpipe.skip`).
-    """
+    """Layers of a sequential module, for one micro-batch; see `layer_costs`."""
 
     layers: tuple[LayerCost, ...]
     skips: tuple[LayerSkip, ...] = ()
 
     def to_layers(self, gpu: GPU | Mapping[str, Any] | str) -> Layers:
-        """Return seconds and bytes of the layers on a GPU, each layer by itself.
-
-        Parameters
-        ----------
-        gpu
-            As in `costs`.
-        """
+        """Return seconds and bytes of the layers on a GPU, each layer by itself."""
         device = as_gpu(gpu)
         columns: dict[str, list[float]] = {
             name: [device.seconds(getattr(layer, name)) for layer in self.layers]
@@ -295,15 +274,10 @@ class KernelRecorder(TorchDispatchMode):
             flops = 0.0 if count is None else float(count(*args, **keywords, out_val=out))
             if _is_3x3(packet, args):
                 flops /= self._winograd
-            nbytes = _nbytes((args, keywords)) + _nbytes(out)
-            self.kernels.append(Kernel(packet.__name__, flops, nbytes, _depth(packet, args)))
+            nbytes, left = _nbytes((args, keywords)) + _nbytes(out), _LEFT_OPERANDS.get(packet)
+            depth = 0.0 if left is None else float(args[left].shape[-1])
+            self.kernels.append(Kernel(packet.__name__, flops, nbytes, depth))
         return out
-
-
-def _depth(operation: torch._ops.OpOverloadPacket, args: Sequence[Any]) -> float:
-    """Return the size that a matrix product sums over, or 0 for other operations."""
-    left = _LEFT_OPERANDS.get(operation)
-    return 0.0 if left is None else float(args[left].shape[-1])
 
 
 def _is_3x3(operation: torch._ops.OpOverloadPacket, args: Sequence[Any]) -> bool:

@@ -42,16 +42,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class DemoModel:
     """A model, its loss and its data: everything that a training step needs.
 
-    Attributes
-    ----------
-    layers
-        The whole model, for `split`.
-    loss
-        Function of the model's output and the targets; its scalar is a mean over the samples.
-    make_batch
-        ``make_batch(batch, seed)`` returns inputs and targets.
-    options
-        All options that the model was built with, for the run's record.
+    ``make_batch(batch, seed)`` returns inputs and targets. ``options`` are all those that the model
+    was built with, for the run's record.
     """
 
     layers: nn.Sequential

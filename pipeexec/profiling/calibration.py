@@ -11,8 +11,7 @@ schedule, in which all stages run at the same time:
 Slices of sequences have one cost a stage, their mean. The steps have one sequence more, and every
 other sequence has I and W.
 
-Of `Microbatches`, one of each class of equal shapes is measured, in turns
-(`ShapeClasses`).
+Of `Microbatches`, one of each class of equal shapes is measured, in turns (`ShapeClasses`).
 """
 
 from __future__ import annotations
@@ -100,26 +99,10 @@ def profile(
     Costs
         Seconds and bytes of each operation and stage, with measured links between the devices.
 
-    Raises
-    ------
-    CapacityError
-        If the results of ``n_steps`` steps do not fit in memory.
-    ExecutionError
-        If the pipeline is closed, or a step runs in another thread.
-    StageError, StallError, PeerError
-        As ``pipeline.step``.
-
     Warns
     -----
     AccuracyWarning
         If tasks are shorter than 1 ms, or their mean varies by more than 20 % between steps.
-
-    See Also
-    --------
-    pipeexec.measure : The same, with the tables of the measurement.
-    pipeexec.validate : Compare predictions from such costs with measured steps.
-    pipeexec.project : Profile layers on one device, to predict steps on many.
-    pipesim.simulate : Predict a timeline from costs.
 
     Examples
     --------
@@ -162,36 +145,6 @@ def measure(
     -------
     Profile
         Costs, and tables of durations (s), messages (s, bytes) and fitted links.
-
-    Raises
-    ------
-    CapacityError
-        If the results of ``n_steps`` steps do not fit in memory.
-    ExecutionError, StageError, StallError, PeerError
-        As `profile`.
-
-    Warns
-    -----
-    AccuracyWarning
-        As `profile`.
-
-    See Also
-    --------
-    pipeexec.profile : Return the costs alone.
-    pipeexec.Profile : Tables of the result.
-    pipeexec.validate : Compare predictions from such costs with measured steps.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.nn.functional import mse_loss
-    >>> import pipeexec as px, pipesim as ps
-    >>> graph = ps.lower(ps.schedule("1f1b", 1, 4))
-    >>> x = torch.ones(8, 4)
-    >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
-    ...     profile = px.measure(pipeline, x, x, n_steps=1)
-    >>> profile.table.index.tolist()
-    [('F', 0), ('B', 0), ('R', 0), ('STEP', 0)]
     """
     check_type("pipeline", pipeline, Pipeline)
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
@@ -209,17 +162,7 @@ Values = tuple[float, ...] | NDArray[np.float64]
 
 
 class Calibration:
-    """Run calibration steps of a pipeline, one at a time, and compute its costs from them.
-
-    Parameters
-    ----------
-    pipeline
-        Pipeline whose stages and devices are measured.
-    inputs, targets
-        A batch as for ``pipeline.step``.
-    graphs
-        Graphs that the costs are for; None stands for the pipeline's own graph.
-    """
+    """Run calibration steps of a pipeline, one at a time, and compute its costs from them."""
 
     def __init__(
         self,
@@ -235,7 +178,8 @@ class Calibration:
             if batch is None:  # `Pipeline.step` accepts it; here each process needs the shapes
                 raise ArgumentError(f"{name} must be a tensor of samples or hold one, got None")
         self.pipeline = pipeline
-        graphs = _checked_graphs(graphs) or [graph]
+        listed = () if graphs is None else check_list("graphs", graphs, "such as [pipeline.graph]")
+        graphs = [check_type("graphs: each", g, TaskGraph) for g in listed] or [graph]
         check_exchanges(graph, graphs)
         _check_slices(graph, graphs)
         check_shares(graphs)
@@ -462,7 +406,6 @@ class Calibration:
         return share, share * launch / per_task if per_task else 0.0
 
     def _launch(self) -> float:
-        """Return the host's seconds per task; see `pipeexec.profiling.task_seconds`."""
         if self.pipeline.cuda_graph:
             return 0.0
         if any(isinstance(device, CudaDevice) for device in self.pipeline.devices):
@@ -495,7 +438,6 @@ def breadth_first(
 
 
 def _check_slices(graph: TaskGraph, graphs: Iterable[TaskGraph]) -> None:
-    """Raise `ArgumentError` for graphs of another number of slices, whose costs differ."""
     for other in graphs:
         if other.n_slices != graph.n_slices:
             raise ArgumentError(
@@ -503,12 +445,6 @@ def _check_slices(graph: TaskGraph, graphs: Iterable[TaskGraph]) -> None:
                 f"n_slices={graph.n_slices}: costs hold for slices of one length; measure each "
                 "with its own pipeline"
             )
-
-
-def _checked_graphs(graphs: object) -> list[TaskGraph]:
-    """Return graphs as a list; an empty one for None."""
-    listed = () if graphs is None else check_list("graphs", graphs, "such as [pipeline.graph]")
-    return [check_type("graphs: each", graph, TaskGraph) for graph in listed]
 
 
 #: Predictions of shorter tasks (s) are poor on CPU: passing a task to its worker takes as long.
@@ -520,22 +456,12 @@ UNSTEADY = 0.2
 def warn_of_poor_accuracy(table: pd.DataFrame) -> None:
     """Warn of the shortest task below 1 ms, and of the operation that varies most between steps.
 
-    Parameters
-    ----------
-    table
-        As in `Profile.table`.
-
-    Warns
-    -----
-    AccuracyWarning
-        On behalf of the caller of `measure`, which is three calls up.
+    ``table`` is `Profile.table`. Warnings are on behalf of the caller of `measure`, three calls up.
     """
     tasks = table[(table["loaded"] > 0) & (table.index.get_level_values("op") != "STEP")]
     for name, row in tasks[tasks["loaded"] < SHORTEST].nsmallest(1, "loaded").iterrows():
         warnings.warn(
-            f"{_label(name)} takes {row['loaded'] * 1e3:.3f} ms: below {SHORTEST * 1e3:g} ms a "
-            "task the prediction will be poor (hand-over and interpreter take as long); use "
-            "larger micro-batches or stages",
+            short_task_text(_label(name), row["loaded"]),
             AccuracyWarning,
             stacklevel=4,
         )
@@ -546,6 +472,14 @@ def warn_of_poor_accuracy(table: pd.DataFrame) -> None:
             AccuracyWarning,
             stacklevel=4,
         )
+
+
+def short_task_text(task: str, seconds: float) -> str:
+    """Return the warning of a task that is shorter than `SHORTEST`."""
+    return (
+        f"{task} takes {seconds * 1e3:.3f} ms: below {SHORTEST * 1e3:g} ms a task the prediction "
+        "will be poor (hand-over and interpreter take as long); use larger micro-batches or stages"
+    )
 
 
 def _label(name: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 
 from pipeexec.experts.expert_shares import layers_of_graph, n_members
 from pipeexec.stages.microbatches import BatchShares
-from pipesim.analysis.measured_costs import (
-    grad_norm_seconds,
-    measured_collectives,
-    measured_segments,
-)
+from pipesim.analysis.measured_costs import grad_norm_seconds, measured_collectives
+from pipesim.analysis.measured_costs import measured_segments
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
@@ -53,6 +50,9 @@ def lower_for_replicas(
     if shares.n_shares == 1:
         return lower(schedule, **_exchanges(graph), **options)
     major = replica_devices(shares.n_shares, schedule.n_devices, "replica_major")
+    shared: dict[str, Any] = {"shard_optimizer": bool((graph.optimizer_shares > 1).any())}
+    if (graph.parameter_shares > 1).any():
+        shared = {"shard_parameters": "every"}
     first = np.array(schedule.placement.device_of)
     is_major = (major[:, first] == graph.homes[:: shares.n_paths]).all()
     return lower(
@@ -61,7 +61,7 @@ def lower_for_replicas(
         layout="replica_major" if is_major else "stage_major",
         expert_replicas=graph.expert_replicas or None,
         **_exchanges(graph),
-        **_shards(graph),
+        **shared,
         **options,
     )
 
@@ -94,20 +94,9 @@ def _exchanges(graph: TaskGraph) -> dict[str, Any]:
     }
 
 
-def _shards(graph: TaskGraph) -> dict[str, Any]:
-    """Return the options of `lower` for what the replicas of a graph share."""
-    if (graph.parameter_shares > 1).any():
-        return {"shard_parameters": "every"}
-    return {"shard_optimizer": bool((graph.optimizer_shares > 1).any())}
-
-
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the mean seconds of each collective in the timelines, as fields of `Costs`."""
-    measured = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
-    return {
-        name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
-        for name in measured[0]
-    }
+    return _means([measured_collectives(timeline, Network(), np.mean) for timeline in timelines])
 
 
 def expert_values(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -132,7 +121,11 @@ def expert_values(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 def norm_seconds(timelines: Sequence[Timeline], network: Network) -> dict[str, Any]:
     """Return ``grad_norm`` of `Costs`, on average over timelines; empty without GRAD_NORM."""
-    measured = [grad_norm_seconds(timeline, network, np.mean) for timeline in timelines]
+    return _means([grad_norm_seconds(timeline, network, np.mean) for timeline in timelines])
+
+
+def _means(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each field of `Costs`, with a value a stage."""
     return {
         name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
         for name in measured[0]
@@ -152,18 +145,11 @@ def measured_buckets(
     network: Network,
     n: int,
 ) -> Buckets:
-    """Return the buckets of each stage; all processes must call this.
+    """Return the ``n`` buckets of each stage; all processes must call this.
 
-    Parameters
-    ----------
-    own, merged
-        Steps with bucketed gradients: the results of this process, and those of all processes.
-    seconds
-        Seconds of one REDUCE_GRAD of all gradients, for each stage.
-    network
-        Network whose all-reduce latency each bucket has.
-    n
-        Number of buckets.
+    ``own`` and ``merged`` are steps with bucketed gradients: the results of this process, and those
+    of all processes. ``seconds`` are those of one REDUCE_GRAD of all gradients, for each stage.
+    Each bucket has the all-reduce latency of ``network``.
     """
     graph = merged[0].timeline.graph
     shape = graph.n_stages, n

@@ -29,7 +29,8 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.network.links import HostLink, Link
+from pipesim.network.links import HostLink
+from pipesim.network.links import Link
 from pipesim.network.network import Network
 from pipesim.ops import COPIES, RECVS, SENDS, Op
 from pipesim.scheduling.placement import Placement
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+Floats = NDArray[np.float64]
+#: Numbers of two devices, sender first. `ALL` stands for all pairs together.
+Pair = tuple[int, int]
+ALL: Pair = (-1, -1)
+#: State of the devices while messages are timed.
+STATES = ("idle", "loaded")
 #: Bytes of the timed messages.
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 #: Rows of the square matrices that keep a device busy, and number of products per task.
@@ -96,8 +103,9 @@ def _time(
     stages = [_Identity(0 if state == "idle" else _PRODUCTS) for _ in range(graph.n_stages)]
     own = [device for device in pipeline.devices if not isinstance(device, RemoteDevice)]
     chain = Pipeline(
-        stages, graph, own, _first, timeout=pipeline.timeout, processes=pipeline.processes
-    )
+        stages, graph, own, lambda output, _: output[:, 0].mean(),
+        timeout=pipeline.timeout, processes=pipeline.processes,
+    )  # fmt: skip
     chain.step(inputs, inputs)  # the first step learns the shapes of outputs
     results = [chain.gather(chain.step(inputs, inputs)) for _ in range(repeat)]
     forward, backward = (
@@ -130,10 +138,6 @@ def _message_seconds(result: StepResult, op: Op) -> float:
     send = int(np.flatnonzero((graph.op == op) & (graph.stage == stage))[0])
     consumers = graph.dependencies.transpose()[int(graph.pair[send])]
     return max(float(timeline.start[consumers].min() - timeline.start[send]), 1e-9)
-
-
-def _first(output: Tensor, targets: Tensor) -> Tensor:
-    return output[:, 0].mean()
 
 
 class _Identity(nn.Module):
@@ -171,14 +175,6 @@ class _WorkingIdentity(torch.autograd.Function):
         return gradient, None
 
 
-# Fit latency and bandwidth to measured seconds of messages of several sizes.
-
-Floats = NDArray[np.float64]
-#: Numbers of two devices, sender first. `ALL` stands for all pairs together.
-Pair = tuple[int, int]
-ALL: Pair = (-1, -1)
-#: State of the devices while messages are timed.
-STATES = ("idle", "loaded")
 #: A slope is accepted if it lowers the deviation to less than this share of that without slope.
 _SLOPE_GAIN = 0.5
 #: Mean relative deviation of a pair from the fit of all pairs above which it has a separate link.

@@ -65,12 +65,6 @@ class Profile:
         full queues of GPUs blocked the host. A share close to 1 means that the host was the
         bottleneck.
 
-    See Also
-    --------
-    pipeexec.measure : Make a profile.
-    pipeexec.profile : Measure costs without the tables.
-    pipeexec.Validation : Predictions from a profile, beside measured steps.
-
     Examples
     --------
     >>> import torch
@@ -103,19 +97,6 @@ class Profile:
         -------
         matplotlib.axes.Axes
             The axes; sizes in bytes and times in a fitting unit, both logarithmic.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from matplotlib.figure import Figure
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     profile = px.measure(pipeline, x, x, n_steps=1)
-        >>> profile.plot(ax=Figure().subplots()).get_xlabel()
-        'Message (bytes)'
         """
         return plot_transfers(self.transfers, ax=ax)
 
@@ -137,19 +118,6 @@ class Profile:
         RunDirectoryError
             If it cannot be written, ``path`` exists and is no run directory, or another process is
             writing it.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph, x = ps.lower(ps.schedule("1f1b", 1, 4)), torch.ones(8, 4)
-        >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
-        ...     profile = px.measure(pipeline, x, x, n_steps=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     profile.save(f"{folder}/run", record={"seed": 0})
-        ...     px.Profile.load(f"{folder}/run").costs == profile.costs
-        True
         """
         with write_directory(
             check_path("path", path, "write"),
@@ -176,19 +144,6 @@ class Profile:
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run has no profile.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph, x = ps.lower(ps.schedule("1f1b", 1, 4)), torch.ones(8, 4)
-        >>> with px.Pipeline([torch.nn.Linear(4, 4)], graph, ["cpu"], mse_loss) as pipeline:
-        ...     profile = px.measure(pipeline, x, x, n_steps=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     profile.save(f"{folder}/run")
-        ...     px.Profile.load(f"{folder}/run").table.equals(profile.table)
-        True
         """
         path = check_path("path", path)
         record = read_record(path)
@@ -231,14 +186,7 @@ def save_profile(
 def load_profile(
     folder: Path, record: Mapping[str, Any]
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables that `save_profile` wrote: table, transfers, fits.
-
-    Raises
-    ------
-    RunDirectoryError
-        If the record of the run lists no such table, as in a run without a profile, or in one of an
-        older version.
-    """
+    """Return the tables that `save_profile` wrote: table, transfers, fits."""
     from pipesim.utils.packages import pandas as pd
 
     tables = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,7 +16,8 @@ from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
-from pipesim.analysis.measured_costs import microbatch_values, output_bytes, stage_seconds
+from pipesim.analysis.measured_costs import output_bytes, stage_seconds
+from pipesim.analysis.measured_costs import microbatch_values
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
 from pipesim.costs.pricing import DURATION_OF
@@ -28,6 +29,9 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 #: Field of `Costs` for each operation, and for its part if it has several.
 _FIELDS: dict[tuple[Op, int | None], str] = {
@@ -42,12 +46,8 @@ def mean_task_seconds(
 ) -> tuple[dict[str, Any], pd.DataFrame]:
     """Return the fields of `Costs`, with a value per stage, and `Profile.table`.
 
-    Parameters
-    ----------
-    loaded, isolated
-        Steps in which all stages run at the same time, and steps of a single micro-batch.
-    with_split
-        Whether I and W were measured.
+    All stages run at the same time in ``loaded`` steps; ``isolated`` ones have one micro-batch.
+    ``with_split``: whether I and W were measured.
     """
     from pipesim.utils.packages import pandas as pd
 
@@ -86,9 +86,7 @@ def measured_fields(graph: TaskGraph, with_split: bool) -> Iterator[tuple[Op, in
         yield op, part, name
 
 
-def _seconds_by_step(
-    timelines: Sequence[Timeline], op: Op, part: int | None
-) -> NDArray[np.float64]:
+def _seconds_by_step(timelines: Sequence[Timeline], op: Op, part: int | None) -> Floats:
     """Return mean seconds of an operation, shape ``(steps, stages)``; 0 without such a task."""
     return np.array(
         [np.nan_to_num(stage_seconds(timeline, op, part=part)) for timeline in timelines]
@@ -99,9 +97,6 @@ def _seconds_by_step(
 #
 # Replicas may have micro-batches of other shapes. Each takes turns with its own ones, and all run
 # as many in a calibration step.
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class ShapeClasses(NamedTuple):
@@ -199,16 +194,13 @@ def shape_classes(pipeline: Pipeline, inputs: Batch, targets: Any) -> ShapeClass
     rows = [own[share] for share in sorted(own)]
     if pipeline.processes is not None:
         with guard_processes(pipeline.processes):
-            texts_of = _merged(pipeline.processes.share(list(own.items())))
+            by_rank = pipeline.processes.share(list(own.items()))
+        texts_of = {share: texts for row in by_rank for share, texts in row}
         rows = [texts_of[share] for share in sorted(texts_of)]
     names = dict.fromkeys(text for row in rows for text in row)
     classes = {text: k for k, text in enumerate(names)}
     number = np.array([[classes[text] for text in row] for row in rows], dtype=np.int64)
     return ShapeClasses(number, _order(number, pipeline.graph.n_devices))
-
-
-def _merged(by_rank: Sequence[Sequence[tuple[int, list[str]]]]) -> Mapping[int, list[str]]:
-    return {share: texts for row in by_rank for share, texts in row}
 
 
 def _order(number: Ints, n_devices: int) -> Ints:
@@ -221,13 +213,7 @@ def _order(number: Ints, n_devices: int) -> Ints:
     least = min(number.shape[1], n_devices)
     n = max(most, least) + 1
     n += 1 - n % 2
-    return np.array([list(_turns(sorted(row.tolist()), n)) for row in firsts], dtype=np.int64)
-
-
-def _turns(values: Sequence[int], n: int) -> Iterator[int]:
-    """Yield ``n`` values, from the first again after the last."""
-    for k in range(n):
-        yield values[k % len(values)]
+    return np.array([np.resize(np.sort(row), n) for row in firsts], dtype=np.int64)
 
 
 # Seconds that a host takes to issue a task: ``Costs.launch``.
@@ -261,7 +247,7 @@ class HostTimed(Protocol):
         ...
 
     @property
-    def host_times(self) -> NDArray[np.float64] | None:
+    def host_times(self) -> Floats | None:
         """Seconds to issue each task; None if unknown."""
         ...
 
@@ -274,12 +260,7 @@ def mean_launch(steps: Sequence[HostTimed]) -> float:
 def launch_seconds(steps: Sequence[HostTimed], isolated: Sequence[HostTimed] = ()) -> float:
     """Return the host's seconds per task, without those in which full queues blocked it.
 
-    Parameters
-    ----------
-    steps
-        Steps of one graph.
-    isolated
-        Steps of a graph of the same stages with a single micro-batch.
+    The ``isolated`` steps are those of a graph of the same stages with a single micro-batch.
     """
     mean = mean_launch(steps)
     medians, limits = _medians(steps), _medians(isolated)
@@ -304,7 +285,8 @@ def _medians(steps: Sequence[HostTimed]) -> dict[tuple[int, int], tuple[float, i
     if not rows or any(row is None for row in rows):
         return {}
     times, graph = np.array(rows, dtype=np.float64), steps[0].timeline.graph
-    times[:, _waits_for_values(graph)] = np.nan
+    waits = (graph.op == Op.GRAD_NORM) | is_expert_exchange(graph.op, graph.part)
+    times[:, waits] = np.nan  # the host waits until a GPU has computed a value
     medians = {}
     for op, stage in sorted(set(zip(graph.op.tolist(), graph.stage.tolist(), strict=True))):
         is_task = (graph.op == op) & (graph.stage == stage)
@@ -312,12 +294,6 @@ def _medians(steps: Sequence[HostTimed]) -> dict[tuple[int, int], tuple[float, i
         if seconds.size:
             medians[op, stage] = float(np.median(seconds)), int(is_task.sum())
     return medians
-
-
-def _waits_for_values(graph: TaskGraph) -> NDArray[np.bool_]:
-    """Mark the tasks in which the host waits until a GPU has computed a value."""
-    waits: NDArray[np.bool_] = (graph.op == Op.GRAD_NORM) | is_expert_exchange(graph.op, graph.part)
-    return waits
 
 
 def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:

@@ -52,23 +52,10 @@ class _Meter(ActivationMeter):
 class LayerBytes:
     """Runs layers one after the other for one micro-batch, and counts what they hold.
 
-    Parameters
-    ----------
-    sample
-        Tensors that the first layer takes, on its device.
-
-    Attributes
-    ----------
-    values
-        Tensors that the layers so far pass on.
-    activation_bytes
-        Bytes of each layer by itself, from F to B, its input included.
-    left_bytes
-        Bytes of each layer by itself between I and W.
-    workspace_bytes
-        Bytes of each layer beyond its activations while B runs, as of a recompute inside it.
-    output_bytes
-        Bytes of the values that each layer passes on.
+    ``values`` are the tensors that the layers so far pass on: at first those of the sample, on its
+    device. Of each layer by itself there are ``activation_bytes``, from F to B, its input included;
+    ``left_bytes``, between I and W; ``workspace_bytes``, beyond its activations while B runs, as of
+    a recompute inside it; and ``output_bytes``, of the values that it passes on.
     """
 
     def __init__(self, sample: Sequence[Tensor]) -> None:
@@ -79,22 +66,13 @@ class LayerBytes:
         self.output_bytes: list[float] = []
         self._own: list[int] = []
         self._passed: list[_Passed] = []
-        self._by_address: dict[
-            int, _Passed
-        ] = {}  # those of `values`, by the address of their storage
+        # Those of `values`, by the address of their storage.
+        self._by_address: dict[int, _Passed] = {}
 
     def run(self, layer: nn.Module, *, split: bool, is_last: bool) -> None:
-        """Run the next layer, forward and backward.
+        """Run the next layer, forward and backward; its parameters have no gradients after.
 
-        Parameters
-        ----------
-        layer
-            The layer, on the device of the sample. The last one returns the loss. Its parameters
-            have no gradients after.
-        split
-            Whether to count the bytes between I and W.
-        is_last
-            Whether it is the last layer.
+        The last layer returns the loss. With ``split``, the bytes between I and W are counted.
         """
         loss = (lambda output, _: output) if is_last else None
         index, device = len(self._own), self.values[0].device

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,6 @@ from pipesim.lowering.lower import lower
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
 #: Micro-batches of a measured step. Half of their backwards are split, if any are.
 _MICROBATCHES = 4
 
@@ -35,16 +31,9 @@ _MICROBATCHES = 4
 class LayerSeconds(NamedTuple):
     """Measured seconds of some modules, one value each.
 
-    Attributes
-    ----------
-    columns
-        Fields of `pipesim.Costs`.
-    spread
-        Largest standard deviation of an operation's mean from step to step, over the mean.
-    optimizer_bytes
-        Bytes of the optimizer state.
-    launch
-        Seconds of the host to issue a task.
+    ``columns`` are fields of `pipesim.Costs`. ``spread`` is the largest standard deviation of an
+    operation's mean from step to step, over the mean. ``launch`` are the host's seconds to issue a
+    task.
     """
 
     columns: dict[str, list[float]]
@@ -117,18 +106,13 @@ def measure_layers(
         is_gpu = pipeline.devices[0].torch_device.type == "cuda"
         launch = launch_seconds(loaded, isolated) if is_gpu else mean_launch(loaded)
         columns = {name: list(column) for name, column in values.items()}
-        return LayerSeconds(columns, _spreads(table), list(calibration.optimizer_bytes), launch)
+        rows = table[table.index.get_level_values("op") != "STEP"]
+        spread: list[float] = rows["spread"].groupby(level="stage").max().tolist()
+        return LayerSeconds(columns, spread, list(calibration.optimizer_bytes), launch)
 
 
 def _graph(n_stages: int, n_microbatches: int, split: int) -> TaskGraph:
     return lower(depth_first(n_stages, n_microbatches, split))
-
-
-def _spreads(table: pd.DataFrame) -> list[float]:
-    """Return the largest spread of the operations of each stage but STEP."""
-    rows = table[table.index.get_level_values("op") != "STEP"]
-    largest: list[float] = rows["spread"].groupby(level="stage").max().tolist()
-    return largest
 
 
 class _Worker(threading.Thread):
@@ -158,13 +142,7 @@ class _Worker(threading.Thread):
 def busy_workers(
     modules: Sequence[nn.Module], graph: TaskGraph, optimizer: OptimizerFactory | None, n: int
 ) -> Iterator[None]:
-    """Let ``n`` more CPU workers run steps of copies of modules in a block.
-
-    Raises
-    ------
-    ExecutionError
-        If a step of theirs fails.
-    """
+    """Let ``n`` more CPU workers run steps of copies of modules in a block."""
     workers: list[_Worker] = []
     with ExitStack() as stack:
         for _ in range(n):
@@ -203,15 +181,7 @@ LayerLoss = Callable[[Any], Tensor]
 
 
 class FirstLayer(nn.Module):
-    """Calls the first layer with the sample.
-
-    Parameters
-    ----------
-    layer
-        The layer.
-    sample
-        Its tensors, on its device.
-    """
+    """Calls the first layer with the tensors of the sample, on its device."""
 
     def __init__(self, layer: nn.Module, sample: Sequence[Tensor]) -> None:
         super().__init__()
@@ -255,13 +225,7 @@ class SquareSum(nn.Module):
 
 
 def square_sum(output: Any) -> Tensor:
-    """Return the sum of the squares of all floating-point values of an output.
-
-    Raises
-    ------
-    ExecutionError
-        If there are none.
-    """
+    """Return the sum of the squares of all floating-point values of an output."""
     values = [x for x in tensors_in(output) if x.is_floating_point()]
     if not values:
         raise ExecutionError(

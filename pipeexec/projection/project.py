@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.make_devices import available_cores, parse_device
+from pipeexec.profiling.calibration import UNSTEADY
 from pipeexec.projection.layer_bytes import LayerBytes
 from pipeexec.projection.layer_seconds import (
     FirstLayer,
@@ -40,9 +41,6 @@ from pipesim.errors import (
 from pipesim.models.layers import Layers
 from pipesim.network.sources import MACHINES
 from pipesim.planning.cluster import Cluster
-
-#: Spread of the steps' mean durations, over their mean, above which the machine is too busy.
-_UNSTEADY = 0.2
 
 
 def project(
@@ -108,13 +106,6 @@ def project(
     Projection
         Seconds and bytes of each layer, and methods that predict steps.
 
-    Raises
-    ------
-    ExecutionError
-        If the model fails on the sample, or its loss has no gradient.
-    StageError
-        If a layer, the loss or the optimizer fails in a step.
-
     Warns
     -----
     AccuracyWarning
@@ -122,10 +113,7 @@ def project(
 
     See Also
     --------
-    pipeexec.Projection : Predictions from the layers.
     pipeexec.profile : Measure stages on their own devices.
-    pipeexec.split : Cut the model as a projection says.
-    pipesim.plan : Search configurations of a model.
 
     Notes
     -----
@@ -206,7 +194,8 @@ def _profile(
         modules = [module.to(device) for module in layers.make(part)]
         for module in modules:
             for name, trained in (("parameter_bytes", False), ("gradient_bytes", True)):
-                sizes[name].append(_parameter_bytes(module, trained))
+                counted = (p for p in module.parameters() if p.requires_grad or not trained)
+                sizes[name].append(float(sum(p.nbytes for p in counted)))
         is_last = part.stop == len(layers)
         if is_last:
             modules[-1] = LastLayer(modules[-1], loss)
@@ -255,11 +244,6 @@ def _part_seconds(
     )  # fmt: skip
 
 
-def _parameter_bytes(module: nn.Module, trained: bool) -> float:
-    """Return the bytes of parameters, all or those that are trained."""
-    return float(sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained))
-
-
 def _checked_cluster(cluster: object) -> Cluster:
     """Return the cluster; of a name, one node of that machine."""
     if isinstance(cluster, str):
@@ -271,7 +255,6 @@ def _checked_cluster(cluster: object) -> Cluster:
 
 
 def _checked_busy(n_busy: int, device: torch.device) -> int:
-    """Return the number of busy workers."""
     n, n_cores = check_count("n_busy", n_busy, 0), len(available_cores())
     if n and device.type != "cpu":
         raise ArgumentError(
@@ -286,7 +269,6 @@ def _checked_busy(n_busy: int, device: torch.device) -> int:
 
 
 def _checked_loss(loss_fn: Callable[[Any, Any], Any] | None, targets: Any) -> LayerLoss:
-    """Return the loss of the last layer's output."""
     if loss_fn is not None:
         check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
     elif targets is not None:
@@ -295,7 +277,6 @@ def _checked_loss(loss_fn: Callable[[Any, Any], Any] | None, targets: Any) -> La
 
 
 def _microbatch_size(arguments: tuple[Tensor, ...], size: int | None) -> int:
-    """Return the samples of the micro-batch."""
     if size is not None:
         return check_count("microbatch_size", size)
     if not arguments[0].dim() or not len(arguments[0]):
@@ -307,9 +288,8 @@ def _microbatch_size(arguments: tuple[Tensor, ...], size: int | None) -> int:
 
 
 def _warn_of_spread(layers: LayerStages, spread: list[float]) -> None:
-    """Warn of the layer whose seconds vary most between steps."""
     most = max(range(len(spread)), key=spread.__getitem__)
-    if spread[most] > _UNSTEADY:
+    if spread[most] > UNSTEADY:
         warnings.warn(
             f"the mean of an operation of layer {most} ({layers.modules[most][0]}) moves by "
             f"{spread[most]:.0%} from step to step: the machine is busy, and predictions are no "
@@ -324,20 +304,10 @@ Tied = tuple[tuple[int, ...], float]
 
 
 class LayerStages(NamedTuple):
-    """The layers of a model.
+    """The layers of a model; names, blocks and tied parameters are as in `Projection`.
 
-    Attributes
-    ----------
-    modules
-        Names of the modules of each layer, in the order of their calls.
-    n_blocks
-        Blocks of each layer: 0 of the modules before the first and after the last one, else 1.
-    arguments
-        Tensors of the sample, as the first layer takes them.
-    tied
-        Parameters that several layers have.
-    make
-        Returns copies of layers; those of a model that a function makes have no other copy.
+    ``arguments`` are the tensors of the sample, as the first layer takes them. ``make`` returns
+    copies of layers; those of a model that a function makes have no other copy.
     """
 
     modules: tuple[tuple[str, ...], ...]
@@ -355,11 +325,6 @@ def layer_stages(model: nn.Module | Callable[[], nn.Module], sample: Any) -> Lay
 
     Modules before the first block are a layer of their own, and so are those after the last one, if
     the values that they pass on allow it. Others belong to the block before.
-
-    Raises
-    ------
-    ArgumentError, ExecutionError
-        As `pipeexec.split`.
     """
     cut = partial(split, model, sample=sample)
     no_values: dict[str, Any] = {} if isinstance(model, nn.Module) else {"only": ()}
@@ -367,7 +332,9 @@ def layer_stages(model: nn.Module | Callable[[], nn.Module], sample: Any) -> Lay
         whole = cut(2, check=False, **no_values)  # a model of functions alone is cut, too
     except ArgumentError:
         whole = cut(1, check=False, **no_values)
-    counts = _counts(whole)
+    names = [name for part in whole.modules for name in part]
+    before, after = names[0] != whole.blocks[0], names[-1] != whole.blocks[-1]
+    counts = [0] * before + [1] * len(whole.blocks) + [0] * after
     try:
         stages = cut(counts, **no_values)
     except ArgumentError:
@@ -381,22 +348,11 @@ def layer_stages(model: nn.Module | Callable[[], nn.Module], sample: Any) -> Lay
         return [stage for stage in cut(counts, only=layers) if stage is not None]
 
     make = copied_layers if isinstance(model, nn.Module) else new_layers
-    return LayerStages(stages.modules, tuple(counts), stages.arguments(sample), _tied(stages), make)
-
-
-def _counts(whole: Stages) -> list[int]:
-    """Return the blocks of each layer, for `pipeexec.split`."""
-    names, blocks = [name for part in whole.modules for name in part], whole.blocks
-    before, after = names[0] != blocks[0], names[-1] != blocks[-1]
-    return [0] * before + [1] * len(blocks) + [0] * after
-
-
-def _tied(stages: Stages) -> tuple[Tied, ...]:
-    """Return the layers of each tied parameter, and its bytes."""
-    return tuple(
+    tied = tuple(
         (tuple(stage for stage, _ in group), float(_parameter(stages, *group[0]).nbytes))
         for group in stages.tied
     )
+    return LayerStages(stages.modules, tuple(counts), stages.arguments(sample), tied, make)
 
 
 def _parameter(stages: Stages, number: int, name: str) -> nn.Parameter:

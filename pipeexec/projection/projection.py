@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeexec.profiling.calibration import SHORTEST, short_task_text
 from pipeexec.run_directory import (
     checked_record,
     command,
@@ -47,6 +48,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+#: Files of the columns of the layers, and of the activation bytes of stages.
+_LAYERS, _JOINT = "layers.csv", "joint.csv"
+#: Key of the record with the other values.
+_KEY = "projection"
+#: Most layers that are shown in a notebook, and their columns.
+_MAX_LAYERS = 16
+_SECONDS = ("forward", "backward", "optimizer_step")
+_BYTES = ("parameter_bytes", "activation_bytes", "output_bytes")
+
+
 @dataclass(frozen=True, eq=False)
 class Projection:
     """Profiled layers of a model, and predictions of steps on a cluster; `project` makes it.
@@ -74,12 +85,6 @@ class Projection:
         over the mean.
     tied
         Parameters of which several layers have copies: these layers, and bytes.
-
-    See Also
-    --------
-    pipeexec.project : Make a projection.
-    pipesim.Layers : Seconds and bytes of layers.
-    pipesim.plan : Search configurations of a model.
 
     Examples
     --------
@@ -111,8 +116,18 @@ class Projection:
         )
 
     def _repr_html_(self) -> str:
-
-        return projection_html(repr(self)[1:-1], self.table)
+        table = self.table
+        formats: dict[str, Callable[[float], str]] = dict.fromkeys(_SECONDS, format_time)
+        formats |= dict.fromkeys(_BYTES, format_bytes)
+        formats = {name: form for name, form in formats.items() if name in table}
+        head = ["layer", "modules", *(name.replace("_", " ") for name in formats)]
+        rows = [
+            [str(k), f"{row['modules']:.60}", *(form(row[name]) for name, form in formats.items())]
+            for k, row in table.head(_MAX_LAYERS).iterrows()
+        ]
+        omitted = len(table) - len(rows)
+        more = note_html(f"{omitted} more layers: see .table") if omitted else ""
+        return note_html(repr(self)[1:-1]) + table_html(head, rows) + more
 
     @property
     def table(self) -> pd.DataFrame:
@@ -136,17 +151,6 @@ class Projection:
         Costs
             Seconds and bytes of each stage, the network of the cluster, and bytes of tied
             parameters.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> len(projection.costs([1, 3]).forward)
-        2
         """
         network = self.cluster.network()
         sizes = self.layers.split(split, placement=placement, network=network)
@@ -169,17 +173,6 @@ class Projection:
         tuple of tuple of int
             Stages of each group, as ``tied`` of `pipesim.lower` takes them; each set of stages
             once.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> projection.tied_stages([1, 3])
-        ()
         """
         return tuple(self._tied_groups(self.layers.split(split, placement=placement)))
 
@@ -205,18 +198,6 @@ class Projection:
         -------
         list of int
             Number of blocks of each stage.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> stages = px.split(model, projection.blocks([1, 3]), sample=torch.ones(8, 64))
-        >>> stages.modules
-        (('0',), ('1', '2', '3'))
         """
         sizes = self.layers.split(split, placement=placement)
         ends = list(accumulate(sizes))
@@ -263,23 +244,11 @@ class Projection:
             If F or B of a stage takes less than 1 ms on CPU workers.
         MemoryLimitWarning
             If a device needs more bytes than it has.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> timeline = projection.predict("1f1b", n_devices=2, n_microbatches=4, split=[2, 2])
-        >>> timeline.n_devices, timeline.fits
-        (2, True)
         """
         graph, costs = priced_step(
             self, schedule, n_devices, n_microbatches, split, n_chunks, lowering
         )
-        warn_of_short_tasks(self.device, costs, graph.n_stages, stacklevel=3)
+        warn_of_short_tasks(self.device, costs, graph.n_stages)
         return simulate(graph, costs, memory_limit=self.cluster.memory).with_name(
             schedule_name(schedule)
         )
@@ -313,18 +282,6 @@ class Projection:
         pandas.DataFrame
             Indexed by schedule: ``makespan`` (s), ``samples_per_second``, ``bubble`` (idle share of
             the devices), ``peak_memory`` (bytes of the fullest device), ``fits``, ``split``.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> table = projection.compare(["gpipe", "1f1b"], n_devices=2, n_microbatches=4)
-        >>> table.index.tolist(), table["fits"].tolist()
-        (['gpipe', '1f1b'], [True, True])
         """
         from pipesim.utils.packages import pandas as pd
 
@@ -368,18 +325,6 @@ class Projection:
         -------
         Plans
             All configurations: simulated ones by rank, and why the others were ruled out.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> plans = projection.plan(32)
-        >>> plans.complete, plans.table["microbatch_size"].unique().tolist()
-        (True, [8])
         """
         size = options.pop("microbatch_size", self.microbatch_size)
         if size != self.microbatch_size:
@@ -402,27 +347,28 @@ class Projection:
             Folder to write. An older run directory at this path is replaced.
         record
             Further entries of ``run.json``, which JSON can hold.
-
-        Raises
-        ------
-        RunDirectoryError
-            If it cannot be written, ``path`` exists and is no run directory, or another process is
-            writing it.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     projection.save(f"{folder}/layers", record={"seed": 0})
-        ...     px.Projection.load(f"{folder}/layers").modules == projection.modules
-        True
         """
-        save_parts(path, self, record)
+        from pipesim.utils.packages import pandas as pd
+
+        values = {
+            "modules": self.modules,
+            "n_blocks": self.n_blocks,
+            "cluster": self.cluster.to_dict(),
+            "microbatch_size": self.microbatch_size,
+            "device": self.device,
+            "launch": self.launch,
+            "spread": self.spread,
+            "tied": self.tied,
+        }
+        with write_directory(
+            check_path("path", path, "write"),
+            {"command": command(), **checked_record(record), _KEY: values},
+        ) as folder:
+            names = [", ".join(names) for names in self.modules]
+            columns = {"layer": names, **self.layers.columns}
+            pd.DataFrame(columns).to_csv(folder / _LAYERS, index=False)
+            joint = self.layers.joint_activation_bytes
+            pd.DataFrame(joint).to_csv(folder / _JOINT, index=False, header=False)
 
     @classmethod
     def load(cls, path: Path | str) -> Projection:
@@ -442,27 +388,37 @@ class Projection:
         ------
         RunDirectoryError
             If a file is missing, truncated or edited, or the run is no projection.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=1e9)
-        >>> cluster = ps.Cluster(n_gpus=2, gpu=gpu, network=ps.Network())
-        >>> projection = px.project(model, torch.ones(8, 64), cluster, n_steps=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     projection.save(f"{folder}/layers")
-        ...     px.Projection.load(f"{folder}/layers").cluster.n_gpus
-        2
         """
-        return cls(**load_parts(path))
+        from pipesim.utils.packages import pandas as pd
 
-
-# The graph of a projected step, and the costs of its stages.
-
-#: Seconds of F and B of a stage below which predictions for CPU workers are poor.
-_SHORTEST = 1e-3
+        path = check_path("path", path)
+        record = read_record(path)
+        values = record.get(_KEY)
+        if not isinstance(values, Mapping):
+            raise RunDirectoryError(
+                f"{path} holds no projection; write one with Projection.save, and read other runs "
+                "with pipeexec.load_run or pipeexec.Profile.load"
+            )
+        try:
+            joint = pd.read_csv(listed_file(path, record, _JOINT), header=None)
+            columns = Layers.read(listed_file(path, record, _LAYERS)).columns
+            parts: dict[str, Any] = {
+                "layers": Layers(columns, "projection", joint.to_numpy(float).tolist()),
+                "modules": tuple(tuple(map(str, names)) for names in values["modules"]),
+                "n_blocks": tuple(map(int, values["n_blocks"])),
+                "cluster": Cluster.from_dict(values["cluster"]),
+                "microbatch_size": int(values["microbatch_size"]),
+                "device": str(values["device"]),
+                "launch": float(values["launch"]),
+                "spread": tuple(map(float, values["spread"])),
+                "tied": tuple((tuple(map(int, a)), float(b)) for a, b in values["tied"]),
+            }
+        except (OSError, KeyError, TypeError, ValueError, PipeError) as error:
+            raise RunDirectoryError(
+                f"{path} holds no whole projection: {type(error).__name__}: {error!s:.200}; make "
+                "it again with pipeexec.project"
+            ) from error
+        return cls(**parts)
 
 
 def priced_step(
@@ -524,118 +480,18 @@ def _stage_costs(
     return costs, tuple(projection.tied_stages(sizes))
 
 
-def warn_of_short_tasks(device: str, costs: Costs, n_stages: int, stacklevel: int) -> None:
+def warn_of_short_tasks(device: str, costs: Costs, n_stages: int) -> None:
     """Warn of the shortest task of CPU workers, if it is below 1 ms."""
     seconds, op, stage = min(
         (float(x), op, stage)
         for op, name in (("F", "forward"), ("B", "backward"))
         for stage, x in enumerate(costs.per_stage(name, n_stages))
     )
-    if device.startswith("cpu") and seconds < _SHORTEST:
-        warnings.warn(
-            f"{op} of stage {stage} takes {seconds * 1e3:.3f} ms: below {_SHORTEST * 1e3:g} ms "
-            "a task the prediction will be poor (hand-over and interpreter take as long); use "
-            "larger micro-batches or stages",
-            AccuracyWarning,
-            stacklevel=stacklevel + 1,
-        )
+    if device.startswith("cpu") and seconds < SHORTEST:
+        text = short_task_text(f"{op} of stage {stage}", seconds)
+        warnings.warn(text, AccuracyWarning, stacklevel=4)
 
 
 def schedule_name(schedule: Schedule | str) -> str:
     """Return the name of a schedule."""
     return schedule if isinstance(schedule, str) else schedule.name
-
-
-# Files of a projection in a run directory.
-
-#: Files of the columns of the layers, and of the activation bytes of stages.
-_LAYERS, _JOINT = "layers.csv", "joint.csv"
-#: Key of the record with the other values.
-_KEY = "projection"
-
-
-def save_parts(path: Path | str, projection: Projection, record: Mapping[str, Any] | None) -> None:
-    """Write the run directory of a projection; see `Projection.save`."""
-    from pipesim.utils.packages import pandas as pd
-
-    values = {
-        "modules": projection.modules,
-        "n_blocks": projection.n_blocks,
-        "cluster": projection.cluster.to_dict(),
-        "microbatch_size": projection.microbatch_size,
-        "device": projection.device,
-        "launch": projection.launch,
-        "spread": projection.spread,
-        "tied": projection.tied,
-    }
-    with write_directory(
-        check_path("path", path, "write"),
-        {"command": command(), **checked_record(record), _KEY: values},
-    ) as folder:
-        names = [", ".join(names) for names in projection.modules]
-        columns = {"layer": names, **projection.layers.columns}
-        pd.DataFrame(columns).to_csv(folder / _LAYERS, index=False)
-        joint = projection.layers.joint_activation_bytes
-        pd.DataFrame(joint).to_csv(folder / _JOINT, index=False, header=False)
-
-
-def load_parts(path: Path | str) -> dict[str, Any]:
-    """Return the parameters of `Projection` from a run directory; see `Projection.load`."""
-    from pipesim.utils.packages import pandas as pd
-
-    path = check_path("path", path)
-    record = read_record(path)
-    values = record.get(_KEY)
-    if not isinstance(values, Mapping):
-        raise RunDirectoryError(
-            f"{path} holds no projection; write one with Projection.save, and read other runs with "
-            "pipeexec.load_run or pipeexec.Profile.load"
-        )
-    try:
-        joint = pd.read_csv(listed_file(path, record, _JOINT), header=None).to_numpy(float).tolist()
-        columns = Layers.read(listed_file(path, record, _LAYERS)).columns
-        return {
-            "layers": Layers(columns, "projection", joint),
-            "modules": tuple(tuple(map(str, names)) for names in values["modules"]),
-            "n_blocks": tuple(map(int, values["n_blocks"])),
-            "cluster": Cluster.from_dict(values["cluster"]),
-            "microbatch_size": int(values["microbatch_size"]),
-            "device": str(values["device"]),
-            "launch": float(values["launch"]),
-            "spread": tuple(map(float, values["spread"])),
-            "tied": tuple((tuple(map(int, a)), float(b)) for a, b in values["tied"]),
-        }
-    except (OSError, KeyError, TypeError, ValueError, PipeError) as error:
-        raise RunDirectoryError(
-            f"{path} holds no whole projection: {type(error).__name__}: {error!s:.200}; make it "
-            "again with pipeexec.project"
-        ) from error
-
-
-#: Most layers that are shown.
-_MAX_LAYERS = 16
-_SECONDS = ("forward", "backward", "optimizer_step")
-_BYTES = ("parameter_bytes", "activation_bytes", "output_bytes")
-
-
-def projection_html(title: str, table: pd.DataFrame) -> str:
-    """Return a title, and a row a layer with units; of many layers the first ones.
-
-    Parameters
-    ----------
-    title
-        Text above the table.
-    table
-        `pipeexec.Projection.table`.
-    """
-    formats: dict[str, Callable[[float], str]] = dict.fromkeys(_SECONDS, format_time)
-    formats |= dict.fromkeys(_BYTES, format_bytes)
-    formats = {name: form for name, form in formats.items() if name in table}
-    head = ["layer", "modules", *(name.replace("_", " ") for name in formats)]
-    rows = [
-        [str(k), f"{row['modules']:.60}", *(form(row[name]) for name, form in formats.items())]
-        for k, row in table.head(_MAX_LAYERS).iterrows()
-    ]
-    omitted = len(table) - len(rows)
-    more = note_html(f"{omitted} more layers: see .table") if omitted else ""
-    return note_html(title) + table_html(head, rows) + more

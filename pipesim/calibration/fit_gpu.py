@@ -63,7 +63,8 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.models.gpu import GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
 from pipesim.utils.files import check_path, write_text
@@ -129,11 +130,6 @@ class Calibration:
         gpus_per_device
             GPUs that act as one device, such as a tensor-parallel group. A network that was given
             with groups of GPUs keeps them.
-
-        Raises
-        ------
-        NetworkError
-            For a number of GPUs that does not suit the machine.
         """
         return self._start.fitted_network(
             self.network_efficiency, self.network_latency, gpus_per_device
@@ -153,11 +149,6 @@ class Calibration:
         -------
         numpy.ndarray
             Seconds, shape ``(n_rows,)``.
-
-        Raises
-        ------
-        PipeError
-            For rows that are no table of steps, and settings that are wrong, naming the row.
         """
         steps = step_predictions(measured_steps(rows, need_seconds=False))
         return np.array(predicted_seconds(steps, self.gpu, self.network))
@@ -230,8 +221,8 @@ def calibration_warnings(constants: pd.DataFrame, rows: pd.DataFrame) -> Iterato
     if 0 < count <= n_determined:
         yield (
             f"{steps_text('measured steps', len(rows), count)} for {n_determined} constants: none "
-            "is left to check them, "
-            "so errors of left-out rows are not those of a prediction; measure more steps"
+            "is left to check them, so errors of left-out rows are not those of a "
+            "prediction; measure more steps"
         )
 
 
@@ -256,11 +247,6 @@ def fit_gpu(
     progress: bool,
 ) -> Calibration:
     """Return the constants that suit measured steps; see `pipesim.GPU.fit` for the arguments.
-
-    Raises
-    ------
-    PipeError
-        For settings of a row that are wrong, or do not suit each other, naming the row.
 
     Warns
     -----
@@ -365,7 +351,6 @@ class _Predictor:
 
 
 def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
-    """Return the table of constants of a `Calibration`."""
     from pipesim.utils.packages import pandas as pd
 
     return pd.DataFrame(
@@ -399,7 +384,6 @@ def _note(constant: int, constants: Constants, result: Fit) -> str:
 
 
 def _rows_table(steps: Sequence[MeasuredStep], number: Ints, result: Fit) -> pd.DataFrame:
-    """Return the table of rows of a `Calibration`."""
     from pipesim.utils.packages import pandas as pd
 
     table = pd.DataFrame([step.settings for step in steps])
@@ -431,20 +415,12 @@ _LARGEST_FACTOR = 100.0
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants to fit, and the GPU and network that have the others.
+    """The constants to fit, of `CONSTANTS`, and the GPU and network that have the others.
 
-    Attributes
-    ----------
-    names
-        Constants to fit, of `CONSTANTS`.
-    gpu
-        GPU with the start values.
-    network
-        Name of a machine, a network, or None for messages that take no time. A network of single
-        GPUs is grouped for rows with tensor parallelism.
-    factors
-        Start of the factors of the network's bandwidths and of its latencies. For the name of a
-        machine, the first is its share of nominal bandwidths, and both may be from a GPU's file.
+    ``network`` is the name of a machine, a network, or None for messages that take no time. A
+    network of single GPUs is grouped for rows with tensor parallelism. ``factors`` are the start of
+    those of the network's bandwidths and of its latencies. For the name of a machine, the first is
+    its share of nominal bandwidths, and both may be from a GPU's file.
     """
 
     names: tuple[str, ...]
@@ -508,13 +484,7 @@ class Constants:
     def fitted_network(
         self, efficiency: float, latency: float, gpus_per_device: int
     ) -> Network | None:
-        """Return the network of devices of so many GPUs, with its rates times both factors.
-
-        Raises
-        ------
-        PipeError
-            If so many GPUs do not suit the machine.
-        """
+        """Return the network of devices of so many GPUs, with its rates times both factors."""
         if self.network is None:
             return None
         network = self.network
@@ -534,14 +504,10 @@ def chosen_constants(
     *,
     blocking: bool,
 ) -> Constants:
-    """Return the constants to fit, checked.
+    """Return the constants to fit, checked; arguments are those of `pipesim.GPU.fit`.
 
-    Parameters
-    ----------
-    names, gpu, network
-        As in `pipesim.GPU.fit`.
-    blocking
-        Whether messages block their stage in any row, so that ``synchronization`` has an effect.
+    ``blocking``: whether messages block their stage in any row, so that ``synchronization`` has an
+    effect.
     """
     start = as_gpu(gpu)
     if isinstance(network, str):

@@ -36,10 +36,10 @@ from pipesim.models.gpu import GPU
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import RECOMPUTE, Transformer
 from pipesim.network.network import Network
-from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule, schedule_info
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.sweeps.settings import COST_OPTIONS, LOWERING, MODEL, device_size, make_model
+from pipesim.sweeps.settings import LOWERING
+from pipesim.sweeps.settings import COST_OPTIONS, MODEL, device_size, make_model
 from pipesim.utils.files import check_path, read_text
 from pipesim.utils.texts import csv_rows, parse_float, parse_int
 
@@ -63,16 +63,9 @@ _FLAGS = frozenset(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step.
+    """A measured step: its place in the source, for messages, its settings and its seconds.
 
-    Attributes
-    ----------
-    where
-        Its place in the source, for messages.
-    settings
-        Value of each column but ``seconds``, without empty cells.
-    seconds
-        Measured seconds.
+    ``settings`` has the value of each column but ``seconds``, without empty cells.
     """
 
     where: str
@@ -159,7 +152,6 @@ def _parsed(text: str) -> Any:
 
 
 def _check_columns(where: str, names: Sequence[str], need_seconds: bool) -> None:
-    """Raise for columns that are unknown or named twice, and for missing ``seconds`` if needed."""
     columns = known_columns()
     for name in names:
         if name not in columns:
@@ -204,8 +196,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Their seconds, predicted.
-
 T = TypeVar("T")
 #: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
 _AS_TASKS = ("listed", *TASK_RECOMPUTE)
@@ -217,18 +207,8 @@ _DEFAULTS = {"schedule": "1f1b", "n_devices": 1}
 class StepPrediction:
     """A step of a transformer: its task graph, and the arguments of its costs.
 
-    Attributes
-    ----------
-    where
-        Place of the row, for messages.
-    graph
-        Tasks of the step.
-    model
-        The transformer.
-    layers_per_stage, options
-        Arguments of `Transformer.costs`.
-    run
-        Settings of the graph that are not the default, as text: equal for equal graphs.
+    ``where`` is the place of the row, for messages. ``run`` has the settings of the graph that are
+    not the default, as text: equal for equal graphs.
     """
 
     where: str
@@ -249,13 +229,7 @@ class StepPrediction:
         return self.graph.n_devices > 1 and not self.graph.overlap
 
     def seconds(self, gpu: GPU, network: Network | None) -> float:
-        """Return the predicted seconds.
-
-        Raises
-        ------
-        PipeError
-            For settings that do not suit each other.
-        """
+        """Return the predicted seconds."""
         return predict_timeline(self.graph, self._costs(gpu, network)).makespan
 
     def configuration(self, gpu: GPU, network: Network | None) -> str:
@@ -265,28 +239,15 @@ class StepPrediction:
         return json.dumps([self.run, settings], sort_keys=True)
 
     def _costs(self, gpu: GPU, network: Network | None) -> Costs:
-        """Return the costs of the stages."""
         return self.model.costs(self.layers_per_stage, gpu=gpu, network=network, **self.options)
 
 
 def predicted_seconds(
     steps: Iterable[StepPrediction], gpu: GPU, network: Callable[[int], Network | None]
 ) -> list[float]:
-    """Return the predicted seconds of each step.
+    """Return the predicted seconds of each step; errors name the row.
 
-    Parameters
-    ----------
-    steps
-        The steps.
-    gpu
-        Their GPU.
-    network
-        Returns the network of devices of so many GPUs.
-
-    Raises
-    ------
-    PipeError
-        For settings that do not suit each other, naming the row.
+    ``network`` returns the network of devices of so many GPUs.
     """
     return _of_each(steps, network, lambda step, links: step.seconds(gpu, links))
 
@@ -318,31 +279,21 @@ def _of_each(
         try:
             size = step.gpus_per_device
             if size not in networks:
-                networks[size] = _network_of(size, network)
+                try:
+                    networks[size] = network(size)
+                except NetworkError as error:
+                    raise NetworkError(
+                        f"tensor_parallel x context_parallel = {size} does not suit the network: "
+                        f"{error}"
+                    ) from error
             results.append(function(step, networks[size]))
         except PipeError as error:
             raise type(error)(f"{step.where}: {error}") from error
     return results
 
 
-def _network_of(size: int, network: Callable[[int], Network | None]) -> Network | None:
-    """Return the network of devices of ``size`` GPUs; an error names what makes up the size."""
-    try:
-        return network(size)
-    except NetworkError as error:
-        raise NetworkError(
-            f"tensor_parallel x context_parallel = {size} does not suit the network: {error}"
-        ) from error
-
-
 def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:
-    """Return the prediction of each step. Steps that are lowered alike share their graph.
-
-    Raises
-    ------
-    PipeError
-        For settings that are missing, unknown or wrong, naming the row.
-    """
+    """Return the prediction of each step. Steps that are lowered alike share their graph."""
     graphs: dict[str, TaskGraph] = {}
     predictions = []
     for step in steps:
@@ -375,7 +326,9 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
         layers = graphs[key].n_stages
         options = {"partition": "even", **options}
     elif is_word(layers):
-        options = {**options, "placement": _placement(graphs[key])}
+        source = graphs[key].options.source
+        assert source is not None  # `lower` made the graph
+        options = {**options, "placement": source.schedule.placement}
     return StepPrediction(step.where, graphs[key], model, layers, options, key)
 
 
@@ -389,13 +342,6 @@ def _run_text(settings: Mapping[str, Any]) -> str:
         for key, value in settings.items()
         if key not in parameters or value != parameters[key].default
     ))  # fmt: skip
-
-
-def _placement(graph: TaskGraph) -> Placement:
-    """Return the placement of the schedule of a graph."""
-    source = graph.options.source
-    assert source is not None  # `lower` made the graph
-    return source.schedule.placement
 
 
 def _n_microbatches(settings: dict[str, Any], options: Mapping[str, Any]) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,21 +41,11 @@ _FACTORS = (0.25, 0.5, 2.0, 4.0)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Measured rows, and a prediction of them.
+    """Measured rows, and a prediction of them; both are logarithms of seconds.
 
-    Attributes
-    ----------
-    predict
-        Function of x, shape ``(n_constants,)``, and of indices of rows. It returns the logarithms
-        of the seconds that are predicted for these rows.
-    measured
-        Logarithm of the measured seconds of each row.
-    lower, upper
-        Bounds of x.
-    scale
-        Error of a prediction, as a share, that is not unusual.
-    configuration
-        Number of each row's configuration, from 0 on. Rows of one are predicted alike.
+    ``predict`` is a function of x, shape ``(n_constants,)``, and of indices of rows. ``scale`` is
+    an error of a prediction, as a share, that is not unusual. ``configuration`` is the number of
+    each row's configuration, from 0 on; rows of one are predicted alike.
     """
 
     predict: Callable[[Floats, Ints], Floats]
@@ -123,21 +112,9 @@ def curvature(problem: Problem, jacobian: Floats, errors: Floats) -> Floats:
 
 
 def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
-    """Return the x with the least objective over some rows.
-
-    Parameters
-    ----------
-    problem
-        Rows and prediction.
-    x
-        Start. It is not changed.
-    free
-        Indices of the constants that vary; the others stay.
-    rows
-        Indices of the rows that count.
-    """
-    least_squares, n_rows = _scipy_least_squares(), len(rows)
-    share = problem.share[rows]
+    """Return the x with the least objective over some rows, from x, which is not changed."""
+    least_squares = import_extra("scipy.optimize", "fit", "fitting constants").least_squares
+    n_rows, share = len(rows), problem.share[rows]
 
     def whole(values: Floats) -> Floats:
         """Return x with the free constants at ``values``."""
@@ -172,14 +149,6 @@ def minimize(problem: Problem, x: Floats, free: Ints, rows: Ints) -> Floats:
         xtol=_DIFFERENCE / 10, max_nfev=_EVALUATIONS,
     )  # fmt: skip
     return whole(result.x)
-
-
-def _scipy_least_squares() -> Callable[..., Any]:
-    """Return SciPy's least squares; raise `ArgumentError` if SciPy is missing."""
-    function: Callable[..., Any] = import_extra(
-        "scipy.optimize", "fit", "fitting constants"
-    ).least_squares
-    return function
 
 
 def search(problem: Problem, x: Floats, free: Ints) -> Floats:
@@ -262,14 +231,8 @@ def fit(
     step of Gauss and Newton from the fit to all rows. Either keeps the constants that are not
     determined by all rows.
 
-    Parameters
-    ----------
-    predict, measured, lower, upper
-        As in `pipesim.calibration.robust_fit.Problem`.
-    undetermined
-        x of each constant if it is given up: 0 (the default), its start, or -inf, a constant of 0.
-    configuration
-        Number of each row's configuration, from 0 on; by default, each row has its own.
+    ``undetermined`` is x of each constant if it is given up: 0 (the default), its start, or -inf,
+    a constant of 0. By default, each row has its own configuration.
     """
     if configuration is None:
         configuration = np.arange(len(measured))

@@ -26,56 +26,27 @@ Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """One configuration of a training run.
+    """One configuration of a training run; its values are checked by `Plans.plan`.
 
     Attributes
     ----------
-    tensor_parallel
-        GPUs that share each layer; together they are one device of the pipeline.
-    pipeline_parallel
-        Devices of the pipeline.
-    data_parallel
-        Replicas of the pipeline.
+    tensor_parallel, pipeline_parallel, data_parallel, context_parallel, expert_parallel
+        Numbers of GPUs, devices and replicas, as in `pipesim.plan`.
     microbatch_size
         Sequences of a micro-batch.
     n_microbatches
         Micro-batches of a replica in a step; accumulation steps if ``pipeline_parallel`` is 1.
-    schedule
-        Name of the schedule.
-    n_chunks
-        Stages of each device.
-    recompute
-        Recompute of layers: ``"none"``, ``"selective"`` or ``"full"``.
-    shard_optimizer
-        Whether each replica updates its share of the parameters, as in ZeRO-1.
-    sequence_parallel
-        Whether tensors that tensor parallelism leaves whole are split along the sequence.
+    schedule, n_chunks, n_slices
+        Name of the schedule, stages of each device, and slices of each sequence.
+    recompute, shard_optimizer, sequence_parallel, shard_parameters
+        As in `pipesim.plan`.
     layers_per_stage
         Layers of each stage.
     ordered_for_costs
         Whether the schedule orders its tasks for the costs, if it can, and not for equal ones.
-    context_parallel
-        Groups of ``tensor_parallel`` GPUs that share each sequence; together they are one device.
-    expert_parallel
-        GPUs among which the experts of a layer are divided; those of several replicas.
-    shard_parameters
-        Whether replicas share parameters, as in `pipesim.lower`: ``"none"``, ``"every"``,
-        ``"step"``, or the number of stages whose parameters a device keeps.
     offload
-        Activations that wait in host memory, as in `pipesim.lower`: ``"none"``, ``"all"``, a share
-        such as ``"0.5"``, or ``"longest:0.5"``.
-    n_slices
-        Slices of each sequence; 1 for whole sequences.
-
-    Raises
-    ------
-    TypeError
-        For missing arguments. Values are not checked here, but by `Plans.plan`.
-
-    See Also
-    --------
-    pipesim.Plans.choice : Return a configuration by some of its settings, checked.
-    pipesim.plan : Search configurations; ``where`` gets them.
+        Activations that wait in host memory, as text: ``"none"``, ``"all"``, a share such as
+        ``"0.5"``, or ``"longest:0.5"``.
 
     Examples
     --------
@@ -177,27 +148,14 @@ class PlanChoice:
 class Evaluation(NamedTuple):
     """Step and memory of one configuration, or the reason why it has none.
 
-    Attributes
-    ----------
-    choice
-        The configuration.
-    step
-        Seconds of a step as `pipesim.simulate` returns them for the whole cluster; NaN unless
-        simulated.
-    bound
-        Lower bound on ``step`` (s); NaN for an invalid configuration.
-    memory
-        Bytes of the fullest device, the allocator's reserve included. A lower bound if the
-        configuration was not simulated; NaN if it is invalid.
-    bubble
-        Idle share of all devices (0..1); NaN unless simulated.
-    status
-        ``"simulated"``; ``"cannot win"``: its bounds show that it is neither among the best nor on
-        the front of time and memory; ``"does not fit"`` in memory; or ``"invalid"``.
-    reason
-        Reason of the status in words; empty if simulated.
-    noisy_step
-        Percentile of the seconds of noisy steps; NaN without noise.
+    - ``step`` is in seconds, as `pipesim.simulate` returns them for the whole cluster; ``bubble``
+      is the idle share of all devices (0..1). Both are NaN unless simulated.
+    - ``bound`` is a lower bound on ``step``. ``memory`` has the bytes of the fullest device, the
+      allocator's reserve included: a lower bound unless simulated. Both are NaN if invalid.
+    - ``status`` ``"cannot win"``: its bounds show that it is neither among the best nor on the
+      front of time and memory. ``reason`` has the reason of the status in words; empty if
+      simulated.
+    - ``noisy_step`` is a percentile of the seconds of noisy steps; NaN without noise.
     """
 
     choice: PlanChoice
@@ -285,16 +243,8 @@ Floats = NDArray[np.float64]
 class StageDevices(NamedTuple):
     """Devices of the stages of a placement of one path, for sums and extremes over their stages.
 
-    Attributes
-    ----------
-    device
-        Device of each stage.
-    n_devices
-        Number of devices, each of which has a stage.
-    stages
-        Stages in order of their devices.
-    starts
-        Position in ``stages`` of the first stage of each device.
+    ``stages`` are in order of their devices. ``starts`` are the positions in ``stages`` of the
+    first stage of each device.
     """
 
     device: Ints
@@ -330,20 +280,10 @@ class StageDevices(NamedTuple):
         return most
 
 
-# Facts of schedules that hold for any number of micro-batches.
-
-
 class OrderFacts(NamedTuple):
     """Facts of a schedule that hold for any number of micro-batches.
 
-    Attributes
-    ----------
-    devices
-        Devices of its stages.
-    splits_backward
-        Whether it has I and W.
-    schedule
-        The order of few micro-batches.
+    ``splits_backward``: whether it has I and W. ``schedule`` is the order of few micro-batches.
     """
 
     devices: StageDevices
@@ -391,7 +331,7 @@ def order_facts_of(
             f"sequence, got n_slices={n_slices}; give a schedule with an option n_slices"
         )
     devices = StageDevices.of_placement(built.placement)
-    return OrderFacts(devices, _has_input_grads(built), built)
+    return OrderFacts(devices, bool((built.op == Op.I).any()), built)
 
 
 def takes_slices(name: str) -> bool:
@@ -403,8 +343,3 @@ def schedule_options(info: ScheduleInfo, n_chunks: int, n_slices: int) -> dict[s
     """Return the options of a schedule for numbers of chunks and of slices, if it takes them."""
     values = {"n_chunks": n_chunks, "n_slices": n_slices}
     return {name: value for name, value in values.items() if name in info.options}
-
-
-def _has_input_grads(schedule: Schedule) -> bool:
-    """Return whether a schedule splits any backward."""
-    return bool((schedule.op == Op.I).any())

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type, number
-from pipesim.models.gpu import GPU, as_gpu, fitted_preset
-from pipesim.network.links import HostLink, Nodes
+from pipesim.models.gpu import GPU, as_gpu
+from pipesim.models.gpu import fitted_preset
+from pipesim.network.links import HostLink
 from pipesim.network.network import Network
 from pipesim.network.sources import machine as machine_named
 from pipesim.utils.texts import Bytes, in_bytes
@@ -22,17 +23,7 @@ GpuLike = GPU | Mapping[str, Any] | Path | str
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Equal nodes of a cluster.
-
-    Attributes
-    ----------
-    machine
-        Name of the machine as in `pipesim.machines`; empty for none.
-    n_gpus
-        GPUs of all these nodes.
-    gpu
-        Rates and memory of each GPU.
-    """
+    """Equal nodes of a cluster: their machine (empty for none), and all their GPUs."""
 
     machine: str
     n_gpus: int
@@ -86,27 +77,6 @@ def _row(machine: object, n_gpus: object, gpu: GpuLike | None, name: str) -> _Ro
     return str(machine), count, machine_named(machine).gpu if gpu is None else gpu  # type: ignore[arg-type]  # it checks the type
 
 
-def _groups(machine: Any, n_gpus: int | None, gpu: GpuLike | None) -> tuple[NodeGroup, ...]:
-    """Return the nodes with their GPUs."""
-    rows = _rows(machine, n_gpus, gpu)
-    return tuple(NodeGroup(name, count, as_gpu(kind)) for name, count, kind in rows)
-
-
-def _with_memory(groups: tuple[NodeGroup, ...], memory: Bytes | None) -> tuple[NodeGroup, ...]:
-    """Return the nodes with another memory of their GPUs, and check that there is one."""
-    if memory is not None:
-        size = number(in_bytes("memory", memory))
-        if size is None or not 0 < size < float("inf"):
-            raise ArgumentError(f"memory must be finite bytes above 0, got {memory!r:.60}")
-        groups = tuple(replace(x, gpu=replace(x.gpu, memory=size)) for x in groups)
-    for group in groups:
-        if group.gpu.memory is None:
-            raise ArgumentError(
-                f"memory of {group.name} is unknown; give memory=... in bytes, or GPU(memory=...)"
-            )
-    return groups
-
-
 def _machine_network(row: _Row, efficiency: float | None) -> Network:
     """Return the network of a machine; one without a machine has none by default."""
     name, _, gpu = row
@@ -154,30 +124,23 @@ def _slowest(networks: Sequence[Network]) -> Network:
         )
     hosts = [network.host for network in networks if network.host is not None]
     shares = {network.nominal_share for network in networks}
+    slowest_host = None
+    if len(hosts) == len(networks):
+        slowest_host = HostLink(
+            max(x.latency for x in hosts),
+            min(x.bandwidth for x in hosts),
+            max(x.devices_per_link for x in hosts),
+        )
     return Network(
-        nodes=_slowest_nodes(nodes),
-        host=_slowest_host(hosts) if len(hosts) == len(networks) else None,
+        nodes=replace(
+            nodes[0],
+            port_latency=max(x.port_latency for x in nodes),
+            nic_latency=max(x.nic_latency for x in nodes),
+            port_bandwidth=min(x.port_bandwidth for x in nodes),
+            nic_bandwidth=min(x.nic_bandwidth for x in nodes),
+        ),
+        host=slowest_host,
         nominal_share=shares.pop() if len(shares) == 1 else None,
-    )
-
-
-def _slowest_host(hosts: Sequence[HostLink]) -> HostLink:
-    """Return a host link with the slowest rates of several, shared by the most devices."""
-    return HostLink(
-        max(x.latency for x in hosts),
-        min(x.bandwidth for x in hosts),
-        max(x.devices_per_link for x in hosts),
-    )
-
-
-def _slowest_nodes(nodes: Sequence[Nodes]) -> Nodes:
-    """Return nodes with the slowest rates of several of the same size."""
-    return replace(
-        nodes[0],
-        port_latency=max(x.port_latency for x in nodes),
-        nic_latency=max(x.nic_latency for x in nodes),
-        port_bandwidth=min(x.port_bandwidth for x in nodes),
-        nic_bandwidth=min(x.nic_bandwidth for x in nodes),
     )
 
 
@@ -193,14 +156,19 @@ def groups_of_nodes(
     machine: Any, n_gpus: int | None, gpu: GpuLike | None, memory: Bytes | None
 ) -> tuple[NodeGroup, ...]:
     """Return the nodes of a cluster, whose GPUs have memory."""
-    return _with_memory(_groups(machine, n_gpus, gpu), memory)
-
-
-def machines_network(
-    machine: Any, n_gpus: int | None, gpu: GpuLike | None, efficiency: float | None
-) -> Network:
-    """Return the network of the machines of a cluster."""
-    return _slowest([_machine_network(row, efficiency) for row in _rows(machine, n_gpus, gpu)])
+    rows = _rows(machine, n_gpus, gpu)
+    groups = tuple(NodeGroup(name, count, as_gpu(kind)) for name, count, kind in rows)
+    if memory is not None:
+        size = number(in_bytes("memory", memory))
+        if size is None or not 0 < size < float("inf"):
+            raise ArgumentError(f"memory must be finite bytes above 0, got {memory!r:.60}")
+        groups = tuple(replace(x, gpu=replace(x.gpu, memory=size)) for x in groups)
+    for group in groups:
+        if group.gpu.memory is None:
+            raise ArgumentError(
+                f"memory of {group.name} is unknown; give memory=... in bytes, or GPU(memory=...)"
+            )
+    return groups
 
 
 #: Keys of a mapping that describes a cluster.
@@ -242,17 +210,6 @@ class Cluster:
         another share changes its bandwidths by the ratio of both, or to this share of them if its
         own is unknown.
 
-    Raises
-    ------
-    NetworkError
-        For a mapping that is no network; see `Network.from_dict`.
-
-    See Also
-    --------
-    pipesim.machines : The machines, with their GPUs and rates.
-    pipesim.plan : Rank the configurations of a training on a cluster.
-    pipesim.GPU : Rates and memory of one GPU.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -274,7 +231,8 @@ class Cluster:
     ) -> None:
         self.groups = groups_of_nodes(machine, n_gpus, gpu, memory)
         if network is None:
-            self._network = machines_network(machine, n_gpus, gpu, network_efficiency)
+            rows = _rows(machine, n_gpus, gpu)
+            self._network = _slowest([_machine_network(row, network_efficiency) for row in rows])
         else:
             self._network = checked_network(network, network_efficiency)
         self.usable_memory = checked_share("usable_memory", usable_memory)
@@ -326,13 +284,6 @@ class Cluster:
         -------
         float
             Bytes: ``gpu.memory`` times ``usable_memory``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=8, usable_memory=0.75)
-        >>> cluster.usable_bytes(cluster.gpu)
-        60000000000.0
         """
         memory = check_type("gpu", gpu, GPU).memory
         if memory is None:
@@ -351,17 +302,6 @@ class Cluster:
         -------
         Network
             Its devices are the groups, numbered in the order of their GPUs.
-
-        Raises
-        ------
-        NetworkError
-            As `Network.grouped`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Cluster("dgx_h100", n_gpus=16).network(gpus_per_device=4).nodes.devices_per_node
-        2
         """
         return _grouped(self._network, check_count("gpus_per_device", gpus_per_device))
 
@@ -399,13 +339,6 @@ class Cluster:
         -------
         dict
             ``machine`` (rows of name, number of GPUs and GPU), ``network`` and ``usable_memory``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=8)
-        >>> ps.Cluster.from_dict(cluster.to_dict()) == cluster
-        True
         """
         rows = []
         for group in self.groups:
@@ -427,17 +360,6 @@ class Cluster:
         -------
         Cluster
             The cluster.
-
-        Raises
-        ------
-        NetworkError
-            For a network that `Network.from_dict` refuses.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Cluster.from_dict({"machine": "dgx_a100", "n_gpus": 16}).gpus_per_node
-        8
         """
         if not isinstance(values, Mapping):
             raise ArgumentError(
@@ -465,11 +387,9 @@ class Cluster:
         return note_html(f"Cluster of {self._text()}")
 
     def _values(self) -> tuple[object, ...]:
-        """Return the values that make two clusters equal."""
         return self.groups, self._network, self.usable_memory
 
     def _text(self) -> str:
-        """Return the GPUs, nodes and rates in words."""
         gpus = " and ".join(
             f"{group.n_gpus} {group.name} ({(group.gpu.memory or 0) / 1e9:g} GB)"
             for group in self.groups
@@ -489,7 +409,6 @@ class Cluster:
         )
 
     def _check_nodes(self) -> None:
-        """Raise `ArgumentError` for GPUs that do not fill nodes."""
         nodes = self._network.nodes
         if nodes is None:
             return

@@ -49,22 +49,10 @@ _MOST_BYTES = 2**40
 class TickProblem(NamedTuple):
     """Whole numbers of an `OrderProblem`; arrays have its shapes.
 
-    Attributes
-    ----------
-    tick
-        Seconds of one tick.
-    exact
-        Whether no time was rounded.
-    noise
-        Relative error of a sum of exact times, as floats add it; 0 if all are whole numbers.
-    seconds, latency, hold, tail
-        Times in ticks.
-    held
-        Units of bytes that a task of a lane leaves on its device: allocated less released.
-    peak
-        Units of bytes that a task takes while it runs: allocated and workspace.
-    limit
-        Units of bytes of each device; -1 for no limit.
+    ``tick`` is in seconds. ``exact``: whether no time was rounded. ``noise`` is the relative error
+    of a sum of exact times, as floats add it; 0 if all are whole numbers. Units of bytes are
+    ``held``, which a task of a lane leaves on its device (allocated less released), ``peak``, which
+    it takes while it runs (allocated and workspace), and the ``limit`` of each device, -1 for none.
     """
 
     tick: float
@@ -162,12 +150,7 @@ class LaneArc(NamedTuple):
 class Windows(NamedTuple):
     """Bounds on times of tasks, in ticks; shape ``(n_lanes, largest count)``.
 
-    Attributes
-    ----------
-    head
-        Earliest start of each task.
-    to_end
-        Least time from the start of a task to the end of the step.
+    The earliest start of each task, and the least time from its start to the end of the step.
     """
 
     head: Ints
@@ -262,15 +245,7 @@ def topological_lanes(problem: OrderProblem) -> list[int]:
 
 
 class MemoryArcs(NamedTuple):
-    """Precedence that follows from the limits.
-
-    Attributes
-    ----------
-    arcs
-        Precedence that each order within the limits keeps.
-    exact
-        For each device, whether every order with these arcs keeps its limit.
-    """
+    """Precedence of every order within the limits; for each device, whether it is enough."""
 
     arcs: list[LaneArc]
     exact: list[bool]
@@ -278,8 +253,11 @@ class MemoryArcs(NamedTuple):
 
 def checked_lanes(problem: OrderProblem, ticks: TickProblem, device: int) -> list[int]:
     """Return the lanes of a device whose tasks may exceed its limit when they start."""
-    lanes = np.flatnonzero((problem.device == device) & (ticks.peak > 0))
-    return [int(x) for x in lanes] if _can_exceed(problem, ticks, device) else []
+    lanes, limit = np.flatnonzero(problem.device == device), int(ticks.limit[device])
+    held = np.maximum(ticks.held[lanes], 0) * problem.count[lanes]
+    if limit < 0 or int(held.sum() + ticks.peak[lanes].max(initial=0)) <= limit:
+        return []
+    return [int(x) for x in lanes[ticks.peak[lanes] > 0]]
 
 
 def memory_arcs(problem: OrderProblem, ticks: TickProblem) -> MemoryArcs:
@@ -314,29 +292,15 @@ def stage_lanes(problem: OrderProblem, lane: int) -> list[int]:
     return [int(x) for x in np.flatnonzero(same)]
 
 
-def _can_exceed(problem: OrderProblem, ticks: TickProblem, device: int) -> bool:
-    """Return whether any order can exceed the limit of a device."""
-    if ticks.limit[device] < 0:
-        return False
-    lanes = np.flatnonzero(problem.device == device)
-    most = np.maximum(ticks.held[lanes], 0) * problem.count[lanes]
-    return int(most.sum() + ticks.peak[lanes].max(initial=0)) > int(ticks.limit[device])
-
-
 def _stage_arcs(
     ticks: TickProblem, own: list[int], phase: int, room: int
 ) -> tuple[list[LaneArc], bool]:
-    """Return the arcs that keep a stage within ``room`` before its operation ``phase``.
+    """Return the arcs that keep a stage within ``room`` before ``phase``; and whether they suffice.
 
     Let ``k[q]`` be the number of micro-batches whose operation ``q`` is done, and ``q + 1`` not.
     Each holds ``size[q]``. So the limit is ``sum(k * size) <= room``, which bounds sums of k.
     Before operation ``phase`` of number i, later operations q have run ``i - sum(k[phase:q])``
     times, and earlier ones ``i + sum(k[q:phase])`` times.
-
-    Returns
-    -------
-    tuple
-        The arcs, and whether they suffice.
     """
     lane, last = own[phase], len(own) - 1
     size = np.cumsum(ticks.held[own])[:-1].tolist()
@@ -417,30 +381,13 @@ def _weight_lane(problem: OrderProblem, lane: int) -> int:
     return following if problem.op[lane] == Op.I and problem.op[following] == Op.W else -1
 
 
-# The model.
-
-
 class OrderModel:
-    """A CP-SAT model with the variables of a problem's tasks.
+    """A CP-SAT model with the variables of a problem's tasks; times are in ticks.
 
-    Attributes
-    ----------
-    model
-        The model.
-    least, most, horizon
-        Bounds on the objective, and the latest end of a task, in ticks.
-    start
-        Start of each task in ticks, ``start[lane][number]``.
-    messages
-        Start of each message that may wait, ``messages[lane][number]``; of its receiving lane.
-    before
-        Boolean for "task a comes before task b", ``before[a, b]``; tasks are (lane, number).
-    objective
-        Makespan or span in ticks.
-    bounds
-        Bounds on the times of tasks.
-    memory
-        Precedence that follows from the memory limits.
+    ``start[lane][number]`` is the start of each task, and ``messages[lane][number]`` that of each
+    message that may wait, by its receiving lane. ``before[a, b]`` is the boolean "task a comes
+    before task b"; tasks are (lane, number). The ``objective``, makespan or span, is from ``least``
+    to ``most``, and no task ends after ``horizon``.
     """
 
     objective: cp_model.IntVar
@@ -470,15 +417,8 @@ def order_model(
 ) -> OrderModel:
     """Return the model of a problem whose objective is from ``least`` to ``most`` ticks.
 
-    Parameters
-    ----------
-    problem, ticks
-        The problem, in seconds and in ticks.
-    least, most
-        Bounds on the objective in ticks.
-    first_starts
-        None: the objective is the makespan. Else it is the span, and these are the starts of the
-        first task of each device (ticks), or None for a device whose first task may vary.
+    Without ``first_starts``, the objective is the makespan. Else it is the span, and these are the
+    starts of the first task of each device (ticks), or None where the first task may vary.
     """
     horizon = most if first_starts is None else _span_horizon(problem, ticks, most, first_starts)
     built = OrderModel(problem, ticks, least, most, horizon)
@@ -488,7 +428,9 @@ def order_model(
     add_memory_sums(built)
     built.objective = built.model.new_int_var(least, most, "objective")
     if first_starts is None:
-        _add_makespan(built)
+        tail = ticks.tail[problem.device] + ticks.seconds
+        for lane, row in enumerate(built.start):
+            built.model.add(built.objective >= row[-1] + int(tail[lane]))
     else:
         _add_span(built, first_starts)
     built.model.minimize(built.objective)
@@ -550,13 +492,6 @@ def _add_messages(built: OrderModel) -> None:
         model.add_no_overlap(intervals)
 
 
-def _add_makespan(built: OrderModel) -> None:
-    """Make the objective at least the end of each device's STEPs."""
-    tail = built.ticks.tail[built.problem.device] + built.ticks.seconds
-    for lane, row in enumerate(built.start):
-        built.model.add(built.objective >= row[-1] + int(tail[lane]))
-
-
 def _span_horizon(
     problem: OrderProblem, ticks: TickProblem, most: int, first_starts: list[int | None]
 ) -> int:
@@ -598,10 +533,8 @@ def add_memory_sums(built: OrderModel) -> None:
         lanes = np.flatnonzero((problem.device == device) & (ticks.held != 0)).tolist()
         for lane in checked_lanes(problem, ticks, device):
             room = int(ticks.limit[device] - ticks.peak[lane])
-            counts = [
-                _possible_counts(built, reach, lane, other) for other in lanes if other != lane
-            ]
             others = [other for other in lanes if other != lane]
+            counts = [_possible_counts(built, reach, lane, other) for other in others]
             _add_lane_sums(built, lane, others, counts, room)
     _add_monotony(built)
 

@@ -23,8 +23,8 @@ from pipesim.order_search import (
     keeps_limit,
     meets,
 )
-from pipesim.order_search.evaluate import ROUNDING
 from pipesim.order_search.lane_order import occurrences
+from pipesim.order_search.evaluate import ROUNDING
 from pipesim.planning.cp_sat_model import (
     COARSE_TICKS,
     FINE_TICKS,
@@ -48,19 +48,10 @@ MOST_TASKS = 6000
 
 
 class Proof(NamedTuple):
-    """Result of `prove`.
+    """A better order or None, a bound, and whether the better one, or else the given, is optimal.
 
-    Attributes
-    ----------
-    order
-        A better order, or None.
-    lower_bound
-        Seconds that no order of the problem stays below.
-    proved
-        Whether the better order, or the one that was passed if there is none, is optimal: the
-        bound meets its objective within a relative error of 1e-9.
-    interrupted
-        Whether Ctrl-C ended the search.
+    ``lower_bound`` is in seconds. An order is proved if it meets the bound up to a relative 1e-9.
+    ``interrupted``: whether Ctrl-C ended the search.
     """
 
     order: LaneOrder | None
@@ -79,7 +70,6 @@ def available() -> bool:
 
 @cache
 def _warn_of_missing_ortools() -> None:
-    """Warn, once a process."""
     warn_caller(
         "ortools is not installed: orders are searched for, but none is proved optimal, and lower "
         f"bounds stay as far from them as quick bounds are; {install_command('optimal')}",
@@ -110,10 +100,8 @@ def prove(
 
     Parameters
     ----------
-    problem
-        The tasks.
-    order
-        An order that keeps the memory limits.
+    problem, order
+        The tasks, and an order of them that keeps the memory limits.
     lower_bound
         Seconds that are known to be a lower bound.
     objective
@@ -161,7 +149,6 @@ def prove(
 
 
 def _value(times: Times, objective: Objective) -> float:
-    """Return the objective of an order (s)."""
     return times.makespan if objective == "makespan" else times.span
 
 
@@ -279,18 +266,7 @@ _POLL_SECONDS = 0.05
 
 
 class Effort(NamedTuple):
-    """How long CP-SAT searches.
-
-    Attributes
-    ----------
-    seconds
-        Time limit, or None.
-    work
-        Limit in CP-SAT's deterministic time, or None. With it, one thread searches, and equal
-        calls have equal results.
-    n_workers, seed
-        Threads of the search, and the seed of its random choices.
-    """
+    """How long CP-SAT searches, as in `prove`."""
 
     seconds: float | None
     work: float | None
@@ -299,16 +275,10 @@ class Effort(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a search.
+    """Result of a search, in ticks.
 
-    Attributes
-    ----------
-    start
-        Start of each task of each lane in ticks, lane after lane; None without a solution.
-    bound
-        No order has a smaller objective (ticks).
-    interrupted
-        Whether Ctrl-C ended the search.
+    Starts are those of each task, lane after lane; None without a solution. No objective is below
+    the bound.
     """
 
     start: Ints | None
@@ -317,13 +287,7 @@ class Outcome(NamedTuple):
 
 
 def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = None) -> Outcome:
-    """Search until the optimum is proved, a limit is reached, ``stop()`` is true, or Ctrl-C.
-
-    Raises
-    ------
-    AssertionError
-        If CP-SAT says that there is no order: the hint of the model is one, so that proves nothing.
-    """
+    """Search until the optimum is proved, a limit is reached, ``stop()`` is true, or Ctrl-C."""
     from pipesim.utils.packages import cp_model
 
     solver = cp_model.CpSolver()
@@ -332,7 +296,7 @@ def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = N
         future = pool.submit(solver.solve, built.model)
         interrupted = _watch(future, solver.stop_search, stop)
     status = future.result()
-    if status == cp_model.INFEASIBLE:
+    if status == cp_model.INFEASIBLE:  # its hint is an order: this proves nothing
         raise AssertionError(
             "CP-SAT finds no order, but its hint is one. This is an error in pipesim; please "
             "report it with the placement, costs and arguments"
@@ -366,7 +330,6 @@ def _watch(
 
 
 def _set_parameters(solver: cp_model.CpSolver, effort: Effort) -> None:
-    """Set limits, threads and seed."""
     parameters = solver.parameters
     parameters.num_workers = effort.n_workers
     parameters.random_seed = effort.seed

@@ -25,7 +25,8 @@ from pipesim.planning.choice import (
 )
 from pipesim.plot.html_tables import note_html, table_html
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory import costs_of, memory_breakdown
+from pipesim.timeline.memory import costs_of
+from pipesim.timeline.memory import memory_breakdown
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.texts import format_bytes, format_time
 
@@ -145,21 +146,16 @@ def explanation(
     """Return the explanation of two configurations from the parts of their steps and memory."""
     from pipesim.utils.packages import pandas as pd
 
-    differences = _differences(*seconds)
-    steps = pd.DataFrame({"first": seconds[0], "second": seconds[1], "difference": differences})
+    first, second = seconds
+    differences = {name: first[name] - second[name] for name in first}
+    total = math.fsum(first.values()) - math.fsum(second.values())
+    largest = max(differences, key=lambda name: abs(differences[name]))
+    differences[largest] = 0.0  # rounding is part of the largest
+    differences[largest] = math.fsum([total, *(-part for part in differences.values())])
+    steps = pd.DataFrame({"first": first, "second": second, "difference": differences})
     sizes = pd.DataFrame({"first": memory[0], "second": memory[1]})
     sizes["difference"] = sizes["first"] - sizes["second"]
     return Explanation(*choices, steps.rename_axis("part"), sizes.rename_axis("kind"), is_tied)
-
-
-def _differences(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Return the difference of each part; rounding is part of the largest."""
-    parts = {name: first[name] - second[name] for name in first}
-    total = math.fsum(first.values()) - math.fsum(second.values())
-    largest = max(parts, key=lambda name: abs(parts[name]))
-    parts[largest] = 0.0
-    parts[largest] = math.fsum([total, *(-part for part in parts.values())])
-    return parts
 
 
 def _rows(table: pd.DataFrame) -> dict[str, _Row]:
@@ -256,7 +252,6 @@ def _layer_share(choice: PlanChoice) -> str:
 
 
 def _recompute(choice: PlanChoice) -> str:
-    """Return the recompute of layers."""
     return f"{choice.recompute} recompute" if choice.recompute != "none" else "none"
 
 
@@ -281,7 +276,6 @@ def _split(choice: PlanChoice) -> str:
 
 
 def _schedule(choice: PlanChoice) -> str:
-    """Return the schedule, and whether it is ordered for the costs."""
     return choice.schedule + " for costs" * choice.ordered_for_costs
 
 
@@ -306,7 +300,6 @@ def _tied(choice: PlanChoice) -> str:
 
 
 def _count(number: int, one: str, many: str = "") -> str:
-    """Return a count with its noun."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
@@ -345,7 +338,7 @@ _CAUSES = {
 
 
 def step_parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of a simulated step in parts that sum to its makespan.
+    """Return the seconds of a simulated step in `PARTS`, whose ``math.fsum`` is its makespan.
 
     The graph is simulated again with some costs removed, one after the other:
 
@@ -366,16 +359,6 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
 
     Costs that are of no `Transformer` have no known recompute or collectives inside B; these
     seconds are part of ``compute`` then.
-
-    Returns
-    -------
-    dict
-        Seconds of each of `PARTS`. ``math.fsum`` of the values is exactly the makespan.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs, or tasks of it did not run.
     """
     timeline.check_complete("the parts of a step need")
     graph, costs = timeline.graph, costs_of(timeline)

@@ -216,9 +216,8 @@ def _built(name: str, p: int, m: int, options: dict[str, Any]) -> Schedule | Non
 def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterator[Schedule | None]:
     """Yield list schedules under the limit, by priority, micro-batches in flight and patience.
 
-    Micro-batches that differ are taken in several orders.
-
-    None stands for one that the limit does not allow.
+    Micro-batches that differ are taken in several orders. None stands for a schedule that the
+    limit does not allow.
     """
     m = n_microbatches(problem)
     split = bool((problem.op == Op.W).any())

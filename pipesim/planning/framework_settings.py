@@ -41,10 +41,6 @@ class TrainerSettings:
         Flags or settings that do not change the tasks, or that are not known. Sizes of the model
         are among them: give them to `pipesim.Transformer`.
 
-    See Also
-    --------
-    Plans.choice : Make a configuration from settings.
-
     Examples
     --------
     >>> import pipesim as ps

@@ -52,13 +52,15 @@ def megatron_flags(
     t = choice.tensor_parallel
     flags = ["--tensor-model-parallel-size", str(t)]
     flags += ["--pipeline-model-parallel-size", str(choice.pipeline_parallel)]
-    flags += ["--context-parallel-size", str(choice.context_parallel)] * (
-        choice.context_parallel > 1
-    )
-    flags += ["--expert-model-parallel-size", str(choice.expert_parallel)] * (
-        choice.expert_parallel > 1
-    )
-    flags += _split_flags(choice)
+    if choice.context_parallel > 1:
+        flags += ["--context-parallel-size", str(choice.context_parallel)]
+    if choice.expert_parallel > 1:
+        flags += ["--expert-model-parallel-size", str(choice.expert_parallel)]
+    sizes = choice.layers_per_stage
+    if len(set(sizes)) > 1:
+        flags += ["--pipeline-model-parallel-layout", write_layout(sizes)]
+    elif choice.n_chunks > 1:  # one even stage a device needs no flag
+        flags += ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
     flags += ["--micro-batch-size", str(choice.microbatch_size)]
     flags += ["--global-batch-size", str(global_batch)]
     flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
@@ -71,16 +73,6 @@ def megatron_flags(
     is_replica_major = layout == "replica_major" and choice.layout_matters
     flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
     return shlex.join(flags)
-
-
-def _split_flags(choice: PlanChoice) -> list[str]:
-    """Return the flags for the layers of each stage; none for one even stage a device."""
-    sizes = choice.layers_per_stage
-    if len(set(sizes)) > 1:
-        return ["--pipeline-model-parallel-layout", write_layout(sizes)]
-    if choice.n_chunks == 1:
-        return []
-    return ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
 
 
 def _check(choice: PlanChoice) -> None:
@@ -205,8 +197,6 @@ def read_megatron(
     See Also
     --------
     Plan.to_megatron : Write the flags of a configuration.
-    read_torchtitan : Read settings of torchtitan.
-    read_layout : Read a layout string alone.
 
     Examples
     --------
@@ -287,7 +277,6 @@ def _batches(read: Flags, replicas: int, gpus: int | None) -> tuple[int, int, in
 
 
 def _check_interleaving(read: Flags, p: int, n_microbatches: int) -> None:
-    """Raise `ArgumentError` for groups and numbers of micro-batches that the schedule lacks."""
     for name in _GROUPS:
         group = read.count(name, p)
         if group != p:
@@ -304,7 +293,6 @@ def _check_interleaving(read: Flags, p: int, n_microbatches: int) -> None:
 
 
 def _recompute(read: Flags, sizes: Sequence[int]) -> str:
-    """Return the recompute of layers."""
     default = "selective" if read.switch("--recompute-activations") else "none"
     mode = check_name(
         "flags: --recompute-granularity",
@@ -354,7 +342,6 @@ def _sharding(read: Flags, replicas: int) -> tuple[ShardParameters, bool]:
 
 
 def _offload(read: Flags) -> str:
-    """Return the activations that wait in host memory."""
     modules = read.texts("--offload-modules")
     if not read.switch("--fine-grained-activation-offloading"):
         return "none"
@@ -467,13 +454,9 @@ def chunks_of_devices(read: Flags, p: int, per_device: Sequence[int] = ()) -> in
 
 
 class Flags:
-    """Flags with their values, and which of them were read.
+    """Flags with their values, such as ``{"--bf16": [], "--lr": ["1e-4"]}``, and which were read.
 
-    Attributes
-    ----------
-    values
-        Values of each flag, such as ``{"--bf16": [], "--lr": ["1e-4"]}``. Of a flag that is given
-        twice, the last one counts, as in argparse.
+    Of a flag that is given twice, the last one counts, as in argparse.
     """
 
     def __init__(self, flags: str | Sequence[str]) -> None:

@@ -43,8 +43,8 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import checked_noise, predict_timeline
-from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 from pipesim.timeline.rates import longest_span
+from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 from pipesim.utils.texts import Bytes, format_time
 
 
@@ -82,27 +82,6 @@ class OptimizedSchedule(Schedule):
         Seconds that the search took.
     noisy_makespan
         Percentile of the makespans with noise (s), if there was noise; else None.
-
-    Raises
-    ------
-    ScheduleError
-        Not here, but by `pipesim.verify`, as for `pipesim.Schedule`.
-
-    See Also
-    --------
-    pipesim.optimize : Search for such a schedule.
-    pipesim.Schedule : Orders without predicted times.
-    pipesim.lower_bound : Bound the time of all orders from below.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> costs = ps.Costs(forward=1, backward=2)
-    >>> order = ps.optimize(ps.linear(2), 2, costs, progress=False)
-    >>> order
-    <OptimizedSchedule optimized: 2 devices, 2 stages, 2 micro-batches, makespan 9 s, optimal>
-    >>> order.makespan, order.lower_bound, order.gap
-    (9.0, 9.0, 0.0)
     """
 
     objective: Objective = "makespan"
@@ -246,26 +225,10 @@ def optimize(
     OptimizedSchedule
         A schedule with ``makespan``, ``span``, ``lower_bound``, ``gap`` and ``proved``.
 
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of an operation, or are of another number of micro-batches.
-    NetworkError
-        If a link names a device that the placement does not have.
-
-    Warns
-    -----
-    CostsWarning
-        If there is a limit and the costs have no ``activation_bytes``.
-    EngineWarning
-        If ortools is not installed.
-
     See Also
     --------
     pipesim.order_by : Put actions in order by a priority, without a search.
-    pipesim.lower_bound : Bound the time of all orders from below.
     pipesim.plan : Search for the configuration, too.
-    pipesim.schedule : Build a schedule of the literature.
 
     Examples
     --------
@@ -284,7 +247,7 @@ def optimize(
     problem = order_problem(
         placement, n_microbatches, costs, split_backward=split_backward, memory_limit=memory_limit
     )
-    limit = _checked_limit(problem, costs, memory_limit, stacklevel=3)
+    limit = _checked_limit(problem, costs, memory_limit)
     effort.began = time.perf_counter()
     is_exact = counts_all_costs(placement, costs, split_backward=split_backward)
     with SearchBar(effort, progress) as bar:
@@ -300,7 +263,6 @@ def optimize(
 
 
 def _checked_effort(seconds: object, evaluations: object, seed: object) -> Effort:
-    """Return the limits of the search."""
     limit = number(seconds)
     if limit is None or not 0.0 < limit < math.inf:
         raise ArgumentError(
@@ -326,9 +288,7 @@ def _checked_percentile(noise: object, percentile: object, objective: str) -> fl
     return level
 
 
-def _checked_limit(
-    problem: OrderProblem, costs: Costs, memory_limit: object, stacklevel: int
-) -> list[float] | None:
+def _checked_limit(problem: OrderProblem, costs: Costs, memory_limit: object) -> list[float] | None:
     """Return the bytes that each device may hold, None for no limit."""
     if memory_limit is None:
         memory_limit = None if costs.work is None else costs.work.memory
@@ -338,7 +298,7 @@ def _checked_limit(
             "ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches of a "
             "stage",
             CostsWarning,
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
     if memory_limit is None:
         return None

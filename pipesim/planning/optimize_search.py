@@ -22,12 +22,11 @@ from pipesim.order_search import (
     meets,
     order_problem,
 )
+from pipesim.order_search.lane_order import n_microbatches
 from pipesim.order_search.evaluate import ROUNDING
 from pipesim.order_search.improve import periods_of
-from pipesim.order_search.lane_order import n_microbatches
-from pipesim.planning.cp_sat_proof import MOST_TASKS
+from pipesim.planning.cp_sat_proof import MOST_TASKS, prove
 from pipesim.planning.first_orders import Candidate, first_orders, sequential_candidate
-from pipesim.planning.orders.cp_sat import prove
 from pipesim.scheduling.placement import Placement
 
 
@@ -68,7 +67,7 @@ _FIRST_SHARE_LARGE, _FIRST_SHARE = 0.1, 0.2
 _MOST_FIRST = 16
 #: Seconds of a call of the local search, after which progress is shown.
 _CALL_SECONDS = 0.05
-#: Moves of such a call if moves are counted, and those for a unit of CP-SAT's deterministic time,
+#: Moves of a call if moves are counted, and those for a unit of CP-SAT's deterministic time,
 #: which takes up to 40 s with 900 tasks.
 _CALL_MOVES, _MOVES_A_UNIT = 2000, 5_000_000
 #: Seconds of a whole search from which the lower bound is raised by a search of its own.
@@ -89,27 +88,16 @@ def _key(order: LaneOrder) -> bytes:
 class Search:
     """A search for the best order of a placement; `best` is the best one at any moment.
 
-    Attributes
-    ----------
-    placement, costs, limit, objective, effort
-        As in `pipesim.optimize`; ``limit`` has the bytes of each device, or is None.
-    report
-        Called after each step of the search.
-    problem
-        The lanes of all micro-batches.
-    best, first
-        The best order, and the one from which the search started; None before there is one.
-    firsts
-        Different first orders, the best one first.
-    better
-        The best orders of the steps after these, the latest last.
-    lower_bound, evaluations
-        As in `OptimizedSchedule`.
-    tries_all
-        Whether all first orders are tried and kept, even if one of them meets the bound.
-    is_exact
-        Whether the values of orders are those of a simulation. If not, they may be below the
-        bound, which then ends nothing.
+    The first fields are arguments of `pipesim.optimize`; ``limit`` has the bytes of each device, or
+    is None. ``report`` is called after each step of the search.
+
+    - ``first`` is the order from which the search started, and ``firsts`` are different first
+      orders, the best one first. ``better`` are the best orders of the steps after these, the
+      latest last.
+    - ``tries_all``: whether all first orders are tried and kept, even if one of them meets the
+      bound.
+    - ``is_exact``: whether the values of orders are those of a simulation. If not, they may be
+      below the bound, which then ends nothing.
     """
 
     placement: Placement
@@ -263,20 +251,26 @@ class Search:
     def _prove(self) -> None:
         """Prove the best order with CP-SAT, or find a better one and raise the bound."""
         assert self.best is not None
-        total = self.effort.evaluations
+        effort = self.effort
+        seconds = work = None
+        if effort.evaluations is None:
+            seconds = max(0.1, effort.seconds * (_PROOF_SHARE - effort.share))
+        else:
+            least = min(_LEAST_WORK, _WORK_OF_TASKS / int(self.problem.count.sum()))
+            work = max(least, effort.evaluations / _MOVES_A_UNIT)
 
         def stop() -> bool:
             self.report(self)
-            return total is None and self.effort.share >= _PROOF_SHARE
+            return effort.is_spent(_PROOF_SHARE)
 
         proof = prove(
             self.problem,
             self.best.order,
             self.target,
             objective=self.objective,
-            seconds=None if total is not None else self._seconds_until(_PROOF_SHARE),
-            work=None if total is None else self._proof_work(total),
-            seed=self.effort.seed,
+            seconds=seconds,
+            work=work,
+            seed=effort.seed,
             stop=stop,
         )
         self.lower_bound = max(self.lower_bound, proof.lower_bound)
@@ -285,15 +279,6 @@ class Search:
         if proof.interrupted:
             raise KeyboardInterrupt
         self.report(self)
-
-    def _proof_work(self, evaluations: int) -> float:
-        """Return the work of CP-SAT that counts as some evaluations; tiny problems get enough."""
-        least = min(_LEAST_WORK, _WORK_OF_TASKS / int(self.problem.count.sum()))
-        return max(least, evaluations / _MOVES_A_UNIT)
-
-    def _seconds_until(self, share: float) -> float:
-        """Return the seconds until a share of the effort is spent, at least a tenth of one."""
-        return max(0.1, self.effort.seconds * (share - self.effort.share))
 
     def _candidate(self, order: LaneOrder, name: str) -> Candidate:
         value = getattr(evaluate(self.problem, order), self.objective)
@@ -314,7 +299,11 @@ class Search:
         )  # fmt: skip
         part.lower_bound = part._bound(search=False)
         if self.is_exact:
-            part.lower_bound = min(part.lower_bound, self._target_of_part(small))
+            # A repeated period can meet the bound if each further micro-batch takes the busiest
+            # device's seconds of it.
+            more = (self.problem.count - small.count) * small.seconds
+            busiest = float(np.bincount(small.device, more, small.n_devices).max())
+            part.lower_bound = min(part.lower_bound, max(0.0, self.target - busiest))
         share = self.effort.after(_PERIOD_SHARE)
         try:
             part.first = part._first()
@@ -322,24 +311,13 @@ class Search:
         finally:  # after Ctrl-C too
             self.evaluations += part.evaluations
             for candidate in filter(None, (part.best, part.first)):
-                self._repeat(small, candidate)
+                order = unrolled(
+                    small, candidate.order, self.problem, self.objective, self.effort.is_spent
+                )
+                if order is not None:
+                    self.note(self._candidate(order, "period"))
                 if self.effort.is_spent():
                     break
-
-    def _repeat(self, small: OrderProblem, candidate: Candidate) -> None:
-        """Note the order that repeats a period of an order with fewer micro-batches."""
-        order = unrolled(small, candidate.order, self.problem, self.objective, self.effort.is_spent)
-        if order is not None:
-            self.note(self._candidate(order, "period"))
-
-    def _target_of_part(self, small: OrderProblem) -> float:
-        """Return a value of fewer micro-batches with which a repeated period can meet the bound.
-
-        It does if each further micro-batch takes the busiest device's seconds of it.
-        """
-        more = (self.problem.count - small.count) * small.seconds
-        busiest = np.bincount(small.device, more, small.n_devices).max()
-        return max(0.0, self.target - float(busiest))
 
 
 #: Share of the effort in which it is measured, and the most seconds.
@@ -396,8 +374,8 @@ _RATIO = 10
 _HOT, _COLD = (1.0, 0.1, 3.0, 0.3), 0.02
 #: Orders from which rounds start.
 _MOST_ORDERS = 8
-#: Moves of tasks, and tasks of orders of moved micro-batches, after which the time is checked.
-_ANNEAL_CALL_MOVES, _ANNEAL_CALL_TASKS = 2000, 200_000
+#: Tasks of orders of moved micro-batches after which the time is checked.
+_CALL_TASKS = 200_000
 _MANY = 2**62
 
 
@@ -424,7 +402,6 @@ def improve_both(search: Search) -> None:
 
 
 def _is_spent(search: Search) -> bool:
-    """Return whether the effort is spent."""
     return search.effort.is_spent() or _moves_left(search) <= 0
 
 
@@ -440,7 +417,7 @@ def _anneal(
     """Return an order after moves of micro-batches; the temperature falls from call to call."""
     random = np.random.default_rng((search.effort.seed, number))
     hot, done = _HOT[number % len(_HOT)], 0
-    size = max(1, _ANNEAL_CALL_TASKS // len(order.lanes))
+    size = max(1, _CALL_TASKS // len(order.lanes))
     while done < n_moves and not _is_spent(search):
         n = min(size, n_moves - done, _moves_left(search))
         order = anneal_microbatches(
@@ -459,18 +436,17 @@ def _anneal(
 
 def _round(search: Search, start: Candidate, number: int, length: int, target: float) -> Candidate:
     """Return the result of a round from an order; it is noted in the search."""
-    seed = search.effort.seed
     order = _anneal(search, start.order, number, max(1, length // _RATIO), target)
-    value = float(getattr(evaluate(search.problem, order), search.objective))
-    result = Candidate(order, value, "local search")
+    result = search._candidate(order, "local search")
     search.note(result)
     search.report(search)
     local = LocalSearch(
-        search.problem, order, seed=seed + number, objective=search.objective, budget=length
-    )
+        search.problem, order, seed=search.effort.seed + number, objective=search.objective,
+        budget=length,
+    )  # fmt: skip
     while local.moves < length and local.value > target and not _is_spent(search):
         before = local.moves
-        local.advance(min(_ANNEAL_CALL_MOVES, length - local.moves, _moves_left(search)), target)
+        local.advance(min(_CALL_MOVES, length - local.moves, _moves_left(search)), target)
         search.evaluations += local.moves - before
         result = Candidate(local.order, local.value, "local search")
         search.note(result)
@@ -509,21 +485,9 @@ def unrolled(
 ) -> LaneOrder | None:
     """Return the best order of a problem that repeats a period of an order of a smaller one.
 
-    Parameters
-    ----------
-    small, order
-        The lanes with fewer micro-batches, and an order of them.
-    problem
-        The same lanes with more micro-batches: by a multiple of `LONGEST_PERIOD` on each path.
-    objective
-        ``"makespan"`` or ``"span"``.
-    is_late
-        Called after each order that is tried; if it returns true, no more are tried.
-
-    Returns
-    -------
-    LaneOrder or None
-        None if the devices have no period in common.
+    ``problem`` has the lanes of ``small`` with more micro-batches, by a multiple of
+    `LONGEST_PERIOD` on each path. ``is_late`` is called after each order that is tried;
+    once it is true, no more are tried. The result is None if the devices have no period in common.
     """
     more = int((problem.count - small.count)[0])
     least, best = np.inf, None

@@ -162,8 +162,6 @@ def plan(
     --------
     pipesim.sweep : Simulate all of a list of configurations.
     pipesim.optimize : Search for the best order of one configuration.
-    pipesim.Cluster : GPUs, nodes, network and memory.
-    pipesim.Transformer : Sizes of a model.
 
     Examples
     --------
@@ -219,7 +217,6 @@ def plan(
 
 
 def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
-    """Return why no configuration is possible, and which are the nearest."""
     unfit = [x for x in evaluations if x.status == "does not fit"]
     if not unfit:
         reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]

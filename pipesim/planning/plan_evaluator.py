@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.stage_partition import balanced_split
@@ -19,6 +18,7 @@ from pipesim.models.layers import Layers
 from pipesim.ops import Op
 from pipesim.planning.choice import (
     Evaluation,
+    Floats,
     PlanChoice,
     hides_exchanges,
     order_facts,
@@ -36,14 +36,14 @@ from pipesim.planning.plan_bounds import (
 )
 from pipesim.planning.problem import Cache, PlanProblem
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, replica_memory_graph
+from pipesim.simulation.equal_replicas import OneOfReplicas, replica_memory_graph
+from pipesim.simulation.equal_replicas import SharedRoutes
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import format_bytes
 
-Floats = NDArray[np.float64]
 #: Graphs that an evaluator keeps at most.
 _MOST_GRAPHS = 512
 
@@ -54,11 +54,6 @@ class Evaluator:
 
     Configurations share graphs (by schedule and counts), links and engine columns (by sizes of
     parallelism), and costs (by micro-batch, recompute and split).
-
-    Attributes
-    ----------
-    problem
-        Model, cluster and batch.
     """
 
     problem: PlanProblem
@@ -69,7 +64,12 @@ class Evaluator:
         """Return a configuration with its balanced split; None if there are too few layers."""
         gpus = self.problem.gpus_of_devices(choice)
         key = ("split", self._layer_key(choice), *_place(choice), gpus)
-        sizes = self._cache.get(key, lambda: self._split(choice, gpus))
+        sizes = self._cache.get(
+            key,
+            lambda: stages_of(
+                self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus]
+            ),
+        )
         return None if sizes is None else with_settings(choice, layers_per_stage=sizes)
 
     def costs(self, choice: PlanChoice) -> Costs:
@@ -82,7 +82,8 @@ class Evaluator:
         costs, place = priced.costs, _place(choice)
         facts = order_facts(*place)
         devices, splits = facts.devices, facts.splits_backward
-        sharing, offloads = _sharing(choice), choice.offload != "none"
+        sharing = Sharing(choice.optimizer_shares, choice.shards_parameters)
+        offloads = choice.offload != "none"
         work = priced.values.get(
             ("work", place),
             lambda: device_work(
@@ -190,7 +191,6 @@ class Evaluator:
         return hides_exchanges(choice) or self.costs(choice).exchange_dispatch is None
 
     def _priced(self, choice: PlanChoice) -> _Priced:
-        """Return the costs of a configuration, and what follows from them."""
         return self._cache.get(
             self._costs_key(choice), lambda: _Priced(self._stage_costs(choice), Cache())
         )
@@ -226,17 +226,14 @@ class Evaluator:
         priced, place = self._priced(choice), _place(choice)
 
         def build() -> OrderBytes:
+            small = self._small_graph(choice)
             graph = self._cache.get(
-                ("small", place, shares), lambda: self._with_shares(choice, shares)
+                ("small", place, shares),
+                lambda: replace(small, options=replace(small.options, n_equal=shares)),
             )
             return order_bytes(graph, priced.costs)
 
         return priced.values.get(("bytes", place, shares), build)
-
-    def _with_shares(self, choice: PlanChoice, shares: int) -> TaskGraph:
-        """Return `_small_graph` of replicas that share the optimizer."""
-        graph = self._small_graph(choice)
-        return replace(graph, options=replace(graph.options, n_equal=shares))
 
     def _small_graph(self, choice: PlanChoice) -> TaskGraph:
         """Return the graph of few micro-batches of the schedule of a choice, without messages.
@@ -249,7 +246,6 @@ class Evaluator:
         )
 
     def _schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
-        """Return the schedule of a choice."""
         key: tuple[Hashable, ...] = ("schedule", _place(choice), choice.n_microbatches)
         if choice.ordered_for_costs:
             key = (*key, self._costs_key(choice))
@@ -285,10 +281,6 @@ class Evaluator:
 
         return over(1), None if costs.expert_replicas == 1 else over(costs.expert_replicas)
 
-    def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the layers of each stage."""
-        return stages_of(self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
-
     def _parts(self, choice: PlanChoice, gpu: int) -> DeviceSeconds:
         """Return the seconds of a layer, of the embedding and of the head on one GPU."""
         return self._cache.get(
@@ -323,15 +315,9 @@ def _place(choice: PlanChoice) -> tuple[str, int, int, int]:
     return choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices
 
 
-def _sharing(choice: PlanChoice) -> Sharing:
-    """Return the replicas that share what a stage holds."""
-    return Sharing(choice.optimizer_shares, choice.shards_parameters)
-
-
 def _too_full(
     choice: PlanChoice, bounds: Bounds, needed: Floats, limits: Floats, where: str = ""
 ) -> Evaluation:
-    """Return the evaluation of a configuration that does not fit."""
     device = int((needed - limits).argmax())
     most, limit = float(needed[device]), float(limits[device])
     reason = (
@@ -369,17 +355,13 @@ def stages_of(
     if isinstance(model, Layers):
         if placement.n_stages > n_layers:
             return None
-        layers = [sum(x) for x in zip(*_layer_seconds(model), strict=True)]
+        names = ("forward", "backward") if "backward" in model.columns else (
+            "forward", "input_grad", "weight_grad"
+        )  # fmt: skip
+        columns = (model.columns[name] for name in names)
+        layers = [sum(x) for x in zip(*columns, strict=True)]
         return tuple(balanced_split(layers, placement.n_stages))
     return uniform_split(placement.paths[0], seconds(), n_layers)
-
-
-def _layer_seconds(model: Layers) -> list[tuple[float, ...]]:
-    """Return the seconds of the operations of each measured layer."""
-    names = ("forward", "backward") if "backward" in model.columns else (
-        "forward", "input_grad", "weight_grad"
-    )  # fmt: skip
-    return [tuple(model.columns[name]) for name in names]
 
 
 def uniform_split(
@@ -389,21 +371,8 @@ def uniform_split(
 
     Layers go one by one to the device that then has the least to do, which is optimal for equal
     layers. On a device they go to the stage that then has the least to do. At equal seconds the
-    later device gets the layer: in 1F1B it holds fewer micro-batches.
-
-    Parameters
-    ----------
-    device_of
-        Device of each stage.
-    seconds
-        Seconds of each device.
-    n_layers
-        Number of layers; the first and the last stage of several may have none.
-
-    Returns
-    -------
-    tuple or None
-        Layers of each stage; None if there are fewer layers than the stages need.
+    later device gets the layer: in 1F1B it holds fewer micro-batches. The first and the last stage
+    of several may have no layer. The result is None if there are fewer layers than stages need.
 
     Examples
     --------

@@ -46,20 +46,9 @@ class Workers:
 
 @dataclass
 class Search:
-    """Evaluations of configurations, and those that are left.
+    """Evaluations of configurations, and those that are left, with their bounds, by bound.
 
-    Attributes
-    ----------
-    evaluator
-        Evaluates configurations.
-    n_best
-        Number of the best to find.
-    evaluations
-        Configurations that are done.
-    left
-        Configurations that are left, with their bounds, by bound.
-    complete
-        False after an interrupt.
+    The ``n_best`` are to be found. ``complete`` is False after an interrupt.
     """
 
     evaluator: Evaluator
@@ -104,8 +93,10 @@ class Search:
 
     def _rounds(self, workers: Workers) -> Iterator[int]:
         """Evaluate in rounds of calls to workers; yield how many more are done."""
+        from pipesim.utils.packages import joblib
+
         n_jobs = min(workers.n_jobs, _MOST_WORKERS)
-        n_calls = _CALLS * (n_jobs if n_jobs > 0 else _cores())
+        n_calls = _CALLS * (n_jobs if n_jobs > 0 else max(2, int(joblib.cpu_count())))
         while self.left:
             batches, n_done = self._next_batches(n_calls)
             yield n_done
@@ -226,12 +217,11 @@ def _failed(choice: PlanChoice, bounds: Bounds, reason: str) -> Evaluation:
 
 def _cannot_win(choice: PlanChoice, bounds: Bounds) -> Evaluation:
     """Return the evaluation of a configuration that its bounds rule out."""
+    nan, memory = float("nan"), float(bounds.memory.max())
     reason = (
-        f"takes at least {format_time(bounds.step)} and {format_bytes(float(bounds.memory.max()))} "
-        "a device: another one is as good or better in both"
+        f"takes at least {format_time(bounds.step)} and {format_bytes(memory)} a device: another "
+        "one is as good or better in both"
     )
-    nan = float("nan")
-    memory = float(bounds.memory.max())
     return Evaluation(choice, nan, bounds.step, memory, nan, "cannot win", reason)
 
 
@@ -241,16 +231,7 @@ def _shape(choice: PlanChoice) -> tuple[object, ...]:
             choice.data_parallel, choice.shard_optimizer, choice.n_slices)  # fmt: skip
 
 
-def _cores() -> int:
-    """Return the number of cores that workers may use."""
-    from pipesim.utils.packages import joblib
-
-    return max(2, int(joblib.cpu_count()))
-
-
-# Functions of users that say which configurations a plan keeps.
-
-#: Functions that all must keep a configuration.
+#: Functions of users that all must keep a configuration.
 Filters = Sequence[Callable[[PlanChoice], bool]]
 
 
@@ -265,24 +246,22 @@ def checked_filters(where: Any) -> Filters:
 
 def keeps(filters: Filters, choice: PlanChoice) -> bool:
     """Return whether all functions keep a configuration."""
-    return all(_answer(function, choice) for function in filters)
-
-
-def _answer(function: Callable[[PlanChoice], bool], choice: PlanChoice) -> bool:
-    """Return what one function says of a configuration."""
-    try:
-        answer: object = function(choice)
-    except Exception as error:
-        raise ArgumentError(
-            f"where raised {type(error).__name__} for {choice}: {error}; it must return True or "
-            "False"
-        ) from error
-    if not isinstance(answer, (bool, np.bool_)):
-        raise ArgumentError(
-            f"where must return True or False, got {answer!r:.60} for {choice}"
-            + "; it may lack a return" * (answer is None)
-        )
-    return bool(answer)
+    for function in filters:
+        try:
+            answer: object = function(choice)
+        except Exception as error:
+            raise ArgumentError(
+                f"where raised {type(error).__name__} for {choice}: {error}; it must return True "
+                "or False"
+            ) from error
+        if not isinstance(answer, (bool, np.bool_)):
+            raise ArgumentError(
+                f"where must return True or False, got {answer!r:.60} for {choice}"
+                + "; it may lack a return" * (answer is None)
+            )
+        if not answer:
+            return False
+    return True
 
 
 # Refine the best configurations: splits by simulation, and orders for their costs.

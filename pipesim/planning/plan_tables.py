@@ -22,7 +22,8 @@ from pipesim.planning.choice import (
 )
 from pipesim.planning.problem import PlanProblem, mean_peak
 from pipesim.plot.html_tables import note_html, table_html
-from pipesim.utils.texts import align_columns, format_numbers, format_time
+from pipesim.utils.texts import align_columns
+from pipesim.utils.texts import format_numbers, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,8 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
     columns: dict[str, Any] = {"step": steps}
     if noisy:
         columns["noisy_step"] = [row.noisy_step for row in rows]
-    columns["tokens_per_second"] = _tokens(problem) / steps
+    sequence = getattr(problem.model, "sequence_length", math.nan)  # measured layers have none
+    columns["tokens_per_second"] = problem.global_batch * sequence / steps
     columns["mfu"] = [_mfu(problem, row) for row in rows]
     columns["bubble"] = [row.bubble for row in rows]
     columns["memory"] = [row.memory for row in rows]
@@ -68,15 +70,7 @@ def ruled_out_table(rows: Sequence[Evaluation]) -> pd.DataFrame:
 
 
 def _setting_columns(rows: Sequence[Evaluation]) -> dict[str, list[Any]]:
-    """Return a column for each setting of the configurations."""
     return {name: [getattr(row.choice, name) for row in rows] for name in SETTINGS}
-
-
-def _tokens(problem: PlanProblem) -> float:
-    """Return the tokens of a step; NaN if the model's tokens are unknown."""
-    if not isinstance(problem.model, Transformer):
-        return math.nan
-    return problem.global_batch * problem.model.sequence_length
 
 
 def _mfu(problem: PlanProblem, row: Evaluation) -> float:
@@ -125,7 +119,7 @@ def shown_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, list[s
 
 #: Rows of a table in a notebook.
 _BEST = 5
-#: What the number of configurations with each status is called.
+#: Words for the number of configurations with each status.
 _STATUSES = {
     "simulated": "simulated",
     "cannot win": "pruned by bounds",
@@ -224,13 +218,11 @@ def plan_html(plan: Plan) -> str:
 
 
 def _setting(value: object) -> str:
-    """Return the value of a setting as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return layers_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _columns(plans: Plans, n_best: int) -> dict[str, list[str]]:
-    """Return the columns of the best configurations."""
     table = plans.table.head(n_best)
     return shown_columns(table, [str(plans.ranked[rank].choice) for rank in table.index])

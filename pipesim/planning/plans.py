@@ -24,12 +24,14 @@ from pipesim.planning.plan_tables import (
     plans_text,
     ranked_table,
     ruled_out_table,
+    short_names,
 )
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import checked_choice, named_choice
 from pipesim.planning.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import predict_timeline, warn_of_costs, warn_of_memory_limit
+from pipesim.simulation.simulate import warn_of_costs
+from pipesim.simulation.simulate import predict_timeline, warn_of_memory_limit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_whole
 from pipesim.utils.texts import format_bytes, format_time
@@ -49,16 +51,6 @@ class Plan:
         Model, cluster and batch.
     evaluation
         Configuration, step and memory.
-
-    Raises
-    ------
-    TypeError
-        For missing arguments. `Plans.plan` makes a plan; values are not checked here.
-
-    See Also
-    --------
-    pipesim.Plans.plan : Return the plan of a rank or of any configuration.
-    pipesim.PlanChoice : The settings of a configuration.
 
     Examples
     --------
@@ -133,8 +125,8 @@ class Plan:
         >>> plans.best.to_megatron().split(" --")[-2:]
         ['micro-batch-size 1', 'global-batch-size 4']
         """
-        has_experts = bool(getattr(self.problem.model, "n_experts", 0))
         problem = self.problem
+        has_experts = bool(getattr(problem.model, "n_experts", 0))
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, has_experts=has_experts
         )
@@ -157,15 +149,6 @@ class Plan:
         -------
         str
             Tables of TOML, with comments.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> plans.best.to_torchtitan().splitlines()[:3]
-        ['[training]', 'local_batch_size = 1', 'global_batch_size = 4']
         """
         problem, path = self.problem, ""
         if schedule_csv is not None:
@@ -213,17 +196,6 @@ class Plans:
         Percentile of noisy steps by which the best are ranked; None without noise.
     notes
         Assumptions and limits to show beside the results, a sentence each.
-
-    Raises
-    ------
-    TypeError
-        For missing arguments. `pipesim.plan` makes plans; values are not checked here.
-
-    See Also
-    --------
-    pipesim.plan : Search the configurations of a training.
-    pipesim.Plan : One configuration with its schedule, costs and timeline.
-    pipesim.PlanChoice : The settings of a configuration.
 
     Examples
     --------
@@ -309,15 +281,6 @@ class Plans:
         -------
         Plan
             The configuration with its costs, schedule, graph and timeline.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> plans.plan(plans.choice(pipeline_parallel=2))
-        <Plan tp1 pp2 dp1, 1f1b, 4 micro-batches of 1: 15.0 s a step, 18.0 B on the fullest device>
         """
         if isinstance(which, PlanChoice):
             return self._named(which)
@@ -347,16 +310,6 @@ class Plans:
         -------
         PlanChoice
             All settings of the configuration.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> choice = plans.choice(pipeline_parallel=2)
-        >>> choice.n_microbatches, choice.layers_per_stage
-        (4, (1, 1))
         """
         return named_choice(self.problem, settings)
 
@@ -378,18 +331,7 @@ class Plans:
         matplotlib.axes.Axes
             Seconds of a step on the x axis, bytes of the fullest device on the y axis, in suitable
             units.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> ax = plans.plot()
-        >>> ax.get_xlabel()
-        'Step (s)'
         """
-        from pipesim.planning.plan_tables import short_names
         from pipesim.plot.charts import plan_front
 
         table = self.table.assign(step=self._seconds).dropna(subset="step")
@@ -441,15 +383,6 @@ class Plans:
         -------
         str
             Flags in one line, quoted for a shell.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> plans.to_megatron().split(" --")[-2:]
-        ['micro-batch-size 1', 'global-batch-size 4']
         """
         return self.best.to_megatron()
 
@@ -465,15 +398,6 @@ class Plans:
         -------
         str
             Tables ``training``, ``parallelism`` and ``activation_checkpoint``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> cluster = ps.Cluster("dgx_h100", n_gpus=2)
-        >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
-        >>> plans.to_torchtitan().splitlines()[:3]
-        ['[training]', 'local_batch_size = 1', 'global_batch_size = 4']
         """
         return self.best.to_torchtitan(schedule_csv)
 
@@ -486,17 +410,6 @@ class Plans:
         ----------
         path
             File to write. A file of that name is replaced.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile
-        >>> import pipesim as ps
-        >>> layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
-        >>> plans = ps.plan(layers, ps.Cluster("dgx_h100", n_gpus=2), global_batch=4)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     plans.to_csv(f"{folder}/plans.csv")
-        ...     pathlib.Path(folder, "plans.csv").read_text()[:9]
-        'rank,step'
         """
         from pipesim.utils.packages import pandas as pd
 

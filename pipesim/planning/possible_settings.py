@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pipesim.errors import PipeError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
-from pipesim.network.network import Network
 from pipesim.planning.choice import PlanChoice, choice_facts
 from pipesim.planning.problem import Cache, PlanProblem
 
@@ -61,8 +60,7 @@ def tensor_reason(problem: PlanProblem, tp: int) -> str:
         return ""
     if isinstance(model, Layers):
         return f"tensor_parallel={tp}: layers were measured on one GPU"
-    network: Network = cluster.network()
-    if network.nodes is None:
+    if cluster.network().nodes is None:
         return f"tensor_parallel={tp}: the network has no nodes, and so no rate inside a device"
     if cluster.gpus_per_node % tp:
         return f"tensor_parallel={tp} does not divide the {cluster.gpus_per_node} GPUs of a node"
@@ -78,8 +76,7 @@ def context_reason(problem: PlanProblem, tp: int, cp: int) -> str:
         return ""
     if isinstance(problem.model, Layers):
         return f"context_parallel={cp}: layers were measured on one GPU"
-    network: Network = problem.cluster.network()
-    if network.nodes is None:
+    if problem.cluster.network().nodes is None:
         return f"context_parallel={cp}: the network has no nodes, and so no rate inside a device"
     if problem.cluster.n_gpus % (tp * cp):
         return ""  # the listing says so
@@ -93,13 +90,7 @@ def context_reason(problem: PlanProblem, tp: int, cp: int) -> str:
 
 @dataclass
 class FeatureReasons:
-    """Reasons against context and expert parallelism, sharded parameters, offload and slices.
-
-    Attributes
-    ----------
-    problem
-        Model, cluster and batch.
-    """
+    """Reasons against context and expert parallelism, sharded parameters, offload and slices."""
 
     problem: PlanProblem
     _cache: Cache = field(default_factory=Cache)
@@ -116,7 +107,6 @@ class FeatureReasons:
         return next((reason for used, test in tests if used and (reason := test(choice))[0]), _NONE)
 
     def _sharding(self, choice: PlanChoice) -> _Reason:
-        """Return why replicas cannot share parameters."""
         what, names = f"shard_parameters={choice.shard_parameters!r}", ("shard_parameters",)
         if choice.data_parallel == 1:
             text = f"{what}: there is one replica, which holds all parameters"
@@ -127,7 +117,6 @@ class FeatureReasons:
         return self._lacking(what, "parameter_bytes"), names
 
     def _offload(self, choice: PlanChoice) -> _Reason:
-        """Return why activations cannot wait in host memory."""
         what, names = f"offload={choice.offload!r}", ("offload",)
         if self.problem.cluster.network().host is None:
             text = (
@@ -145,7 +134,6 @@ class FeatureReasons:
         return f"{what}: measured layers lack the column {column!r}"
 
     def _slices(self, choice: PlanChoice) -> _Reason:
-        """Return why sequences cannot be cut into slices."""
         what, names = f"n_slices={choice.n_slices}", ("n_slices",)
         if isinstance(self.problem.model, Layers):
             return f"{what}: layers were measured with whole sequences", names
@@ -154,7 +142,6 @@ class FeatureReasons:
         return _NONE
 
     def _experts(self, choice: PlanChoice) -> _Reason:
-        """Return why experts cannot be divided among GPUs."""
         names = ("tensor_parallel", "context_parallel", "expert_parallel")
         if isinstance(self.problem.model, Layers):
             text = "measured layers do not say which parameters are of experts"
@@ -241,6 +228,5 @@ def chunk_counts(problem: PlanProblem, pp: int) -> list[int]:
 
 
 def _divisors(n: int) -> list[int]:
-    """Return the divisors of a number, in order."""
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return sorted({*small, *(n // k for k in small)})

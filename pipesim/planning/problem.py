@@ -17,9 +17,10 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
-from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
-from pipesim.models.shard import Shard
+from pipesim.models.model_costs import costs_of_shards, microbatch_shards
+from pipesim.models.model_costs import ShardCosts
 from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import (
     PlanChoice,
@@ -37,28 +38,10 @@ from pipesim.scheduling.schedule import Schedule
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """Model, cluster and batch of a plan.
+    """Model, cluster and batch of a plan; settings are those of `pipesim.plan`.
 
-    Attributes
-    ----------
-    model
-        Sizes of a transformer, or measured layers.
-    cluster
-        GPUs, nodes and network.
-    global_batch
-        Sequences of a step, of all replicas.
-    memory_limit
-        Most bytes of each device, as in `pipesim.simulate`; None for the usable memory of its GPU.
-    flash_attention, scatter_gather, fused_loss
-        As in `pipesim.models.shard.Shard`.
-    layout
-        Order of the devices of replicas, as in `pipesim.lower`.
-    memory_reserve
-        Share of the bytes of tensors that the allocator holds besides, as in `pipesim.Costs`.
-    is_even
-        Whether each stage has as many layers; otherwise devices are balanced.
-    measured_size
-        Sequences of the micro-batch of measured layers; None for one.
+    ``is_even``: whether each stage has as many layers; otherwise devices are balanced.
+    ``measured_size``: sequences of the micro-batch of measured layers; None for one.
     """
 
     model: Transformer | Layers
@@ -145,7 +128,6 @@ class PlanProblem:
         return self._shard(choice).expert_replicas
 
     def _shard(self, choice: PlanChoice) -> Shard:
-        """Return the share of one GPU of a transformer."""
         return check_type("model", self.model, Transformer).shard(
             flash_attention=self.flash_attention,
             scatter_gather=self.scatter_gather,
@@ -165,7 +147,7 @@ class PlanProblem:
             seconds = (0.0,) * len(self.cluster.gpus)
         else:
             seconds = tuple(self.parts(choice, gpu)[0] for gpu in self.cluster.gpus)
-        return slowest_kinds(self._kinds(choice), seconds)
+        return tuple(max(own, key=seconds.__getitem__) for own in self._kinds(choice))
 
     def _kinds(self, choice: PlanChoice) -> tuple[tuple[int, ...], ...]:
         """Return the different GPUs of each device, in all replicas."""
@@ -224,7 +206,8 @@ class PlanProblem:
             return [self.memory_limit] * choice.pipeline_parallel
         if not self.cluster.is_mixed:
             return [self.cluster.memory] * choice.pipeline_parallel
-        return least_bytes(self.cluster, self._kinds(choice))
+        usable = [self.cluster.usable_bytes(gpu) for gpu in self.cluster.gpus]
+        return [min(usable[kind] for kind in own) for own in self._kinds(choice)]
 
     def limits(self, choice: PlanChoice) -> list[float]:
         """Return the most bytes of each device of all replicas, for `pipesim.simulate`."""
@@ -252,9 +235,6 @@ def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) ->
         return replace(costs[0], **values, workload=work)
 
 
-# GPUs of a pipeline on a mixed cluster: the slowest, the smallest, and their mean peak.
-
-
 @lru_cache(maxsize=4096)
 def kinds_of_devices(
     cluster: Cluster, tensor_parallel: int, p: int, dp: int, layout: Layout
@@ -269,19 +249,6 @@ def kinds_of_devices(
         tuple(sorted({kind for device in column for kind in kinds[device]}))
         for column in devices.T.tolist()
     )
-
-
-def slowest_kinds(
-    kinds: tuple[tuple[int, ...], ...], seconds: tuple[float, ...]
-) -> tuple[int, ...]:
-    """Return the GPU of each device that takes the most seconds, of ``seconds`` for each GPU."""
-    return tuple(max(own, key=seconds.__getitem__) for own in kinds)
-
-
-def least_bytes(cluster: Cluster, kinds: tuple[tuple[int, ...], ...]) -> list[float]:
-    """Return the usable bytes of the smallest GPU of each device."""
-    usable = [cluster.usable_bytes(gpu) for gpu in cluster.gpus]
-    return [min(usable[kind] for kind in own) for own in kinds]
 
 
 def mean_peak(cluster: Cluster) -> float | None:

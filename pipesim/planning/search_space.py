@@ -13,7 +13,7 @@ from pipesim.errors import ArgumentError, check_count, check_flag, check_list, c
 from pipesim.graph.options import StageOffload, checked_offload
 from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
 from pipesim.models.transformer import RECOMPUTE, Transformer
-from pipesim.planning import possible_settings as default_values
+from pipesim.planning import possible_settings
 from pipesim.planning.choice import (
     Evaluation,
     PlanChoice,
@@ -131,17 +131,7 @@ def _listed(name: str, value: Any, check: Any) -> tuple[Any, ...]:
 
 @dataclass
 class Listing:
-    """Configurations of a space, and those that are invalid.
-
-    Attributes
-    ----------
-    space, problem
-        Values of each parameter; model, cluster and batch.
-    choices
-        Configurations without their splits.
-    invalid
-        Combinations that are ruled out, with their reasons.
-    """
+    """Configurations of a space, without their splits, and combinations that are invalid."""
 
     space: SearchSpace
     problem: PlanProblem
@@ -156,7 +146,7 @@ class Listing:
     def fill(self) -> None:
         """List all combinations."""
         n_gpus = self.problem.cluster.n_gpus
-        for tp in self.space.tensor_parallel or default_values.tensor_sizes(self.problem):
+        for tp in self.space.tensor_parallel or possible_settings.tensor_sizes(self.problem):
             reason = tensor_reason(self.problem, tp)
             if reason or n_gpus % tp:
                 reason = reason or f"{n_gpus} GPUs do not divide by tensor_parallel={tp}"
@@ -167,7 +157,6 @@ class Listing:
         self._rule_out_replicas()
 
     def _fill_device(self, tp: int, cp: int) -> None:
-        """List the configurations whose devices have these sizes."""
         n_gpus = self.problem.cluster.n_gpus
         reason = context_reason(self.problem, tp, cp)
         if reason or n_gpus % (tp * cp):
@@ -175,7 +164,7 @@ class Listing:
             self._rule_out(reason, tensor_parallel=tp, context_parallel=cp)
             return
         depths = self.space.pipeline_parallel
-        for pp in depths or default_values.depths(self.problem, n_gpus // (tp * cp)):
+        for pp in depths or possible_settings.depths(self.problem, n_gpus // (tp * cp)):
             self._fill_depth(tp, cp, pp)
 
     def _rule_out_replicas(self) -> None:
@@ -192,7 +181,6 @@ class Listing:
                 self._rule_out(f"data_parallel={dp}: {reason}", data_parallel=dp)
 
     def _fill_depth(self, tp: int, cp: int, pp: int) -> None:
-        """List the configurations with these sizes."""
         n_gpus, batch = self.problem.cluster.n_gpus, self.problem.global_batch
         sizes = {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp}
         if n_gpus % (tp * cp * pp):
@@ -208,7 +196,7 @@ class Listing:
             self._rule_out(f"{dp} replicas do not divide global_batch={batch}", **sizes)
             return
         counts = self.space.microbatch_size
-        for size in counts or default_values.sequence_counts(self.problem, batch // dp):
+        for size in counts or possible_settings.sequence_counts(self.problem, batch // dp):
             if (batch // dp) % size:
                 self._rule_out(
                     f"microbatch_size={size} does not divide the {batch // dp} sequences of a "
@@ -223,7 +211,6 @@ class Listing:
                 ))  # fmt: skip
 
     def _fill_order(self, base: PlanChoice) -> None:
-        """List the configurations with one schedule."""
         info = schedule_info(base.schedule)
         n_layers = self.problem.n_layers
         if base.n_stages > max(n_layers, 1) + 1:
@@ -263,11 +250,11 @@ class Listing:
     def _variants(self, base: PlanChoice) -> Iterator[PlanChoice]:
         """Yield configurations with the same order that differ in their other settings."""
         space, dp = self.space, base.data_parallel
-        sizes = space.expert_parallel or default_values.expert_sizes(
+        sizes = space.expert_parallel or possible_settings.expert_sizes(
             self.problem, base.context_parallel, dp
         )
         values = itertools.product(
-            space.recompute or default_values.recomputes(self.problem),
+            space.recompute or possible_settings.recomputes(self.problem),
             self._flags("shard_optimizer", dp > 1),
             self._flags("sequence_parallel", self._splits_sequence(base.tensor_parallel)),
             sizes,
@@ -284,11 +271,9 @@ class Listing:
             )  # fmt: skip
 
     def _rule_out(self, reason: str, **settings: int) -> None:
-        """Add a combination that is invalid."""
         self.invalid.append(invalid(partial_choice(**settings), reason))
 
     def _rule_out_once(self, choice: PlanChoice, reason: str) -> None:
-        """Add a combination that is invalid, unless the list has it."""
         if (choice, reason) not in self._reasons:
             self._reasons.add((choice, reason))
             self.invalid.append(invalid(choice, reason))
@@ -318,8 +303,8 @@ class Listing:
 
     def _names(self, pp: int, counts: Sequence[int]) -> Sequence[str]:
         """Return the schedules; without stages to order, 1F1B alone, and Seq1F1B of slices."""
-        whole = default_values.SCHEDULES if 1 in counts else ()
-        sliced = default_values.SLICED if max(counts) > 1 else ()
+        whole = possible_settings.SCHEDULES if 1 in counts else ()
+        sliced = possible_settings.SLICED if max(counts) > 1 else ()
         names = self.space.schedules or (*whole, *sliced)
         if pp > 1:
             return names
@@ -330,7 +315,6 @@ class Listing:
         return names
 
     def _rule_out_slices(self, name: str, counts: Sequence[int]) -> None:
-        """Rule out a schedule that takes none of some numbers of slices."""
         values = ", ".join(map(str, counts))
         reason = f"{name} runs whole sequences, got n_slices={values}; take seq1f1b or slimpipe"
         if takes_slices(name):
@@ -346,7 +330,7 @@ class Listing:
             self._rule_out_once(partial_choice(pipeline_parallel=pp, schedule=name), str(error))
             return ()
         if chunks is None:
-            return self.space.n_chunks or default_values.chunk_counts(self.problem, pp)
+            return self.space.n_chunks or possible_settings.chunk_counts(self.problem, pp)
         if self.space.n_chunks is None or chunks in self.space.n_chunks:
             return (chunks,)
         stages = "1 stage" if chunks == 1 else f"{chunks} stages"
@@ -358,7 +342,6 @@ class Listing:
 
 
 def _sizes(tp: int, cp: int) -> str:
-    """Return the sizes of a device as a product."""
     text = f"tensor_parallel={tp}"
     return text if cp == 1 else f"{text} x context_parallel={cp}"
 

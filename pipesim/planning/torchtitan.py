@@ -36,26 +36,20 @@ class _TorchSchedule(NamedTuple):
     needs: str = ""
 
 
-def _has_chunks(choice: PlanChoice) -> bool:
-    """Whether devices have several stages."""
-    return choice.n_chunks > 1
-
-
-def _enough(choice: PlanChoice) -> bool:
-    """Whether there are at least as many micro-batches as stages."""
-    return choice.n_microbatches >= choice.n_stages
-
-
-_CHUNKS = "at least 2 chunks"
-_ENOUGH = "at least as many micro-batches as stages"
+_Needs = tuple[Callable[[PlanChoice], bool], str]
+_CHUNKS: _Needs = (lambda choice: choice.n_chunks > 1, "at least 2 chunks")
+_ENOUGH: _Needs = (
+    lambda choice: choice.n_microbatches >= choice.n_stages,
+    "at least as many micro-batches as stages",
+)
 _SCHEDULES: Mapping[str, _TorchSchedule] = {
     "gpipe": _TorchSchedule("GPipe"),
-    "1f1b": _TorchSchedule("1F1B", _enough, _ENOUGH),
-    "interleaved_1f1b": _TorchSchedule("Interleaved1F1B", _has_chunks, _CHUNKS),
-    "interleaved_zb": _TorchSchedule("InterleavedZeroBubble", _has_chunks, _CHUNKS),
-    "looped_bfs": _TorchSchedule("LoopedBFS", _has_chunks, _CHUNKS),
+    "1f1b": _TorchSchedule("1F1B", *_ENOUGH),
+    "interleaved_1f1b": _TorchSchedule("Interleaved1F1B", *_CHUNKS),
+    "interleaved_zb": _TorchSchedule("InterleavedZeroBubble", *_CHUNKS),
+    "looped_bfs": _TorchSchedule("LoopedBFS", *_CHUNKS),
     "zbv": _TorchSchedule("ZBVZeroBubble"),
-    "dualpipev": _TorchSchedule("DualPipeV", _enough, _ENOUGH),
+    "dualpipev": _TorchSchedule("DualPipeV", *_ENOUGH),
 }
 #: Name of each schedule in torch.distributed.pipelining.
 TORCH_NAMES = {name: schedule.name for name, schedule in _SCHEDULES.items()}
@@ -93,12 +87,18 @@ def torchtitan_toml(
         parallelism |= {"pipeline_parallel_schedule_csv": schedule_csv} if schedule_csv else {}
         parallelism["pipeline_parallel_microbatch_size"] = choice.microbatch_size
         parallelism |= _split_settings(choice.layers_per_stage)
+    # By default, "selective" is every second layer there.
+    option = {"selective_ac_option": "op"} if choice.recompute == "selective" else {}
     tables: dict[str, Mapping[str, object]] = {
         "training": training,
         "parallelism": parallelism,
-        "activation_checkpoint": _recompute_settings(choice.recompute),
+        "activation_checkpoint": {"mode": choice.recompute, **option},
     }
-    return _comments(choice) + "\n".join(_table_text(*table) for table in tables.items())
+    texts = [
+        f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    ]
+    return _comments(choice) + "\n".join(texts)
 
 
 def _context_and_experts(choice: PlanChoice) -> dict[str, object]:
@@ -113,14 +113,7 @@ def _context_and_experts(choice: PlanChoice) -> dict[str, object]:
     return values
 
 
-def _recompute_settings(recompute: str) -> dict[str, object]:
-    """Return the settings for recompute; by default ``"selective"`` is every second layer there."""
-    option = {"selective_ac_option": "op"} if recompute == "selective" else {}
-    return {"mode": recompute, **option}
-
-
 def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
-    """Return the settings for the layers of each stage."""
     if len(set(sizes)) == 1:
         return {
             "pipeline_parallel_layers_per_stage": sizes[0],
@@ -150,11 +143,6 @@ def _comments(choice: PlanChoice) -> str:
         )
         lines.append("Megatron-LM's, which recomputes the core of attention alone.")
     return "".join(f"# {line}\n" for line in lines) + ("\n" if lines else "")
-
-
-def _table_text(name: str, values: Mapping[str, object]) -> str:
-    """Return a table as TOML."""
-    return f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in values.items())
 
 
 def _value(value: object) -> str:
@@ -304,7 +292,6 @@ def read_torchtitan(
     See Also
     --------
     Plan.to_torchtitan : Write the settings of a configuration.
-    read_megatron : Read flags of Megatron-LM.
 
     Examples
     --------
@@ -452,7 +439,6 @@ def _schedule(tables: Tables, p: int, x: int) -> tuple[str, str, int]:
 
 
 def _recompute(tables: Tables) -> str:
-    """Return the recompute of layers."""
     table = "activation_checkpoint"
     mode = check_name(
         "toml: mode of activation_checkpoint",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from pipesim.calibration import robust_fit as determined_fit
+from pipesim.calibration import robust_fit
 from pipesim.calibration.robust_fit import (
     LEAST_DETERMINED,
     Fit,
@@ -156,7 +156,7 @@ def test_a_left_out_row_has_no_influence_on_its_prediction() -> None:
 def test_one_step_leaves_a_row_out_nearly_as_a_fit_does(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = measured(0.05)
     exact = fitted(sums, rows, 3)
-    monkeypatch.setattr(determined_fit, "EXACT_ROWS", N_ROWS - 1)
+    monkeypatch.setattr(robust_fit, "EXACT_ROWS", N_ROWS - 1)
     step = fitted(sums, rows, 3)
     assert np.abs(exact.left_out - exact.predicted).max() > 0.015
     np.testing.assert_allclose(step.left_out, exact.left_out, atol=0.004)

@@ -457,8 +457,8 @@ PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-b
         (["compare", "1f1b", "gpipe", *BASE], "sweeps.settings.predict_timeline"),
         (["sweep", "1f1b", "gpipe", *BASE], "cli.commands.run_rows"),
         (["calibrate", "steps.csv", "--gpu", "h100"], "models.gpu.GPU.fit"),
-        (PLAN, "planning.configurations.evaluator.Evaluator.evaluate"),
-        (PLAN, "planning.configurations.search_stages.refined"),
+        (PLAN, "planning.plan_evaluator.Evaluator.evaluate"),
+        (PLAN, "planning.plan_search.refined"),
         (["demo-page"], "cli.gallery.run"),
     ],
 )

@@ -24,7 +24,7 @@ from pipesim.order_search import (
     schedule_of,
 )
 from pipesim.order_search.annealing import sum_bytes
-from pipesim.planning.orders.cp_sat import prove
+from pipesim.planning.cp_sat_proof import prove
 
 THREE = ps.Costs([[3, 1, 2]], [[3, 1, 2]])
 

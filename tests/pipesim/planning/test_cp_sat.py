@@ -20,10 +20,9 @@ from pipesim.order_search import (
     order_problem,
     peak_bytes,
 )
-from pipesim.planning import cp_sat_proof as proof
-from pipesim.planning.cp_sat_proof import Effort, _warn_of_missing_ortools, solve
+from pipesim.planning import cp_sat_proof
+from pipesim.planning.cp_sat_proof import Effort, _warn_of_missing_ortools, prove, solve
 from pipesim.planning.first_orders import sequential_order
-from pipesim.planning.orders.cp_sat import prove
 
 PLACEMENTS = {
     "linear": ps.linear(2),
@@ -146,7 +145,7 @@ def test_steps_do_not_change_a_span(seconds):
 def test_contradiction_is_an_error_and_no_proof():
     """The hint is an order. If CP-SAT finds none, the model is wrong."""
     problem, order = zero_bubble(2, 2)
-    model = proof._model(problem, order, evaluate(problem, order).makespan, 0.0, "makespan")
+    model = cp_sat_proof._model(problem, order, evaluate(problem, order).makespan, 0.0, "makespan")
     model.model.add(model.start[0][0] < 0)
     with pytest.raises(AssertionError, match="error in pipesim"):
         solve(model, Effort(30.0, None, 2, 0))
@@ -165,15 +164,15 @@ def test_room_for_one_microbatch_runs_them_in_turn():
 @pytest.mark.parametrize("placement", ["linear", "bidirectional"])
 def test_bound_of_coarse_ticks_holds(placement, objective, monkeypatch):
     """Seconds that are rounded to 64 ticks of the objective: the search's own bound holds."""
-    monkeypatch.setattr(proof, "FINE_TICKS", 64)
-    monkeypatch.setattr(proof, "COARSE_TICKS", 64)
+    monkeypatch.setattr(cp_sat_proof, "FINE_TICKS", 64)
+    monkeypatch.setattr(cp_sat_proof, "COARSE_TICKS", 64)
     for m in (2, 3) if placement == "linear" else (2,):
         problem = small_problem(placement, m, split=False, limit=np.inf, hold=0.0, whole=False)
         orders = all_orders(problem)
         values = [getattr(evaluate(problem, order), objective) for order in orders]
-        model = proof._model(problem, orders[0], values[0], 0.0, objective)
+        model = cp_sat_proof._model(problem, orders[0], values[0], 0.0, objective)
         outcome = solve(model, Effort(30.0, None, 2, 0))
-        bound = proof._certified(outcome, model.ticks, objective)
+        bound = cp_sat_proof._certified(outcome, model.ticks, objective)
         assert 0.6 * min(values) < bound <= min(values)
 
 

@@ -16,7 +16,7 @@ from html_cells import tables_of
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
 from pipesim.order_search import LocalSearch, evaluate, keeps_limit, lane_order, order_problem
-from pipesim.planning import optimize_search as order_search_run
+from pipesim.planning import optimize_search
 from pipesim.planning.first_orders import first_orders, named_orders, sequential_order
 from pipesim.planning.optimize_search import Effort, can_prove, fewer_microbatches, unrolled
 
@@ -165,13 +165,13 @@ def test_shares_are_of_what_is_left():
 def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
     """Each micro-batch takes more than the busiest device's seconds; the period is no optimum."""
     placement, left = ps.v_shaped(4), []
-    improve = order_search_run.Search._improve
+    improve = optimize_search.Search._improve
 
     def noted(search, share):
         left.append((int(search.problem.count[0]), search.is_done))
         improve(search, share)
 
-    monkeypatch.setattr(order_search_run.Search, "_improve", noted)
+    monkeypatch.setattr(optimize_search.Search, "_improve", noted)
     ps.optimize(placement, 300, uneven(placement, True, 1), 3, evaluations=50, progress=False)
     part, is_done = left[0]
     assert part < 300
@@ -190,8 +190,8 @@ def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
         values.append(evaluate(arguments[2], order).makespan)
         return order
 
-    monkeypatch.setattr(order_search_run.Search, "_improve", interrupt)
-    monkeypatch.setattr(order_search_run, "unrolled", repeated)
+    monkeypatch.setattr(optimize_search.Search, "_improve", interrupt)
+    monkeypatch.setattr(optimize_search, "unrolled", repeated)
     order = ps.optimize(placement, 300, uneven(placement, True), 4, seconds=20, progress=False)
     assert order.makespan == min(values)
 
@@ -267,7 +267,7 @@ def test_interrupt_before_the_first_named_schedule(monkeypatch, step):
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(order_search_run, step, interrupt)
+    monkeypatch.setattr(optimize_search, step, interrupt)
     schedule = ps.optimize(ps.linear(3), 4, ps.Costs(forward=1, backward=2), progress=False)
     assert schedule.makespan == 4 * 9
     assert "inf" not in repr(schedule)
@@ -369,7 +369,7 @@ def test_bad_arguments(wrong, message):
 
 def test_interrupt_returns_the_best_order_so_far(monkeypatch):
     """Ctrl-C ends a search of ten minutes with an order."""
-    placement, improve = ps.v_shaped(4), order_search_run.Search._improve
+    placement, improve = ps.v_shaped(4), optimize_search.Search._improve
     costs = uneven(placement, True)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -377,7 +377,7 @@ def test_interrupt_returns_the_best_order_so_far(monkeypatch):
         timer.start()
         improve(search, share)
 
-    monkeypatch.setattr(order_search_run.Search, "_improve", soon_interrupted)
+    monkeypatch.setattr(optimize_search.Search, "_improve", soon_interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         order = ps.optimize(placement, 20, costs, 6, seconds=600, progress=False)

@@ -11,7 +11,7 @@ from every_order import all_orders
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError
 from pipesim.order_search import evaluate, keeps_limit, order_problem
-from pipesim.planning import optimize_search as order_search_run
+from pipesim.planning import optimize_search
 
 LENGTHS = np.array([[3.0, 1.0, 2.0]])
 THREE = ps.Costs(LENGTHS, LENGTHS, activation_bytes=LENGTHS)
@@ -46,8 +46,8 @@ def test_it_beats_named_schedules_in_their_own_order(monkeypatch: pytest.MonkeyP
     def unexpected(*_: object, **__: object) -> None:
         raise AssertionError("micro-batches differ")
 
-    monkeypatch.setattr(order_search_run, "prove", unexpected)
-    monkeypatch.setattr(order_search_run, "unrolled", unexpected)
+    monkeypatch.setattr(optimize_search, "prove", unexpected)
+    monkeypatch.setattr(optimize_search, "unrolled", unexpected)
     lengths = np.array([[5.0, 1.0, 4.0, 2.0, 6.0, 3.0]])
     costs = ps.Costs(lengths, 2 * lengths, activation_bytes=lengths)
     order = ps.optimize(ps.linear(3), 6, costs, 15, evaluations=2000, progress=False)

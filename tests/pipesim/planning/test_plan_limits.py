@@ -9,7 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.planning import plan_search as search_stages
+from pipesim.planning import plan_search
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.plan_evaluator import Evaluator
 from pipesim.planning.problem import PlanProblem
@@ -199,7 +199,7 @@ def test_ctrl_c_between_noisy_steps(monkeypatch: pytest.MonkeyPatch, n_done: int
         return ps.simulate_many(*arguments, **options)
 
     exact = plan(pipeline_parallel=2)
-    monkeypatch.setattr(search_stages, "simulate_many", interrupted)
+    monkeypatch.setattr(plan_search, "simulate_many", interrupted)
     plans = plan(pipeline_parallel=2, noise=noise)
     assert not plans.complete
     assert "interrupted" in plans.summary()

@@ -1,1 +1,0 @@
-"""Which configuration of a training run: parallel sizes, schedule, recompute, split, optimizer."""

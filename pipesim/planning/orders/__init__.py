@@ -1,1 +1,0 @@
-"""Orders of tasks: search, and proof of how good they are."""

@@ -1,1 +1,0 @@
-"""Configurations of Megatron-LM and torchtitan, read from their flags and settings."""
