@@ -88,7 +88,12 @@ def _node(value: Any) -> _Node | None:
     if isinstance(value, Mapping):
         return _mapping(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(value)
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return _Node(
+            [f".{name}" for name in fields],
+            [getattr(value, name) for name in fields],
+            lambda values: dataclasses.replace(value, **dict(zip(fields, values, strict=True))),
+        )
     if isinstance(value, (tuple, list)):
         make: Any = type(value)
         names = getattr(value, "_fields", None)
@@ -113,12 +118,3 @@ def _mapping(value: Mapping[Any, Any]) -> _Node:
         return result
 
     return _Node([f"[{key!r}]" for key in keys], list(value.values()), rebuild)
-
-
-def _dataclass(value: Any) -> _Node:
-    names = [field.name for field in dataclasses.fields(value) if field.init]
-    return _Node(
-        [f".{name}" for name in names],
-        [getattr(value, name) for name in names],
-        lambda values: dataclasses.replace(value, **dict(zip(names, values, strict=True))),
-    )

@@ -50,7 +50,6 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -58,13 +57,7 @@ def _version(name: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise unless a run directory can be written at ``path``; it may replace an older run.
-
-    Raises
-    ------
-    RunDirectoryError
-        If the folder cannot be made or written, or ``path`` exists and is no run directory.
-    """
+    """Raise unless a run directory can be written at ``path``; it may replace an older run."""
     try:
         if path.exists():
             _check_only_a_run(path)
@@ -113,13 +106,9 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """Yield an empty folder to fill; at the end, add the record and rename the folder to ``path``.
 
     If the block raises, the folder is removed, and an older run at ``path`` does not change. No
-    other process can write to ``path`` during the block.
-
-    Raises
-    ------
-    RunDirectoryError
-        If the folder cannot be written, ``path`` exists and is no run directory, or another process
-        is writing it.
+    other process can write to ``path`` during the block. It raises `RunDirectoryError` if the
+    folder cannot be written, ``path`` exists and is no run directory, or another process is writing
+    it.
     """
     path = check_path("path", path, "write")
     check_writable(path)
@@ -175,10 +164,7 @@ def _rename(folder: Path, path: Path) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the record of a run directory, after a check of every file's checksum.
 
-    Raises
-    ------
-    RunDirectoryError
-        If a file is missing, truncated or edited; the message names it.
+    It raises `RunDirectoryError` if a file is missing, truncated or edited; the message names it.
     """
     path = check_path("path", path)
     try:
@@ -208,10 +194,8 @@ def read_record(path: Path) -> dict[str, Any]:
 def listed_file(path: Path, record: Mapping[str, Any], name: str) -> Path:
     """Return the path of a file of a run directory, whose record `read_record` has returned.
 
-    Raises
-    ------
-    RunDirectoryError
-        If the record does not list the file: no run has written it, and nothing has checked it.
+    It raises `RunDirectoryError` if the record does not list the file: no run has written it, and
+    nothing has checked it.
     """
     if name not in record["files"]:
         raise RunDirectoryError(

@@ -89,12 +89,8 @@ def run_lock(path: Path) -> Iterator[None]:
     The lock (``flock``) is a hidden file in the parent folder, which must exist. The system
     releases it when the process has ended, also after a crash. Processes that it has started, such
     as workers of a DataLoader, do not have the lock. The same thread may enter a block of the same
-    path again.
-
-    Raises
-    ------
-    RunDirectoryError
-        If another process or thread has the lock, or the file system does not support locks.
+    path again. `RunDirectoryError` is raised if another process or thread has the lock, or the file
+    system does not support locks.
     """
     parent = path.parent.stat()
     key = parent.st_dev, parent.st_ino, path.name

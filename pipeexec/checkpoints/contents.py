@@ -19,8 +19,8 @@ from pipeexec.checkpoints.directory import FOLDERS, read_tensors
 from pipeexec.devices.device import Device
 from pipeexec.embedding.row_layout import row_numbers
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
-from pipeexec.executor.named_state import merged_groups, optimizer_state
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.named_state import merged_groups, optimizer_state
 from pipesim.errors import ArgumentError, CheckpointError
 
 # Values of objects as JSON, with tensors kept apart.
@@ -45,12 +45,8 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return a value as JSON can hold it; put its tensors into ``tensors``.
 
-    An object with a ``state_dict`` counts as what that returns.
-
-    Parameters
-    ----------
-    name
-        Name of the value, for keys of tensors and for messages.
+    An object with a ``state_dict`` counts as what that returns. Keys of tensors start with the
+    name.
     """
     try:
         return _encoded(value, name, tensors)
@@ -110,13 +106,7 @@ def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Ten
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `encode` has encoded.
-
-    Raises
-    ------
-    ValueError
-        For a value that `encode` does not make, and a tensor that is missing.
-    """
+    """Return the value that `encode` has encoded; raise `ValueError` for any other."""
     if isinstance(value, list):
         return [decode(x, tensors) for x in value]
     if not isinstance(value, dict):
@@ -163,12 +153,8 @@ def row_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of this process's rows, and facts about the embedding for the manifest.
 
-    Parameters
-    ----------
-    prefix
-        Beginning of the embedding's keys, ``"0.embedding."``.
-    state
-        State of its parameter; the tensors that have a row for each row are taken out of it.
+    The embedding's keys begin with ``prefix``, as ``"0.embedding."``. Tensors that have a row for
+    each row are taken out of ``state``, the state of its parameter.
     """
     layout, rank = embedding.layout, embedding.rank
     numbers = row_numbers(layout, rank)
@@ -276,13 +262,7 @@ def random_state(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def random_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the states of generators.
-
-    Raises
-    ------
-    CheckpointError
-        If one is no state of this version of torch.
-    """
+    """Return the states of generators, if they are those of this version of torch."""
     try:
         tensors = {
             name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
@@ -316,14 +296,8 @@ def load_random_state(seed: int, states: Mapping[str, torch.Tensor]) -> None:
 class Contents:
     """Tensors of one process, and facts that all processes share.
 
-    Attributes
-    ----------
-    tensors
-        By folder and key.
-    numbers
-        Number of the file of each key, from 1 on, by folder and key.
-    facts
-        What JSON can hold: see `local_contents`.
+    Tensors, and numbers of their files from 1 on, are by folder and key. Facts are what JSON can
+    hold.
     """
 
     tensors: dict[str, dict[str, Tensor]] = field(
@@ -353,7 +327,12 @@ class Contents:
 def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
     """Return the contents of this process."""
     names, contents = pipeline.names, Contents()
-    _check_whole(pipeline)
+    if groups := pipeline._model.expert_groups:
+        raise ArgumentError(
+            f"stage {min(groups)} has a share of its experts in this process, and the files of a "
+            "stage are written by one process; give pipeexec.Experts without share, so that each "
+            "process holds all experts, or save pipeline.state_dict() of each process yourself"
+        )
     optimizer = optimizer_state(names, pipeline._model.whole_optimizers())
     rows, hidden = {}, set()
     for prefix, embedding in names.embeddings().items():
@@ -389,16 +368,6 @@ def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
     contents.facts["objects"] = encoded
     contents.facts["digests"] = {name: _digest(encoded[name], kept, name) for name in encoded}
     return contents
-
-
-def _check_whole(pipeline: Pipeline) -> None:
-    """Raise `ArgumentError` if a stage has a share of its experts alone."""
-    for stage in sorted(pipeline._model.expert_groups):
-        raise ArgumentError(
-            f"stage {stage} has a share of its experts in this process, and the files of a stage "
-            "are written by one process; give pipeexec.Experts without share, so that each process "
-            "holds all experts, or save pipeline.state_dict() of each process yourself"
-        )
 
 
 def _encoded_optimizer(
@@ -441,23 +410,11 @@ def _digest(encoded: Any, tensors: Mapping[str, Tensor], name: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which process writes which tensor, and the manifest's content without files.
+    """Which process writes which tensor, and the manifest's content without files."""
 
-    Attributes
-    ----------
-    owners
-        Rank that writes each key, by folder and key.
-    numbers
-        Number of the file of each key, by folder and key.
-    n_files
-        Files of each folder.
-    manifest
-        Content of the manifest, but ``files``.
-    """
-
-    owners: dict[str, dict[str, int]]
-    numbers: dict[str, dict[str, int]]
-    n_files: dict[str, int]
+    owners: dict[str, dict[str, int]]  # rank that writes a tensor, by folder and key
+    numbers: dict[str, dict[str, int]]  # of its file, by folder and key
+    n_files: dict[str, int]  # of each folder
     manifest: dict[str, Any]
 
 

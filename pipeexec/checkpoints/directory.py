@@ -1,6 +1,21 @@
-"""Folders of checkpoints: written under another name, and renamed when they are whole.
+"""The folder of a checkpoint: its manifest, its files of tensors, and its name.
 
-::
+The manifest is a JSON file with the size and SHA-256 of every file, and one of itself. So a file
+that was cut, edited or lost is named before anything is loaded.
+
+Tensors are in safetensors, which have no code, written by `torch.distributed.checkpoint`. A folder
+has one file a stage, and an index of its keys, as Hugging Face's models have::
+
+    model/model-00001-of-00002.safetensors
+    model/model-00002-of-00002.safetensors
+    model/model.safetensors.index.json
+
+`torch.distributed.checkpoint`'s `HuggingFaceStorageReader` reads the folder, and so does
+``from_pretrained`` of a model with these keys. Each process writes its own files, and reads the
+keys that it needs. Only files that the manifest lists are read here: a copy of a shard beside them
+has the same keys.
+
+A folder is written under another name, and renamed when it is whole::
 
     run/step-100                     a checkpoint
     run/.step-100.0123456789ab.part  one that is being written, or whose process was killed
@@ -34,11 +49,6 @@ from pipeexec.run_lock import run_lock
 from pipesim.errors import CheckpointError, PipeError, RunDirectoryError
 from pipesim.utils.files import check_path, read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
-
-# The manifest of a checkpoint: a JSON file with the contents of the other files.
-#
-# It has the size and SHA-256 of every file, and one of itself. So a file that was cut, edited or
-# lost is named before anything is loaded.
 
 MANIFEST = "checkpoint.json"
 #: Folders of tensors: parameters and buffers, state of optimizers, rows of sharded embeddings,
@@ -107,20 +117,18 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a folder, and sync it."""
     whole = {"format": _FORMAT, "version": _VERSION, **content, **environment()}
     whole[CHECKSUM] = checksum(whole)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(json.dumps(whole) + "\n")
+    _write_synced(folder / MANIFEST, json.dumps(whole) + "\n")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, whose files `check_files` checks.
-
-    Raises
-    ------
-    CheckpointError
-        If it is missing, was changed, or has another format.
-    """
+    """Return the manifest of a checkpoint, whose files `check_files` checks."""
     path = folder / MANIFEST
     if folder.is_dir() and not path.exists():
         raise CheckpointError(
@@ -152,11 +160,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in the folder of a checkpoint that `save_checkpoint` did not write.
 
-    Raises
-    ------
-    CheckpointError
-        If the manifest is none of a checkpoint. It may be damaged: then files of other names than
-        those of tensors are foreign.
+    Of a checkpoint with a damaged manifest, they are files of other names than those of tensors.
     """
     is_own: Callable[[str], object] = _FILE.fullmatch
     try:
@@ -165,22 +169,13 @@ def foreign_files(folder: Path) -> list[str]:
         head = read_bytes(folder / MANIFEST, "the manifest", CheckpointError, first=len(_START))
         if head not in (_START, b""):
             raise
-    names = [x.relative_to(folder).as_posix() for x in folder.rglob("*") if _is_no_folder(x)]
+    files = (x for x in folder.rglob("*") if x.is_symlink() or not x.is_dir())
+    names = [x.relative_to(folder).as_posix() for x in files]
     return sorted(name for name in names if name != MANIFEST and not is_own(name))
 
 
-def _is_no_folder(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
-
-
 def file_facts(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the bytes and the SHA-256 of files.
-
-    Raises
-    ------
-    CheckpointError
-        If one is missing or cannot be read.
-    """
+    """Return the bytes and the SHA-256 of files."""
     facts = {}
     for name in names:
         path = folder / name
@@ -199,13 +194,7 @@ def file_facts(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any], part: int = 0, n_parts: int = 1) -> None:
-    """Compare files with the manifest; of several processes, each compares one part.
-
-    Raises
-    ------
-    CheckpointError
-        Names the first file that is missing, or whose size or checksum differs.
-    """
+    """Compare files with the manifest; of several processes, each compares one part."""
     for name in sorted(manifest["files"])[part::n_parts]:
         (facts,) = file_facts(folder, [name]).values()
         expected = manifest["files"][name]
@@ -215,19 +204,6 @@ def check_files(folder: Path, manifest: Mapping[str, Any], part: int = 0, n_part
                 f"{expected.get('bytes')!r}: it was cut or edited; give another checkpoint"
             )
 
-
-# Files of tensors: safetensors, which have no code, written by `torch.distributed.checkpoint`.
-#
-# A folder has one file a stage, and an index of its keys, as Hugging Face's models have::
-#
-#     model/model-00001-of-00002.safetensors
-#     model/model-00002-of-00002.safetensors
-#     model/model.safetensors.index.json
-#
-# `torch.distributed.checkpoint`'s `HuggingFaceStorageReader` reads the folder, and so does
-# ``from_pretrained`` of a model with these keys. Each process writes its own files, and reads the
-# keys that it needs. Only files that the manifest lists are read here: a copy of a shard beside
-# them has the same keys.
 
 #: Shape and type of a tensor, as the manifest has them.
 TensorSpec = tuple[Sequence[int], str]
@@ -243,19 +219,8 @@ def write_tensors(
 ) -> None:
     """Write tensors of this process to files of a folder, and sync these.
 
-    Parameters
-    ----------
-    tensors
-        On any device.
-    numbers
-        Number of the file of each key; no other process writes these files.
-    n_files
-        Files of all processes.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses to write.
+    ``numbers`` has the number of the file of each key; no other process writes these files.
+    ``n_files`` counts those of all processes.
     """
     if not tensors:
         return
@@ -283,10 +248,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_index(folder: Path, files: Mapping[str, str], n_bytes: int) -> None:
     """Write the index of a folder: the file of each key, as Hugging Face's models have it."""
     content = {"metadata": {"total_size": n_bytes}, "weight_map": dict(files)}
-    with open(folder / "model.safetensors.index.json", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_synced(folder / "model.safetensors.index.json", json.dumps(content, indent=2))
 
 
 def sync_folder(folder: Path) -> None:
@@ -301,13 +263,7 @@ def sync_folder(folder: Path) -> None:
 def read_tensors(
     folder: Path, part: str, manifest: Mapping[str, Any], keys: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return tensors of a folder of a checkpoint, on the CPU, from the files of its manifest.
-
-    Raises
-    ------
-    CheckpointError
-        If a file cannot be read, or a tensor is not there in its shape and type.
-    """
+    """Return tensors of a folder of a checkpoint, on the CPU, from the files of its manifest."""
     specs = {key: manifest["tensors"][part][key] for key in keys}
     tensors: dict[str, Tensor] = {}
     for name in sorted(manifest["files"]):
@@ -339,20 +295,15 @@ def _read_errors(file: Path) -> Iterator[None]:
 
 def _checked(file: Path, key: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
     """Return a tensor of a file, if it has the shape and the type of the manifest."""
-    shape, dtype = tuple(spec[0]), _dtype(spec[1])
+    shape, dtype = tuple(spec[0]), getattr(torch, spec[1].removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{spec[1]!r} is no type of tensors; save the checkpoint again")
     if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
         raise CheckpointError(
             f"{key!r} has shape {tuple(tensor.shape)} and type {tensor.dtype} in {file}, and shape "
             f"{shape} and type {dtype} in the manifest; give another checkpoint"
         )
     return tensor
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name!r} is no type of tensors; save the checkpoint again")
-    return dtype
 
 
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{12}\.(part|old)", re.DOTALL)

@@ -20,16 +20,11 @@ from pipeexec.checkpoints.contents import (
     tensor_keys,
 )
 from pipeexec.checkpoints.directory import check_files, present, read_manifest, read_tensors
-from pipeexec.distributed.processes import Processes
 from pipeexec.executor.accumulation import AccumulatedSteps
-from pipeexec.executor.named_state import (
-    StateNames,
-    apply_optimizer_states,
-    check_model_state,
-    load_model_state,
-    prepared_states,
-)
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.named_state import check_model_state, load_model_state
+from pipeexec.executor.named_state import StateNames
+from pipeexec.executor.named_state import apply_optimizer_states, prepared_states
 from pipeexec.executor.state_methods import raise_together
 from pipeexec.executor.tied_parameters import check_tied_values, tied_values
 from pipesim.errors import CheckpointError, check_type
@@ -70,7 +65,6 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
 
     See Also
     --------
-    pipeexec.save_checkpoint : Save a checkpoint.
     pipeexec.latest_checkpoint : Find the newest checkpoint of a folder.
     pipeexec.read_checkpoint : Read a checkpoint without a pipeline.
 
@@ -95,7 +89,8 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
         with raise_together(processes), _plain_errors(folder):
             folder = present(folder)
             manifest = read_manifest(folder)
-        _agree(processes, manifest)
+        if processes is not None:
+            processes.agree("the checkpoint (its checksum)", manifest[CHECKSUM])
         with raise_together(processes), _plain_errors(folder):
             check_files(folder, manifest, rank, n_ranks)
         optimizers = pipeline._model.whole_optimizers()
@@ -107,11 +102,15 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
             state = _model_state(folder, names, manifest, rows)
             prepared = []
             if pipeline.zero_grad:
-                optimizer = _optimizer_state(folder, manifest, _parameters(names), rows)
+                keys = {
+                    key for slot, _ in names.local_slots()
+                    for key in names.parameter_keys(slot).values()
+                }  # fmt: skip
+                optimizer = _optimizer_state(folder, manifest, keys, rows)
                 prepared = prepared_states(names, optimizers, optimizer, error=CheckpointError)
             states = manifest["random"]
             random = random_tensors(states[rank] if rank < len(states) else states[0])
-            objects = _objects(folder, manifest)
+            objects = _decoded(folder, "objects", manifest, manifest["objects"])
             tied = pipeline._model.gradient_options.tied
             values = tied_values(names, tied, pipeline._model.modules, state)
         check_tied_values(tied, values, processes, error=CheckpointError, label="the checkpoint")
@@ -122,11 +121,6 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
         pipeline._model.accumulated = AccumulatedSteps()
         load_random_state(manifest["seed"], random)
     return objects
-
-
-def _agree(processes: Processes | None, manifest: Mapping[str, Any]) -> None:
-    if processes is not None:
-        processes.agree("the checkpoint (its checksum)", manifest[CHECKSUM])
 
 
 @contextmanager
@@ -196,18 +190,13 @@ def _model_state(
     return state | {f"{prefix}weight": columns["weight"] for prefix, columns in rows.items()}
 
 
-def _parameters(names: StateNames) -> set[str]:
-    """Return the keys of the local stages' parameters in the optimizers' state."""
-    return {key for slot, _ in names.local_slots() for key in names.parameter_keys(slot).values()}
-
-
 def _optimizer_state(
     folder: Path,
     manifest: Mapping[str, Any],
     keys: set[str] | None,
     rows: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, Any]:
-    """Return the groups of all parameters, and the state of some; all with None."""
+    """Return the groups of all parameters, and the state of those with some keys."""
     saved = manifest["optimizer"]
     if saved is None:
         raise CheckpointError(
@@ -229,10 +218,6 @@ def _decoded(
     """Return decoded values, with their tensors from a folder of the checkpoint."""
     tensors = read_tensors(folder, part, manifest, tensor_keys(dict(values)))
     return {name: decode(value, tensors) for name, value in values.items()}
-
-
-def _objects(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return _decoded(folder, "objects", manifest, manifest["objects"])
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -257,11 +242,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     ------
     CheckpointError
         Names the first file that is missing, cut or edited.
-
-    See Also
-    --------
-    pipeexec.save_checkpoint : Save a checkpoint.
-    pipeexec.load_checkpoint : Load a checkpoint into a pipeline.
 
     Examples
     --------
@@ -290,7 +270,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {
             "model": model,
             "optimizer": _optimizer_state(folder, manifest, None, rows) if has_optimizer else None,
-            "objects": _objects(folder, manifest),
+            "objects": _decoded(folder, "objects", manifest, manifest["objects"]),
             "n_steps": manifest["n_steps"],
             "seed": manifest["seed"],
         }

@@ -87,7 +87,6 @@ def save_checkpoint(
     --------
     pipeexec.load_checkpoint : Load a checkpoint into a pipeline.
     pipeexec.read_checkpoint : Read a checkpoint without a pipeline.
-    pipeexec.latest_checkpoint : Find the newest checkpoint of a folder.
     pipeexec.train : Save checkpoints during a training.
 
     Examples
@@ -110,7 +109,12 @@ def save_checkpoint(
     processes = pipeline.processes
     with pipeline._model.locked("save_checkpoint"), pipeline._model.whole_parameters():
         with raise_together(processes):
-            _check_no_gradients(pipeline)
+            if n_steps := pipeline._model.accumulated.n_steps:
+                raise ExecutionError(
+                    f"{n_steps} step{'s' * (n_steps > 1)} with accumulate=True left gradients, "
+                    "which a checkpoint does not hold; save it after the step that runs the "
+                    "optimizers"
+                )
             contents = local_contents(pipeline, objects)
         shared = contents.shared()
         everyone = [shared] if processes is None else processes.share(shared)
@@ -118,15 +122,6 @@ def save_checkpoint(
         plan.manifest.update(saved=time.time(), n_steps=pipeline.n_steps, seed=torch.initial_seed())
         _write(target, contents, plan, processes, keep)
     return Path(path)
-
-
-def _check_no_gradients(pipeline: Pipeline) -> None:
-    """Raise `ExecutionError` if gradients of earlier steps wait for the optimizers."""
-    if n_steps := pipeline._model.accumulated.n_steps:
-        raise ExecutionError(
-            f"{n_steps} step{'s' * (n_steps > 1)} with accumulate=True left gradients, which a "
-            "checkpoint does not hold; save it after the step that runs the optimizers"
-        )
 
 
 def _write(

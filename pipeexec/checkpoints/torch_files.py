@@ -31,13 +31,7 @@ class _Writer(HuggingFaceStorageWriter):
 def write_files(
     folder: Path, tensors: Mapping[str, Tensor], numbers: Mapping[str, int], n_files: int
 ) -> None:
-    """Write tensors to the files of their numbers, and sync these; see `tensor_files`.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses to write.
-    """
+    """Write tensors to the files of their numbers, and sync these; see `write_tensors`."""
     # The largest number is part of each file's name. No tensor has an empty name.
     mapping = {key: numbers[key] for key in tensors} | {"": n_files}
     writer = _Writer(str(folder), fqn_to_index_mapping=mapping)

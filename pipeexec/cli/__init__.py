@@ -36,18 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = COMMANDS.get(arguments.command)
             if command is None:
                 return show(arguments)
-            return _run_with_peers(arguments, command) if _has_peers() else command(arguments)
+            # Whether torchrun started this process, and others.
+            has_peers = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+            return _run_with_peers(arguments, command) if has_peers else command(arguments)
         except PipeError as error:
             print_error(str(error).splitlines()[0])
             return 2
         except KeyboardInterrupt:
             print_error("interrupted", kind="")
             return 130
-
-
-def _has_peers() -> bool:
-    """Return whether torchrun started this process, and others."""
-    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def _run_with_peers(arguments: argparse.Namespace, command: Command) -> int:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.errors import ArgumentError
-from pipesim.utils.texts import RaisingParser, add_version, parse_float, parse_int
+from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.utils.texts import RaisingParser, add_version
+from pipesim.utils.texts import parse_float, parse_int
 
 if TYPE_CHECKING:
     import torch
@@ -137,16 +138,7 @@ def add_workload(
 ) -> None:
     """Add the options of a run: its workload, its number of steps, its directory.
 
-    Longer than most functions: it is a list of options.
-
-    Parameters
-    ----------
-    steps, what
-        Default number of steps, and what they are called in the help.
-    name
-        Default name of the run directory.
-    schedules, recompute
-        Default schedules and recompute modes.
+    Arguments are defaults. In the help, steps are called ``what``.
     """
     add = parser.add_argument
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
@@ -212,20 +204,17 @@ class Workload:
 
 
 def workload(arguments: argparse.Namespace, processes: Processes | None = None) -> Workload:
-    """Return the workload of parsed options, for one process; `add_workload` has the options.
-
-    Raises
-    ------
-    PipeError
-        For values that are out of range or contradict each other.
-    """
+    """Return the workload of parsed options, for one process; `add_workload` has the options."""
     import torch
 
     from pipeexec.demo_models.data import replica_batches, replicas_of
     from pipeexec.demo_models.registry import split
-    from pipesim.errors import check_count
 
-    rate = _learning_rate(arguments)
+    rate = number(arguments.learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
+        )
     # Torch takes 64 bits; a longer seed wraps, as the seed of the weights does.
     torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
     torch.set_num_threads(1)
@@ -259,22 +248,9 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     )
 
 
-def _learning_rate(arguments: argparse.Namespace) -> float:
-    """Return the learning rate, checked."""
-    from pipesim.errors import number
-
-    rate = number(arguments.learning_rate)
-    if rate is None or not 0 <= rate < math.inf:
-        raise ArgumentError(
-            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
-        )
-    return rate
-
-
 def _model(arguments: argparse.Namespace) -> DemoModel:
     """Return the model that the options name, with the sizes among them."""
     from pipeexec.demo_models.registry import MODELS, build_model
-    from pipesim.errors import check_name
 
     spec = MODELS[check_name("model", arguments.model, MODELS)]
     sizes = {
@@ -313,14 +289,15 @@ def _devices(
 def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
     """Return the graph of each row, by name: schedule, recompute mode and reduction."""
     import pipesim
-    from pipesim.errors import check_count, check_name
     from pipesim.graph.options import GRAD_SYNC, from_text, of_stages
     from pipesim.sweeps.settings import source_info
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
         raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
     infos = {name: source_info(name) for name in arguments.schedules}
-    n_given = _n_devices(arguments, processes)
+    n_given = 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
+    if arguments.slices is not None:
+        n_given = int(arguments.slices)
     n_replicas = check_count("n_replicas", arguments.replicas)
     if n_given % n_replicas:
         raise ArgumentError(
@@ -354,16 +331,8 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     }
 
 
-def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> int:
-    """Return the number of devices of slices or processes; 0 without either."""
-    if arguments.slices is not None:
-        return int(arguments.slices)
-    return 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
-
-
 def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
     """Return a count from a flag or from files of schedules; else the default."""
-    from pipesim.errors import check_count
     from pipesim.sweeps.settings import file_counts
 
     key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches

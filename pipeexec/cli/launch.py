@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeexec.distributed.channels import LostConnection
-from pipeexec.distributed.join import AbsentError, join
-from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.join import join
 from pipeexec.distributed.store import LaunchError
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.join import AbsentError
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline.timeline import Timeline
 
@@ -42,18 +43,8 @@ def run_together(
     """Run a command in one of several processes; return its exit status.
 
     After a failure a process exits instead of returning: its threads may wait for others for ever.
-
-    Parameters
-    ----------
-    command
-        Takes the processes; every process runs it.
-    print_error
-        Prints an error to the user; called in one process.
-    save_partial
-        Saves the timeline of the tasks that ran before an error, and returns its directory; called
-        in the same process.
-    timeout
-        Seconds without progress after which every process stops.
+    One process prints the error, and saves the timeline of the tasks that ran before it. Every
+    process stops after ``timeout`` seconds without progress.
     """
     try:
         processes = join(timeout)
@@ -82,13 +73,7 @@ def _prints_join_error(error: PipeError) -> bool:
 
 
 class _Guard:
-    """End this process when the command has failed in any, whatever its main thread is doing.
-
-    Parameters
-    ----------
-    processes, print_error, save_partial
-        As for `run_together`.
-    """
+    """End this process when the command has failed in any, whatever its main thread is doing."""
 
     def __init__(
         self,

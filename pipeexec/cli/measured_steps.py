@@ -27,25 +27,14 @@ from pipesim.utils.files import check_path
 
 @dataclass(frozen=True, eq=False)
 class MeasuredSteps:
-    """Steps that were run.
+    """Steps that were run."""
 
-    Attributes
-    ----------
-    steps
-        Results of the whole pipeline, gathered from all processes.
-    predicted
-        Simulated with the costs; None without costs.
-    clocks
-        Offset and drift of each process's clock from rank 0's; see
-        `pipeexec.distributed.process_clock.Alignment`.
-    notes
-        Remarks on measured times, such as imposed links.
-    """
-
-    steps: tuple[StepResult, ...]
-    predicted: Timeline | None
+    steps: tuple[StepResult, ...]  # results of the whole pipeline, gathered from all processes
+    predicted: Timeline | None  # simulated with the costs; None without costs
+    # Offset and drift of each process's clock from rank 0's; see
+    # `pipeexec.distributed.process_clock.Alignment`.
     clocks: tuple[dict[str, float], ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on measured times, such as imposed links
 
     @property
     def makespans(self) -> list[float]:
@@ -80,14 +69,10 @@ class MeasuredSteps:
 
         ``run.json``, ``timeline.csv`` (the median step), ``timeline.png`` and ``.pdf``; with a
         prediction ``predicted.csv``, ``costs.json``, ``overlay.png`` and ``.pdf``.
-
-        Raises
-        ------
-        RunDirectoryError
-            If it cannot be written, or something else is there.
         """
+        from pipesim.plot.timelines import overlay
+        from pipesim.plot.timelines import rows
         from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
-        from pipesim.plot.timelines import overlay, rows
         from pipesim.utils.packages import Figure
 
         path = check_path("path", path, "write")
@@ -125,21 +110,8 @@ def measure_steps(
 ) -> MeasuredSteps:
     """Run training steps; every process of the pipeline calls this, and gets all results.
 
-    Parameters
-    ----------
-    batches
-        Yields ``(inputs, targets)``, a new batch for every step; as for ``pipeline.step``.
-    n_steps, warm_up
-        Number of steps that are kept, and of steps before them that are not.
-    costs
-        Costs of the prediction; None for no prediction.
-    progress
-        Called with a line of text after each step.
-
-    Raises
-    ------
-    CapacityError
-        If the results of so many steps do not fit in memory.
+    ``warm_up`` steps come before the ``n_steps`` that are kept. ``batches`` has a new batch for
+    every step, as for ``pipeline.step``. ``progress`` is called with a line of text after each.
     """
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
     with guard_processes(pipeline.processes):

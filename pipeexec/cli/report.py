@@ -27,10 +27,18 @@ def report(validation: Validation) -> str:
             f"order of rows: {int(clear['right'].sum())} of {len(clear)} differences beyond noise "
             "predicted with the right sign"
         )
+    counts = {len(row.predictions) for row in validation.rows.values()} - {0}
+    if counts:
+        sample = f"by Student's t over {max(counts)} repeats"
+    else:
+        sample = (
+            "by Student's t over the steps of one calibration (--repeat tells how calibrations "
+            "vary)"
+        )
     parts.append(
         "error: predicted over measured makespan, minus 1 (median of the steps; worst of any "
         "step)\nreplay: the same for each step simulated from its own durations\n"
-        f"mean (95 %): mean error and its confidence interval, {_over(validation)}"
+        f"mean (95 %): mean error and its confidence interval, {sample}"
     )
     parts += _parts_text(validation.parts)
     parts += _ops_text(validation.ops)
@@ -67,14 +75,6 @@ def steps_report(steps: MeasuredSteps) -> str:
 def profile_report(profile: Profile) -> str:
     """Return the report of a profile: costs, and the fit of each pair of devices."""
     return "\n\n".join([_costs_text(profile), *_fits_text(profile.fits)])
-
-
-def _over(validation: Validation) -> str:
-    """Return the sample that confidence intervals are computed from."""
-    counts = {len(row.predictions) for row in validation.rows.values()} - {0}
-    if counts:
-        return f"by Student's t over {max(counts)} repeats"
-    return "by Student's t over the steps of one calibration (--repeat tells how calibrations vary)"
 
 
 def _parts_text(parts: pd.DataFrame) -> list[str]:
@@ -166,17 +166,16 @@ def _table_text(table: pd.DataFrame) -> str:
         "error": table["error"].map("{:+.1%}".format),
         "worst": table["worst"].map("{:+.1%}".format),
         "replay": table["replay"].map("{:+.1%}".format),
-        "mean (95 %)": [_interval_text(*row) for row in zip(*_interval(table), strict=True)],
+        "mean (95 %)": [
+            _interval_text(*row)
+            for row in table[["error_mean", "error_low", "error_high"]].to_numpy().tolist()
+        ],
         "bubble pred.": table["bubble_predicted"].map("{:.1%}".format),
         "bubble meas.": table["bubble_measured"].map("{:.1%}".format),
         "memory pred. MiB": table["memory_predicted"].map(lambda b: f"{b / mib:.1f}"),
         "memory meas. MiB": table["memory_measured"].map(lambda b: f"{b / mib:.1f}"),
     }
     return str(pd.DataFrame(columns).rename_axis(None).to_string())
-
-
-def _interval(table: pd.DataFrame) -> list[list[float]]:
-    return [table[column].tolist() for column in ("error_mean", "error_low", "error_high")]
 
 
 def _interval_text(mean: float, low: float, high: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,16 @@ class GradientAccumulation:
         scaler: Any = None,
         before_step: Callable[[], object] | None = None,
     ) -> None:
-        _check_arguments(model, optimizer, scaler, before_step)
+        check_type("model", model, nn.Module)
+        advice = "make it from the model's parameters"
+        check_type("optimizer", optimizer, torch.optim.Optimizer, advice)
+        if scaler is not None and not all(
+            callable(getattr(scaler, name, None))
+            for name in ("scale", "step", "update", "unscale_")
+        ):
+            raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
+        if before_step is not None:
+            check_function("before_step", before_step, "before_step()")
         self.model, self.optimizer = model, optimizer
         self.n_steps = check_count("n_steps", n_steps)
         if n_batches is not None and check_count("n_batches", n_batches) % n_steps:
@@ -174,25 +183,6 @@ class GradientAccumulation:
         -------
         contextmanager
             The block of the micro-batch.
-
-        Raises
-        ------
-        ExecutionError
-            If blocks are nested, one ends before ``n_losses`` calls of `backward`, or gradients of
-            the batch were cleared since the last one.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px
-        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> with accumulation.microbatch():
-        ...     accumulation.backward(mse_loss(model(x), x))
-        >>> accumulation.n_accumulated, accumulation.is_last
-        (1, True)
         """
         self._check_beginning(n_samples)
         self._n_losses, self._n_backwards = check_count("n_losses", n_losses), 0
@@ -207,7 +197,15 @@ class GradientAccumulation:
             with self._replicas.microbatch(synchronizes=self._ddp_synchronizes):
                 yield
             if self._state != "done":
-                self._refuse_end()
+                n_had = "no backward"
+                if self._n_backwards:
+                    n_had = f"{self._n_backwards} of {self._n_losses} backwards"
+                self._state = "backward"  # the user may have called loss.backward()
+                raise ExecutionError(
+                    f"micro-batch {self._n_done} of {self.n_steps} has had {n_had}; call "
+                    "accumulation.backward(loss) in the block, in place of loss.backward(), once "
+                    "for each of the n_losses of microbatch()"
+                )
             if self._n_done == self.n_steps:
                 self._step()
         except BaseException:
@@ -224,16 +222,6 @@ class GradientAccumulation:
         """
         return self.is_last and self._n_losses == 1
 
-    def _refuse_end(self) -> NoReturn:
-        """Raise the error of a block that ended with too few backwards."""
-        n_had = f"{self._n_backwards} of {self._n_losses} backwards" if self._n_backwards else ""
-        self._state = "backward"  # the user may have called loss.backward()
-        raise ExecutionError(
-            f"micro-batch {self._n_done} of {self.n_steps} has had {n_had or 'no backward'}; call "
-            "accumulation.backward(loss) in the block, in place of loss.backward(), once for each "
-            "of the n_losses of microbatch()"
-        )
-
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward of a loss, weighted by the micro-batch's share of the batch.
 
@@ -244,24 +232,6 @@ class GradientAccumulation:
         retain_graph
             Whether to keep the graph, for another loss of the same forward; passed to
             `torch.Tensor.backward`.
-
-        Raises
-        ------
-        ExecutionError
-            Outside a block of `microbatch`, or if a block calls it more than ``n_losses`` times.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px
-        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> with accumulation.microbatch():
-        ...     accumulation.backward(mse_loss(model(x), x))
-        >>> model.weight.grad.shape
-        torch.Size([4, 4])
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
@@ -270,14 +240,18 @@ class GradientAccumulation:
             )
         check_flag("retain_graph", retain_graph)
         if self._state not in ("forward", "between"):
+            n_calls = self._n_losses + 1
             raise ExecutionError(
                 "backward was called outside a block of accumulation.microbatch()"
                 if self._state == "outside"
-                else f"backward was called {_times_text(self._n_losses + 1)} in one block; give "
-                f"microbatch(n_losses={self._n_losses + 1}), or add the losses up before"
+                else f"backward was called {'twice' if n_calls == 2 else f'{n_calls} times'} in "
+                f"one block; give microbatch(n_losses={n_calls}), or add the losses up before"
             )
         self._state = "backward"
-        weighted = _weighted_loss(loss, self._n_samples, self.n_steps, self.scaler)
+        # The number of all samples is known after the last micro-batch: `_finish` divides by it.
+        weighted = loss * self._n_samples[-1] if self._n_samples else loss / self.n_steps
+        if self.scaler is not None:
+            weighted = self.scaler.scale(weighted)
         weighted.backward(retain_graph=retain_graph)
         self._n_backwards += 1
         if self._n_backwards < self._n_losses:
@@ -306,34 +280,23 @@ class GradientAccumulation:
         -------
         dict
             Values that `load_state_dict` takes.
-
-        Raises
-        ------
-        ExecutionError
-            Within a block.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px
-        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> with accumulation.microbatch():
-        ...     accumulation.backward(mse_loss(model(x), x))
-        >>> state = accumulation.state_dict()
-        >>> state["n_accumulated"], list(state["gradients"])
-        (1, ['weight', 'bias'])
         """
         self._check_outside("state_dict")
-        return _make_state(
-            _named_parameters(self._replicas.module, self.optimizer),
-            self._replicas,
-            self.n_steps,
-            self._n_done,
-            self._n_samples,
-        )
+        parameters = _named_parameters(self._replicas.module, self.optimizer)
+        return {
+            "n_steps": self.n_steps,
+            "n_accumulated": self._n_done,
+            "n_samples": list(self._n_samples),
+            "rank": self._replicas.rank,
+            "n_replicas": self._replicas.n,
+            "shapes": {name: list(x.shape) for name, x in parameters.items()},
+            "gradients": {
+                name: x.grad.detach().clone()
+                for name, x in parameters.items()
+                if self._n_done and x.grad is not None
+            },
+            "broadcasts_buffers": self._replicas.broadcasts_buffers,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a checkpoint: the weights become those of a run that was not interrupted.
@@ -347,26 +310,6 @@ class GradientAccumulation:
         state_dict
             A checkpoint of the same ``n_steps`` and parameters; in the middle of a batch also of
             the same rank and number of replicas.
-
-        Raises
-        ------
-        ExecutionError
-            Within a block.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px
-        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> with accumulation.microbatch():
-        ...     accumulation.backward(mse_loss(model(x), x))
-        >>> other = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> other.load_state_dict(accumulation.state_dict())
-        >>> other.n_accumulated
-        1
         """
         self._check_outside("load_state_dict")
         parameters = _named_parameters(self._replicas.module, self.optimizer)
@@ -375,7 +318,10 @@ class GradientAccumulation:
         self._clear()
         self.has_stepped = False
         if state["n_accumulated"]:
-            _restore_gradients(parameters, state["gradients"])
+            with torch.no_grad():
+                for name, x in parameters.items():
+                    saved = state["gradients"].get(name)
+                    x.grad = None if saved is None else saved.to(x.device, copy=True)
         self._n_done, self._n_samples = state["n_accumulated"], list(state["n_samples"])
         self._replicas.broadcasts_buffers = bool(state["broadcasts_buffers"])
 
@@ -389,24 +335,6 @@ class GradientAccumulation:
         -------
         bool
             Whether there were any micro-batches.
-
-        Raises
-        ------
-        ExecutionError
-            Within a block.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px
-        >>> model, x = torch.nn.Linear(4, 4), torch.ones(8, 4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> accumulation = px.GradientAccumulation(model, optimizer, n_steps=2)
-        >>> with accumulation.microbatch():
-        ...     accumulation.backward(mse_loss(model(x), x))
-        >>> accumulation.flush(), accumulation.has_stepped
-        (True, True)
         """
         self._check_outside("flush")
         self.has_stepped = False
@@ -463,7 +391,16 @@ class GradientAccumulation:
         _scale_gradients(self._parameters(), self._replicas.n / total)  # DDP has taken the mean
 
     def _step(self) -> None:
-        _step_optimizer(self.optimizer, self.scaler, self.before_step)
+        """Step the optimizer, with the scaler if any; `before_step` sees unscaled gradients."""
+        if self.before_step is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            self.before_step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self._clear()
         self.has_stepped = True
 
@@ -484,18 +421,8 @@ class GradientAccumulation:
         self._clear()
 
 
-def _times_text(n: int) -> str:
-    return "twice" if n == 2 else f"{n} times"
-
-
 class _Replicas:
-    """Replicas of a model, one of which is in this process.
-
-    Parameters
-    ----------
-    model
-        A module in DistributedDataParallel; any other module is the only replica.
-    """
+    """Replicas of a model in DDP, one of which is in this process; other models have one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.ddp = ddp_of(model, "the model")
@@ -504,12 +431,10 @@ class _Replicas:
 
     @property
     def rank(self) -> int:
-        """Number of this replica."""
         return 0 if self.ddp is None else dist.get_rank(self.ddp.process_group)
 
     @property
     def n(self) -> int:
-        """Number of replicas."""
         return 1 if self.ddp is None else dist.get_world_size(self.ddp.process_group)
 
     @property
@@ -547,40 +472,6 @@ class _Replicas:
         return float(total)
 
 
-# Losses and the optimizer
-
-
-def _check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
-    """Raise `ArgumentTypeError` for arguments of the wrong type."""
-    check_type("model", model, nn.Module)
-    check_type("optimizer", optimizer, torch.optim.Optimizer, "make it from the model's parameters")
-    if scaler is not None and not all(
-        callable(getattr(scaler, name, None)) for name in ("scale", "step", "update", "unscale_")
-    ):
-        raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
-    if before_step is not None:
-        check_function("before_step", before_step, "before_step()")
-
-
-def _weighted_loss(loss: Tensor, n_samples: Sequence[int], n_steps: int, scaler: Any) -> Tensor:
-    """Return the loss of the latest micro-batch, weighted by its share of the batch, and scaled.
-
-    Parameters
-    ----------
-    loss
-        Mean over the micro-batch.
-    n_samples
-        Samples of the micro-batches so far, if the user gives them. The number of all samples is
-        known after the last micro-batch: gradients are divided by it then.
-    n_steps
-        Micro-batches of a batch, which have equal weights if ``n_samples`` is empty.
-    scaler
-        A gradient scaler, or None.
-    """
-    weighted = loss * n_samples[-1] if n_samples else loss / n_steps
-    return weighted if scaler is None else scaler.scale(weighted)
-
-
 @torch.no_grad()
 def _scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients of parameters; those without a gradient are left out."""
@@ -589,26 +480,8 @@ def _scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def _step_optimizer(
-    optimizer: torch.optim.Optimizer, scaler: Any, before_step: Callable[[], object] | None
-) -> None:
-    """Step an optimizer, with a scaler if any; ``before_step`` is called on unscaled gradients."""
-    if scaler is None:
-        if before_step is not None:
-            before_step()
-        optimizer.step()
-        return
-    if before_step is not None:
-        scaler.unscale_(optimizer)
-        before_step()
-    scaler.step(optimizer)
-    scaler.update()
-
-
 # Checkpoints
 
-_STATE_KEYS = ("n_steps", "n_accumulated", "n_samples", "rank", "n_replicas", "shapes", "gradients",
-         "broadcasts_buffers")  # fmt: skip
 #: Most names that a message lists; it counts the others.
 _MAX_NAMES = 5
 
@@ -627,39 +500,6 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def _make_state(
-    parameters: Mapping[str, Tensor],
-    replicas: _Replicas,
-    n_steps: int,
-    n_done: int,
-    n_samples: Sequence[int],
-) -> dict[str, Any]:
-    """Return a checkpoint of a batch after the backwards of ``n_done`` micro-batches."""
-    gradients = {
-        name: parameter.grad.detach().clone()
-        for name, parameter in parameters.items()
-        if n_done and parameter.grad is not None
-    }
-    return {
-        "n_steps": n_steps,
-        "n_accumulated": n_done,
-        "n_samples": list(n_samples),
-        "rank": replicas.rank,
-        "n_replicas": replicas.n,
-        "shapes": {name: list(x.shape) for name, x in parameters.items()},
-        "gradients": gradients,
-        "broadcasts_buffers": replicas.broadcasts_buffers,
-    }
-
-
-@torch.no_grad()
-def _restore_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Copy gradients to the parameters of their names; the others have None."""
-    for name, parameter in parameters.items():
-        saved = gradients.get(name)
-        parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
-
-
 def _check_state(
     state: object, parameters: Mapping[str, Tensor], replicas: _Replicas, n_steps: int
 ) -> dict[str, Any]:
@@ -668,7 +508,9 @@ def _check_state(
         raise ArgumentTypeError(
             f"state_dict must be a dict of GradientAccumulation.state_dict(), got {state!r:.60}"
         )
-    if missing := [key for key in _STATE_KEYS if key not in state]:
+    keys = ("n_steps", "n_accumulated", "n_samples", "rank", "n_replicas", "shapes", "gradients",
+            "broadcasts_buffers")  # fmt: skip
+    if missing := [key for key in keys if key not in state]:
         raise ArgumentError(
             f"state_dict lacks {', '.join(map(repr, missing))}; give what "
             "GradientAccumulation.state_dict() returned"

@@ -18,18 +18,9 @@ class BatchNormCheck:
     """Warns once of the batch norms of a model that normalize each micro-batch separately.
 
     A batch norm normalizes by the mean and variance of its input in training mode, and in either
-    mode if it keeps no running statistics. Two kinds cause no warning:
-
-    - Batch norms in evaluation mode with running statistics: they are the same function of each
-      sample, whatever the batch.
-    - `pipeexec.gpipe.batchnorm.DeferredBatchNorm`, which the user chose for micro-batches.
-
-    Parameters
-    ----------
-    modules
-        Names and modules of the model.
-    advice
-        Last sentence of the message, for the caller's case.
+    mode if it keeps no running statistics. Others are the same function of each sample, whatever
+    the batch. `pipeexec.gpipe.batchnorm.DeferredBatchNorm` causes no warning: the user chose it for
+    micro-batches. ``advice`` is the last sentence of the message, for the caller's case.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], advice: str) -> None:
@@ -44,7 +35,11 @@ class BatchNormCheck:
         """Warn if a batch of ``n_microbatches`` would be normalized in parts."""
         if n_microbatches < 2 or not self._norms:
             return
-        names = [name or "the model itself" for name, norm in self._norms if _uses_batch(norm)]
+        names = [
+            name or "the model itself"
+            for name, norm in self._norms
+            if norm.training or (norm.running_mean is None and norm.running_var is None)
+        ]
         if not names:
             return
         self._norms = []
@@ -59,7 +54,3 @@ class BatchNormCheck:
             BatchNormWarning,
             stacklevel=stacklevel,
         )
-
-
-def _uses_batch(norm: _BatchNorm) -> bool:
-    return norm.training or (norm.running_mean is None and norm.running_var is None)

@@ -130,16 +130,9 @@ class DdpStage:
     """Prepares DDP's reducer for a stage's last backward of each mini-batch.
 
     A step within the user's ``ddp.no_sync()`` reduces nothing. After a step that reduced gradients,
-    the next step's first forward broadcasts buffers, as DDP does.
-
-    Parameters
-    ----------
-    ddp
-        The stage.
-    batch_size
-        Micro-batches of a mini-batch.
-    has_versions
-        Whether forwards use versions of the weights in place of the parameters.
+    the next step's first forward broadcasts buffers, as DDP does. ``batch_size`` is the
+    micro-batches of a mini-batch. With ``has_versions``, forwards use versions of the weights in
+    place of the parameters.
     """
 
     def __init__(self, ddp: DistributedDataParallel, batch_size: int, has_versions: bool) -> None:
@@ -175,10 +168,7 @@ class DdpStage:
     def finish_microbatch(self, microbatch: int) -> None:
         """Note that a micro-batch has its gradients; after the last, reduce them over replicas.
 
-        Raises
-        ------
-        RuntimeError
-            DDP's own, if the last backward has not reached all parameters.
+        DDP raises RuntimeError if the last backward has not reached all parameters.
         """
         if self._is_prepared:
             self.ddp.reducer._check_reducer_finalized()

@@ -65,7 +65,8 @@ def sum_gradients(
     for same_dtype in _by_dtype(dense):
         for bucket in _buckets(same_dtype):
             for index, total in _reduce_bucket(bucket, group):
-                sums[index] = _with_layout(total, like[index])
+                like_layout = total.stride() == like[index].stride() and not total.is_conj()
+                sums[index] = total if like_layout else torch.empty_like(like[index]).copy_(total)
     for index, total in _gather_sparse(sparse, group):
         sums[index] = total
     return sums
@@ -73,7 +74,12 @@ def sum_gradients(
 
 def _local_sum(copies: Sequence[Tensor | None], parameter: nn.Parameter) -> Tensor | None:
     """Return the sum over local copies, on the parameter's device."""
-    present = [_strided_or_coo(x).to(parameter.device) for x in copies if x is not None]
+    present = [
+        # Other layouts are rare, and made dense.
+        (x if x.layout in (torch.strided, torch.sparse_coo) else x.to_dense()).to(parameter.device)
+        for x in copies
+        if x is not None
+    ]
     if not present:
         return None
     if all(x.is_sparse for x in present):
@@ -89,13 +95,6 @@ def _sum_coo(indices: Sequence[Tensor], values: Sequence[Tensor], shape: Sequenc
     return torch.sparse_coo_tensor(
         torch.cat(list(indices), 1), torch.cat(list(values)), tuple(shape), check_invariants=False
     ).coalesce()
-
-
-def _strided_or_coo(gradient: Tensor) -> Tensor:
-    """Return a strided or COO gradient as it is; other layouts are rare, and made dense."""
-    if gradient.layout in (torch.strided, torch.sparse_coo):
-        return gradient
-    return gradient.to_dense()
 
 
 def _agree_on_kinds(
@@ -175,13 +174,6 @@ def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group)
 
 
-def _with_layout(total: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a sum with the parameter's layout; a copy if it has another layout."""
-    if total.stride() == parameter.stride() and not total.is_conj():
-        return total
-    return torch.empty_like(parameter).copy_(total)
-
-
 def _gather_sparse(tensors: Sequence[Indexed], group: ProcessGroup) -> Iterator[Indexed]:
     """Yield the sums of sparse tensors.
 
@@ -216,23 +208,11 @@ def _gather_rows(
     counts: Sequence[Sequence[int]],
     group: ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Return the rows that each process has of each tensor; they travel padded.
+    """Return, for each tensor, the rows that each process has of it, in order of ranks.
 
-    Parameters
-    ----------
-    tensors
-        Rows of this process, ``(n_rows, ...)``, one a tensor.
-    most
-        Rows of each tensor in the process that has the most.
-    counts
-        Rows of each tensor in each process, ``(n_ranks, n_tensors)``.
-    group
-        Process group.
-
-    Returns
-    -------
-    list
-        Rows of each process, in order of ranks, for each tensor.
+    They travel padded. ``tensors`` are the rows of this process, ``(n_rows, ...)``. ``most`` counts
+    the rows of each tensor in the process that has the most, and ``counts`` those in each process,
+    ``(n_ranks, n_tensors)``.
     """
     device = tensors[0].device
     padded = []

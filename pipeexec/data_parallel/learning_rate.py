@@ -49,11 +49,6 @@ def scaled_learning_rate(
     float
         The learning rate.
 
-    See Also
-    --------
-    pipeexec.LRSchedulers : Learning-rate schedulers of a pipeline.
-    pipeexec.GradientAccumulation : Larger batches in the same memory.
-
     References
     ----------
     .. [1] Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1. arXiv:1706.02677

@@ -22,15 +22,8 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
     """Return the module of each stage of each replica.
 
     The first local replica of a stage is the given module, others are copies of it. Stages of other
-    processes are a `RemoteStage`.
-
-    Parameters
-    ----------
-    stages
-        The given modules, one a stage; None for stages of other processes.
-    is_local
-        Whether this process has the stage, for each stage of each replica: replica by replica,
-        ``len(stages)`` entries each.
+    processes, None in ``stages``, are a `RemoteStage`. ``is_local`` tells for each stage of each
+    replica whether this process has it: replica by replica, ``len(stages)`` entries each.
     """
     modules: list[nn.Module] = []
     placed_stages: set[int] = set()
@@ -124,12 +117,7 @@ def check_hooks(modules: Sequence[nn.Module], n_stages: int, several: bool) -> N
 def sync_from_first(modules: Sequence[nn.Module], n_stages: int) -> None:
     """Copy parameters, buffers and training modes of each stage to its copies.
 
-    Parameters
-    ----------
-    modules
-        As `place_replicas` returns them.
-    n_stages
-        Stages of one replica.
+    ``modules`` are as `place_replicas` returns them, ``n_stages`` is the stages of one replica.
     """
     for stage, replica in _copies(modules, n_stages):
         for module, first_module in zip(replica.modules(), stage.modules(), strict=True):

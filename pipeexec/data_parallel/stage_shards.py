@@ -34,23 +34,10 @@ from pipesim.errors import ArgumentError, ExecutionError
 class StageShards:
     """The parameters of a stage in this process, and their exchange with its replicas.
 
-    Parameters
-    ----------
-    module
-        The stage; its parameters become views of the flat tensors.
-    optimizer
-        Optimizer of the stage, whose groups get the pieces; None if nothing is trained.
-    rank, n_ranks
-        Number of this process among those of the stage's replicas, and their number.
-    group
-        Process group for calls between steps.
-    frees
-        Whether parameters are sharded, and freed between their uses.
-
-    Attributes
-    ----------
-    pieces
-        The pieces of this process, whose ``.grad`` the optimizer steps.
+    The parameters of ``module`` become views of the flat tensors. The groups of ``optimizer`` get
+    the pieces of this process, whose ``.grad`` it steps; it is None if nothing is trained.
+    ``group`` is for calls between steps. With ``frees``, parameters are sharded, and freed between
+    their uses.
     """
 
     def __init__(
@@ -149,20 +136,9 @@ class StageShards:
     def reduce(self, gradients: list[Tensor | None], group: ProcessGroup, *, adds: bool) -> None:
         """Sum gradients over the replicas; each process gets those of its share, in its pieces.
 
-        Parameters
-        ----------
-        gradients
-            One a parameter of the stage; None for one without. The list is emptied, so that their
-            memory is free when they have been reduced.
-        group
-            Process group of the replicas.
-        adds
-            Whether the sums are added to gradients of pieces, such as of earlier micro-batches.
-
-        Raises
-        ------
-        ExecutionError
-            For a sparse gradient.
+        ``gradients`` has one a parameter of the stage; None for one without. The list is emptied,
+        so that their memory is free when they have been reduced. With ``adds``, the sums are added
+        to gradients of pieces, such as of earlier micro-batches.
         """
         exists = torch.tensor([x is not None for x in gradients], dtype=torch.int32)
         dist.all_reduce(exists, dist.ReduceOp.MAX, group=group)
@@ -184,10 +160,7 @@ class StageShards:
 
 
 def _flat_gradients(flat: Flat, places: list[int], gradients: list[Tensor | None]) -> Tensor:
-    """Return the gradients of flat parameters as one tensor, and empty their entries.
-
-    ``places`` are the numbers of the parameters in ``gradients``.
-    """
+    """Return gradients of flat parameters, at ``places`` of a list, as a tensor; empty these."""
     buffer = torch.zeros(flat.whole.numel(), dtype=flat.whole.dtype)
     for place, start, parameter in zip(places, flat.starts, flat.parameters, strict=True):
         gradient, gradients[place] = gradients[place], None
@@ -204,27 +177,15 @@ def _flat_gradients(flat: Flat, places: list[int], gradients: list[Tensor | None
 
 @dataclass(eq=False)
 class Flat:
-    """Parameters of one type as one tensor.
-
-    Attributes
-    ----------
-    parameters, starts
-        Parameters, and the first element of each in the flat tensor.
-    whole, share, gradient
-        The flat tensor, the share of this process, and the gradient of the share.
-    views
-        Part of the flat tensor for each parameter, in its shape.
-    pieces
-        Part of the share for each parameter, as a parameter of its own; None where it has none.
-    """
+    """Parameters of one type as one tensor."""
 
     parameters: list[nn.Parameter]
-    starts: list[int]
-    whole: Tensor
-    share: Tensor
-    gradient: Tensor
-    views: list[Tensor]
-    pieces: list[nn.Parameter | None]
+    starts: list[int]  # first element of each parameter in the flat tensor
+    whole: Tensor  # the flat tensor
+    share: Tensor  # of this process
+    gradient: Tensor  # of the share
+    views: list[Tensor]  # part of the flat tensor for each parameter, in its shape
+    pieces: list[nn.Parameter | None]  # part of the share for each, a parameter; None if empty
 
     def bounds(self, index: int, rank: int) -> tuple[int, int]:
         """Return the first and the last element + 1 of a piece in the share; may be empty."""
@@ -255,8 +216,7 @@ def flatten(parameters: list[nn.Parameter], rank: int, n_ranks: int, *, frees: b
     flat = Flat(parameters, starts, whole, share, torch.zeros_like(share), views, [])
     for index, parameter in enumerate(parameters):
         low, high = flat.bounds(index, rank)
-        is_empty = high <= low
-        piece = None if is_empty else nn.Parameter(share[low:high], parameter.requires_grad)
+        piece = nn.Parameter(share[low:high], parameter.requires_grad) if low < high else None
         flat.pieces.append(piece)
     return flat
 
@@ -314,9 +274,7 @@ def check_shardable(
                 f"{what}, but layer {name!r} of stage {stage} has sparse gradients, which have no "
                 "shares; give it sparse=False"
             )
-    if optimizer is None:
-        return
-    if type(optimizer) not in _ELEMENT_WISE:
+    if optimizer is not None and type(optimizer) not in _ELEMENT_WISE:
         names = ", ".join(kind.__name__ for kind in _ELEMENT_WISE)
         raise ArgumentError(
             f"{what}, but the optimizer of stage {stage} is {type(optimizer).__name__}: a share is "
@@ -328,14 +286,7 @@ def check_shardable(
 class ShardedOptimizer:
     """An optimizer of a stage whose groups have the pieces of this process.
 
-    Parameters
-    ----------
-    optimizer
-        Made with whole parameters, so that groups by name or shape are right.
-    flats
-        Parameters of the stage.
-    rank, group
-        Number of this process among the stage's replicas, and their process group.
+    It was made with whole parameters, so that groups by name or shape are right.
     """
 
     def __init__(

@@ -71,14 +71,6 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
     SyncReport
         Counts, findings and notes; ``print`` shows it as text.
 
-    Raises
-    ------
-    TimelineError
-        If the file cannot be read, is no trace, or has no forward of DDP; or if the timeline is
-        partial, or has no backward.
-    CapacityError
-        If the file is too large for memory.
-
     See Also
     --------
     pipeexec.watch_sync : Watch a loop while it runs.
@@ -107,22 +99,17 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
 
 
 def _timeline_report(timeline: Timeline) -> SyncReport:
-    """Return the report on a timeline; see `sync_report`.
-
-    Each stage of each replica is a model, and each micro-batch a micro-step.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline is partial, or has no backward.
-    """
+    """Return the report on a timeline; see `sync_report`."""
     graph = timeline.graph
     timeline.check_complete("sync_report needs")
     if not graph.is_op(frozenset((Op.B, Op.W))).any():
         raise TimelineError(f"timeline {timeline.name!r} has no backward; its graph is {graph!r}")
     has_steps = bool((graph.op == Op.STEP).any())
     compute_spans = [
-        sorted(_spans(timeline, np.flatnonzero(graph.is_op(COMPUTE) & (graph.device == device))))
+        sorted(
+            (float(timeline.start[task]), float(timeline.end[task]))
+            for task in np.flatnonzero(graph.is_op(COMPUTE) & (graph.device == device))
+        )
         for device in range(graph.n_devices)
     ]
     histories: dict[str, History] = {}
@@ -161,14 +148,7 @@ def _history(
 ) -> History:
     """Return the history of the gradients of one stage, in order of the ends of its tasks.
 
-    Parameters
-    ----------
-    timeline
-        All tasks.
-    tasks
-        Ids of the stage's tasks.
-    compute_spans
-        Sorted spans of the compute tasks of each device.
+    ``compute_spans`` are the sorted spans of the compute tasks of each device.
     """
     graph = timeline.graph
     size = graph.n_microbatches // graph.n_batches
@@ -197,11 +177,6 @@ def _history(
     return history
 
 
-def _spans(timeline: Timeline, tasks: Iterable[int]) -> Iterator[TimeSpan]:
-    for task in tasks:
-        yield float(timeline.start[task]), float(timeline.end[task])
-
-
 # Traces of `torch.profiler`
 
 _FORWARD, _ACCUMULATE, _CALL = (
@@ -222,15 +197,7 @@ _BYTES = {
 
 
 def _trace_report(path: Path) -> SyncReport:
-    """Return the report on a trace file; see `sync_report`.
-
-    Raises
-    ------
-    TimelineError
-        If the file cannot be read, is no trace, or has no forward of DDP.
-    CapacityError
-        If the file is too large for memory.
-    """
+    """Return the report on a trace file; see `sync_report`."""
     events = _TraceEvents(path)
     history: list[HistoryEvent] = []
     step: MicroStep | None = None
@@ -471,27 +438,13 @@ class _Launch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _DeviceWork:
-    """A kernel that communicates, or the copy of a range on a device.
-
-    Attributes
-    ----------
-    name, span
-        Name, start and end (s).
-    collective
-        As `pipesim.trace.profiler_ranges.collective` returns it.
-    launch
-        None if the trace does not tell it.
-    is_copy
-        Whether it is the copy of a range, which lasts as long as the range's kernels.
-    nbytes
-        Bytes that it says; NaN if none.
-    """
+    """A kernel that communicates, or the copy of a range on a device."""
 
     name: str
     span: TimeSpan
-    collective: str | None
-    launch: _Launch | None
-    is_copy: bool = False
+    collective: str | None  # as `pipesim.trace.profiler_ranges.collective` returns it
+    launch: _Launch | None  # None if the trace does not tell it
+    is_copy: bool = False  # of a range; it lasts as long as the range's kernels
     nbytes: float = math.nan
 
 
@@ -520,14 +473,8 @@ def _work_of_calls(
 ) -> _CallWork:
     """Return the work of each all-reduce.
 
-    Parameters
-    ----------
-    calls
-        The all-reduces, in order, of which none is within another.
-    others
-        Calls of other collectives.
-    work
-        All communication on devices.
+    ``calls`` are the all-reduces, in order, of which none is within another, ``others`` the calls
+    of other collectives, and ``work`` is all communication on devices.
     """
     result = _CallWork([[] for _ in calls], [math.nan] * len(calls))
     owners, strangers = _CallFinder(calls), _CallFinder(_outermost(others))

@@ -15,24 +15,12 @@ from typing import Literal, NamedTuple
 
 
 class AllReduceCall(NamedTuple):
-    """One all-reduce of gradients.
+    """One all-reduce of gradients."""
 
-    Attributes
-    ----------
-    nbytes
-        Its bytes; NaN if unknown.
-    span
-        Its start and end, seconds.
-    exposed
-        Parts of the span in which nothing was computed.
-    parts
-        Parts of the span in which it worked, such as kernels; the whole span if empty.
-    """
-
-    nbytes: float
+    nbytes: float  # NaN if unknown
     span: TimeSpan
-    exposed: tuple[TimeSpan, ...]
-    parts: tuple[TimeSpan, ...] = ()
+    exposed: tuple[TimeSpan, ...]  # parts of the span in which nothing was computed
+    parts: tuple[TimeSpan, ...] = ()  # in which it worked, such as kernels; the span if empty
 
 
 def _seconds(calls: Iterable[AllReduceCall]) -> float:
@@ -44,23 +32,15 @@ def _seconds(calls: Iterable[AllReduceCall]) -> float:
 class MicroStep:
     """One backward of a model.
 
-    Attributes
-    ----------
-    number
-        How many micro-steps came before.
-    forward_in_no_sync, backward_in_no_sync
-        Whether DDP's ``no_sync()`` was around its forwards, and around its backward; None if
-        unknown.
-    calls
-        All-reduces of its gradients, which include those that have accumulated before.
-    unused
-        Names of parameters without a gradient, if DDP waits for the gradients of all.
+    DDP's ``no_sync()`` may be around its forwards, and around its backward; None if unknown.
     """
 
-    number: int
+    number: int  # of micro-steps before
     forward_in_no_sync: bool | None = None
     backward_in_no_sync: bool | None = None
+    #: All-reduces of its gradients, which include those that have accumulated before.
     calls: list[AllReduceCall] = field(default_factory=list)
+    #: Names of parameters without a gradient, if DDP waits for the gradients of all.
     unused: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -82,16 +62,9 @@ def apply_rules(
     *,
     without_replicas: Collection[str] = (),
 ) -> SyncReport:
-    """Return the report on the histories of models.
+    """Return the report on the histories of models, by name.
 
-    Parameters
-    ----------
-    histories
-        By name of the model.
-    notes
-        For the report.
-    without_replicas
-        Names of models without another replica: they cannot lack an all-reduce.
+    Models ``without_replicas`` cannot lack an all-reduce.
     """
     events = [event for history in histories.values() for event in history]
     steps = [event for event in events if isinstance(event, MicroStep)]
@@ -117,7 +90,8 @@ def apply_rules(
 
 def _findings(model: str, history: History) -> Iterator[Finding]:
     """Yield the findings of one model, kind by kind."""
-    violations = sorted(_violations(history), key=lambda x: (_KINDS.index(x[0]), x[1].number))
+    kinds = list(_MEANINGS)
+    violations = sorted(_violations(history), key=lambda x: (kinds.index(x[0]), x[1].number))
     for kind, pairs in groupby(violations, key=lambda x: x[0]):
         steps = [step for _, step in pairs]
         calls = [call for step in steps for call in step.calls]
@@ -174,7 +148,7 @@ def _violations_at_step(pending: Sequence[MicroStep]) -> Iterator[tuple[str, Mic
 
 # Findings and the report
 
-#: Cause and advice, by kind of finding.
+#: Cause and advice, by kind of finding, in the order in which a report lists them.
 _MEANINGS = {
     "added_to": "a later backward adds to the result, which is reduced again before the optimizer "
     "steps; run forward and backward of these micro-steps within no_sync()",
@@ -198,8 +172,6 @@ _MEANINGS = {
 
 #: Names of parameters that a report shows.
 _N_NAMES = 4
-#: Kinds of findings, in the order in which a report lists them.
-_KINDS = tuple(_MEANINGS)
 
 #: Cause and advice for the stages of a graph, where they differ.
 _GRAPH_MEANINGS = {
@@ -226,8 +198,7 @@ class Finding:
     micro_steps
         Numbers of the micro-steps.
     n_calls, nbytes, seconds
-        All-reduces, their bytes, and the seconds in which at least one was running. For a stage of
-        several replicas, the values of one replica, equal in all of them.
+        As of `SyncReport`; for a stage of several replicas, of one replica, equal in all of them.
     saved
         Seconds saved without these all-reduces: the part of ``seconds`` in which nothing was
         computed.

@@ -98,11 +98,6 @@ def watch_sync(
     AbstractContextManager[SyncWatch]
         Its value is a `SyncWatch`; call its ``report()`` in the block or after it.
 
-    Raises
-    ------
-    ExecutionError
-        Within another block.
-
     See Also
     --------
     pipeexec.sync_report : The same for a recorded trace or a timeline.
@@ -349,47 +344,22 @@ class _TimedAllReduce:
 
 @dataclass(eq=False)
 class _WatchedModel:
-    """A model and the history of its gradients; `with_calls` adds the times of all-reduces.
+    """A model and the history of its gradients; `with_calls` adds the times of all-reduces."""
 
-    Attributes
-    ----------
-    name
-        Name in the report.
-    ddp
-        The DistributedDataParallel around the model, or None.
-    names, parameters
-        Names of the parameters that require gradients, and these.
-    now, seconds
-        Functions of `device_timer`.
-    history
-        Micro-steps, steps and clears so far.
-    calls
-        All-reduces of each micro-step.
-    forwards
-        Whether ``no_sync()`` was around each forward since the last backward.
-    latest
-        The latest micro-step, if neither a step nor a clear has followed it.
-    backward
-        Key of the latest micro-step's backward.
-    n_micro_steps
-        Micro-steps so far.
-    n_processes
-        Processes over which the model is replicated, as observed at steps of an optimizer.
-    """
-
-    name: str
-    ddp: DistributedDataParallel | None
-    names: list[str]
-    parameters: list[nn.Parameter]
-    now: Callable[[], _Moment]
+    name: str  # in the report
+    ddp: DistributedDataParallel | None  # around the model
+    names: list[str]  # of the parameters
+    parameters: list[nn.Parameter]  # those that require gradients
+    now: Callable[[], _Moment]  # of `_device_timer`, as `seconds`
     seconds: Callable[[_Moment], float]
     history: list[HistoryEvent] = field(default_factory=list)
     calls: list[tuple[MicroStep, _TimedAllReduce]] = field(default_factory=list)
+    #: Whether ``no_sync()`` was around each forward since the last backward.
     forwards: list[bool] = field(default_factory=list)
-    latest: MicroStep | None = None
-    backward: object = None
+    latest: MicroStep | None = None  # if neither a step nor a clear has followed it
+    backward: object = None  # key of the backward of the latest micro-step
     n_micro_steps: int = 0
-    n_processes: int = 0
+    n_processes: int = 0  # over which the model is replicated, as observed at optimizer steps
 
     def __post_init__(self) -> None:
         self.ids = {id(parameter) for parameter in self.parameters}
@@ -461,24 +431,12 @@ _DEPTH = 12
 
 
 class _AllReduce(NamedTuple):
-    """An all-reduce that is about to be called.
-
-    Attributes
-    ----------
-    tensors
-        Tensors that are summed.
-    group
-        Name of the process group.
-    is_python
-        Whether Python code called it; the reducer is C++.
-    is_batch_norm
-        Whether `torch.nn.SyncBatchNorm` called it, for its statistics.
-    """
+    """An all-reduce that is about to be called."""
 
     tensors: list[Tensor]
-    group: str
-    is_python: bool
-    is_batch_norm: bool
+    group: str  # name of the process group
+    is_python: bool  # whether Python code called it; the reducer is C++
+    is_batch_norm: bool  # whether `torch.nn.SyncBatchNorm` called it, for its statistics
 
 
 @contextmanager
@@ -487,17 +445,9 @@ def _hook_all_reduces(
 ) -> Iterator[None]:
     """Call ``before`` before each all-reduce in the block.
 
-    Parameters
-    ----------
-    before
-        Returns a function to call at the end of the all-reduce, or None. Gloo calls it in the
-        thread in which the all-reduce ends. NCCL calls it as soon as the all-reduce is issued, with
-        a current stream that waits for it.
-
-    Raises
-    ------
-    ExecutionError
-        If all-reduces of this process are hooked already.
+    It returns a function to call at the end of the all-reduce, or None. Gloo calls it in the thread
+    in which the all-reduce ends. NCCL calls it as soon as the all-reduce is issued, with a current
+    stream that waits for it.
     """
     operation = torch.ops.c10d.allreduce_.default
 

@@ -75,16 +75,8 @@ def estimate_offset(forth: Sequence[float], back: Sequence[float]) -> tuple[floa
 class Clocks:
     """Converts an event of any device to seconds since the beginning of the step.
 
-    Parameters
-    ----------
-    clock_of_device
-        Number of each device's clock.
-    zeros
-        The event from which each clock counts.
-    starts
-        The event of each clock at which the step may begin, after the rounds.
-    rounds
-        Messages between the first clock and each other one.
+    Each clock counts from its event in ``zeros``. ``starts`` has the event of each clock at which
+    the step may begin, after the rounds of messages between the first clock and each other one.
     """
 
     def __init__(

@@ -47,12 +47,6 @@ class CudaDevice(NamedStreams):
         -------
         Event
             The zero of this device's clock.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> event = part.mark()  # doctest: +SKIP
         """
         compute = self.stream("compute")
         assert isinstance(compute, CudaStream)
@@ -69,12 +63,6 @@ class CudaDevice(NamedStreams):
         values
             Tensors that streams of this device made. Their memory is kept until the caller's stream
             has used it.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> part.rejoin(part.stream("compute").record())  # doctest: +SKIP
         """
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.torch_device)
@@ -98,18 +86,6 @@ class CudaDevice(NamedStreams):
         torch.Tensor
             Tensor of the same shape and type, on the CPU. It has its values once the current stream
             has copied them.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if the copy does not fit in memory.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> copy = part.to_host(torch.ones(2, device="cuda:0"))  # doctest: +SKIP
         """
         copy = torch.empty_like(data, device="cpu", pin_memory=torch.cuda.is_available())
         return copy.copy_(data, non_blocking=True)
@@ -129,19 +105,6 @@ class CudaDevice(NamedStreams):
         -------
         torch.Tensor
             Tensor of the same shape and type, on this GPU.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if the copy does not fit in the memory of the GPU.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> part.from_host(torch.ones(2)).device  # doctest: +SKIP
-        device(type='cuda', index=0)
         """
         compute, current = self.stream("compute"), torch.cuda.current_stream(self.torch_device)
         assert isinstance(compute, CudaStream)
@@ -157,12 +120,6 @@ class CudaDevice(NamedStreams):
         ----------
         event
             Event of a stream of this GPU.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> part.wait_for_host(part.mark())  # doctest: +SKIP
         """
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -178,14 +135,6 @@ class CudaDevice(NamedStreams):
             Tensor from another stream.
         stream
             Stream of this GPU that will use it.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> part, _ = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> tensor = torch.ones(2, device="cuda:0")  # doctest: +SKIP
-        >>> part.adopt(tensor, part.stream("compute"))  # doctest: +SKIP
         """
         assert isinstance(stream, CudaStream)
         tensor.record_stream(stream.stream)
@@ -194,10 +143,7 @@ class CudaDevice(NamedStreams):
 class CudaEvent:
     """An event that orders streams and records the time.
 
-    Attributes
-    ----------
-    order, time
-        torch's events that streams wait for, and that times are read from; here one event.
+    Streams wait for ``order``, and times are read from ``time``; here one event of torch.
     """
 
     __slots__ = ("order", "time")
@@ -254,16 +200,8 @@ class CapturedEvent(CudaEvent):
 class CudaStream:
     """A stream of CUDA.
 
-    Parameters
-    ----------
-    stream
-        Stream of torch.
-
-    Attributes
-    ----------
-    make_event
-        Makes the event that `record` records; `pipeexec.executor.cuda_graph` replaces it in a
-        capture.
+    ``make_event`` makes the event that `record` records; `pipeexec.executor.cuda_graph` replaces it
+    in a capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

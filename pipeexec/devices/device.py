@@ -100,8 +100,6 @@ class NamedStreams:
 
     Attributes
     ----------
-    torch_device
-        Device of torch that has the memory.
     note
         Remark on the device's measured times; empty if there is none.
     step_lock
@@ -139,21 +137,6 @@ class NamedStreams:
         -------
         Stream
             The stream; the same object for the same arguments.
-
-        Raises
-        ------
-        RuntimeError
-            If a thread cannot be started, or CUDA cannot make a stream.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> stream = worker.stream("compute")
-        >>> stream.submit(lambda: print("computed"))
-        >>> stream.synchronize()
-        computed
-        >>> worker.close()
         """
         key = name, blocks and name != "compute"
         if key not in self._streams:
@@ -171,14 +154,6 @@ class NamedStreams:
         -------
         CpuStream
             A thread with a queue of work, which is no stream of the GPU.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.host().thread.name
-        'cpu:0 host'
-        >>> worker.close()
         """
         key = "host", True
         with self._lock:
@@ -203,15 +178,6 @@ class NamedStreams:
         -------
         bool
             True also for the thread of `host`.
-
-        Examples
-        --------
-        >>> import threading
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.has_thread(worker.host().thread), worker.has_thread(threading.main_thread())
-        (True, False)
-        >>> worker.close()
         """
         return any(
             getattr(stream, "thread", None) is thread for stream in list(self._streams.values())
@@ -233,20 +199,6 @@ class NamedStreams:
         -------
         tuple of torch.Tensor or None
             The tensors there.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if a copy does not fit in memory.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> first, second = px.workers(2)
-        >>> message = (torch.ones(2),)
-        >>> first.carry(message, second) is message
-        True
         """
         if self.torch_device == target.torch_device:
             return values
@@ -262,13 +214,6 @@ class NamedStreams:
         ----------
         values
             Message from `carry`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> first, second = px.workers(2)
-        >>> second.await_link(first.carry((torch.ones(2),), second))
         """
 
     def to_host(self, data: torch.Tensor) -> torch.Tensor:
@@ -285,19 +230,6 @@ class NamedStreams:
         -------
         torch.Tensor
             Tensor of the same shape and type, on the CPU.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if the copy does not fit in memory.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.to_host(torch.ones(2)).tolist()
-        [1.0, 1.0]
         """
         return data.clone()
 
@@ -315,53 +247,19 @@ class NamedStreams:
         -------
         torch.Tensor
             Tensor of the same shape and type, on this device.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if the copy does not fit in memory.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.from_host(torch.ones(2)).tolist()
-        [1.0, 1.0]
         """
         return data.clone()
 
     def synchronize(self) -> None:
         """Block until every stream has run all its work.
 
-        Raises
-        ------
-        Exception
-            The first exception that the work of a stream has raised.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.stream("compute").submit(lambda: print("computed"))
-        >>> worker.synchronize()
-        computed
-        >>> worker.close()
+        The first exception that the work of a stream has raised is raised again.
         """
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
-        """End every stream; the device takes no more work.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.close()
-        >>> worker.closed
-        True
-        """
+        """End every stream; the device takes no more work."""
         if self.closed:
             return
         self.closed = True
@@ -372,14 +270,6 @@ class NamedStreams:
         """Take no more work.
 
         It does not wait for work that runs, which may never end.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.abandon()
-        >>> worker.closed
-        True
         """
         self.closed = True
 
@@ -400,18 +290,8 @@ class StepLock:
     """Lets one thread at a time use a device, also one that several pipelines share.
 
     A second caller gets an error: it neither waits nor disturbs the step of the first. A thread may
-    enter again, but not while its own step runs tasks.
-
-    Parameters
-    ----------
-    has_thread
-        A method of the device that returns whether a thread runs its tasks. It is held weakly, as
-        the device holds this lock.
-
-    Attributes
-    ----------
-    step
-        The step that runs, or None.
+    enter again, but not while its own step runs tasks. ``has_thread`` is a method of the device
+    that returns whether a thread runs its tasks. It is held weakly, as the device holds this lock.
     """
 
     def __init__(self, has_thread: Callable[[threading.Thread], bool]) -> None:
@@ -421,7 +301,7 @@ class StepLock:
         self._owner: threading.Thread | None = None
         self._depth = 0
         self._closing = False
-        self.step: Stoppable | None = None
+        self.step: Stoppable | None = None  # the step that runs
 
     @property
     def is_forked(self) -> bool:
@@ -432,10 +312,7 @@ class StepLock:
     def hold(self, call: str) -> Iterator[None]:
         """Hold the device for a call, named in errors.
 
-        Raises
-        ------
-        ExecutionError
-            From a forked process, or while another thread holds the device.
+        It raises ExecutionError from a forked process, or while another thread holds the device.
         """
         if self.is_forked:
             raise ExecutionError(
@@ -488,15 +365,10 @@ class StepLock:
         return True
 
     def check_outside(self, call: str, *, may_interrupt: bool = False) -> None:
-        """Raise if the caller is a task of the device.
+        """Raise ExecutionError if a stage or the loss calls, which would wait for itself.
 
         A signal handler runs in the thread of the step. It may make only those calls that
         ``may_interrupt`` the step.
-
-        Raises
-        ------
-        ExecutionError
-            If a stage or the loss calls, which would wait for itself.
         """
         thread = threading.current_thread()
         is_own = self._owner is thread and self.step is not None and not may_interrupt

@@ -30,14 +30,10 @@ from pipesim.network.network import Network
 
 
 class TimedMessage(tuple[Tensor | None, ...]):
-    """The tensors of a message, the time at which its SEND ended, and its latency.
+    """The tensors of a message, with the time at which its SEND ended, and its latency.
 
-    Attributes
-    ----------
-    sent
-        Time at which its SEND ended, as `StreamTimer.timestamp` returns it.
-    latency
-        Seconds from the end of the SEND to the arrival.
+    ``sent`` is as `StreamTimer.timestamp` returns it. The latency is the time from the end of the
+    SEND to the arrival (s).
     """
 
     sent: Tensor | None
@@ -76,16 +72,8 @@ class _FifoLock:
 class EmulatedLinks:
     """The imposed links between all slices of a GPU, or all workers.
 
-    Parameters
-    ----------
-    network
-        Network with a separate link for each pair.
-    n_devices
-        Number of devices.
-    timer
-        Makes streams wait.
-    has_threads
-        Whether streams are threads: a link then takes messages of several streams one by one.
+    Each pair of ``network`` has a separate link. If streams are threads (``has_threads``), a link
+    takes messages of several streams one by one.
     """
 
     def __init__(
@@ -148,10 +136,7 @@ def check_links(network: Network) -> None:
 class StreamTimer(Protocol):
     """Makes the current stream wait, not the host.
 
-    Attributes
-    ----------
-    description
-        How long a SEND takes with this timer, for the notes of devices.
+    ``description`` tells how long a SEND takes with this timer, for the notes of devices.
     """
 
     description: str
@@ -168,15 +153,7 @@ class StreamTimer(Protocol):
 class GpuTimer:
     """Reads the GPU's nanosecond timer.
 
-    Parameters
-    ----------
-    device
-        The GPU.
-
-    Raises
-    ------
-    AttributeError, ImportError, OSError, RuntimeError
-        If the kernels cannot be loaded.
+    If the kernels cannot be loaded, it raises AttributeError, ImportError, OSError or RuntimeError.
     """
 
     description = "a SEND lasts as long as the longer of its copy and its link"
@@ -197,13 +174,7 @@ class GpuTimer:
 
 
 class CycleTimer:
-    """Counts cycles from the call of `wait_until`, whatever the timestamp.
-
-    Parameters
-    ----------
-    device
-        The GPU.
-    """
+    """Counts cycles from the call of `wait_until`, whatever the timestamp."""
 
     description = "link times are added to those of the copies"
     #: Cycles of one calibration run, about 50 ms.

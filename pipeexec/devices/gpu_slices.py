@@ -36,9 +36,6 @@ from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
 
-#: Names of streams on which a slice computes; all others copy.
-_COMPUTING = frozenset({"compute", "collective"})
-
 
 class Slice(CudaDevice):
     """A part of a GPU; `slices` makes them.
@@ -62,12 +59,6 @@ class Slice(CudaDevice):
     ----------
     name
         Name such as ``"cuda:0/2of4"``.
-
-    See Also
-    --------
-    pipeexec.slices : Make slices.
-    pipeexec.Pipeline : Its ``devices`` takes them.
-    pipeexec.workers : CPU workers as devices.
 
     Examples
     --------
@@ -102,7 +93,7 @@ class Slice(CudaDevice):
         self.note = "; ".join(notes)
 
     def _make_stream(self, name: str, blocks: bool) -> Stream:
-        context = self._part if name in _COMPUTING else self._copies
+        context = self._part if name in ("compute", "collective") else self._copies
         if context is None:
             return super()._make_stream(name, blocks)
         handle = context.stream((self.index, name))
@@ -122,20 +113,6 @@ class Slice(CudaDevice):
         -------
         tuple of torch.Tensor or None
             The tensors there; slices of one GPU without imposed links have the same tensors.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if a copy does not fit in the memory of the GPU.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> first, second = px.slices("cuda:0", 2)  # doctest: +SKIP
-        >>> message = (torch.ones(2, device="cuda:0"),)  # doctest: +SKIP
-        >>> first.carry(message, second) is message  # doctest: +SKIP
-        True
         """
         if self.links is not None and isinstance(target, Slice) and target.links is self.links:
             return self.links.carry(values, self.index, target.index)
@@ -148,15 +125,6 @@ class Slice(CudaDevice):
         ----------
         values
             Message from `carry`. Others pass at once.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> link = ps.Network(latency=20e-6, bandwidth=25e9)
-        >>> first, second = px.slices("cuda:0", 2, link=link)  # doctest: +SKIP
-        >>> message = (torch.ones(2, device="cuda:0"),)  # doctest: +SKIP
-        >>> second.await_link(first.carry(message, second))  # doctest: +SKIP
         """
         if not isinstance(values, TimedMessage) or self.links is None:
             return

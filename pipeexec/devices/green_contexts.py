@@ -31,13 +31,6 @@ class GreenContext:
     """A green context on a part of the SMs, with its streams.
 
     Neither is ever destroyed: torch's allocator remembers the streams that used its memory.
-
-    Attributes
-    ----------
-    driver, context
-        Driver, and its handle of the context.
-    n_sms
-        Number of SMs of the part.
     """
 
     driver: Any
@@ -86,23 +79,9 @@ def split_gpu(
 ) -> tuple[list[GreenContext], GreenContext | None]:
     """Split a GPU into disjoint parts of one size; return them, and a part of the remaining SMs.
 
-    The size is `part_size`, or less if the driver makes too few parts of it.
-
-    Parameters
-    ----------
-    driver
-        From `find_driver`. The GPU's primary context must be active.
-    index
-        Index of the GPU in CUDA.
-    n_parts
-        Number of parts.
-    major
-        Major number of the GPU's compute capability.
-
-    Raises
-    ------
-    GreenContextsMissingError
-        If the driver refuses every size.
+    The size is `part_size`, or less if the driver makes too few parts of it. The driver is that of
+    `find_driver`. The GPU's primary context must be active. ``index`` is that of the GPU in CUDA,
+    ``major`` the major number of its compute capability.
     """
     _call_driver(driver, "cuInit", 0)
     (device,) = _call_driver(driver, "cuDeviceGet", index)
@@ -186,10 +165,7 @@ class GreenContextsMissingError(ExecutionError):
 def _call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
     """Call a function of the driver; return its results without the error code.
 
-    Raises
-    ------
-    GreenContextsMissingError
-        If the driver lacks the function, or returns an error.
+    It raises `GreenContextsMissingError` if the driver lacks the function, or returns an error.
     """
     try:
         error, *results = getattr(driver, name)(*arguments)
@@ -202,13 +178,7 @@ def _call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
 
 @cache
 def find_driver() -> Any:
-    """Return `cuda.bindings.driver`, or `LibCuda` in its place.
-
-    Raises
-    ------
-    GreenContextsMissingError
-        If there is no driver.
-    """
+    """Return `cuda.bindings.driver`, or `LibCuda` in its place."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except (
@@ -221,13 +191,7 @@ def find_driver() -> Any:
 
 
 def load_driver() -> LibCuda:
-    """Return the driver's library through `LibCuda`.
-
-    Raises
-    ------
-    GreenContextsMissingError
-        If there is no driver.
-    """
+    """Return the driver's library through `LibCuda`."""
     try:
         return LibCuda(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -258,13 +222,7 @@ class _ResourceType:
 
 
 class LibCuda:
-    """The driver's functions as `cuda.bindings.driver` has them: they return (error, results...).
-
-    Parameters
-    ----------
-    library
-        `libcuda.so.1`, loaded.
-    """
+    """The functions of `cuda.bindings.driver` in the same form: they return (error, results...)."""
 
     CUdevResourceType = _ResourceType
 

@@ -16,32 +16,16 @@ _BYTES_PER_TASK, _BYTES_PER_STEP = 24, 1024
 def check_tensors(
     subject: str, nbytes: int, advice: str, device: torch.device | str | None = None
 ) -> None:
-    """Raise if tensors on ``device``, a CPU, would not fit this machine's memory.
-
-    Raises
-    ------
-    CapacityError
-        If they do not fit; the message has the bytes needed and available.
-    """
+    """Raise CapacityError if tensors on ``device``, a CPU, would not fit this machine's memory."""
     torch_device = torch.get_default_device() if device is None else torch.device(device)
     if torch_device.type == "cpu":
         check_memory(subject, nbytes, advice)
 
 
 def check_results(graphs: Iterable[TaskGraph], **counts: int) -> None:
-    """Raise if the results of several steps of each graph would not fit.
+    """Raise CapacityError if the results of several steps of each graph would not fit.
 
-    Parameters
-    ----------
-    graphs
-        Graphs whose results are kept.
-    **counts
-        Their product is the number of results of each graph. The error names them.
-
-    Raises
-    ------
-    CapacityError
-        If they do not fit; the message has the bytes needed and available.
+    The product of ``counts`` is the number of results of each graph. The error names them.
     """
     nbytes = sum(_BYTES_PER_TASK * len(graph) + _BYTES_PER_STEP for graph in graphs)
     for count in counts.values():

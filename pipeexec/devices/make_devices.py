@@ -15,7 +15,7 @@ import ctypes
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -56,17 +56,18 @@ def make_devices(
 
     ``n_local`` processes on this machine have as many workers each; this one is number
     ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number. ``stacklevel`` counts
-    from the caller, as in `warnings.warn`.
-
-    Warns
-    -----
-    OversubscriptionWarning
-        If there are more CPU workers than cores.
+    from the caller, as in `warnings.warn`: more CPU workers than cores cause an
+    `OversubscriptionWarning`.
     """
     parsed = [
         name if isinstance(name, (CpuDevice, CudaDevice)) else parse_device(name) for name in names
     ]
-    _check_one_kind(parsed)
+    kinds = {(d if isinstance(d, torch.device) else d.torch_device).type for d in parsed}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"devices of several kinds ({', '.join(sorted(kinds))}) cannot run one pipeline yet: "
+            "their streams cannot wait for each other; give devices of one kind"
+        )
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
     first = local_rank * n_cpu
     cores = _worker_cores(n_cpu * n_local, pin_threads, stacklevel + 2)[first : first + n_cpu]
@@ -83,15 +84,6 @@ def make_devices(
             index = local_rank if device.index is None else device.index
             devices.append(CudaDevice(torch.device("cuda", index)))
     return devices
-
-
-def _check_one_kind(devices: Iterable[torch.device | CpuDevice | CudaDevice]) -> None:
-    kinds = {(d if isinstance(d, torch.device) else d.torch_device).type for d in devices}
-    if len(kinds) > 1:
-        raise ArgumentError(
-            f"devices of several kinds ({', '.join(sorted(kinds))}) cannot run one pipeline yet: "
-            "their streams cannot wait for each other; give devices of one kind"
-        )
 
 
 def _worker_cores(n_workers: int, pin_threads: bool, stacklevel: int) -> Sequence[int | None]:
@@ -192,13 +184,6 @@ class CpuDevice(NamedStreams):
         -------
         Event
             The zero of this device's clock.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.mark().is_set()
-        True
         """
         return CpuEvent.now()
 
@@ -211,16 +196,6 @@ class CpuDevice(NamedStreams):
             Event of a stream of this device.
         values
             Ignored: references keep their memory.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> event = worker.stream("compute").record()
-        >>> worker.rejoin(event)
-        >>> event.is_set()
-        True
-        >>> worker.close()
         """
         wait_for(event)
 
@@ -231,16 +206,6 @@ class CpuDevice(NamedStreams):
         ----------
         event
             Event of a stream of this device.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> event = worker.stream("compute").record()
-        >>> worker.wait_for_host(event)
-        >>> event.is_set()
-        True
-        >>> worker.close()
         """
         wait_for(event)
 
@@ -253,14 +218,6 @@ class CpuDevice(NamedStreams):
             Tensor from another stream.
         stream
             Stream of this device that will use it.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> (worker,) = px.workers(1)
-        >>> worker.adopt(torch.ones(2), worker.stream("compute"))
-        >>> worker.close()
         """
 
 
@@ -279,12 +236,6 @@ class Worker(CpuDevice):
         Imposed links between workers with the same object; None if messages pass by reference.
     launch
         Seconds that a host takes to issue a task.
-
-    See Also
-    --------
-    pipeexec.workers : Make workers.
-    pipeexec.Pipeline : Its ``devices`` takes them.
-    pipeexec.GPipe : Its ``devices`` takes them.
 
     Examples
     --------
@@ -323,21 +274,6 @@ class Worker(CpuDevice):
         -------
         tuple of torch.Tensor or None
             The tensors there.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if a copy does not fit in memory.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> first, second = px.workers(2, link=ps.Network(latency=1e-4, bandwidth=1e9))
-        >>> message = (torch.ones(2),)
-        >>> copy = first.carry(message, second)
-        >>> copy[0] is message[0], copy[0].tolist()
-        (False, [1.0, 1.0])
         """
         if self.links is None or not isinstance(target, Worker) or target.links is not self.links:
             return super().carry(values, target)
@@ -350,13 +286,6 @@ class Worker(CpuDevice):
         ----------
         values
             Message from `carry`. Others pass at once.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px, pipesim as ps
-        >>> first, second = px.workers(2, link=ps.Network(latency=1e-4, bandwidth=1e9))
-        >>> second.await_link(first.carry((torch.ones(2),), second))
         """
         if self.links is not None and isinstance(values, TimedMessage):
             self.links.await_arrival(values)
@@ -382,11 +311,6 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     -------
     list of Worker
         ``n`` workers, with a core each if there are as many.
-
-    Raises
-    ------
-    CapacityError
-        If the workers do not fit the machine's memory.
 
     Warns
     -----

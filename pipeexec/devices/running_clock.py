@@ -20,10 +20,7 @@ _LONGEST_GAP = 0.5
 class RunningClock:
     """Clock of the time in which its threads polled; they all look at it.
 
-    Parameters
-    ----------
-    longest_gap
-        Most seconds that count between two looks: several periods of a thread.
+    ``longest_gap`` is the most seconds that count between two looks: several periods of a thread.
     """
 
     def __init__(self, longest_gap: float = _LONGEST_GAP) -> None:
@@ -41,14 +38,9 @@ class RunningClock:
 
 
 class RunningTimer:
-    """Limit of a wait, in the time in which the waiting threads polled.
+    """Limit of a wait (s), in the time in which the waiting threads polled.
 
-    Parameters
-    ----------
-    limit
-        Seconds of the wait.
-    period
-        Seconds between two looks of a thread, about.
+    ``period`` is the seconds between two looks of a thread, about.
     """
 
     def __init__(self, limit: float, period: float = 0.1) -> None:

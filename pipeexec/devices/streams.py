@@ -87,13 +87,7 @@ def wait_for(event: Event) -> None:
 
 
 class CpuEvent:
-    """An event of a CPU stream.
-
-    Attributes
-    ----------
-    time
-        When the event was set, on `time.perf_counter`'s clock; None before.
-    """
+    """An event of a CPU stream; ``time`` is `time.perf_counter` when it was set, or None."""
 
     __slots__ = ("_callbacks", "_lock", "time")
 
@@ -150,12 +144,7 @@ class CpuEvent:
 class CpuStream:
     """A worker thread that runs its queue in order; it ends when the stream is garbage.
 
-    Parameters
-    ----------
-    name
-        Name of the thread.
-    prepare
-        Run first, in the thread: pin it, set its number of threads.
+    It first runs ``prepare``, which may pin it or set its number of threads.
     """
 
     def __init__(self, name: str, prepare: Work | None = None) -> None:

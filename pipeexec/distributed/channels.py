@@ -94,10 +94,7 @@ def set_step(heads: Iterable[Tensor], step: int) -> None:
 def _tensors(words: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the number of the type (-1: absent) and the shape of each tensor in a header.
 
-    Raises
-    ------
-    IndexError
-        If the header is too short for the tensors that it lists.
+    It raises IndexError if the header is too short for the tensors that it lists.
     """
     tensors, index = [], _N_FIELDS
     for _ in range(words[_N_FIELDS - 1]):
@@ -115,14 +112,9 @@ def present_tensors(words: Sequence[int]) -> list[bool]:
 
 
 def check_header(got: Sequence[int], expected: Sequence[int], source: int) -> None:
-    """Raise `Mismatch` unless the headers are equal, except for absent gradients.
+    """Raise `Mismatch` unless headers are equal, except for absent gradients.
 
-    Parameters
-    ----------
-    got, expected
-        Words of the headers.
-    source
-        Rank of the sender.
+    ``source`` is the rank of the sender.
     """
     if list(got[:2]) != [_MAGIC, _VERSION]:
         raise Mismatch(
@@ -188,21 +180,11 @@ class ChannelRoute(NamedTuple):
 
 
 class ExpectedMessage(NamedTuple):
-    """A message as both ends expect it.
-
-    Attributes
-    ----------
-    head
-        Its header.
-    signature
-        Shapes and types of its tensors.
-    in_one
-        Whether header and tensors are one piece.
-    """
+    """A message as both ends expect it."""
 
     head: Tensor
     signature: Signature
-    in_one: bool
+    in_one: bool  # whether header and tensors are one piece
 
     @classmethod
     def make(cls, head: Tensor, signature: Signature, *, waits: bool) -> ExpectedMessage:
@@ -233,52 +215,26 @@ def _round_up(nbytes: int) -> int:
 
 
 class PostedReceive(NamedTuple):
-    """A message whose receives are posted.
+    """A message whose receives are posted."""
 
-    Attributes
-    ----------
-    head
-        Memory of its header.
-    head_work
-        Ends when the header has arrived.
-    values
-        Memory of its tensors.
-    works
-        End when the tensors have arrived; empty if they come with the header.
-    """
-
-    head: Tensor
+    head: Tensor  # memory of its header
     head_work: dist.Work
-    values: list[Tensor]
-    works: list[dist.Work]
+    values: list[Tensor]  # memory of its tensors
+    works: list[dist.Work]  # of the tensors; empty if they come with the header
 
 
 class SentMessage(NamedTuple):
-    """A message in transit.
-
-    Attributes
-    ----------
-    works
-        End when the message is sent.
-    piece
-        Its memory, to be used again; None if it is not one piece.
-    """
+    """A message in transit."""
 
     works: list[dist.Work]
-    piece: _Piece | None = None
+    piece: _Piece | None = None  # its memory, to be used again
 
 
 class Channel:
     """One direction between two devices of different processes, over gloo.
 
-    Parameters
-    ----------
-    route
-        Its ends.
-    tag
-        Distinguishes it from other channels between the same processes.
-    group
-        Process group of all processes, which carries its messages.
+    ``tag`` distinguishes it from other channels between the same processes. ``group`` is the
+    process group of all processes, which carries its messages.
     """
 
     def __init__(self, route: ChannelRoute, tag: int, group: dist.ProcessGroup) -> None:
@@ -340,12 +296,8 @@ class Channel:
     def accept(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Wait for the header of the next message; return the message if it is the expected one.
 
-        Raises
-        ------
-        Mismatch
-            If it is another message, or has other shapes or types.
-        LostConnection
-            If the sender has ended.
+        It raises `Mismatch` if it is another message, or has other shapes or types, and
+        `LostConnection` if the sender has ended.
         """
         posted, self._ahead = self._ahead or self.post_receive(message, device), None
         self.wait(posted.head_work, self.route.source_rank)
@@ -406,14 +358,8 @@ _MAX_AHEAD = 4096
 class NcclChannel(Channel):
     """One direction between two GPUs of different processes.
 
-    Parameters
-    ----------
-    route, tag, group
-        As for `Channel`; ``group`` carries headers.
-    pair
-        NCCL's process group of the two processes.
-    device
-        The GPU of this process's end.
+    ``group`` carries headers. ``pair`` is NCCL's process group of the two processes, and ``device``
+    the GPU of this process's end.
     """
 
     def __init__(

@@ -35,21 +35,9 @@ _START = 120.0
 class ControlMessages:
     """Exchanges values between all processes, through the store.
 
-    Parameters
-    ----------
-    store
-        Shared by all processes, and used by nothing else.
-    rank, n_ranks
-        Number of this process, and how many there are: torch.distributed's rank and world size.
-    timeout
-        Seconds that a process waits for the others.
-    watch
-        Ends the wait if something fails anywhere.
-
-    Attributes
-    ----------
-    has_stepped
-        Whether a pipeline of these processes has run a step.
+    ``store`` is shared by all processes, and used by nothing else. A process waits ``timeout``
+    seconds for the others; ``watch`` ends the wait if something fails anywhere. ``has_stepped``
+    tells whether a pipeline of these processes has run a step.
     """
 
     def __init__(
@@ -74,15 +62,6 @@ class ControlMessages:
             If something has failed anywhere.
         ExecutionError
             After `close`, and in a forked child.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.check()
-        >>> dist.destroy_process_group()
         """
         self._check_process()
         if self._is_closed:
@@ -113,19 +92,7 @@ class ControlMessages:
         Raises
         ------
         PeerError
-            If a process does not call it within the timeout.
-        ExecutionError
-            After `close`, in a forked child, and while another thread makes such a call.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.gather(b"ready")
-        [b'ready']
-        >>> dist.destroy_process_group()
+            If a process does not call it within the timeout. Likewise in the other calls here.
         """
         if not isinstance(value, bytes):
             raise ArgumentTypeError(f"processes exchange bytes, got {type(value).__name__}")
@@ -141,7 +108,6 @@ class ControlMessages:
             self._calling.release()
 
     def _gather(self, value: bytes) -> list[bytes]:
-        """Do the work of `gather`, without its checks."""
         number = self._n_gathers
         self._n_gathers += 1
         names = [f"gather/{number}/{rank}" for rank in range(self.n_ranks)]
@@ -161,11 +127,6 @@ class ControlMessages:
         """Block until the store has all names, each of which ends with its process's rank.
 
         While other processes are in a step, it waits as long as the watchdog lets them.
-
-        Raises
-        ------
-        PeerError
-            If a name is not there after ``timeout`` seconds, or something fails anywhere.
         """
         timer, pause = RunningTimer(timeout), 1e-4
         while not self.store.check(list(names)):
@@ -194,21 +155,6 @@ class ControlMessages:
         -------
         list
             One value a rank, in the order of ranks; tuples are lists.
-
-        Raises
-        ------
-        PeerError, ExecutionError
-            As `gather`.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.share({"seed": 0})
-        [{'seed': 0}]
-        >>> dist.destroy_process_group()
         """
         try:
             text = json.dumps(value).encode()
@@ -230,21 +176,6 @@ class ControlMessages:
         -------
         list of float
             One sum a position.
-
-        Raises
-        ------
-        PeerError, ExecutionError
-            As `gather`.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.total([1, 2.5])
-        [1.0, 2.5]
-        >>> dist.destroy_process_group()
         """
         row = np.array(check_numbers("values", values))
         rows = [np.frombuffer(x) for x in self.gather(row.tobytes())]
@@ -266,16 +197,6 @@ class ControlMessages:
         -------
         int
             1 at the first call, then one more each time.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.next_number(), processes.next_number()
-        (1, 2)
-        >>> dist.destroy_process_group()
         """
         self._n_published += 1
         with suppress(dist.DistError):
@@ -292,23 +213,6 @@ class ControlMessages:
             Name of the number, with that of `next_number` in it.
         value
             The number.
-
-        Raises
-        ------
-        PeerError
-            If the store is lost.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     name = f"done/{processes.next_number()}"
-        ...     processes.publish(name, 2.5)
-        ...     processes.published(name)
-        2.5
-        >>> dist.destroy_process_group()
         """
         try:
             self._public.set(name, repr(value))
@@ -328,22 +232,6 @@ class ControlMessages:
         -------
         float
             The number.
-
-        Raises
-        ------
-        PeerError
-            If something fails anywhere meanwhile, or the store is lost.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.publish("done/1", 2.5)
-        ...     processes.published("done/1")
-        2.5
-        >>> dist.destroy_process_group()
         """
         pause = 1e-4
         try:
@@ -360,22 +248,7 @@ class ControlMessages:
         return PeerError(self.watch.explain())
 
     def barrier(self) -> None:
-        """Block until every process calls this.
-
-        Raises
-        ------
-        PeerError, ExecutionError
-            As `gather`.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.barrier()
-        >>> dist.destroy_process_group()
-        """
+        """Block until every process calls this."""
         self.gather(b"")
 
     def agree(self, what: str, value: object) -> None:
@@ -387,20 +260,6 @@ class ControlMessages:
             Name of the value, for the error.
         value
             Value of this process, which JSON can hold.
-
-        Raises
-        ------
-        PeerError, ExecutionError
-            As `gather`.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.agree("seed", 0)
-        >>> dist.destroy_process_group()
         """
         everyone = self.share(value)
         for rank, other in enumerate(everyone):

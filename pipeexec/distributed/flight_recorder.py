@@ -45,11 +45,6 @@ class Record(NamedTuple):
 class FlightRecorder:
     """Record of this process, and those of the others on its machine once it is connected.
 
-    Parameters
-    ----------
-    rank
-        Number of this process.
-
     Attributes
     ----------
     own
@@ -67,15 +62,8 @@ class FlightRecorder:
     def connect(self, share: Callable[[Any], list[Any]]) -> None:
         """Share records with the other processes; every process must call this.
 
-        Parameters
-        ----------
-        share
-            Exchanges JSON between all processes.
-
-        Raises
-        ------
-        ExecutionError
-            If there is no room for the record in the folder of temporary files.
+        ``share`` exchanges JSON between all processes. It raises ExecutionError if there is no room
+        for the record in the folder of temporary files.
         """
         handle, path = _make_file()
         try:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.distributed.processes import Processes, end_groups
+from pipeexec.distributed.processes import Processes, end_groups, torch_timeout
 from pipeexec.distributed.store import (
     LaunchEnvironment,
     UnreachableError,
@@ -68,12 +67,6 @@ def join(timeout: float = 60.0) -> Processes:
     ExecutionError
         If a process does not call this within ``timeout``, naming its rank; in a process that was
         forked from one that has joined; and while another thread joins.
-
-    See Also
-    --------
-    pipeexec.Processes : Methods of the result.
-    pipeexec.Pipeline : Its ``processes`` takes the result.
-    pipeexec.train : Train in several processes.
 
     Examples
     --------
@@ -135,22 +128,14 @@ def _on_one_machine(everyone: list[Member]) -> bool:
 
 
 class _Connection:
-    """Connects to the other processes in a thread: another program at the port may never answer.
-
-    Attributes
-    ----------
-    store, everyone
-        The store and the processes; None and empty until they are known.
-    error
-        The error that ended the thread.
-    """
+    """Connects to the other processes in a thread: another program at the port may never answer."""
 
     def __init__(self, launch: LaunchEnvironment, timeout: float) -> None:
         self.launch, self.timeout = launch, timeout
         self.end = time.monotonic() + timeout
         self.prefix = f"pipeexec/{launch.attempt}/{next(_N_CALLS)}"
         self.store: Store | None = None
-        self.everyone: list[Member] = []
+        self.everyone: list[Member] = []  # empty until they are known
         self.error: Exception | None = None
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="pipeexec join", daemon=True)
@@ -181,9 +166,9 @@ def _connect(launch: LaunchEnvironment, timeout: float) -> tuple[Store, list[Mem
     try:
         if connection.error is not None:
             raise connection.error
-    except PipeError as error:
-        if isinstance(error, UnreachableError):
-            raise _unreachable_error(launch, timeout, str(error)) from error
+    except UnreachableError as error:
+        raise _unreachable_error(launch, timeout, str(error)) from error
+    except PipeError:
         raise
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ExecutionError(_store_error_text(launch, error)) from error
@@ -209,8 +194,7 @@ def _make_default_group(
             store=PrefixStore("default", store),
             rank=launch.rank,
             world_size=launch.n_ranks,
-            # Longer than the watchdog's timeout, whose error names the rank that is late.
-            timeout=timedelta(seconds=2 * timeout + 30),
+            timeout=torch_timeout(timeout),
         )
     _DefaultGroup.pid = os.getpid()
     atexit.register(partial(end_groups, os.getpid()))
@@ -294,21 +278,8 @@ class Member(NamedTuple):
 def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: float) -> list[Member]:
     """Return all processes, once all have started with the same settings.
 
-    Parameters
-    ----------
-    store
-        Shared by all processes, and used by nothing else.
-    launch
-        Environment of this process.
-    timeout
-        Timeout given to `join`.
-    end
-        Time of `time.monotonic` until which to wait.
-
-    Raises
-    ------
-    AbsentError
-        If processes are missing, naming their ranks.
+    ``end`` is the time of `time.monotonic` until which to wait. It raises `AbsentError` if
+    processes are missing, naming their ranks.
     """
     own = Member(launch.rank, launch.n_ranks, timeout, socket.gethostname(), os.getpid(), machine())
     text = json.dumps(own)

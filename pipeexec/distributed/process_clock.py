@@ -49,12 +49,7 @@ class Alignment(NamedTuple):
 class ProcessClock:
     """Relates `time.perf_counter` of this process to rank 0's.
 
-    Parameters
-    ----------
-    rank, n_ranks
-        Number of this process, and how many there are.
-    group
-        Process group of all processes, over gloo.
+    ``group`` is the process group of all processes, over gloo.
     """
 
     def __init__(self, rank: int, n_ranks: int, group: dist.ProcessGroup) -> None:
@@ -65,15 +60,7 @@ class ProcessClock:
     def sample(self, n_trips: int = 8) -> None:
         """Take one more sample in each process, then wait for all; every process must call this.
 
-        Parameters
-        ----------
-        n_trips
-            Round trips, of which the shortest is the sample.
-
-        Raises
-        ------
-        LostConnection
-            If a process has ended.
+        The sample is the shortest of ``n_trips`` round trips.
         """
         peer = 0
         try:

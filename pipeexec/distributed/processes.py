@@ -62,19 +62,6 @@ class Processes(ControlMessages):
     n_graphs
         Task graphs that all processes have agreed on.
 
-    Raises
-    ------
-    PeerError
-        If a process does not make this object within the timeout.
-    ValueError
-        By torch, if torch.distributed has no default process group, which `join` makes.
-
-    See Also
-    --------
-    pipeexec.join : Connect processes that torchrun has started.
-    pipeexec.Pipeline : A pipeline of these processes.
-    pipeexec.ShardedEmbedding : An embedding of these processes.
-
     Examples
     --------
     >>> import torch.distributed as dist
@@ -100,7 +87,7 @@ class Processes(ControlMessages):
     ) -> None:
         self.reporter = StepReporter(rank)
         self.recorder = FlightRecorder(rank)
-        store.set_timeout(_torch_timeout(timeout))
+        store.set_timeout(torch_timeout(timeout))
         connection = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         watch = Watchdog(
             connection,
@@ -147,21 +134,6 @@ class Processes(ControlMessages):
         -------
         torch.distributed.ProcessGroup
             The group; in a process that is none of the ranks, a value that marks this.
-
-        Raises
-        ------
-        ExecutionError
-            In a forked child.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.group([0]).size()
-        1
-        >>> dist.destroy_process_group()
         """
         members = [check_count("a rank", rank, 0) for rank in ranks]
         if not members or len(set(members)) < len(members) or max(members) >= self.n_ranks:
@@ -175,7 +147,7 @@ class Processes(ControlMessages):
             self._check_process()
             with gloo_on_loopback(self.is_on_one_machine):
                 group = dist.new_group(
-                    members, backend=backend, timeout=_torch_timeout(self.timeout)
+                    members, backend=backend, timeout=torch_timeout(self.timeout)
                 )
             self._groups[name] = group
         return self._groups[name]
@@ -191,22 +163,6 @@ class Processes(ControlMessages):
             Devices of the graph.
         own
             Devices of this process. Between GPUs tensors travel by NCCL, otherwise by gloo.
-
-        Raises
-        ------
-        ArgumentError, ExecutionError
-            As `group`.
-
-        Examples
-        --------
-        One process has no routes to others:
-
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.open([], n_devices=2, own=[])
-        >>> dist.destroy_process_group()
         """
         gpus = [device.torch_device for device in own if device.torch_device.type == "cuda"]
         for route in sorted(set(routes) - self._channels.keys()):
@@ -235,24 +191,6 @@ class Processes(ControlMessages):
         -------
         Channel
             The channel.
-
-        Raises
-        ------
-        KeyError
-            If `open` has not made it.
-
-        Examples
-        --------
-        It needs two processes, whose devices 0 and 1 send each other messages:
-
-        >>> import pipeexec as px
-        >>> from pipeexec.distributed.channels import ChannelRoute
-        >>> from pipesim.ops import Op
-        >>> processes = px.join()  # doctest: +SKIP
-        >>> route = ChannelRoute(0, 1, 0, 1, Op.SEND_F)
-        >>> processes.open([route], n_devices=2, own=own)  # doctest: +SKIP
-        >>> processes.channel(route).route == route  # doctest: +SKIP
-        True
         """
         return self._channels[route]
 
@@ -270,21 +208,6 @@ class Processes(ControlMessages):
         -------
         list of Device
             Those of rank 0 first.
-
-        Raises
-        ------
-        PeerError, ExecutionError
-            As `share`.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     [device.name for device in processes.spread(px.workers(1))]
-        ['cpu:0']
-        >>> dist.destroy_process_group()
         """
         own = [[x.name, x.torch_device.type, _uuid_of(x.torch_device)] for x in local]
         everyone = self.share(own)
@@ -314,24 +237,6 @@ class Processes(ControlMessages):
         -------
         contextmanager
             Its block calls `fail` with an error, and raises it again.
-
-        Raises
-        ------
-        BaseException
-            The error of the block.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     with processes.guard():
-        ...         raise ValueError("no data")
-        Traceback (most recent call last):
-            ...
-        ValueError: no data
-        >>> dist.destroy_process_group()
         """
         try:
             yield
@@ -346,19 +251,6 @@ class Processes(ControlMessages):
         ----------
         error
             Error whose type and message the other processes report.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.fail(ValueError("no data"))
-        ...     processes.check()
-        Traceback (most recent call last):
-            ...
-        pipesim.errors.PeerError: rank 0 stopped: ValueError: no data
-        >>> dist.destroy_process_group()
         """
         if self._is_closed or os.getpid() != self._pid:
             return  # it does not concern the others
@@ -380,16 +272,6 @@ class Processes(ControlMessages):
         -------
         tuple of (int, str)
             The rank, -1 if any may be lost, and a text for people.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> from pipeexec.distributed.channels import LostConnection
-        >>> processes = px.join()  # doctest: +SKIP
-        >>> try:  # doctest: +SKIP
-        ...     pipeline.step(inputs, targets)
-        ... except LostConnection as error:
-        ...     rank, text = processes.blame(error)
         """
         exited = self.recorder.wait_for_exit()
         rank = error.rank if error.rank in exited or not exited else exited[0]
@@ -402,25 +284,8 @@ class Processes(ControlMessages):
     def close(self) -> None:
         """Leave, together with all other processes; their pipelines can no longer be used.
 
-        In a process that has left already, nothing happens.
-
-        Raises
-        ------
-        PeerError
-            If a process does not leave within the timeout.
-        ExecutionError
-            In a forked child, or while another thread waits for other processes.
-
-        Examples
-        --------
-        The end of a ``with`` block leaves the processes, too:
-
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> processes = px.Processes(dist.HashStore(), rank=0, n_ranks=1)
-        >>> processes.close()
-        >>> dist.destroy_process_group()
+        In a process that has left already, nothing happens. The end of a ``with`` block leaves the
+        processes, too. It raises PeerError if a process does not leave within the timeout.
         """
         self._check_process()
         if self._is_closed:
@@ -443,15 +308,6 @@ class Processes(ControlMessages):
         """Let the threads of streams end that wait for messages of other processes.
 
         After a failure such messages may never come. The channels cannot be used again.
-
-        Examples
-        --------
-        >>> import torch.distributed as dist
-        >>> import pipeexec as px
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
-        ...     processes.break_connections()
-        >>> dist.destroy_process_group()
         """
         if os.getpid() != self._pid:
             return  # in a forked child, which shares the sockets but has no threads
@@ -489,7 +345,7 @@ class Processes(ControlMessages):
         return f"<rank {self.rank} of {self.n_ranks} processes>"
 
 
-def _torch_timeout(timeout: float) -> timedelta:
+def torch_timeout(timeout: float) -> timedelta:
     """Return the timeout of waits in torch, which count the time of a freeze.
 
     It is longer than the watchdog's, whose error names the rank that is late.
@@ -510,13 +366,7 @@ def _uuid_of(device: torch.device) -> str:
 
 
 def _check_distinct(names: Sequence[Sequence[str]], uuids: Sequence[Sequence[str]]) -> None:
-    """Raise if devices of two processes are one GPU.
-
-    Parameters
-    ----------
-    names, uuids
-        Names and UUIDs of the devices of each process.
-    """
+    """Raise if devices of two processes are one GPU, by UUID; NCCL would refuse them later."""
     owners: dict[str, tuple[int, str]] = {}
     for rank, devices in enumerate(zip(names, uuids, strict=True)):
         for name, uuid in zip(*devices, strict=True):

@@ -58,12 +58,8 @@ def output_signature(
     ``arguments`` are positional and keyword arguments in which the inputs replace the tensors.
 
     A module that one process alone cannot run, such as `EmbeddingStage`, has a method
-    ``output_signature`` that returns it.
-
-    Raises
-    ------
-    ExecutionError
-        If the stage raises, or does not return tensors.
+    ``output_signature`` that returns it. A stage that raises, or does not return tensors, causes an
+    ExecutionError.
     """
     declared = getattr(module, "output_signature", None)
     if callable(declared):
@@ -91,29 +87,19 @@ def _run_on_meta(module: nn.Module, inputs: Signature, arguments: Arguments | No
     tensors = (*module.named_parameters(), *module.named_buffers())
     with torch.no_grad(), meta:  # tensors that the module makes have no data either
         weights = {name: torch.empty_like(x, device=meta) for name, x in tensors}
-        args, kwargs = _call_arguments(_zeros(inputs, meta), arguments)
+        args, kwargs = _zero_arguments(inputs, meta, arguments)
         return functional_call(module, weights, args, kwargs)
 
 
-def _call_arguments(values: list[Tensor], arguments: Arguments | None) -> Arguments:
-    """Return positional and keyword arguments with some tensors."""
+def _zero_arguments(
+    inputs: Signature, device: torch.device, arguments: Arguments | None
+) -> Arguments:
+    """Return positional and keyword arguments whose tensors are zeros."""
+    zeros = [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
     if arguments is None:
-        return tuple(values), {}
-    result: Arguments = with_tensors(arguments, values)
+        return tuple(zeros), {}
+    result: Arguments = with_tensors(arguments, zeros)
     return result
-
-
-def _zeros(inputs: Signature, device: torch.device) -> list[Tensor]:
-    return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
-
-
-def _call_on_zeros(
-    module: nn.Module, inputs: Signature, device: torch.device, arguments: Arguments | None
-) -> Any:
-    """Run a stage on zeros, with copies of its buffers, which it may change or replace."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    args, kwargs = _call_arguments(_zeros(inputs, device), arguments)
-    return functional_call(module, buffers, args, kwargs) if buffers else module(*args, **kwargs)
 
 
 def _run_on_zeros(
@@ -126,7 +112,12 @@ def _run_on_zeros(
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
-            return _call_on_zeros(module, inputs, device, arguments)
+            # Copies, as the stage may change or replace its buffers.
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            args, kwargs = _zero_arguments(inputs, device, arguments)
+            if buffers:
+                return functional_call(module, buffers, args, kwargs)
+            return module(*args, **kwargs)
     except Exception as error:
         raise ExecutionError(
             f"stage {index} failed on zeros of {', '.join(map(str, inputs))}, with which its "

@@ -38,30 +38,16 @@ class LaunchError(ArgumentError):
 
 
 class LaunchEnvironment(NamedTuple):
-    """Rank of this process and address of the store, as the launcher has set them.
-
-    Attributes
-    ----------
-    rank, n_ranks
-        Number of this process, and how many there are.
-    local_rank, n_local
-        Number of this process on its machine, and how many run there; None if not set.
-    host, port
-        Address of the store.
-    is_agent_store
-        Whether torchrun holds the store; otherwise rank 0 does.
-    attempt
-        How often torchrun has restarted the processes.
-    """
+    """Rank of this process and address of the store, as the launcher has set them."""
 
     rank: int
     n_ranks: int
-    local_rank: int | None
-    n_local: int | None
+    local_rank: int | None  # on its machine; None if not set
+    n_local: int | None  # processes of its machine; None if not set
     host: str
     port: int
-    is_agent_store: bool
-    attempt: int
+    is_agent_store: bool  # whether torchrun holds the store; otherwise rank 0 does
+    attempt: int  # how often torchrun has restarted the processes
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
@@ -81,6 +67,12 @@ class LaunchEnvironment(NamedTuple):
         if "LOCAL_RANK" in os.environ:
             limit = "WORLD_SIZE" if n_local is None else "LOCAL_WORLD_SIZE"
             local_rank = _count("LOCAL_RANK", 0, n_local or n_ranks, limit)
+        port = _count("MASTER_PORT", 1)
+        if port > _MAX_PORT:
+            raise LaunchError(
+                "MASTER_PORT",
+                f"MASTER_PORT is {port} in the environment; a port is at most {_MAX_PORT}",
+            )
         attempt = "TORCHELASTIC_RESTART_COUNT"
         return cls(
             rank,
@@ -88,7 +80,7 @@ class LaunchEnvironment(NamedTuple):
             local_rank,
             n_local,
             os.environ["MASTER_ADDR"],
-            _port(),
+            port,
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             _count(attempt, 0) if os.environ.get(attempt) else 0,
         )
@@ -127,16 +119,6 @@ def _count(name: str, least: int, limit: int | None = None, limiter: str = "") -
     return value
 
 
-def _port() -> int:
-    port = _count("MASTER_PORT", 1)
-    if port > _MAX_PORT:
-        raise LaunchError(
-            "MASTER_PORT",
-            f"MASTER_PORT is {port} in the environment; a port is at most {_MAX_PORT}",
-        )
-    return port
-
-
 _LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _PAUSE = 0.05  # s, between two attempts to connect
@@ -149,13 +131,8 @@ class UnreachableError(ExecutionError):
 class StoreConnection:
     """The watchdog's own connection to the store. Several threads use it, and it may hang.
 
-    Attributes
-    ----------
-    store
-        The store; called only by a thread that holds ``lock``. Its calls raise `RuntimeError` once
-        the process that holds it has ended.
-    lock
-        Lets one thread at a time call the store.
+    Only a thread that holds ``lock`` calls ``store``. Its calls raise `RuntimeError` once the
+    process that holds it has ended.
     """
 
     def __init__(self, store: Store) -> None:
@@ -205,21 +182,9 @@ def listening_address(launch: LaunchEnvironment) -> str:
 def open_store(launch: LaunchEnvironment, timeout: float, end: float) -> Store:
     """Return a connection to the store; rank 0 makes the store first if the launcher has not.
 
-    Parameters
-    ----------
-    launch
-        Environment of this process.
-    timeout
-        Seconds that a call of the store may take.
-    end
-        Time of `time.monotonic` until which to try.
-
-    Raises
-    ------
-    UnreachableError
-        If nothing listens at the address.
-    DistError
-        If the port is in use, or the connection breaks.
+    A call of the store may take ``timeout`` seconds. ``end`` is the time of `time.monotonic` until
+    which to try. It raises `UnreachableError` if nothing listens at the address, and DistError if
+    the port is in use, or the connection breaks.
     """
     is_master = launch.holder == launch.rank
     host = launch.host

@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 #: Seconds beyond the timeout that the store has to answer.
 _STORE_GRACE = 2.0
-#: Longest time that a process waits for a failure that another process posts (s).
-_FAILURE_SECONDS = 2.0
-#: Longest time that a process waits for the final statuses of the others (s).
-_FINAL_STATUS_SECONDS = 2.0
-#: Longest time that the holder of the store waits until the others know the elected process (s).
-_CONFIRMATION_SECONDS = 2.0
+#: Longest time that a process waits for a failure or a final status that another process posts, and
+#: the holder of the store until the others know the elected process (s).
+_ANSWER_SECONDS = 2.0
 #: Longest time that `Watchdog.close` waits for the thread (s).
 _JOIN_SECONDS = 2.0
 
@@ -61,15 +58,6 @@ class Watchdog:
         Returns the ranks of processes that have surely ended.
     holder
         The rank whose process holds the store; None if it is the launcher.
-
-    Attributes
-    ----------
-    board
-        Statuses of all processes.
-    election
-        Elects the process that reports a failure to the user.
-    others_may_end
-        Whether the other processes may end without an error.
     """
 
     def __init__(
@@ -84,7 +72,7 @@ class Watchdog:
         holder: int | None = None,
     ) -> None:
         self.rank, self.n_ranks, self.timeout, self.holder = rank, n_ranks, timeout, holder
-        self.others_may_end = False
+        self.others_may_end = False  # without an error
         self._reporter, self._exited_ranks = reporter, exited_ranks
         self._connection = StoreConnection(store)
         self.board = StatusBoard(self._connection, rank, n_ranks, reporter)
@@ -166,7 +154,7 @@ class Watchdog:
 
     def wait_for_failure(self) -> None:
         """Block until something has failed anywhere, for two seconds at most."""
-        self._failure.wait(_FAILURE_SECONDS)
+        self._failure.wait(_ANSWER_SECONDS)
 
     def check(self) -> None:
         """Raise `PeerError` if something has failed anywhere."""
@@ -233,11 +221,11 @@ class Watchdog:
         failure = self.failure
         lost = failure.rank if failure and failure.kind in ("lost", "silent") else -1
         others = set(range(self.n_ranks)) - {lost}
-        return self.board.collect_final_statuses(others, _FINAL_STATUS_SECONDS)
+        return self.board.collect_final_statuses(others, _ANSWER_SECONDS)
 
     def wait_until_confirmed(self) -> None:
         """Block until all others know of the failure, if this process holds the store."""
-        self.election.wait_until_confirmed(_CONFIRMATION_SECONDS)
+        self.election.wait_until_confirmed(_ANSWER_SECONDS)
 
 
 # Statuses
@@ -249,27 +237,13 @@ def _look_period(n_ranks: int) -> float:
 
 
 class Head(NamedTuple):
-    """Head of a device's queues: its first task that has not ended.
-
-    Attributes
-    ----------
-    device
-        Number of the device.
-    task
-        The first task of its compute stream that has not ended, or of its messages.
-    place
-        Stage and micro-batch of the task, as text.
-    running
-        Whether the task has begun.
-    waits_for
-        The tasks that it waits for, as text; empty if it has begun.
-    """
+    """Head of a device's queues: its first task that has not ended."""
 
     device: int
-    task: str
-    place: str
+    task: str  # of its compute stream, or of its messages
+    place: str  # stage and micro-batch of the task
     running: bool
-    waits_for: str
+    waits_for: str  # tasks; empty if it has begun
 
     def __str__(self) -> str:
         if self.running:
@@ -316,12 +290,8 @@ class StepReporter:
     ) -> None:
         """Take the status from a step that begins.
 
-        Parameters
-        ----------
-        read_status
-            Returns the status of this process; called from the watchdog's thread.
-        describe_last_task
-            Returns the last known task of a rank that does not answer, as text.
+        ``read_status`` is called from the watchdog's thread. ``describe_last_task`` returns the
+        last known task of a rank that does not answer, as text.
         """
         self._read, self._describe = read_status, describe_last_task
 
@@ -341,19 +311,8 @@ class StepReporter:
 class StatusBoard:
     """Publishes the status of this process, and reads those of all processes.
 
-    Parameters
-    ----------
-    connection
-        To the shared store.
-    rank, n_ranks
-        Number of this process, and how many there are.
-    reporter
-        Source of this process's status.
-
-    Attributes
-    ----------
-    statuses
-        Latest known status of each rank.
+    ``statuses`` has the latest known status of each rank. Calls of the store raise RuntimeError if
+    it is lost.
     """
 
     def __init__(
@@ -367,13 +326,7 @@ class StatusBoard:
         self._clock = RunningClock(max(0.5, 2 * _look_period(n_ranks)))
 
     def publish(self) -> None:
-        """Publish the status of this process; the caller holds the lock, if others use the store.
-
-        Raises
-        ------
-        RuntimeError
-            If the store is lost.
-        """
+        """Publish the status of this process; the caller holds the lock, if others use it."""
         status = self._reporter.read_status()
         self.statuses[self.rank] = status
         self._n_beats += 1
@@ -381,17 +334,9 @@ class StatusBoard:
         self._connection.store.set(f"beat/{self.rank}", text)
 
     def read_all(self) -> bool:
-        """Read the statuses of all processes; the caller holds the lock.
+        """Read the statuses of all processes; return whether every process has published one.
 
-        Returns
-        -------
-        bool
-            Whether every process has published one.
-
-        Raises
-        ------
-        RuntimeError
-            If the store is lost.
+        The caller holds the lock.
         """
         store = self._connection.store
         names = [f"beat/{rank}" for rank in range(self.n_ranks)]
@@ -469,30 +414,17 @@ _PAUSE = 0.02  # s, between two looks into the store
 
 
 class Failure(NamedTuple):
-    """A failure that stops every process.
+    """A failure that stops every process."""
 
-    Attributes
-    ----------
-    kind
-        ``"raised"``, ``"lost"``, ``"stalled"``, ``"silent"``, ``"late"`` or ``"ended"``.
-    rank
-        The rank that failed; -1 if none in particular.
-    message
-        The failure and its place.
-    """
-
-    kind: str
-    rank: int
-    message: str
+    kind: str  # "raised", "lost", "stalled", "silent", "late" or "ended"
+    rank: int  # that failed; -1 if none in particular
+    message: str  # the failure and its place
 
 
 class SharedFailure:
     """The first failure of any process, which counts for all of them.
 
-    Attributes
-    ----------
-    first
-        The failure that counts; None if nothing has failed, as far as this process knows.
+    ``first`` is None if nothing has failed, as far as this process knows.
     """
 
     def __init__(self, connection: StoreConnection) -> None:
@@ -510,13 +442,7 @@ class SharedFailure:
         return self.set_first(failure)
 
     def read(self) -> bool:
-        """Return whether a process has posted a failure, and keep it; the caller holds the lock.
-
-        Raises
-        ------
-        RuntimeError
-            If the store is lost.
-        """
+        """Return whether a process has posted a failure, and keep it; the caller holds the lock."""
         store = self._connection.store
         is_posted = bool(store.check(["failure"]))
         if is_posted:
@@ -540,18 +466,8 @@ class ReporterElection:
     """Elects one process to print the error; the others wait until it has, and exit silently.
 
     The process that holds the store exits last: without the store the others could not learn who
-    was elected.
-
-    Parameters
-    ----------
-    connection
-        To the shared store.
-    rank, n_ranks
-        Number of this process, and how many there are.
-    holder
-        The rank whose process holds the store; None if it is the launcher.
-    exited_ranks
-        Returns the ranks of processes that have surely ended.
+    was elected. The launcher holds it if ``holder`` is None. ``exited_ranks`` returns the ranks of
+    processes that have surely ended.
     """
 
     def __init__(
@@ -597,13 +513,7 @@ class ReporterElection:
                         return
 
     def wait_until_confirmed(self, seconds: float) -> None:
-        """Block until all others know who is elected, if this process holds the store.
-
-        Parameters
-        ----------
-        seconds
-            Longest time to wait (s).
-        """
+        """Block until all others know who is elected, if this process holds the store."""
         connection = self._connection
         timer = RunningTimer(seconds)
         with contextlib.suppress(RuntimeError):
@@ -633,22 +543,15 @@ class ReporterElection:
 
 
 def stall_failure(statuses: list[Status], timeout: float) -> Failure:
-    """Return the failure of a step in which nothing moves.
+    """Return the failure of a step in which nothing has moved for ``timeout`` seconds.
 
     It names one culprit, the first of these that exists:
 
-    1. A task that has begun and does not end, and does not wait for another process.
-    2. A collective, if every process is in the step: any of its members may hold it up.
-    3. A process that is not in the step.
+    1. A task that has begun and does not end, and does not wait for another process. 2. A
+    collective, if every process is in the step: any of its members may hold it up. 3. A process
+    that is not in the step.
 
     Otherwise it names none: the error lists besides what each device waits for.
-
-    Parameters
-    ----------
-    statuses
-        Of each process.
-    timeout
-        Seconds for which nothing has moved.
     """
     step = max(status.step for status in statuses)
     begun_tasks = [

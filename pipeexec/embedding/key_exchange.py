@@ -32,28 +32,12 @@ from pipesim.errors import ExecutionError, PeerError, PipeError
 
 
 class ExchangeConfig(NamedTuple):
-    """Settings that all exchanges of an embedding share.
-
-    Attributes
-    ----------
-    layout
-        Rank and place of each row.
-    combiner
-        ``"sum"`` or ``"mean"`` of the vectors of a bag; None for one vector a key.
-    padding_key
-        The key that stands for no key; None if there is no such key.
-    scale
-        Factor of all gradients.
-    sparse
-        Whether gradients of rows are sparse.
-    unique
-        Whether each key is sent once, or as often as it occurs.
-    """
+    """Settings that all exchanges of an embedding share; see `pipeexec.ShardedEmbedding`."""
 
     layout: RowLayout
     combiner: str | None
     padding_key: int | None
-    scale: float
+    scale: float  # of all gradients
     sparse: bool
     unique: bool = True
 
@@ -74,30 +58,16 @@ class ExchangeConfig(NamedTuple):
 
 
 class SummedGradients(NamedTuple):
-    """Summed gradients that a process is to send, and the rows that others requested from it.
+    """Summed gradients that a process is to send, and the rows that others requested from it."""
 
-    Attributes
-    ----------
-    addresses, gradients
-        Addresses of the keys that it has sent, and their gradients; shapes ``(n,)`` and
-        ``(n, dim)``.
-    rows
-        Rows of this process that others requested, sender after sender.
-    n_requested
-        Number of ``rows`` that each sender requested.
-    """
-
-    addresses: Tensor
-    gradients: Tensor
-    rows: Tensor
-    n_requested: list[int]
+    addresses: Tensor  # of the keys that it has sent, shape (n,)
+    gradients: Tensor  # shape (n, dim)
+    rows: Tensor  # of this process, sender after sender
+    n_requested: list[int]  # ``rows`` of each sender
 
 
 def add_to_rows(weight: Tensor, rows: Tensor, grads: Tensor, *, sparse: bool) -> None:
-    """Add gradients of rows to ``weight.grad``.
-
-    With ``sparse``, a gradient that is made here is sparse.
-    """
+    """Add gradients of rows to ``weight.grad``; one that is made here is sparse if ``sparse``."""
     gradient = weight.grad
     if gradient is not None and not gradient.is_sparse:
         gradient.index_add_(0, rows, grads)
@@ -130,25 +100,9 @@ class Exchange:
     - `gradients` is `sum_gradients`, then `send_gradients`.
     - After `sum_gradients`, `summed` may replace the remaining phases.
 
-    Memory that later phases do not need is freed at once.
-
-    Parameters
-    ----------
-    keys
-        Keys of this process.
-    weight
-        Rows of this process.
-    config
-        Settings of the embedding.
-    peers
-        The processes that share the embedding.
-    keeps_keys
-        Whether to keep the keys that are sent, which `summed` needs.
-
-    Attributes
-    ----------
-    sent
-        Bytes that this process has sent to others, by phase.
+    Memory that later phases do not need is freed at once. Keys and weight are those of this
+    process. ``keeps_keys`` keeps the keys that are sent, which `summed` needs. ``sent`` has the
+    bytes that this process has sent to others, by phase.
     """
 
     def __init__(
@@ -225,12 +179,7 @@ class Exchange:
     def counts(self) -> None:
         """Send each owner the number of keys that will come; receive the numbers from all ranks.
 
-        Raises
-        ------
-        PeerError
-            If another process has refused its keys.
-        LostConnection
-            If a process has exited.
+        Raises `PeerError` if another process has refused its keys.
         """
         self._begin("counts")
         n, device = self._peers.n, self._weight.device
@@ -382,20 +331,10 @@ class Exchange:
 
 
 class _Union(NamedTuple):
-    """Distinct addresses of several exchanges.
-
-    Attributes
-    ----------
-    addresses
-        Distinct addresses, ascending.
-    positions
-        Position among them of each input address.
-    n_by_rank
-        Number of distinct addresses of each rank.
-    """
+    """Distinct addresses of several exchanges, ascending."""
 
     addresses: Tensor
-    positions: Tensor
+    positions: Tensor  # of each input address among them
     n_by_rank: list[int]
 
 
@@ -405,21 +344,7 @@ class AccumulatedGradients:
     A process sums its gradients of each row over the micro-batches, and sends each sum once. The
     numbers of the rows are not sent. A sender knows which rows it has requested, and an owner knows
     which rows each sender has requested, micro-batch by micro-batch. Both make the same union, in
-    ascending order.
-
-    Parameters
-    ----------
-    weight
-        Rows of this process.
-    config
-        Settings of the embedding.
-    peers
-        The processes that share the embedding.
-
-    Attributes
-    ----------
-    sent
-        Bytes that this process has sent to others.
+    ascending order. ``sent`` has the bytes that this process has sent to others.
     """
 
     def __init__(self, weight: Tensor, config: ExchangeConfig, peers: Peers) -> None:
@@ -446,13 +371,7 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Send the sums to the owners of their rows; add the received sums to this process's rows.
-
-        Raises
-        ------
-        LostConnection
-            If a process has exited.
-        """
+        """Send the sums to the owners of their rows; add the received sums to the own rows."""
         parts, self._parts = self._parts, []
         layout = self._config.layout
         own = _union(torch.cat([part.addresses for part in parts]), layout)

@@ -61,10 +61,7 @@ class Peers:
     def agree(self, settings: dict[str, Any] | PipeError) -> int:
         """Check that all processes have the same settings; return a random number that all share.
 
-        Raises
-        ------
-        PeerError
-            If another process has an error instead of settings, or does not make the call.
+        A process that has an error instead gives that, and raises it after the others know.
         """
         seed = int(torch.randint(1 << 31, ()))
         if isinstance(settings, PipeError):
@@ -101,12 +98,8 @@ class Peers:
     ) -> int:
         """Send rows to every process, in order, and receive as many as they send.
 
-        Return the bytes that this process sent to others.
-
-        Raises
-        ------
-        LostConnection
-            If a process has exited.
+        Return the bytes that this process sent to others. If one has exited, raise
+        `LostConnection`.
         """
         if self.n == 1:
             out.copy_(values)
@@ -119,13 +112,7 @@ class Peers:
         return (sum(sends) - sends[self.rank]) * row_bytes
 
     def gather(self, values: Tensor, name: str) -> list[Tensor]:
-        """Return the values of every process; all have one shape.
-
-        Raises
-        ------
-        LostConnection
-            If a process has exited.
-        """
+        """Return the values of every process, all of one shape; raises as `exchange` does."""
         if self.n == 1:
             return [values]
         gathered = [torch.empty_like(values) for _ in self.ranks]

@@ -35,14 +35,12 @@ class RowLayout:
 
     Parameters
     ----------
-    n_rows
-        Number of rows of each table.
-    n_ranks
-        Number of ranks that share the rows.
+    n_rows, n_ranks
+        Number of rows of each table, and of ranks that share them.
     several
         Whether keys have a dimension of tables.
     placement
-        ``"modulo"``, ``"hash"`` or ``"frequency"``.
+        As of `pipeexec.ShardedEmbedding`.
     loads
         For each table, how often each row is sent; ``"frequency"`` assigns rows by it.
 

@@ -17,7 +17,9 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.key_exchange import AccumulatedGradients, Exchange, ExchangeConfig
 from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_layout import RowLayout, check_row_state, row_state
-from pipesim.costs.keys import PLACEMENTS, Keys, checked_tables
+from pipesim.costs.keys import checked_tables
+from pipesim.costs.keys import Keys
+from pipesim.costs.keys import PLACEMENTS
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -345,14 +347,6 @@ class ShardedEmbedding(nn.Module):
         ------
         LostConnection
             If a process has exited.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> embedding.full_weight().shape
-        torch.Size([8, 4])
         """
         layout = self.layout
         shards = self._peers.gather(self.weight.detach(), "rows")
@@ -416,23 +410,12 @@ class ShardedEmbedding(nn.Module):
         return Exchange(keys, self.weight, self._config, self._peers, keeps_keys=keeps_keys)
 
     def accumulated_gradients(self) -> AccumulatedGradients:
-        """Return an object that sums the gradients of several exchanges.
-
-        It sends the sums once.
+        """Return an object that sums the gradients of several exchanges, and sends the sums once.
 
         Returns
         -------
         AccumulatedGradients
             The object, without gradients so far.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> accumulated = embedding.accumulated_gradients()
-        >>> accumulated.sent
-        0
         """
         return AccumulatedGradients(self.weight, self._config, self._peers)
 
@@ -456,54 +439,27 @@ class ShardedEmbedding(nn.Module):
             If another process has refused its keys.
         LostConnection
             If another process has exited.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> embedding(torch.tensor([[1, 5, 2]])).shape
-        torch.Size([1, 3, 4])
         """
         output: Tensor = _Lookup.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]
         return output
 
     def get_extra_state(self) -> Tensor:
-        """Return a code of the rows that this process has.
-
-        ``state_dict`` has it as ``"_extra_state"``.
+        """Return a code of the rows that this process has: ``"_extra_state"`` of ``state_dict``.
 
         Returns
         -------
         torch.Tensor
             Rank, number of ranks, rows of each table, and a code of the placement.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> embedding.get_extra_state()
-        tensor([0, 1, 8])
         """
         return row_state(self.layout, self.rank, self.n_ranks)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise unless a state has the rows of this process.
-
-        ``load_state_dict`` calls it.
+        """Raise unless a state has the rows of this process, for ``load_state_dict``.
 
         Parameters
         ----------
         state
             Result of `get_extra_state`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> embedding.set_extra_state(px.ShardedEmbedding(8, 4).get_extra_state())
         """
         check_type("state", state, Tensor)
         check_row_state(state, self.layout, self.rank, self.n_ranks)
@@ -515,14 +471,6 @@ class ShardedEmbedding(nn.Module):
         -------
         str
             The text between the parentheses of `repr`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> embedding.extra_repr()
-        '[8], 4, rank 0 of 1'
         """
         return f"{list(self.n_rows)}, {self.dim}, rank {self.rank} of {self.n_ranks}"
 

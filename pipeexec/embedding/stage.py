@@ -62,19 +62,6 @@ class EmbeddingStage(nn.Module):
         -------
         torch.Tensor or tuple of torch.Tensor
             The vectors, or the other values and the vectors.
-
-        Raises
-        ------
-        ArgumentError, PeerError
-            As `pipeexec.ShardedEmbedding.forward`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> px.EmbeddingStage(embedding)(torch.tensor([1, 5])).shape
-        torch.Size([2, 4])
         """
         *others, keys = values
         vectors = self.embedding(keys)
@@ -92,20 +79,6 @@ class EmbeddingStage(nn.Module):
         -------
         tuple of Entry
             Shape and type of each output.
-
-        Raises
-        ------
-        ValueError
-            If there are no inputs.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> embedding = px.ShardedEmbedding(8, 4)
-        >>> from pipeexec.distributed.signatures import Entry
-        >>> px.EmbeddingStage(embedding).output_signature((Entry((2,), torch.int64),))
-        (Entry(shape=(2, 4), dtype=torch.float32),)
         """
         *others, keys = inputs
         bags = self.embedding.combiner is not None
@@ -145,12 +118,8 @@ def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) 
 def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> None:
     """Raise `ArgumentError` for keys of a batch that are no rows, before any key is sent.
 
-    Parameters
-    ----------
-    modules
-        All replicas of the first stage; at most one is in this process.
-    microbatches
-        Inputs of the micro-batches; empty for micro-batches of another process.
+    Modules are all replicas of the first stage, of which at most one is in this process. Inputs of
+    micro-batches of another process are empty.
     """
     own = [values for values in microbatches if values]
     for embedding in (x.embedding for x in modules if isinstance(x, EmbeddingStage)):
@@ -179,8 +148,6 @@ class ShardedStage:
 
     Parameters
     ----------
-    module, index
-        The module, and the number of the stage.
     counter
         Counts micro-batches in flight; shared by the stages of a device.
     reorders

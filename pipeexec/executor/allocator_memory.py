@@ -72,11 +72,6 @@ class Allocated:
             A simulated timeline with costs.
         ax
             Axes to draw into; new ones by default.
-
-        Raises
-        ------
-        TimelineError
-            If ``predicted`` has no costs.
         """
         prediction = self.frame.iloc[:0] if predicted is None else self._by_gpu(predicted)
         last = max([self.timeline.makespan, *prediction["time"]])
@@ -115,17 +110,7 @@ class Allocated:
 
 
 class AllocatorSamples:
-    """Allocated bytes before a step and after each task is issued.
-
-    Parameters
-    ----------
-    n_tasks
-        Number of tasks of the graph.
-    devices
-        Devices of the pipeline.
-    count, count_active
-        Return the allocated bytes and the active bytes of a GPU.
-    """
+    """Allocated bytes before a step and after each task is issued."""
 
     def __init__(
         self, n_tasks: int, devices: Sequence[Device], count: Count, count_active: Count
@@ -171,7 +156,6 @@ class AllocatorSamples:
 
 
 def _running_sums(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFrame:
-    """Return the bytes of each GPU after each change."""
     from pipesim.utils.packages import pandas as pd
 
     frame = pd.DataFrame({"gpu": gpu, "time": time, "nbytes": change})

@@ -1,9 +1,4 @@
-"""Make the devices and stages of a pipeline and its loss, and check that its processes agree.
-
-A pipeline holds its stages. A stage holds a `MicrobatchLoss`, which holds the current step and
-never the pipeline. A reference cycle would keep the memory of both until Python's cycle collector
-runs. On a GPU, that may be too late.
-"""
+"""Make the devices and stages of a pipeline and its loss, and check that its processes agree."""
 
 from __future__ import annotations
 
@@ -25,8 +20,9 @@ from pipeexec.executor.step_gradients import GradientOptions
 from pipeexec.experts.expert_shares import layers_of_graph, member_of_replica, n_members
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage import StageLike
 from pipeexec.stages.module_call import WeightVersions
-from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -35,24 +31,16 @@ from pipesim.ops import Op
 class MicrobatchLoss:
     """Compute the losses of the current step.
 
-    Attributes
-    ----------
-    step
-        Current step; None between steps.
+    A pipeline holds its stages. A last stage holds this, which holds the current step and never the
+    pipeline. A reference cycle would keep the memory of both until Python's cycle collector runs.
+    On a GPU, that may be too late.
     """
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.step: Step | None = None  # None between steps
 
     def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
-        """Return the weighted loss of a micro-batch, and store it in the step.
-
-        Raises
-        ------
-        ExecutionError
-            If the loss depends on no parameter, and a stage has a parameter to train. Also in a
-            task that goes on after its step was abandoned.
-        """
+        """Return the weighted loss of a micro-batch, and store it in the step."""
         step = self.step
         if step is None:
             raise ExecutionError("the step of this task was abandoned, as an error says")
@@ -65,7 +53,6 @@ class MicrobatchLoss:
 
 
 def _check_all_frozen(step: Step) -> None:
-    """Raise `ExecutionError` unless all parameters are frozen: the loss has no gradient."""
     parameters = (p for stage in step.gradients.stages for p in stage.module.parameters())
     if step.processes is not None or any(p.requires_grad for p in parameters):
         raise ExecutionError(
@@ -80,10 +67,7 @@ def make_pipeline_devices(
     names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
 ) -> list[Device]:
     """Return the devices of all processes, one a device of the graph."""
-    if processes is None:
-        local_rank, n_local = 0, 1
-    else:
-        local_rank, n_local = processes.local_rank, processes.n_local
+    local_rank, n_local = (0, 1) if processes is None else (processes.local_rank, processes.n_local)
     own = names if processes is not None or len(names) == graph.n_devices else ()
     devices = make_devices(  # warnings name the line that calls `Pipeline`
         own, pin_threads, local_rank=local_rank, n_local=n_local, stacklevel=4
@@ -112,16 +96,8 @@ def make_stages(
 ) -> list[StageLike]:
     """Return the stages of all replicas, replica after replica.
 
-    Parameters
-    ----------
-    modules, graph, devices
-        Those of the pipeline; one module a stage of each replica.
-    counters
-        Counter of held activations of each device.
-    loss
-        Computes the losses of micro-batches.
-    stage_type, sharded_type, expert_type
-        Classes of stages, of sharded embeddings, and of stages with experts.
+    ``counters`` count the held activations of each device. ``sharded_type`` is the class of sharded
+    embeddings, ``expert_type`` that of stages with experts.
     """
     n = graph.n_stages
     layers, members = layers_of_graph(graph), member_of_replica(graph)

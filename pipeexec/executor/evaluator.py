@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.data_parallel.stage_replicas import sync_from_first
-from pipeexec.devices.device import Device, RemoteDevice, Values
+from pipeexec.devices.device import Values
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.embedding.stage import ShardedStage
@@ -29,13 +30,14 @@ from pipeexec.executor.step_result import EvaluationResult, StepResult
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.experts.stage import ForwardExpertStage
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
-from pipeexec.stages.activations import ActivationCounter
-from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
 from pipeexec.stages.module_call import Seed
-from pipeexec.stages.recompute import Buffers
+from pipeexec.stages.batches import NO_DIMS, BatchDims, dims_by_path, sample_dims
 from pipeexec.stages.sequence_slices import SequenceCut, positions_of
-from pipeexec.stages.stage import Stage, StageLike
+from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -87,20 +89,12 @@ class _Buffer:
             self.tensor.copy_(self.values)
 
 
-# Stages and runner of a forward-only graph
-
-
 class MicrobatchResult(MicrobatchLoss):
-    """Compute the losses of an evaluation, or keep the outputs of a prediction.
-
-    Attributes
-    ----------
-    outputs
-        Output of each micro-batch of this process, by number; None in an evaluation.
-    """
+    """Compute the losses of an evaluation, or keep the outputs of a prediction."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: Output of each micro-batch of this process, by number; None in an evaluation.
         self.outputs: dict[int, Any] | None = None
 
     def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
@@ -141,38 +135,10 @@ class _ForwardShardedStage(ShardedStage):
         return outputs
 
 
-def make_forward_stages(
-    modules: Sequence[nn.Module],
-    graph: TaskGraph,
-    devices: Sequence[Device],
-    counters: Sequence[ActivationCounter],
-    result: MicrobatchResult,
-) -> list[StageLike]:
-    """Return the stages of all replicas of a forward-only graph, replica after replica.
-
-    DistributedDataParallel is left out, as its forward may wait for other processes.
-
-    Parameters
-    ----------
-    modules, graph, devices, counters
-        As of `make_stages`.
-    result
-        Takes the outputs of the last stage.
-    """
-    bare = [m.module if isinstance(m, DistributedDataParallel) else m for m in modules]
-    types = _ForwardStage, _ForwardShardedStage, ForwardExpertStage
-    return make_stages(bare, graph, devices, counters, result, *types)
-
-
 class ForwardRunner(StepRunner):
     """Runs a forward-only graph as `StepRunner` runs the graph of a step.
 
     It keeps no gradients, and steps no optimizer. Modules must be in evaluation mode.
-
-    Attributes
-    ----------
-    microbatch_result
-        Takes the outputs of the last stage.
     """
 
     result_type = EvaluationResult
@@ -183,8 +149,16 @@ class ForwardRunner(StepRunner):
 
     def _make_stages(self) -> list[StageLike]:
         self.microbatch_result = self._microbatch_loss = MicrobatchResult()
-        return make_forward_stages(
-            self.model.modules, self.graph, self.model.devices, self.held, self.microbatch_result
+        # The forward of DistributedDataParallel may wait for other processes.
+        return make_stages(
+            [m.module if isinstance(m, DistributedDataParallel) else m for m in self.model.modules],
+            self.graph,
+            self.model.devices,
+            self.held,
+            self.microbatch_result,
+            _ForwardStage,
+            _ForwardShardedStage,
+            ForwardExpertStage,
         )
 
     def evaluate(self, inputs: Batch | None, targets: Any, shapes: object) -> StepResult:
@@ -251,16 +225,7 @@ class ForwardRunner(StepRunner):
         """Do nothing: there are none."""
 
 
-# Join the outputs of micro-batches to the output of a batch
-#
-# - Tensors whose first dimension is the number of samples of their micro-batch are concatenated.
-# - Any other value, such as a number, a tensor without dimensions or None, must be equal in all
-#   micro-batches. It is then the value of the whole batch.
-# - ``batch_dims`` takes precedence: for the path of a value, such as ``"output.logits"``, it has
-#   the dimension of the samples, or None for a value that is equal in all micro-batches.
-# - Nested values are joined value by value; see `pipeexec.nesting`.
-#
-# The output of a single micro-batch is that of the batch, whatever it is.
+# Join the outputs of micro-batches by the rules of `Pipeline.predict`
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -273,19 +238,9 @@ def joined_output(
 ) -> Any:
     """Return the output of a batch; tensors are on the device of the first micro-batch's.
 
-    Parameters
-    ----------
-    outputs, sizes
-        Output and number of samples of each micro-batch, in the order of the batch.
-    batch_dims
-        Those of the pipeline.
-    default_dim
-        Dimension along which tensors without a path in ``batch_dims`` are concatenated.
-
-    Raises
-    ------
-    ExecutionError
-        If outputs are nested differently, or a value cannot be joined, naming it.
+    ``sizes`` are the numbers of samples of the micro-batches. Tensors without a path in
+    ``batch_dims`` are concatenated along ``default_dim``. The output of a single micro-batch is
+    that of the batch, whatever it is.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -311,19 +266,8 @@ def joined_slices(
 ) -> tuple[list[Any], list[float]]:
     """Return the output of each micro-batch, and its samples, from those of its slices.
 
-    Parameters
-    ----------
-    outputs
-        Output of each slice; tensors have the positions in dimension ``cut.dim``.
-    sizes
-        Positions of each slice, over all its samples.
-    cut
-        How sequences were cut.
-
-    Raises
-    ------
-    ExecutionError
-        As `joined_output`, and if no tensor has the dimension.
+    Tensors have their positions in dimension ``cut.dim``. ``sizes`` are the positions of each
+    slice, over all its samples.
     """
     k = cut.n_slices
     if k == 1:
@@ -362,7 +306,6 @@ def _describe(leaf: Any) -> str:
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[float], path: str, dim: int | None) -> Any:
-    """Return the value of a batch from those of its micro-batches."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
         return _joined_tensor(values, sizes, path, dim)
@@ -406,18 +349,11 @@ def _joined_tensor(
     )
 
 
-# Evaluator of a pipeline
-
-
 class Evaluator:
     """Evaluates batches, and predicts outputs, with the stages of a pipeline.
 
-    A batch of fewer samples than micro-batches runs a graph of fewer micro-batches.
-
-    Parameters
-    ----------
-    training
-        Runs the pipeline's steps: gives graph, model, loss, timeout and number of steps.
+    A batch of fewer samples than micro-batches runs a graph of fewer micro-batches. ``training``
+    runs the pipeline's steps: it gives graph, model, loss, timeout and number of steps.
     """
 
     def __init__(self, training: StepRunner) -> None:
@@ -454,8 +390,7 @@ class Evaluator:
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Run modules in evaluation mode and without gradients in a block."""
-        modules = self._training.model.modules
-        with torch.no_grad(), evaluation_mode(modules):
+        with torch.no_grad(), evaluation_mode(self._training.model.modules):
             yield
 
     def _runner(self, inputs: Batch | None, targets: Any) -> tuple[ForwardRunner, object]:
@@ -474,16 +409,19 @@ class Evaluator:
         return runner, repr((n, shapes))
 
     def _shapes(self, inputs: Batch | None, targets: Any) -> list[list[Any]]:
-        """Return samples, `Microbatches`, replicas, shapes and autocast of each process.
+        """Return samples, number of `Microbatches`, replicas, shapes and autocast of each process.
 
         Inputs that are no tensors may change the shapes of outputs, too.
         """
         training, processes = self._training, self._training.model.processes
         own = [
             self._n_samples(inputs, targets),
-            self._n_listed(inputs, targets),
+            [len(batch) for batch in (inputs, targets) if isinstance(batch, Microbatches)],
             len(training.shares.local),
-            [_shape(path, value) for path, value in leaves(inputs)],
+            [
+                [path, str(x.dtype), *x.shape] if isinstance(x, Tensor) else [path, f"{x!r:.100}"]
+                for path, x in leaves(inputs)
+            ],
             None if current_autocast() is None else [
                 str(torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
                 if torch.is_autocast_enabled(kind)
@@ -501,10 +439,6 @@ class Evaluator:
         return [
             sample_dims(x, y, dims).n_samples for x, y in pairs if not (x is None and y is None)
         ]
-
-    def _n_listed(self, inputs: Batch | None, targets: Any) -> list[int]:
-        """Return the number of `Microbatches` of inputs and of targets, if they are here."""
-        return [len(batch) for batch in (inputs, targets) if isinstance(batch, Microbatches)]
 
     def _n_microbatches(self, shapes: list[list[Any]]) -> int:
         """Return the number of micro-batches of a batch: one sample each at least.
@@ -538,15 +472,7 @@ class Evaluator:
         return most * n_slices
 
 
-def _shape(path: str, value: Any) -> list[Any]:
-    """Return the path of a value, and shape and type of a tensor, or else the value as text."""
-    if not isinstance(value, Tensor):
-        return [path, f"{value!r:.100}"]
-    return [path, str(value.dtype), *value.shape]
-
-
 def _forward_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
-    """Return the forward-only graph of the schedule of a graph, with so many micro-batches."""
     source = graph.options.source
     if source is None:
         raise ArgumentError(
@@ -601,18 +527,6 @@ class EvaluationMethods(ABC):
             next call.
         ExecutionError
             If the pipeline is closed, or called from another thread, a stage, or a forked process.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     result = pipeline.evaluate(x, x)
-        >>> bool(torch.isclose(result.loss, mse_loss(stages[1](stages[0](x)), x)))
-        True
         """
         with self._model.locked_open("evaluate"):
             return self._evaluator.evaluate(self._checked(inputs), targets)
@@ -638,13 +552,6 @@ class EvaluationMethods(ABC):
         object
             The output. With several processes: of the replicas whose last stage is in this process,
             None if there are none.
-
-        Raises
-        ------
-        ExecutionError
-            As `evaluate`; and if outputs of micro-batches cannot be joined, naming the value.
-        StageError, StallError, PeerError
-            As `evaluate`.
 
         Examples
         --------

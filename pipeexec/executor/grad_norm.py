@@ -31,14 +31,9 @@ _EPSILON = 1e-6
 
 
 class GradNorm(NamedTuple):
-    """Norm of all gradients of a step, and the factor by which they are clipped.
+    """Norm of all gradients of a step before clipping, and the factor by which they are clipped.
 
-    Attributes
-    ----------
-    norm
-        Norm before clipping; no dimensions.
-    factor
-        At most 1; None if gradients are not clipped.
+    The factor is at most 1, or None if gradients are not clipped.
     """
 
     norm: Tensor
@@ -47,14 +42,8 @@ class GradNorm(NamedTuple):
 
 @torch.no_grad()
 def compute_grad_norm(step: Step, task: PlannedTask) -> None:
-    """Compute the norm for all devices of this process, with those of other processes.
-
-    Raises
-    ------
-    ExecutionError
-        If the norm is not finite, and the pipeline has ``error_if_nonfinite``.
-    """
-    torch_device, clipping = task.device.torch_device, step.gradients.clipping
+    """Compute the norm for all devices of this process, with those of other processes."""
+    torch_device, clipping = task.device.torch_device, step.gradients.options.clipping
     squares = [torch.zeros((), dtype=torch.float64, device=torch_device)] * step.graph.n_stages
     is_double = False
     counted_stages: set[int] = set()
@@ -114,9 +103,10 @@ def _squares(step: Step, slot: int, gradients: list[Tensor], device: torch.devic
         if own != device and own.type == "cuda" and device.type == "cuda":
             # Dependencies hold for the stream of this task, not for those of other GPUs.
             torch.cuda.current_stream(own).wait_stream(torch.cuda.current_stream(device))
-        norms = torch.stack(
-            [torch.linalg.vector_norm(x, dtype=_accumulation_type(x)).double() for x in parts]
-        )
+        types = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in parts]
+        norms = torch.stack([
+            torch.linalg.vector_norm(x, dtype=t).double() for x, t in zip(parts, types, strict=True)
+        ])  # fmt: skip
         total = total + norms.square().sum().to(device)
     loss = step.inputs.loss
     if loss.is_counted():
@@ -133,10 +123,6 @@ def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
         value = gradient.coalesce().values() if gradient.is_sparse else gradient
         parts[value.device].append(torch.view_as_real(value) if value.is_complex() else value)
     return parts
-
-
-def _accumulation_type(gradient: Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
 
 
 def _nonfinite(norm: Tensor, by_stage: Tensor) -> ExecutionError:

@@ -42,12 +42,7 @@ def split_buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
     return split
 
 
-def mark_buckets(handler: Handler) -> Handler:
-    """Return a backward that sets an event when each bucket of its stage has its gradients."""
-    return partial(_run_and_mark, handler)
-
-
-def _run_and_mark(handler: Handler, step: Step, task: PlannedTask) -> None:
+def mark_buckets(handler: Handler, step: Step, task: PlannedTask) -> None:
     """Run a backward; set the event of each bucket when its gradients are computed."""
     n_buckets = 0 if task.sync is None else task.sync.n_buckets_marked
     setters = [step.events.milestones[task.id, bucket][1] for bucket in range(n_buckets)]
@@ -64,13 +59,7 @@ def _run_and_mark(handler: Handler, step: Step, task: PlannedTask) -> None:
 def _bucket_events(
     bucket_parameters: Sequence[Sequence[nn.Parameter]], setters: Sequence[Callable[[], object]]
 ) -> Iterator[None]:
-    """Set the event of each bucket when all its parameters have gradients, at the latest on exit.
-
-    Raises
-    ------
-    ExecutionError
-        If the gradient of a parameter is computed twice.
-    """
+    """Set each bucket's event when all its parameters have gradients, at the latest on exit."""
     n_missing = [len(parameters) for parameters in bucket_parameters]
     ready = {number for number, n in enumerate(n_missing) if not n}
     for number in ready:
@@ -106,18 +95,13 @@ def _bucket_events(
             setters[number]()
 
 
-def add_per_group(handler: Handler, group_size: int) -> Handler:
-    """Return a backward that adds to the gradients of its group of micro-batches alone."""
-    return partial(_add_to_group, handler, group_size)
-
-
 def last_microbatch_in_group(microbatch: int, group_size: int) -> int:
     """Return the last micro-batch of a micro-batch's group; the group's REDUCE_GRAD has it."""
     return (microbatch // group_size + 1) * group_size - 1
 
 
-def _add_to_group(handler: Handler, group_size: int, step: Step, task: PlannedTask) -> None:
-    """Run a backward with the gradients of its group in ``parameter.grad``."""
+def add_to_group(handler: Handler, group_size: int, step: Step, task: PlannedTask) -> None:
+    """Run a backward with the gradients of its group of micro-batches in ``parameter.grad``."""
     key = task.slot, last_microbatch_in_group(task.microbatch, group_size)
     parameters = list(task.stage.module.parameters())
     # Without an optimizer, .grad holds gradients of earlier steps: the first group adds to them.
@@ -186,12 +170,7 @@ def _sums(
 ) -> list[Tensor | None]:
     """Return the sum of each parameter's gradients; of experts over the processes that have them.
 
-    Parameters
-    ----------
-    gradients
-        Gradients of each local copy, one a parameter.
-    parameters
-        Parameters of the first copy.
+    ``gradients`` are those of each local copy, ``parameters`` those of the first copy.
     """
     experts = task.stage.expert_group if isinstance(task.stage, ExpertStage) else None
     if experts is None:

@@ -30,15 +30,7 @@ IssuedEvents = Mapping[int, CpuEvent]
 
 
 class HostThreads:
-    """Host threads of this process, which issue the tasks of a graph.
-
-    Parameters
-    ----------
-    graph
-        Task graph.
-    tasks
-        Tasks of each host, in order of ids.
-    """
+    """Host threads of this process; ``tasks`` are those of each host, in order of ids."""
 
     def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[PlannedTask]]) -> None:
         self.tasks = tasks
@@ -101,11 +93,6 @@ def make_host_threads(
 
     The caller's thread does so for one host without imposed launch times. With several processes,
     each process has one host.
-
-    Warns
-    -----
-    AccuracyWarning
-        If the graph models its hosts as processes: here they are threads.
     """
     has_one_host = processes is not None or not graph.host.any()
     if not has_one_host and not graph.host_threads:

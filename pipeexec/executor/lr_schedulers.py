@@ -38,14 +38,10 @@ class LRSchedulers:
         Schedulers by number of the stage, replica after replica; None for stages without an
         optimizer and those of other processes.
 
-    See Also
-    --------
-    pipeexec.train : Its ``scheduler`` takes them.
-    pipeexec.Pipeline : Its ``optimizer`` makes the optimizers.
-    pipeexec.scaled_learning_rate : Learning rate of a larger batch.
-
     Notes
     -----
+    `pipeexec.train` takes them as its ``scheduler``.
+
     With ``cuda_graph``, a step before which a learning rate has changed is replayed only if the
     rate is a tensor: give the optimizer ``lr=torch.tensor(1e-3, device="cuda")``.
 
@@ -92,26 +88,6 @@ class LRSchedulers:
         ----------
         *args
             Those of the torch scheduler, such as the loss for ``ReduceLROnPlateau``.
-
-        Raises
-        ------
-        TypeError
-            By torch, if the scheduler takes other arguments.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> from torch.optim.lr_scheduler import StepLR
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
-        ...     _ = pipeline.step(torch.ones(8, 4), torch.ones(8, 4))
-        ...     scheduler.step()
-        >>> round(scheduler.get_last_lr()[0], 6)
-        0.0001
         """
         for scheduler in self._by_slot().values():
             scheduler.step(*args)
@@ -126,19 +102,6 @@ class LRSchedulers:
         list
             Numbers, or tensors if the optimizer's rates are. Empty in a process whose stages have
             no parameters.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> from torch.optim.lr_scheduler import StepLR
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
-        >>> scheduler.get_last_lr()
-        [0.001]
         """
         return next((x.get_last_lr() for x in self._by_slot().values()), [])
 
@@ -154,19 +117,6 @@ class LRSchedulers:
         -------
         dict
             State of a torch scheduler, or states by stage.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> from torch.optim.lr_scheduler import StepLR
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
-        >>> scheduler.state_dict()["step_size"]
-        1
         """
         slots = self._by_slot()
         states = {k: x.state_dict() for k, x in slots.items()}
@@ -184,20 +134,6 @@ class LRSchedulers:
         ----------
         state_dict
             Result of `state_dict`, or state of a torch scheduler of the same class.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> from torch.optim.lr_scheduler import StepLR
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     scheduler = px.LRSchedulers(pipeline, lambda optimizer: StepLR(optimizer, 1))
-        ...     scheduler.load_state_dict({**scheduler.state_dict(), "step_size": 2})
-        >>> scheduler.state_dict()["step_size"]
-        2
         """
         check_type("state_dict", state_dict, dict, "give the result of state_dict")
         slots = self._by_slot()
@@ -220,7 +156,6 @@ class LRSchedulers:
 def _scheduler(
     factory: SchedulerFactory, optimizer: torch.optim.Optimizer, stage: int
 ) -> LRScheduler:
-    """Return the scheduler of a stage's optimizer."""
     try:
         scheduler = factory(optimizer)
     except Exception as error:  # of the user's code, or of torch
@@ -242,7 +177,6 @@ def _scheduler(
 
 
 def _state(state_dict: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
-    """Return the state of one stage's scheduler."""
     by_stage = state_dict.get(_BY_STAGE)
     if by_stage is None:
         return state_dict
@@ -256,7 +190,6 @@ def _state(state_dict: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
 
 
 def _check_fits(scheduler: LRScheduler, state: Mapping[str, Any], stage: int) -> None:
-    """Raise `ArgumentError` unless a state has the entries of a scheduler's, of the same sizes."""
     own = scheduler.state_dict()
     names, saved = ({str(k) for k in x if not str(k).startswith("_")} for x in (own, state))
     if missing := sorted(names ^ saved - {"verbose"}):  # of older versions of torch

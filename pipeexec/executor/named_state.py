@@ -1,13 +1,7 @@
 """State of a pipeline's model and optimizers, by the names of the original model.
 
-`StateNames` has the keys of the entries of all stages:
-
-- The stages of `pipeexec.split` have the keys of the model that was split.
-- Stages that are `nn.Sequential`, and no two of which have a child of the same name, are slices of
-  one `nn.Sequential`, and have its keys: ``model[:2]`` and ``model[2:]``.
-- Other stages have the keys of ``nn.Sequential(*stages)``: ``"0.weight"``.
-
-`DistributedDataParallel` and `torch.compile` around a stage add nothing to its keys.
+`pipeexec.Pipeline.state_dict` says what the keys are. `DistributedDataParallel` and `torch.compile`
+around a stage add nothing to them.
 
 The state of optimizers has the form of
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`::
@@ -31,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeexec.data_parallel.compiled_modules import unwrapped
-from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.data_parallel.stage_shards import WholeOptimizer
+from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.splitting.split_facts import first_names
@@ -44,14 +38,7 @@ from pipesim.errors import ArgumentError, PipeError
 class StateNames:
     """Keys of the parameters and buffers of all stages.
 
-    Parameters
-    ----------
-    modules
-        Those of the pipeline, replica after replica; stages of other processes are a `RemoteStage`.
-    n_stages
-        Stages of one replica.
-    processes
-        All of them make this object at the same time; None for one process.
+    All processes make this object at the same time.
 
     Attributes
     ----------
@@ -69,10 +56,15 @@ class StateNames:
         first = {slot % n_stages: slot for slot in reversed(local)}
         self.first_slots = [first[stage] for stage in sorted(first)]
         self._local_slots = local
-        children = {str(slot % n_stages): _children(self.modules[slot]) for slot in local}
+        children = {
+            str(slot % n_stages): list(m._modules) if isinstance(m, nn.Sequential) else None
+            for slot in local
+            for m in [self.modules[slot]]
+        }
         everyone = [children] if processes is None else processes.share(children)
         by_stage = {stage: names for part in everyone for stage, names in part.items()}
-        self._are_slices = _are_slices(list(by_stage.values()))
+        names = [name for group in by_stage.values() for name in group or ()]
+        self._are_slices = None not in by_stage.values() and len(set(names)) == len(names)
         own = [key for slot in self.first_slots for key in self.state(slot)]
         #: Keys of the stages of all processes.
         self.stage_keys = frozenset(
@@ -163,17 +155,6 @@ class StateNames:
         }
 
 
-def _children(module: nn.Module) -> list[str] | None:
-    """Return the names of the children of an `nn.Sequential`; None for another module."""
-    return list(module._modules) if isinstance(module, nn.Sequential) else None
-
-
-def _are_slices(children: Sequence[list[str] | None]) -> bool:
-    """Return whether stages are slices of one `nn.Sequential`, by the names of their children."""
-    names = [name for group in children for name in group or ()]
-    return None not in children and len(set(names)) == len(names)
-
-
 # The model: check all of a state, then copy it into the stages
 
 
@@ -187,17 +168,8 @@ def check_model_state(
 ) -> None:
     """Raise unless a state has the entries of all local stages, in their shapes.
 
-    Parameters
-    ----------
-    state
-        Tensors, or anything with a ``shape``, by key; other values are not checked.
-    strict
-        Whether missing and unexpected keys are refused. Parameters that no stage of a split model
-        needs may be missing.
-    error
-        Error to raise; names the first entry that does not fit.
-    label
-        Name of the state in messages.
+    With ``strict``, missing and unexpected keys are refused, too. Parameters that no stage of a
+    split model needs may be missing. ``label`` is the name of the state in messages.
     """
     own = names.local_state()
     keys = {key: names.find(state, key) for key in own}
@@ -210,8 +182,17 @@ def check_model_state(
             f"{label} of this model"
         )
     for key, present in keys.items():
-        if present is not None:
-            _check_shape(key, own[key], state[present], error, label)
+        entry = own[key]
+        if present is None or not isinstance(entry, Tensor):
+            continue
+        shape = getattr(state[present], "shape", None)
+        if shape is None or tuple(shape) != tuple(entry.shape):
+            kind = type(state[present]).__name__
+            got = f"is a {kind}" if shape is None else f"has shape {tuple(shape)}"
+            raise error(
+                f"{key!r} {got} in {label}, and has shape {tuple(entry.shape)} in the model; give "
+                f"{label} of this model"
+            )
     for prefix, embedding in names.embeddings().items():
         if (extra := state.get(f"{prefix}_extra_state")) is not None:
             embedding.set_extra_state(extra)  # it only checks
@@ -224,17 +205,6 @@ def check_model_state(
 
 def _others(n: int) -> str:
     return f", and {n} other keys" if n > 1 else f", and {n} other key" if n else ""
-
-
-def _check_shape(key: str, own: Any, value: Any, error: type[PipeError], label: str) -> None:
-    """Raise unless a value has the shape of the model's own entry."""
-    shape = getattr(value, "shape", None)
-    if isinstance(own, Tensor) and (shape is None or tuple(shape) != tuple(own.shape)):
-        got = f"is a {type(value).__name__}" if shape is None else f"has shape {tuple(shape)}"
-        raise error(
-            f"{key!r} {got} in {label}, and has shape {tuple(own.shape)} in the model; give "
-            f"{label} of this model"
-        )
 
 
 def load_model_state(names: StateNames, state: Mapping[str, Any]) -> None:
@@ -294,7 +264,6 @@ def _same_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be compared."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 
@@ -330,15 +299,7 @@ def prepared_states(
     *,
     error: type[PipeError] = ArgumentError,
 ) -> list[Prepared]:
-    """Return the part of a state that each local optimizer loads; nothing is changed yet.
-
-    Raises
-    ------
-    error
-        If a parameter is missing, one is unexpected, a shape differs, options of one group differ
-        between its parameters, two groups of other options have one group in the state, or the
-        state is that of another kind of optimizer.
-    """
+    """Return the part of a state that each local optimizer loads; nothing is changed yet."""
     groups, values = _checked_form(state, error)
     group_by_name = {name: group for group in groups for name in group["params"]}
     allowed = names.allowed_keys()
@@ -385,7 +346,6 @@ def _part(
     values: Mapping[str, Mapping[str, Any]],
     error: type[PipeError],
 ) -> dict[str, Any]:
-    """Return the state dictionary for one optimizer."""
     state: dict[int, dict[str, Any]] = {}
     new_groups, n = [], 0
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []  # loaded and own groups
@@ -430,7 +390,6 @@ def _what(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the first option that differs between two groups, as text."""
     key = next(k for k in {**a, **b} if k != "params" and _plain(a.get(k)) != _plain(b.get(k)))
     value, other = _plain(b.get(key)), _plain(a.get(key))
     return f"{key}={value!r}, another parameter with {other!r}"

@@ -42,13 +42,6 @@ def outlasts_issue(task: PlannedTask) -> bool:
 class OffloadWaits:
     """Chooses the compute task that waits for each OFFLOAD of a GPU.
 
-    Parameters
-    ----------
-    graph
-        Task graph.
-    tasks
-        Planned tasks of this process, in order of ids.
-
     Attributes
     ----------
     by_task
@@ -73,7 +66,6 @@ class OffloadWaits:
 
     @staticmethod
     def _grouped(waiters: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return OFFLOADs by the compute task that waits for them."""
         by_task: dict[int, list[int]] = defaultdict(list)
         for offload, waiter in waiters.items():
             by_task[waiter].append(offload)

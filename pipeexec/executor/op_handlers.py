@@ -18,7 +18,8 @@ from pipeexec.executor.offload_waits import outlasts_issue
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.executor.tied_parameters import reduce_tied_gradients
-from pipeexec.experts.stage import ExpertStage, Rows, exchange_rows
+from pipeexec.experts.stage import ExpertStage
+from pipeexec.experts.stage import Rows, exchange_rows
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
 from pipesim.ops import EXCHANGES, Op, is_expert_exchange
@@ -66,9 +67,8 @@ def _weight_grad(step: Step, task: PlannedTask) -> None:
 def _send(step: Step, task: PlannedTask) -> None:
     """Send a result to another device of this process; record the bytes of the message."""
     values = step.pop_result(task.source)
-    graph = step.graph
-    recv = int(graph.pair[task.id])
-    target = step.devices[graph.device[recv]]
+    recv = int(step.graph.pair[task.id])
+    target = step.devices[step.graph.device[recv]]
     step.results[task.id] = transfer.send(values, task.device, task.stream, target)
     step.events.nbytes[task.id] = step.events.nbytes[recv] = transfer.nbytes(values)
 
@@ -86,7 +86,6 @@ def _reduce(step: Step, task: PlannedTask) -> None:
 
 
 def _unshard(step: Step, task: PlannedTask) -> None:
-    """Gather the parameters of a stage from the shares of its replicas."""
     shards = step.gradients.shards.get(task.slot)
     if shards is None:  # a stage without parameters
         return
@@ -100,7 +99,6 @@ def _unshard(step: Step, task: PlannedTask) -> None:
 
 
 def _reshard(step: Step, task: PlannedTask) -> None:
-    """Free the gathered parameters of a stage."""
     shards = step.gradients.shards.get(task.slot)
     if shards is None:
         return
@@ -187,7 +185,6 @@ def _offload(step: Step, task: PlannedTask) -> None:
 
 
 def _reload(step: Step, task: PlannedTask) -> None:
-    """Move activations back to the device; record their bytes."""
     assert isinstance(task.stage, Stage)
     step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device)
 
@@ -240,7 +237,6 @@ def expert_handler(op: Op, part: int) -> Handler | None:
 
 
 def _expert_stage(task: PlannedTask) -> ExpertStage:
-    """Return the stage of a task, which has experts."""
     assert isinstance(task.stage, ExpertStage)
     return task.stage
 
@@ -288,8 +284,13 @@ def _exchange_rows(step: Step, task: PlannedTask) -> None:
 
 
 def _pop_rows(step: Step, task: PlannedTask, member: int) -> Rows:
-    """Return the rows that a member sends."""
-    values = step.pop_result(_segment_before(step, member))
+    """Return the rows that a member sends: the result of the segment before its exchange."""
+    graph = step.graph
+    segment = next(
+        int(t) for t in graph.dependencies[member].tolist()
+        if graph.microbatch[t] == graph.microbatch[member] and graph.stage[t] == graph.stage[member]
+    )  # fmt: skip
+    values = step.pop_result(segment)
     if not isinstance(values, Rows):
         raise ExecutionError(f"{step.graph.task(member)} has no rows to exchange")
     _keep_for_stream(values, task.device, task.stream)
@@ -301,15 +302,6 @@ def _keep_for_stream(values: Values, device: Device, stream: Stream) -> None:
     for value in values:
         if value is not None:
             device.adopt(value, stream)
-
-
-def _segment_before(step: Step, member: int) -> int:
-    """Return the segment before an exchange."""
-    graph = step.graph
-    return next(
-        int(t) for t in graph.dependencies[member].tolist()
-        if graph.microbatch[t] == graph.microbatch[member] and graph.stage[t] == graph.stage[member]
-    )  # fmt: skip
 
 
 #: Handler of each operation in segments.

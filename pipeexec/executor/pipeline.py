@@ -18,19 +18,15 @@ from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.devices_and_stages import agree_on_pipeline
 from pipeexec.executor.evaluator import EvaluationMethods, Evaluator
-from pipeexec.executor.memory_methods import MemoryMethods
 from pipeexec.executor.named_state import StateNames
 from pipeexec.executor.placed_model import PlacedModel, check_graph, check_timeout
 from pipeexec.executor.state_methods import StateMethods
-from pipeexec.executor.step_gradients import (
-    Clipping,
-    GradientOptions,
-    checked_tied_parameters,
-    make_scaling,
-)
+from pipeexec.executor.step_gradients import Clipping, GradientOptions, make_scaling
 from pipeexec.executor.step_inputs import check_step_batch
+from pipeexec.executor.step_memory import MemoryMethods
 from pipeexec.executor.step_result import ProcessResult, StepResult, gathered_result, merge_results
 from pipeexec.executor.step_runner import AccumulatingRunner, StepRunner
+from pipeexec.executor.tied_parameters import checked_tied_parameters
 from pipeexec.splitting.split_facts import split_facts
 from pipeexec.stages.batches import split_batches
 from pipeexec.stages.loss_function import Loss, LossFunction
@@ -117,18 +113,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         Scales losses, so that gradients of 16 bits do not vanish. If the norm of a step's gradients
         is not finite, no stage steps, and ``StepResult.skipped`` is True. The graph computes the
         norm (``lower(..., grad_norm=True)``). Processes give scalers with the same state.
-
-    Raises
-    ------
-    DeadlockError
-        If messages between processes, whose senders wait for their receivers, would deadlock.
-
-    See Also
-    --------
-    pipesim.lower : Lower a schedule to the task graph that a pipeline runs.
-    pipeexec.split : Cut a model into stages.
-    pipeexec.train : Train a pipeline for many steps.
-    pipeexec.validate : Compare predicted and measured steps.
 
     Notes
     -----
@@ -354,11 +338,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             Pipeline of the other graph. It shares stages, devices and optimizers with this one;
             `close` of one closes both.
 
-        Raises
-        ------
-        ExecutionError
-            While a step runs, and after `close`.
-
         Examples
         --------
         >>> import torch
@@ -441,11 +420,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             captured as a CUDA graph; if the call comes from a second thread, a stage, or a forked
             process; or if gradients are switched off.
 
-        Warns
-        -----
-        BatchWarning
-            In the first step, of matrices of as many rows and columns as there are samples.
-
         Notes
         -----
         A batch is split into the graph's micro-batches, as evenly as possible:
@@ -456,6 +430,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         - A tensor of first dimension 1 or without dimensions, such as a mask that broadcasts, is
           given whole to every micro-batch. So are numbers, text and None.
         - Everything else is refused, unless its path is in ``batch_dims`` of the pipeline.
+
+        In the first step, matrices of as many rows and columns as there are samples cause a
+        `BatchWarning`.
 
         A graph of several slices a sequence cuts each of these parts along ``slice_dim`` as well;
         a tensor that is given whole is cut if it has as many entries there as the sequence.
@@ -485,7 +462,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             return self._runner.step(self._checked(inputs), targets)
 
     def _accumulating(self) -> AccumulatingRunner:
-        """Return the runner of steps that leave their gradients; made at the first call."""
         if self._accumulating_runner is None:
             with guard_processes(self.processes):
                 self._accumulating_runner = AccumulatingRunner(self._runner)
@@ -508,20 +484,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ----------
         inputs, targets
             A batch as for `step`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     pipeline.check_batch(x, x)
-        ...     pipeline.check_batch(x[:2], x[:2])
-        Traceback (most recent call last):
-            ...
-        pipesim.errors.ArgumentError: inputs have 2 samples, too few for 4 micro-batches; ...
         """
         inputs = self._checked(inputs)
         check_step_batch(inputs, targets, self.graph, self.devices)
@@ -533,27 +495,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         """Measure the differences of the processes' clocks again.
 
         All processes must call this. It returns at about the same time in each.
-
-        Raises
-        ------
-        PeerError
-            If a process does not call this within the timeout.
-        ExecutionError
-            In several processes, if a step runs in another thread.
-
-        Examples
-        --------
-        With one process, there is one clock, and nothing to measure:
-
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     pipeline.align()
-        ...     pipeline.clocks()
-        ()
         """
         if self.processes is not None:
             with self._model.locked("align"):
@@ -570,24 +511,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         tuple of dict
             One dict a rank, with the fields of `pipeexec.distributed.process_clock.Alignment`.
             Empty for one process.
-
-        Raises
-        ------
-        PeerError
-            If a process does not call this within the timeout.
-        ExecutionError
-            In several processes, if a step runs in another thread.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     pipeline.clocks()
-        ()
         """
         if self.processes is None:
             return ()
@@ -610,25 +533,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         StepResult
             Result of all processes, with the losses of all micro-batches and the times of all tasks
             (s). In one process, ``result`` itself.
-
-        Raises
-        ------
-        PeerError
-            If a process does not call this within the timeout.
-        ExecutionError
-            In several processes, if a step runs in another thread.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     result = pipeline.step(x, x)
-        ...     pipeline.gather(result) is result
-        True
         """
         check_type("result", result, StepResult, "give the result of step")
         if self.processes is None or self._runner.reports is None or result.part is None:
@@ -654,24 +558,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         -------
         list of float
             One sum a position, equal in every process. In one process, the values as floats.
-
-        Raises
-        ------
-        PeerError
-            If a process does not call this within the timeout.
-        ExecutionError
-            In several processes, if a step runs in another thread.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     pipeline.total([1, 2.5])
-        [1.0, 2.5]
         """
         if self.processes is None:
             return check_numbers("values", values)
@@ -688,11 +574,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         -------
         contextmanager
             Its end restores the state, also after an error.
-
-        Raises
-        ------
-        ExecutionError
-            If the pipeline is closed, or a step runs in another thread.
 
         Examples
         --------
@@ -721,26 +602,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
         Pipelines of other graphs on these devices are closed too. A step that runs in another
         thread ends with an `ExecutionError`.
-
-        Raises
-        ------
-        ExecutionError
-            From within a stage or the loss on CPU workers. On GPUs these run in the thread of the
-            step, which then ends as if it was closed from another thread.
-
-        Examples
-        --------
-        The end of a ``with`` block closes the pipeline, too:
-
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-        >>> pipeline = px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss)
-        >>> pipeline.close()
-        >>> [device.closed for device in pipeline.devices]
-        [True, True]
         """
         self._model.close()
 
@@ -757,5 +618,4 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
 
 def _as_text(homes: list[list[int]]) -> str:
-    """Return the devices of stages as text, replica by replica."""
     return " and ".join(map(str, homes))

@@ -15,9 +15,11 @@ from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp import check_ddp
+from pipeexec.data_parallel.stage_shards import WholeOptimizer
 from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
-from pipeexec.data_parallel.stage_shards import StageShards, WholeOptimizer
-from pipeexec.devices.device import DeviceLike, RemoteDevice, device_ranks
+from pipeexec.data_parallel.stage_shards import StageShards
+from pipeexec.devices.device import DeviceLike
+from pipeexec.devices.device import RemoteDevice, device_ranks
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
@@ -25,18 +27,17 @@ from pipeexec.executor.accumulation import AccumulatedSteps
 from pipeexec.executor.devices_and_stages import make_pipeline_devices
 from pipeexec.executor.sharding import Sharding, make_shards, sharding_of
 from pipeexec.executor.step_capture import StepCapture
-from pipeexec.executor.step_gradients import (
-    Clipping,
-    GradientOptions,
+from pipeexec.executor.step_gradients import Clipping, GradientOptions, check_gradient_options
+from pipeexec.executor.tied_parameters import (
+    TiedCopies,
     check_copies,
-    check_gradient_options,
     check_optimizers_of_copies,
+    check_tied_graph,
 )
-from pipeexec.executor.tied_parameters import TiedCopies
 from pipeexec.experts.expert_shares import expert_groups
 from pipeexec.splitting.split_facts import named_model_parameters
-from pipeexec.stages.batches import BatchDims, check_batch_dims
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
+from pipeexec.stages.batches import BatchDims, check_batch_dims
 from pipeexec.stages.sequence_slices import check_slice_dim
 from pipesim.errors import ArgumentError, ExecutionError, number
 from pipesim.graph.graph import TaskGraph
@@ -101,16 +102,7 @@ _SECONDS_TO_END = 5.0
 
 
 class PlacedModel:
-    """Stages on devices, and how steps train them.
-
-    Parameters
-    ----------
-    stages, devices, optimizer, pin_threads, timeout, processes, cuda_graph, batch_dims, slice_dim
-        See `Pipeline`.
-    gradient_options
-        Tied parameters and clipping.
-    graph
-        Gives the placement of stages.
+    """Stages on devices, and how steps train them; ``graph`` gives the placement of stages.
 
     Attributes
     ----------
@@ -124,20 +116,12 @@ class PlacedModel:
         One a module, or None.
     zero_grad
         Whether each step begins without gradients.
-    timeout, processes, cuda_graph, batch_dims, slice_dim, gradient_options
-        As given.
     has_checked_squares, has_checked_gradients
         Whether a step has looked for masks as large as the batch, and for stages without gradients.
     is_split
         Whether the stages are those of `pipeexec.split`, which take tensors alone.
-    accumulated
-        Steps whose gradients add up until the optimizers step.
-    tied_copies
-        Copies of tied parameters, which follow the first if it changes between steps.
     expert_groups
         Processes with the same experts as this one, by stage; empty if all have all experts.
-    captures
-        Captured steps of all pipelines that share this model.
     sharding, shards
         What the replicas of each stage share, and the shards of local stages by slot.
     """
@@ -182,6 +166,7 @@ class PlacedModel:
         self.zero_grad = optimizer is not None
         self.expert_groups = expert_groups(self.modules, graph.n_stages, processes)
         self.gradient_options = gradient_options
+        check_tied_graph(gradient_options.tied, graph)
         check_gradient_options(
             gradient_options, graph, has_optimizer=self.zero_grad, cuda_graph=cuda_graph
         )

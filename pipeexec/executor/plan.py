@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.devices.device import Device, RemoteDevice
+from pipeexec.devices.device import Device
 from pipeexec.devices.gpu_slices import Slice
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.gradient_sync import add_per_group, mark_buckets
+from pipeexec.executor.gradient_sync import add_to_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS, expert_handler
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
 from pipeexec.executor.remote_messages import RemoteParts
@@ -74,7 +75,6 @@ def plan(
 
 
 def _check_runnable(graph: TaskGraph) -> None:
-    """Raise `ArgumentError` for operations without a handler, and for skip connections."""
     for index in np.flatnonzero(~graph.is_op(frozenset(HANDLERS)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(
@@ -88,7 +88,6 @@ def _check_runnable(graph: TaskGraph) -> None:
 
 
 def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:
-    """Raise `ArgumentError` if messages that share an imposed link of a GPU use several streams."""
     for number, name in graph.streams:
         device = devices[number]
         if "/" in name and isinstance(device, Slice) and device.links is not None:
@@ -100,19 +99,11 @@ def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:
 
 
 def _stage_microbatches(graph: TaskGraph, op: Op) -> set[tuple[int, int]]:
-    """Return the (stage, micro-batch) pairs that have a task of an operation."""
     return {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
 
 
 class _SyncPlan:
-    """Find the part of each task in collectives, and the tasks that it waits for.
-
-    Attributes
-    ----------
-    groups
-        Number of micro-batches whose gradients each stage reduces at once, shape ``(n_stages,)``;
-        0 if it reduces all at once, or none.
-    """
+    """Find the part of each task in collectives, and the tasks that it waits for."""
 
     def __init__(self, graph: TaskGraph, is_local: NDArray[np.bool_]) -> None:
         self.graph, self.is_local = graph, is_local
@@ -123,6 +114,7 @@ class _SyncPlan:
         self._n_buckets = {
             backward: int(graph.part[t]) + 1 for t, backward in self._backward.items()
         }  # ids ascend with the bucket, so each backward keeps the number of its last one
+        #: Number of micro-batches whose gradients each stage reduces at once; 0 for all, or none.
         has_reduction = np.isin(np.arange(graph.n_stages), graph.stage[graph.op == Op.REDUCE_GRAD])
         self.groups = graph.reduction_groups * has_reduction
 
@@ -134,7 +126,6 @@ class _SyncPlan:
         return [t for t in self.graph.collectives[group].tolist() if self.is_local[t]]
 
     def part(self, index: int) -> ReplicaSync | None:
-        """Return the part of a task in collectives; None for none."""
         graph, members = self.graph, self._members(index)
         n_buckets_marked = self._n_buckets.get(index, 0)
         if not members and not n_buckets_marked:
@@ -170,9 +161,8 @@ class _SyncPlan:
     def waits(self, index: int) -> tuple[int, ...]:
         """Return the tasks on other streams of this process whose end a task waits for.
 
-        These are its dependencies and the earlier members of its collective. The first member
-        does the work for all. Backwards are left out if the task waits for their bucket-ready
-        events.
+        These are its dependencies and the earlier members of its collective, as the first member
+        does the work for all. Backwards are left out if their bucket-ready events are awaited.
         """
         graph, members = self.graph, self._members(index)
         needed = {
@@ -187,8 +177,10 @@ def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
     """Return the handler of a task; for a backward, one that prepares its gradients' reduction."""
     handler = expert_handler(task.op, task.part) or HANDLERS[task.op]
     if sync is not None and sync.n_buckets_marked:
-        return mark_buckets(handler)
-    return add_per_group(handler, group) if group and task.op in (Op.B, Op.I, Op.W) else handler
+        return partial(mark_buckets, handler)
+    if group and task.op in (Op.B, Op.I, Op.W):
+        return partial(add_to_group, handler, group)
+    return handler
 
 
 def _source(graph: TaskGraph, index: int) -> int:

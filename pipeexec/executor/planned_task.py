@@ -22,23 +22,18 @@ class PlannedTask(NamedTuple):
     Attributes
     ----------
     id, stage, microbatch, part
-        Identity of the task: its number in the graph, stage, micro-batch and part. The part is the
-        number of a bucket of gradients, or a part of an exchange. Micro-batch and part are -1 for
-        none.
+        Number in the graph, stage, micro-batch (-1 for none), and part: the number of a bucket of
+        gradients, or of a part of an exchange (-1 for none).
     slot
         Number of the stage's copy: replica times number of stages, plus stage.
     global_microbatch
         Number of the micro-batch among the micro-batches of all replicas.
     is_recomputed, is_split
         Whether the micro-batch has an R, and a W, in this stage.
-    device, stream
-        Device and stream on which the task runs.
     waits
         Tasks on other streams of this process whose end the stream waits for.
     source
         Task whose result is the input; -1 for none, or for a micro-batch of the batch.
-    handler
-        Function that runs the task.
     sync
         The task's part in collectives of replicas, if any.
     remote
@@ -101,10 +96,6 @@ class Remote(NamedTuple):
 
     Attributes
     ----------
-    channel
-        Channel of the task's message, if any.
-    group
-        Process group of the task's collective, if any.
     before_start, after_end
         Functions that run on the task's stream before the task starts and after it ends.
     send_waiter

@@ -21,17 +21,12 @@ from torch.distributed import ProcessGroup
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices import transfer
-from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.devices.streams import InlineStream
-from pipeexec.distributed.channels import (
-    Channel,
-    ChannelRoute,
-    Content,
-    ExpectedMessage,
-    SentMessage,
-    header,
-)
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import RemoteDevice, device_ranks
+from pipeexec.distributed.channels import Channel, ChannelRoute, ExpectedMessage, SentMessage
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
+from pipeexec.distributed.channels import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
     Signature,
@@ -52,8 +47,6 @@ from pipesim.graph.tasks import Task
 from pipesim.graph.verify import verify
 from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
 
-# The remote part of each task
-
 #: Backend of exchanges of experts' tokens: gloo exchanges no tensors of GPUs.
 _EXCHANGE_BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
@@ -62,14 +55,7 @@ class RemoteParts:
     """Make the part of each task of this process that involves other processes.
 
     The constructor opens the routes of messages and the groups of collectives. All processes must
-    call it.
-
-    Parameters
-    ----------
-    graph, devices, processes
-        Those of the pipeline.
-    tasks
-        Numbers of the tasks of this process.
+    call it. ``tasks`` are the numbers of the tasks of this process.
     """
 
     def __init__(
@@ -145,7 +131,6 @@ def expected_messages(
 
 
 def _channel(task: PlannedTask) -> Channel:
-    """Return the channel of a task, which must have one."""
     assert task.remote is not None
     assert task.remote.channel is not None
     return task.remote.channel
@@ -159,7 +144,6 @@ def _checked_values(step: Step, task: PlannedTask) -> tuple[ExpectedMessage, Val
 
 
 def _wait_for_receiver(step: Step, task: PlannedTask) -> None:
-    """Wait until the receiver is ready for the message."""
     channel = _channel(task)
     channel.wait(channel.offer(*_checked_values(step, task)), channel.route.target_rank)
 
@@ -198,9 +182,8 @@ def _finish_send(step: Step, task: PlannedTask, sent: SentMessage) -> None:
 
 def _accept(step: Step, task: PlannedTask) -> None:
     """Wait until a message can be received, and check that it is the expected one."""
-    torch_device = task.device.torch_device
     step.posted_receives[task.id] = _channel(task).accept(
-        step.expected_messages[task.id], torch_device
+        step.expected_messages[task.id], task.device.torch_device
     )
 
 
@@ -218,7 +201,6 @@ def _receive(step: Step, task: PlannedTask) -> None:
 
 
 def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:
-    """Raise `ArgumentError` if messages to other processes have a stream for each micro-batch."""
     for send in sends:
         stream = graph.task(send).stream
         if "/" in stream:
@@ -270,22 +252,20 @@ def _process_groups(
     groups = {}
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
-        member_ranks = sorted({ranks[graph.device[t]] for t in members})
+        rank_of_member = [ranks[graph.device[t]] for t in members]
+        member_ranks = sorted({*rank_of_member})
         if len(member_ranks) > 1:
-            task = graph.task(int(members[0]))
-            _check_members(task, [ranks[graph.device[t]] for t in members])
-            backend = _EXCHANGE_BACKEND if is_expert_exchange(task.op, task.part) else "gloo"
+            task, backend = graph.task(int(members[0])), "gloo"
+            if is_expert_exchange(task.op, task.part):
+                backend = _EXCHANGE_BACKEND
+                if rank_of_member != member_ranks:
+                    raise ArgumentError(
+                        f"replicas that share the experts of stage {task.stage} are in processes "
+                        f"{rank_of_member}; give each a process of its own, or all of them one "
+                        "process"
+                    )
             groups[number] = processes.group(member_ranks, backend, _group_key(task))
     return groups
-
-
-def _check_members(task: Task, ranks: Sequence[int]) -> None:
-    """Raise `ArgumentError` if an exchange of experts' tokens has two members in a process."""
-    if is_expert_exchange(task.op, task.part) and list(ranks) != sorted({*ranks}):
-        raise ArgumentError(
-            f"replicas that share the experts of stage {task.stage} are in processes "
-            f"{list(ranks)}; give each a process of its own, or all of them one process"
-        )
 
 
 def _group_key(task: Task) -> str:
@@ -311,25 +291,15 @@ def _group_key(task: Task) -> str:
 def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     """Check that every process has the same graph, and that its messages cannot deadlock.
 
-    A message between processes waits for its receiver, even in a graph without rendezvous.
-
-    Raises
-    ------
-    DeadlockError
-        If sends and receives would block each other in these orders.
+    A message between processes waits for its receiver, even in a graph without rendezvous. Return
+    the number of the graph.
     """
     checksum = hashlib.sha256()
-    precedence, members = graph.precedence, graph.collectives
     columns: list[NDArray[Any]] = [
-        graph.op,
-        graph.stage,
-        graph.microbatch,
-        graph.device,
-        graph.stream,
-        graph.pair,
-    ]
-    columns += [graph.replica, graph.part, graph.group, precedence.ptr]
-    columns += [precedence.values, members.values]
+        graph.op, graph.stage, graph.microbatch, graph.device, graph.stream, graph.pair,
+        graph.replica, graph.part, graph.group, graph.precedence.ptr, graph.precedence.values,
+        graph.collectives.values,
+    ]  # fmt: skip
     for column in columns:
         checksum.update(column.tobytes())
     words = (graph.rendezvous, graph.n_batches, graph.weight_versions, graph.grad_sync)
@@ -392,15 +362,7 @@ def agree_on_shapes(
     """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
 
     The process of each stage finds its signature, stage after stage. Every process must call this.
-
-    Parameters
-    ----------
-    modules, devices
-        Stages and their devices.
-    inputs
-        Micro-batches; empty for those of another process.
-    arguments
-        Those of the first stage, one a micro-batch; see `StepInputs`.
+    ``inputs`` are empty for micro-batches of another process.
     """
     outputs: list[list[Signature]] = []
     local = [signature([x for x in values if x is not None]) for values in inputs]
@@ -437,12 +399,7 @@ def agree_on_messages(
 ) -> dict[int, ExpectedMessage]:
     """Return the expected message of each task; all processes agree on their shapes.
 
-    Parameters
-    ----------
-    graph, tasks, modules, devices
-        Those of the pipeline; ``tasks`` are those of this process.
-    inputs
-        Inputs of the first step.
+    ``inputs`` are those of the first step.
     """
     n, m = graph.n_stages, graph.n_microbatches
     signatures = [

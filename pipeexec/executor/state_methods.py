@@ -24,13 +24,7 @@ from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, check_fl
 
 
 class StateMethods:
-    """Methods of a pipeline that return its state by the names of the original model.
-
-    Attributes
-    ----------
-    names
-        Keys of the entries of all stages.
-    """
+    """Methods of a pipeline that return its state by the names of the original model."""
 
     names: StateNames
     optimizers: list[torch.optim.Optimizer | None]
@@ -56,11 +50,6 @@ class StateMethods:
         -------
         dict
             A tensor for each key; persistent buffers and extra states of modules too.
-
-        Raises
-        ------
-        ExecutionError
-            If a step runs in another thread.
 
         Examples
         --------
@@ -88,24 +77,6 @@ class StateMethods:
             entries of other processes, too. A tied parameter needs one of its keys.
         strict
             Whether missing and unexpected keys are refused.
-
-        Raises
-        ------
-        PeerError
-            If another process has refused its state.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-        ...     state = pipeline.state_dict()
-        ...     pipeline.load_state_dict({key: torch.zeros_like(x) for key, x in state.items()})
-        ...     bool(pipeline.predict(x).any())
-        False
         """
         with self._model.locked("load_state_dict"):
             with raise_together(self.processes):
@@ -132,11 +103,6 @@ class StateMethods:
             ``"state"`` and ``"param_groups"``; both empty without optimizers. In several processes,
             the entries of the local stages.
 
-        Raises
-        ------
-        ExecutionError
-            If a step runs in another thread.
-
         Examples
         --------
         >>> import torch
@@ -160,25 +126,6 @@ class StateMethods:
         ----------
         state
             As `optimizer_state_dict` returns it, of any number of stages.
-
-        Raises
-        ------
-        PeerError
-            If another process has refused its state.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     state = pipeline.optimizer_state_dict()
-        ...     state["param_groups"][0]["lr"] = 0.5
-        ...     pipeline.load_optimizer_state_dict(state)
-        >>> [optimizer.param_groups[0]["lr"] for optimizer in pipeline.optimizers]
-        [0.5, 0.5]
         """
         with self._model.locked("load_optimizer_state_dict"):
             optimizers = self._model.whole_optimizers()

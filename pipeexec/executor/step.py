@@ -16,13 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.devices import clocks
-from pipeexec.devices.device import Device, RemoteDevice, Values
+from pipeexec.devices.streams import CpuEvent
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.devices.streams import CpuEvent, Event
+from pipeexec.devices.streams import Event
 from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
+from pipeexec.distributed.watchdog import Failure, stall_failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
+from pipeexec.distributed.watchdog import Head, Status
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import StepInputs
@@ -48,8 +51,6 @@ class StepEvents:
         An event a task; None if the task is not issued, or of another process.
     ran
         Whether each task ran to its end.
-    nbytes
-        Bytes that each task moved.
     issued
         Time at which the host issued each task, relative to ``zero`` (s).
     milestones
@@ -60,8 +61,6 @@ class StepEvents:
         Time in which the host issued all tasks, or launched them as one CUDA graph (s).
     issue_seconds
         Time in which a host thread issued each task (s), NaN for others; None without them.
-    is_replay
-        Whether the host launched one CUDA graph.
     """
 
     def __init__(self, graph: TaskGraph, devices: Sequence[Device]) -> None:
@@ -135,15 +134,7 @@ class StepEvents:
 
 
 class StepHeads:
-    """Find the current task of each device from the events of a step.
-
-    Parameters
-    ----------
-    graph
-        Task graph.
-    start_events, end_events
-        An event a task; None if the task is not issued, or of another process.
-    """
+    """Find the current task of each device from the events of a step."""
 
     def __init__(
         self,
@@ -159,7 +150,7 @@ class StepHeads:
 
     def status(self, rank: int, step: int) -> Status:
         """Return how many tasks have ended, and the head of each device's streams."""
-        n_ended, heads = 0, []
+        n_ended = 0
         head_of_device: dict[int, tuple[str, int]] = {}
         for number, (device, name) in enumerate(self.graph.streams):
             queue = self.graph.queues[number]
@@ -171,8 +162,7 @@ class StepHeads:
                 continue
             if self._is_preferred(name, int(queue[done]), head_of_device.get(device)):
                 head_of_device[device] = name, int(queue[done])
-        for device, (_, task) in sorted(head_of_device.items()):
-            heads.append(self._head(device, task))
+        heads = [self._head(device, task) for device, (_, task) in sorted(head_of_device.items())]
         return Status(rank, step, True, n_ended, heads)
 
     def _is_preferred(self, name: str, task: int, other: tuple[str, int] | None) -> bool:
@@ -190,19 +180,16 @@ class StepHeads:
         return event is not None and event.is_set()
 
     def _head(self, device: int, task: int) -> Head:
-        view, is_running = self.graph.task(task), self._has_started(task)
+        graph, view, is_running = self.graph, self.graph.task(task), self._has_started(task)
         place = f"stage {view.stage}"
         place += "" if view.microbatch is None else f", micro-batch {view.microbatch}"
-        blockers = "" if is_running else self._blockers_text(task)
-        return Head(device, str(view), place, is_running, blockers)
-
-    def _blockers_text(self, task: int) -> str:
-        """Return the tasks that a task waits for, with their devices, as text."""
-        graph = self.graph
-        blockers = [int(t) for t in graph.precedence[task] if not self._has_ended(int(t))]
-        if graph.is_op(RECVS | SENDS)[task]:
+        blockers: list[int] = []
+        if not is_running and graph.is_op(RECVS | SENDS)[task]:
             blockers = [int(graph.pair[task])]  # the other end of the message
-        return " and ".join(self._task_text(t) for t in blockers)
+        elif not is_running:
+            blockers = [int(t) for t in graph.precedence[task] if not self._has_ended(int(t))]
+        text = " and ".join(self._task_text(t) for t in blockers)
+        return Head(device, str(view), place, is_running, text)
 
     def _task_text(self, task: int) -> str:
         """Return a task with its device; for a RECV, the device that sends."""
@@ -254,10 +241,6 @@ class Step:
 
     Parameters
     ----------
-    graph, devices
-        Those of the pipeline.
-    inputs, gradients
-        Batch of this step, and the gradients that it computes.
     timeout
         Seconds without progress after which a step of one process is abandoned; None for never.
     processes
@@ -269,8 +252,6 @@ class Step:
 
     Attributes
     ----------
-    events
-        Events and times of the tasks.
     results
         Result of each task, until another task pops it as its input.
     expected_messages, posted_receives
@@ -350,7 +331,7 @@ class Step:
         events.host_seconds = perf_counter() - events.zero
 
     def submit(self, tasks: Iterable[PlannedTask]) -> None:
-        """Submit tasks to their streams in order; the tasks that they wait for come before them."""
+        """Submit tasks to their streams in order; those that they wait for come before them."""
         events = self.events
         start_events, end_events = events.start_events, events.end_events
         issued, zero, frees = events.issued, events.zero, self.frees
@@ -409,7 +390,7 @@ class Step:
                 self._task_slots[slot] = 0
 
     def pop_result(self, task: int) -> Values:
-        """Pop and return the result of ``task``."""
+        """Pop and return the result of a task."""
         values, self.results[task] = self.results[task], None
         return values or ()
 

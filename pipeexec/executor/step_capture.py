@@ -20,9 +20,9 @@ One GPU only: capturing streams of several GPUs in one graph may deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -99,18 +99,15 @@ def _not_capturable(stage: int, optimizer: torch.optim.Optimizer | None) -> Argu
     )
 
 
-class HostState(NamedTuple):
-    """Values that the host reads while it issues a step, and that may change between steps."""
-
-    addresses: tuple[int, ...]
-    settings: tuple[object, ...]
+#: Addresses and settings that the host reads while it issues a step, and that may change between
+#: steps.
+HostState = tuple[tuple[int, ...], tuple[object, ...]]
 
 
 def host_state(modules: Sequence[nn.Module], optimizers: Optimizers) -> HostState:
     """Return the present state of the host, without plain attributes of modules."""
     addresses: list[int] = []
-    settings: list[object] = []
-    settings.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+    settings: list[object] = [(torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))]
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             addresses.append(tensor.data_ptr())
@@ -122,21 +119,14 @@ def host_state(modules: Sequence[nn.Module], optimizers: Optimizers) -> HostStat
         for state in optimizer.state.values():
             addresses.extend(x.data_ptr() for x in state.values() if isinstance(x, Tensor))
         for group in optimizer.param_groups:
-            settings.extend(_numbers(group))
+            # Numbers such as the learning rate; the graph reads tensors anew in each replay.
+            settings.extend(
+                (name, value)
+                for name, value in group.items()
+                if name != "params" and not isinstance(value, Tensor)
+            )
             addresses.extend(x.data_ptr() for x in group.values() if isinstance(x, Tensor))
-    return HostState(tuple(addresses), tuple(settings))
-
-
-def _numbers(group: Mapping[str, Any]) -> list[object]:
-    """Return an optimizer's options, such as its learning rate; tensors are left out.
-
-    The graph reads tensors anew in each replay.
-    """
-    return [
-        (name, value)
-        for name, value in group.items()
-        if name != "params" and not isinstance(value, Tensor)
-    ]
+    return tuple(addresses), tuple(settings)
 
 
 def check_not_random(stages: Sequence[StageLike]) -> None:
@@ -197,10 +187,6 @@ class _CapturedStep(NamedTuple):
 
     Attributes
     ----------
-    graph, step
-        CUDA graph, and the step that was captured.
-    state
-        Host state in which the graph is valid.
     inputs, targets
         Tensors from which the graph reads the batch.
     earlier_gradients
@@ -221,15 +207,8 @@ class _CapturedStep(NamedTuple):
 class StepCapture:
     """Decides for each step whether it runs eagerly, is captured, or is replayed.
 
-    First call `replay`. If it returns None, run a step with `batch` and `walk`.
-
-    Parameters
-    ----------
-    graph, devices, modules, stages, optimizers
-        Those of the pipeline.
-    zero_grad
-        Whether each step begins without gradients. If False, gradients add up over steps, except
-        for those of copies.
+    First call `replay`. If it returns None, run a step with `batch` and `walk`. Unless steps begin
+    without gradients (``zero_grad``), these add up over steps, except for those of copies.
     """
 
     def __init__(
@@ -285,17 +264,14 @@ class StepCapture:
         """Return the batch that the next step reads; for a capture, a lasting copy."""
         if not self._is_capturing:
             return inputs, targets
-        self._inputs, self._targets = (_copy_on(self.device, x) for x in (inputs, targets))
+        self._inputs, self._targets = (
+            mapped(lambda x: x.to(self.device, copy=True) if isinstance(x, Tensor) else x, batch)
+            for batch in (inputs, targets)
+        )
         return self._inputs, self._targets
 
     def walk(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
-        """Run a step eagerly, or capture it and replay it once.
-
-        Raises
-        ------
-        ExecutionError
-            If the step cannot be captured.
-        """
+        """Run a step eagerly, or capture it and replay it once."""
         if self._is_capturing:
             self._capture(step, tasks)
             return
@@ -346,8 +322,14 @@ class StepCapture:
     def _launch(self, captured: _CapturedStep) -> None:
         """Launch the graph after the work of the caller's stream, and wait for it."""
         sync_from_first(self.modules, self.n_stages)
+        # The graph adds to static tensors, which take the present gradients of their parameters.
         for parameter, static in zip(self.parameters, captured.earlier_gradients, strict=True):
-            _restore(static, parameter.grad)
+            if static is None or parameter.grad is static:
+                continue
+            if parameter.grad is None:
+                static.zero_()
+            else:
+                static.copy_(parameter.grad)
         captured.step.events.is_replay = True
         captured.step.events.host_seconds = self._recorder.launch(captured.graph)
         self._set_gradients(captured.gradients)
@@ -374,21 +356,6 @@ class StepCapture:
             "stages and loss must not wait for the GPU (.item(), .cpu(), printing a tensor, shapes "
             "that depend on values); change them, or leave out cuda_graph"
         ) from cause
-
-
-def _restore(static: Tensor | None, gradient: Tensor | None) -> None:
-    """Copy the present gradient of a parameter into the tensor to which the graph adds."""
-    if static is None or gradient is static:
-        return
-    if gradient is None:
-        static.zero_()
-    else:
-        static.copy_(gradient)
-
-
-def _copy_on(device: torch.device, batch: Batch) -> Batch:
-    """Return a copy of a batch on a device."""
-    return mapped(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, batch)
 
 
 def _copy(static: Batch, batch: Batch) -> None:

@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 
 from pipeexec.data_parallel.compiled_modules import is_compiled
-from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import RemoteDevice, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.nesting import Arguments, call_arguments, with_tensors
-from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches, to_devices
+from pipeexec.stages.microbatches import BatchShares
+from pipeexec.stages.batches import Batch, check_batch, split_batches, to_devices
 from pipeexec.stages.loss_function import LossFunction
-from pipeexec.stages.microbatches import BatchFacts, BatchShares, Microbatches, batch_facts
+from pipeexec.stages.step_loss import LossShapes
+from pipeexec.stages.step_loss import StepLoss
+from pipeexec.stages.microbatches import Microbatches, batch_facts
 from pipeexec.stages.module_call import task_seed
+from pipeexec.stages.batches import BatchDims
 from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import StageLike
-from pipeexec.stages.step_loss import LossShapes, StepLoss
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
@@ -33,8 +37,6 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-
-# Checks and warnings
 
 
 def check_step_batch(
@@ -183,28 +185,19 @@ def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
     )
 
 
-# Micro-batches
-
-
 @dataclass(eq=False)
 class StepInputs:
-    """Inputs of one step: micro-batches, loss and seed.
+    """Inputs of one step, whose ``loss`` holds the targets and adds losses of micro-batches.
 
     Attributes
     ----------
-    shares
-        Share of the batch of each replica.
     microbatches
         Tensors of each micro-batch of all replicas; empty for micro-batches of other processes.
-    loss
-        Loss of the step: holds the targets and adds the losses of micro-batches.
     number
         Number of the step.
     arguments
         Positional and keyword arguments of the first stage for each micro-batch of all replicas,
         with the tensors of the whole batch; None if it takes the tensors alone.
-    seed
-        Seed from which the seeds of tasks are derived.
     """
 
     shares: BatchShares
@@ -279,19 +272,14 @@ def split_inputs(
         device_ranks([devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0),
     )
     if facts is not None:
-        step_loss.output_shapes = _loss_shapes(facts, shares, loss)
+        if facts.weights is not None and loss.reduction == "sum":
+            raise ArgumentError(
+                "Microbatches have weights, which are those of a mean, but loss_reduction is "
+                "'sum'; leave the weights out"
+            )
+        step_loss.output_shapes = LossShapes(shares.target_shapes(), has_weights=shares.has_weights)
     arguments = None if is_split else _microbatch_arguments(inputs, graph, numbers, n_microbatches)
     return StepInputs(shares, microbatches, step_loss, number, arguments)
-
-
-def _loss_shapes(facts: BatchFacts, shares: BatchShares, loss: LossFunction) -> LossShapes:
-    """Return the shapes of `Microbatches`; raise `ArgumentError` for weights of a sum."""
-    if facts.weights is not None and loss.reduction == "sum":
-        raise ArgumentError(
-            "Microbatches have weights, which are those of a mean, but loss_reduction is 'sum'; "
-            "leave the weights out"
-        )
-    return LossShapes(shares.target_shapes(), has_weights=shares.has_weights)
 
 
 def _microbatch_arguments(

@@ -9,10 +9,12 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.distributed.channels import ExpectedMessage, LostConnection, Mismatch, set_step
+from pipeexec.distributed.channels import ExpectedMessage, LostConnection
+from pipeexec.distributed.watchdog import Failure
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
+from pipeexec.distributed.channels import Mismatch, set_step
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Failure, Status
+from pipeexec.distributed.watchdog import Status
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import agree_on_graph, agree_on_messages
@@ -45,7 +47,7 @@ def raise_failure(
 def _multi_process_error(
     step: Step, processes: Processes, interrupt: BaseException | None
 ) -> BaseException:
-    """Return the error of a step of several processes; every process raises it.
+    """Return the error of a step of several processes, which every process raises.
 
     The caller raises it. A traceback holds the local variables of its frames, and the error is
     such a variable here.
@@ -77,7 +79,6 @@ def _multi_process_error(
 
 
 def _single_process_error(step: Step) -> ExecutionError:
-    """Return the error of a step of one process."""
     error: ExecutionError
     if step.failure is None:
         assert step.stall is not None
@@ -98,7 +99,7 @@ def _single_process_error(step: Step) -> ExecutionError:
 
 
 def _optimizer_note(step: Step, ran: NDArray[np.bool_]) -> str:
-    """Return a text about the optimizers that changed weights in a failed step; empty if none."""
+    """Name the stages whose optimizers changed weights in a failed step; empty if none did."""
     stages = np.unique(step.graph.stage[ran & (step.graph.op == Op.STEP)]).tolist()
     if not stages or not any(step.gradients.optimizers):
         return ""
@@ -111,7 +112,6 @@ def _optimizer_note(step: Step, ran: NDArray[np.bool_]) -> str:
 
 
 def _task_error_text(step: Step, index: int, cause: BaseException) -> str:
-    """Return the task, place and error of a failed task, as text."""
     task, place = step.graph.task(index), task_place(step.graph, index)
     notes = "".join(f" ({note!s:.300})" for note in getattr(cause, "__notes__", ()))
     return f"{task} failed ({place}): {type(cause).__name__}: {cause}{notes}"
@@ -120,7 +120,6 @@ def _task_error_text(step: Step, index: int, cause: BaseException) -> str:
 def _local_failure(
     step: Step, processes: Processes, interrupt: BaseException | None
 ) -> Failure | None:
-    """Return the failure of this process, to be posted to all others; None if there is none."""
     rank, number = processes.rank, step.number
     if step.failure is None:
         return None
@@ -167,23 +166,11 @@ class ProcessReports:
 
     Every process must make it, with the same graph.
 
-    Parameters
-    ----------
-    graph, model
-        Graph and model of the steps.
-    processes
-        Processes of the pipeline.
-
     Attributes
     ----------
     shapes
         Those of `Microbatches`, or of the batch of a forward-only graph, as text that is equal in
         all processes; None for other steps, whose batches have one shape.
-
-    Raises
-    ------
-    DeadlockError
-        If messages between processes would deadlock.
     """
 
     def __init__(self, graph: TaskGraph, model: PlacedModel, processes: Processes) -> None:

@@ -26,7 +26,8 @@ from pipeexec.stages.loss_function import MetricSum
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.timeline.timeline import Timeline, align_collectives
+from pipesim.timeline.timeline import align_collectives
+from pipesim.timeline.timeline import Timeline
 
 Floats = NDArray[np.float64]
 
@@ -43,16 +44,10 @@ class ProcessResult:
         Times of its tasks, relative to ``zero``; NaN for tasks of other processes.
     losses
         Losses of the micro-batches whose last stage is in this process, by micro-batch.
-    host_seconds
-        Time in which its host issued all its tasks (s).
-    peak_held
-        Most micro-batches whose activations each device held; 0 for devices of other processes.
+    host_seconds, peak_held, clock_error, host_times
+        As in `StepResult`; 0 or NaN for devices and tasks of other processes.
     loss_dtype
         Name of the losses' torch dtype; empty if there are no losses.
-    clock_error
-        Largest error of time differences between two of its devices (s).
-    host_times
-        Time in which its host issued each task (s); NaN for tasks of other processes.
     metrics
         Total and count of each metric of ``loss_fn``; no count for weighted values.
     votes
@@ -75,7 +70,8 @@ class ProcessResult:
         """Return the result as bytes: a line of JSON, then the columns of the tasks that ran."""
         tasks = np.flatnonzero(self.timeline.ran)
         columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
-                   self.timeline.nbytes[tasks], _issue_times(self.timeline)[tasks],
+                   self.timeline.nbytes[tasks],
+                   _values_or_nan(self.timeline.issued, len(self.timeline))[tasks],
                    _values_or_nan(self.host_times, len(self.timeline))[tasks]]  # fmt: skip
         head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
                 self.loss_dtype, self.clock_error, dict(self.metrics), self.votes]  # fmt: skip
@@ -83,7 +79,7 @@ class ProcessResult:
 
     @classmethod
     def unpack(cls, graph: TaskGraph, text: bytes) -> ProcessResult:
-        """Return the result from the bytes of `pack`."""
+        """Return the result that `pack` has turned into bytes."""
         line, _, body = text.partition(b"\n")
         zero, losses, host_seconds, peak_held, dtype, clock_error, metrics, votes = json.loads(line)
         tasks, *columns = np.frombuffer(body).reshape(6, -1)
@@ -111,13 +107,7 @@ def none_if_all_nan(column: Floats) -> Floats | None:
     return None if np.isnan(column).all() else column
 
 
-def _issue_times(timeline: Timeline) -> Floats:
-    """Return the time at which each task was issued; NaN if it is unknown."""
-    return _values_or_nan(timeline.issued, len(timeline))
-
-
 def _values_or_nan(column: Floats | None, n_tasks: int) -> Floats:
-    """Return a column of tasks; NaN for all of them if it is None."""
     return np.full(n_tasks, np.nan) if column is None else column
 
 
@@ -136,12 +126,18 @@ def merge_results(graph: TaskGraph, parts: Iterable[ProcessResult]) -> ProcessRe
     start, end, nbytes, issued, issue_seconds = _columns_before_run(len(graph))
     for part in parts:
         ran = part.timeline.ran
-        issued[ran] = _issue_times(part.timeline)[ran] + (part.zero - zero)
+        issued[ran] = _values_or_nan(part.timeline.issued, len(graph))[ran] + (part.zero - zero)
         start[ran] = part.timeline.start[ran] + (part.zero - zero)
         end[ran] = part.timeline.end[ran] + (part.zero - zero)
         nbytes[ran] = part.timeline.nbytes[ran]
         issue_seconds[ran] = _values_or_nan(part.host_times, len(graph))[ran]
     peak_held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
+    metrics: dict[str, tuple[float, float | None]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        pairs = [part.metrics[name] for part in parts if name in part.metrics]
+        counts = [count for _, count in pairs if count is not None]
+        total = math.fsum(total for total, _ in pairs)
+        metrics[name] = total, math.fsum(counts) if counts else None
     return ProcessResult(
         zero,
         Timeline(
@@ -153,21 +149,9 @@ def merge_results(graph: TaskGraph, parts: Iterable[ProcessResult]) -> ProcessRe
         max(part.loss_dtype for part in parts),
         sum(sorted(part.clock_error for part in parts)[-2:]),
         none_if_all_nan(issue_seconds),
-        _merged_metrics([part.metrics for part in parts]),
+        metrics,
         sum(part.votes for part in parts),
     )
-
-
-def _merged_metrics(
-    rows: Sequence[Mapping[str, tuple[float, float | None]]],
-) -> dict[str, tuple[float, float | None]]:
-    """Return the sums of totals and counts over processes."""
-    merged: dict[str, tuple[float, float | None]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        pairs = [row[name] for row in rows if name in row]
-        counts = [count for _, count in pairs if count is not None]
-        merged[name] = math.fsum(total for total, _ in pairs), math.fsum(counts) if counts else None
-    return merged
 
 
 class Milestone(NamedTuple):
@@ -181,36 +165,18 @@ class Milestone(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """Events of a step of this process, and the other columns of its timeline.
+    """Events of a step of this process, and the other columns of its timeline; see `StepEvents`.
 
     Attributes
     ----------
-    graph
-        Task graph of the step.
-    clock
-        Clocks of the devices; None if the step failed before it started.
     local_numbers
         Position of each device of the graph among this process's devices; -1 for remote devices.
     on_host
         Whether each device of the graph is a CPU, whose clock is the host's.
-    start_events, end_events
-        An event a task; None if the task was not issued.
-    ran
-        Whether each task ran.
     leaders
         For members of a collective that another member of this process runs: that member.
-    nbytes, issued
-        Bytes that each task moved, and the time at which the host issued it (s).
     order
         The tasks of this process in the order in which they were issued.
-    host_seconds
-        Time in which the host issued all tasks (s).
-    issue_seconds
-        Time in which host threads issued each task (s); None without host threads.
-    milestones
-        Events of reductions that wait for a part of a backward.
-    is_replay
-        Whether the host launched one CUDA graph.
     may_be_running
         Whether some tasks may not have ended.
     """
@@ -273,16 +239,11 @@ class Readings:
         seconds[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)
         return seconds
 
-    @property
-    def clock_error(self) -> float:
-        """Largest error of time differences between two devices (s)."""
-        return 0.0 if self.clock is None else self.clock.error
-
     def fields(self) -> dict[str, Any]:
         """Return the fields of `StepResult` that come from events, by name."""
         return {
             "timeline": self.timeline,
-            "clock_error": self.clock_error,
+            "clock_error": 0.0 if self.clock is None else self.clock.error,
             "milestones": self.milestone_shares,
             "host_times": self.host_times,
         }
@@ -337,18 +298,6 @@ class StepResult:
         Whether no optimizer stepped, since a gradient was not finite; see ``grad_scaler`` of
         `pipeexec.Pipeline`.
 
-    Raises
-    ------
-    ExecutionError
-        By ``loss`` and ``metrics``, if a last stage is in another process, and the result was not
-        gathered.
-
-    See Also
-    --------
-    pipeexec.Pipeline.step : Returns such a result.
-    pipeexec.EvaluationResult : Result of an evaluation.
-    pipesim.compare : Compare its timeline with a prediction.
-
     Examples
     --------
     >>> import torch
@@ -402,10 +351,7 @@ class StepResult:
     def loss(self) -> Tensor:
         """Loss of the whole batch, or mean loss of its mini-batches; a tensor without dimensions.
 
-        Raises
-        ------
-        ExecutionError
-            If a last stage is in another process, and the result was not gathered.
+        If a last stage is in another process, it raises `ExecutionError` before `Pipeline.gather`.
         """
         self._check_complete("the loss is")
         first = self.losses[0]
@@ -417,12 +363,8 @@ class StepResult:
 
         A metric that is a number is a mean weighted by samples, or a sum if losses are sums; over
         several mini-batches it is the mean of theirs. One that is ``(sum, count)`` is the sum of
-        all sums over that of all counts. The first access waits for values on GPUs.
-
-        Raises
-        ------
-        ExecutionError
-            If a last stage is in another process, and the result was not gathered.
+        all sums over that of all counts. The first access waits for values on GPUs. They raise
+        where `loss` does.
         """
         self._check_complete("metrics are")
         return {name: x.value(self.n_losses) for name, x in self.metric_sums.items()}
@@ -468,44 +410,14 @@ class EvaluationResult(StepResult):
 
     Attributes
     ----------
-    losses
-        Share of each micro-batch in the loss of the batch.
-    timeline
-        Start and end of each task of the forward-only graph (s); NaN for tasks of other processes.
+    losses, timeline, host_seconds, part, clock_error, host_times, metric_sums
+        As those of `StepResult`, of the forward-only graph.
     peak_held
         0 for each device, as no activations are kept; shape ``(n_devices,)``.
-    host_seconds, part, clock_error, host_times, metric_sums
-        As those of `StepResult`.
     n_losses
         1: mini-batches count as one batch.
-    milestones
-        Empty, as there is no backward.
-    grad_norm
-        None, as there are no gradients.
-    skipped
-        False, as there is no optimizer step.
-
-    Raises
-    ------
-    ExecutionError
-        By ``loss`` and ``metrics``, as those of `StepResult`.
-
-    See Also
-    --------
-    pipeexec.Pipeline.evaluate : Returns such a result.
-    pipeexec.StepResult : Result of a training step, with the same fields.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.nn.functional import mse_loss
-    >>> import pipeexec as px, pipesim as ps
-    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-    >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-    >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss) as pipeline:
-    ...     result = pipeline.evaluate(x, x)
-    >>> result.peak_held, result.loss.shape
-    ((0, 0), torch.Size([]))
+    milestones, grad_norm, skipped
+        Empty, None and False, as there is neither a backward nor an optimizer step.
     """
 
 

@@ -29,11 +29,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.sharding import check_sharding
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_capture import StepCapture
-from pipeexec.executor.step_gradients import (
-    StepGradients,
-    check_gradient_options,
-    clear_later_copies,
-)
+from pipeexec.executor.step_gradients import StepGradients, check_gradient_options
 from pipeexec.executor.step_inputs import (
     check_step_batch,
     split_inputs,
@@ -45,60 +41,31 @@ from pipeexec.executor.step_inputs import (
 )
 from pipeexec.executor.step_reports import ProcessReports, raise_failure
 from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.experts.expert_shares import check_experts, counted_parameters
+from pipeexec.executor.tied_parameters import check_tied_graph, clear_later_copies
+from pipeexec.experts.expert_shares import counted_parameters
+from pipeexec.experts.expert_shares import check_experts
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.nesting import Arguments, tensors_in
-from pipeexec.stages.activations import ActivationCounter, storages
-from pipeexec.stages.batches import Batch, warn_of_squares
+from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.microbatches import BatchShares
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.restore import EarlierGradients
 from pipeexec.stages.loss_function import LossFunction
-from pipeexec.stages.microbatches import BatchShares, are_microbatches
-from pipeexec.stages.restore import EarlierGradients, restore_afterwards
+from pipeexec.stages.microbatches import are_microbatches
+from pipeexec.stages.activations import storages
+from pipeexec.stages.restore import restore_afterwards
+from pipeexec.stages.batches import warn_of_squares
 from pipeexec.stages.sequence_slices import check_sliceable
-from pipeexec.stages.stage import Stage, StageLike
+from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
 
 
-def complete_gradients(
-    step: Step, model: PlacedModel, *, accumulates: bool, has_optimizer_steps: bool
-) -> None:
-    """Assign reduced gradients, divide by counts, add earlier gradients, and update the scale.
-
-    Parameters
-    ----------
-    step
-        Step whose tasks have all run.
-    model
-        The pipeline's model.
-    accumulates
-        Whether gradients are left for a later step.
-    has_optimizer_steps
-        Whether the graph has STEP, which divides gradients by counts itself.
-
-    Raises
-    ------
-    ExecutionError
-        If ``loss_fn`` returned ``(sum, count)`` in a graph that cannot divide by the count.
-    """
-    for slot in list(step.gradients.reduced):  # of graphs without STEP
-        assign_reduced_gradients(step, slot)
-    if accumulates:
-        model.accumulated.add(step.inputs.loss)
-    elif not has_optimizer_steps and step.inputs.loss.is_counted():
-        _divide_by_counts(step, model)
-    if model.accumulated.n_steps and not accumulates:
-        model.accumulated = AccumulatedSteps()
-    if step.gradients.earlier is not None:
-        step.gradients.earlier.add()
-    scaling, norm = model.gradient_options.scaling, step.gradients.norm
-    if scaling is not None and norm is not None:
-        scaling.update(float(norm.norm))
-
-
 def _divide_by_counts(step: Step, model: PlacedModel) -> None:
-    """Divide the gradients of all local stages by the count of the loss."""
+    """Divide the gradients of all local stages by the count of the loss, as STEP would."""
     if model.cuda_graph or step.graph.n_batches > 1:
         raise ExecutionError(
             "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
@@ -115,23 +82,12 @@ Walk = Callable[[Step, Sequence[PlannedTask]], None]
 
 
 class StepRunner:
-    """Runs the steps of one graph on a placed model.
-
-    Parameters
-    ----------
-    graph
-        Verified here.
-    model
-        Stages, devices and optimizers; pipelines of other graphs may share it.
-    loss
-        Loss function of the steps.
-    n_steps
-        Number of steps that have run before.
+    """Runs the steps of one graph on a placed model, which pipelines of other graphs may share.
 
     Attributes
     ----------
-    graph, model, loss, n_steps
-        As given; ``n_steps`` counts the steps of this runner too.
+    n_steps
+        Number of steps that have run, those before this runner included.
     timeout
         Seconds without progress after which a step is given up; None for no limit.
     shares
@@ -142,13 +98,8 @@ class StepRunner:
         One a module of the model, those of other processes included.
     tasks
         Planned tasks of this process, in order of ids.
-    reports
-        Reports to other processes; None in a pipeline of one process.
-    capture
-        Captures steps as CUDA graphs; None for eager steps.
     """
 
-    #: Class of the results of steps.
     result_type: ClassVar[type[StepResult]] = StepResult
 
     #: Whether steps change gradients, and whether these are left for a later step.
@@ -160,6 +111,7 @@ class StepRunner:
         verify(graph)
         check_sharding(graph, model.sharding, trains=self.trains)
         if self.trains and not self.accumulates:
+            check_tied_graph(model.gradient_options.tied, graph)
             check_gradient_options(
                 model.gradient_options,
                 graph,
@@ -235,13 +187,7 @@ class StepRunner:
         return self.result(self.run(*capture.batch(inputs, targets), capture.walk))
 
     def run(self, inputs: Batch | None, targets: Any, walk: Walk) -> Step:
-        """Run a step, whose tasks ``walk`` issues; return it when it has ended.
-
-        Raises
-        ------
-        StageError, StallError, PeerError, ArgumentError, ExecutionError
-            See `Pipeline.step`.
-        """
+        """Run a step, whose tasks ``walk`` issues; return it when it has ended."""
         step = self._start(inputs, targets)
         random_state = torch.get_rng_state()
         try:
@@ -380,11 +326,9 @@ class StepRunner:
                 stage.batch_storages = storages(batch)
 
     def _check(self, inputs: Batch | None, targets: Any) -> None:
-        """Raise unless a batch can be run."""
         check_step_batch(inputs, targets, self.graph, self.model.devices)
 
     def _keep_earlier_gradients(self, step: Step) -> None:
-        """Keep gradients from before a step that adds to them, or weigh them."""
         self.model.accumulated.weigh(step.inputs.loss, self.model.modules)
         if not self.model.zero_grad and not self.model.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
@@ -436,10 +380,7 @@ class StepRunner:
                 parameter.grad = None
 
     def _begin_stages(self, arguments: Sequence[Arguments] | None) -> None:
-        """Begin a step in every stage, and count its activations from zero.
-
-        ``arguments`` are those of the first stage; see `StepInputs`.
-        """
+        """Begin a step in every stage, and count its activations from zero."""
         autocast = current_autocast()
         homes, m = self.graph.homes.ravel().tolist(), self.graph.n_microbatches
         for slot, (stage, number) in enumerate(zip(self.stages, homes, strict=False)):
@@ -495,13 +436,21 @@ class StepRunner:
             self._microbatch_loss.step = None
 
     def _complete_gradients(self, step: Step) -> None:
-        """Complete the gradients of a step whose tasks have all run."""
-        complete_gradients(
-            step,
-            self.model,
-            accumulates=self.accumulates,
-            has_optimizer_steps=self._has_optimizer_steps,
-        )
+        """Assign reduced gradients, divide by counts, add earlier gradients, update the scale."""
+        model, gradients, loss = self.model, step.gradients, step.inputs.loss
+        for slot in list(gradients.reduced):  # of graphs without STEP
+            assign_reduced_gradients(step, slot)
+        if self.accumulates:
+            model.accumulated.add(loss)
+        elif not self._has_optimizer_steps and loss.is_counted():
+            _divide_by_counts(step, model)
+        if model.accumulated.n_steps and not self.accumulates:
+            model.accumulated = AccumulatedSteps()
+        if gradients.earlier is not None:
+            gradients.earlier.add()
+        scaling, norm = model.gradient_options.scaling, gradients.norm
+        if scaling is not None and norm is not None:
+            scaling.update(float(norm.norm))
 
     def _end(self, step: Step) -> None:
         """End a step; after a failure, restore the gradients from before it where they are kept."""
@@ -527,7 +476,6 @@ class StepRunner:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Pause Python's cycle collector in a block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -538,13 +486,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 class AccumulatingRunner(StepRunner):
-    """Runs the graph of a pipeline without STEP.
-
-    Parameters
-    ----------
-    last
-        Runs the step that follows, with the optimizers: gives graph, model, loss and timeout.
-    """
+    """Runs the graph of a pipeline without STEP; ``last`` runs the step that follows, with it."""
 
     accumulates = True
 

@@ -25,18 +25,10 @@ from pipesim.ops import COPIES, SEGMENTED, Op
 
 
 class StageParts(NamedTuple):
-    """A stage with n layers of experts, cut at them.
-
-    Attributes
-    ----------
-    layers
-        Layers with experts, in the order in which they run.
-    between
-        Modules before the first, between two, and after the last of them; n + 1 lists.
-    """
+    """A stage with n layers of experts, cut at them, in the order in which they run."""
 
     layers: list[Experts]
-    between: list[list[nn.Module]]
+    between: list[list[nn.Module]]  # before the first, between two, after the last: n + 1
 
 
 def expert_layers(module: nn.Module) -> list[Experts]:
@@ -136,14 +128,7 @@ def member_of_replica(graph: TaskGraph) -> list[int]:
 def check_experts(modules: Sequence[nn.Module], graph: TaskGraph, *, cuda_graph: bool) -> None:
     """Raise unless the stages have the layers that a graph was lowered with, and can run them.
 
-    Parameters
-    ----------
-    modules
-        Modules of all replicas; stages of other processes are a `RemoteStage`.
-    graph
-        Graph to run.
-    cuda_graph
-        Whether steps are captured.
+    Modules are those of all replicas; stages of other processes are a `RemoteStage`.
     """
     lowered, g = layers_of_graph(graph), n_members(graph)
     members = member_of_replica(graph)
@@ -234,18 +219,10 @@ def _check_options(graph: TaskGraph, layers: Sequence[int], cuda_graph: bool) ->
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The processes that have the same experts of a stage as this one.
+    """The processes that have the same experts of a stage as this one."""
 
-    Attributes
-    ----------
-    group
-        Process group; None if no other process has them.
-    is_first
-        Whether this process has the lowest rank of them.
-    """
-
-    group: ProcessGroup | None
-    is_first: bool
+    group: ProcessGroup | None  # None if no other process has them
+    is_first: bool  # whether this process has the lowest rank of them
 
 
 def shared_out(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -269,20 +246,8 @@ def counted_parameters(
     """Yield the parameters of a copy of a stage whose gradients no other copy counts.
 
     After a step every copy has the sums. A norm takes each of them from one copy, and so does a
-    later step that adds to them.
-
-    Parameters
-    ----------
-    module
-        The copy.
-    parameters
-        Its parameters, or those that are trained.
-    group
-        Processes that have the same experts; None if the copy has all experts, or none.
-    is_first
-        Whether it is the first of all copies.
-    is_first_here
-        Whether it is the first copy of this process.
+    later step that adds to them. ``group`` is None if the copy has all experts, or none;
+    ``is_first`` tells whether it is the first of all copies, ``is_first_here`` of this process.
     """
     experts = set() if group is None else {id(p) for p in shared_out(module).values()}
     counts_experts = group is not None and group.is_first and is_first_here

@@ -83,8 +83,6 @@ class Experts(nn.Module):
 
     Attributes
     ----------
-    n_experts, experts_per_token, width
-        As given.
     held
         Numbers of the experts that this module has, which name them in ``state_dict()``.
 
@@ -121,10 +119,8 @@ class Experts(nn.Module):
                 f"expert must be a function that makes one expert, got {expert!r:.60}; give such "
                 "as lambda: nn.Linear(64, 64)"
             )
-        self.width, self.n_experts = (
-            check_count("width", width),
-            check_count("n_experts", n_experts),
-        )
+        self.width = check_count("width", width)
+        self.n_experts = check_count("n_experts", n_experts)
         self.experts_per_token = check_count("experts_per_token", experts_per_token)
         if experts_per_token > n_experts:
             raise ArgumentError(
@@ -168,19 +164,6 @@ class Experts(nn.Module):
         torch.Tensor
             Shape of the input.
 
-        Raises
-        ------
-        ExecutionError
-            If the module has only a share of the experts.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
-        >>> x = torch.ones(3, 4)
-        >>> layer(x).shape
-        torch.Size([3, 4])
         """
         if not self.has_all:
             raise ExecutionError(
@@ -205,17 +188,6 @@ class Experts(nn.Module):
             Tokens sorted by expert, number of rows of each expert, and the values that `combine`
             needs.
 
-        Examples
-        --------
-        Each of three tokens goes to two experts:
-
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
-        >>> x = torch.ones(3, 4)
-        >>> routed = layer.route(x)
-        >>> routed.rows.shape, int(routed.counts.sum())
-        (torch.Size([6, 4]), 6)
         """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.width,):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -260,21 +232,6 @@ class Experts(nn.Module):
         -------
         torch.Tensor
             One row of results for each row.
-
-        Raises
-        ------
-        KeyError
-            If this module does not have one of the experts.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
-        >>> x = torch.ones(3, 4)
-        >>> routed = layer.route(x)
-        >>> layer.compute(routed.rows, routed.counts[None], layer.held).shape
-        torch.Size([6, 4])
         """
         experts = [self.experts[str(k)] for k in own]
         return run_experts(experts, rows, counts, counts.sum(0).tolist())
@@ -294,11 +251,6 @@ class Experts(nn.Module):
         torch.Tensor
             Shape of the input, with the residual and the shared expert.
 
-        Raises
-        ------
-        IndexError
-            By torch, if there are fewer results than rows.
-
         Examples
         --------
         >>> import torch
@@ -317,9 +269,7 @@ class Experts(nn.Module):
         return output if routed.kept is None else routed.kept + output
 
     def like_output(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape and type of the output.
-
-        One expert runs on all tokens.
+        """Return a tensor of the shape and type of the output: one expert runs on all tokens.
 
         Parameters
         ----------
@@ -330,20 +280,6 @@ class Experts(nn.Module):
         -------
         torch.Tensor
             Shape of the input. Its values are of no use.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if the tokens cannot be cut into rows of the width.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
-        >>> x = torch.ones(3, 4)
-        >>> layer.like_output(x).shape
-        torch.Size([3, 4])
         """
         hidden = (x if self.norm is None else self.norm(x)).reshape(-1, self.width)
         weights = self.router(hidden).softmax(-1)
@@ -358,15 +294,6 @@ class Experts(nn.Module):
         -------
         str
             The text between the parentheses of `repr`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layer = px.Experts(lambda: torch.nn.Linear(4, 4), 4, n_experts=8)
-        >>> x = torch.ones(3, 4)
-        >>> layer.extra_repr()
-        'width=4, n_experts=8, experts_per_token=2'
         """
         words = f"width={self.width}, n_experts={self.n_experts}"
         words += f", experts_per_token={self.experts_per_token}"

@@ -42,19 +42,11 @@ from pipeexec.stages.stage import Stage, run_backward
 
 
 class RowNumbers(NamedTuple):
-    """Numbers of rows of one member, on the host.
+    """Numbers of rows of one member, on the host."""
 
-    Attributes
-    ----------
-    sent, received
-        Number of rows for, and from, each member.
-    per_expert
-        Number of rows that each expert of the member gets in the dispatch.
-    """
-
-    sent: list[int]
-    received: list[int]
-    per_expert: list[int]
+    sent: list[int]  # for each member
+    received: list[int]  # from each member
+    per_expert: list[int]  # that each expert of the member gets in the dispatch
 
     def reversed(self) -> RowNumbers:
         """Return the numbers of an exchange that sends rows back."""
@@ -62,18 +54,13 @@ class RowNumbers(NamedTuple):
 
 
 class Rows(tuple[Tensor, ...]):
-    """Rows of one member, before or after an exchange.
+    """Rows of one member for all members, or from all of them, in their order.
 
-    Parameters
-    ----------
-    tensors
-        Rows for all members, or from all of them, in their order. In a dispatch also the number of
-        rows for, or from, each member and expert, shape ``(n_members, n)``.
-    numbers
-        Numbers of rows of the exchange; None before a dispatch.
+    In a dispatch also the number of rows for, or from, each member and expert, shape
+    ``(n_members, n)``.
     """
 
-    numbers: RowNumbers | None
+    numbers: RowNumbers | None  # None before a dispatch
 
     def __new__(cls, tensors: Iterable[Tensor], numbers: RowNumbers | None = None) -> Self:
         """Return a tuple of the tensors, with the numbers."""
@@ -95,12 +82,8 @@ class Rows(tuple[Tensor, ...]):
 def exchange_rows(members: Sequence[Rows], group: ProcessGroup | None = None) -> list[Rows]:
     """Return the rows that each member receives.
 
-    Parameters
-    ----------
-    members
-        All members in their order; or, with a group, the one of this process.
-    group
-        Process group with one member a process, in order of ranks; None if all are here.
+    All members are here, in their order; or, with a group, the one of this process. The group then
+    has one member a process, in order of ranks.
     """
     rows, *counts = (list(tensors) for tensors in zip(*members, strict=True))
     numbers = [member.numbers for member in members if member.numbers is not None]
@@ -160,35 +143,19 @@ class Segment:
 
 @dataclass
 class MicrobatchState:
-    """What a stage keeps of a micro-batch between its segments.
-
-    Attributes
-    ----------
-    segments
-        Segments that have run forward, without those that have run backward.
-    numbers
-        Numbers of rows of the dispatch of each layer, without those whose experts have run
-        backward.
-    counts
-        Number of rows from each member for each expert, in the latest dispatch.
-    routed
-        The latest layer's tokens, without rows; its tensors are leaves of the next segment but one.
-    kept_gradients
-        Gradients of the tensors kept by the segment before the experts; set by the one after them.
-    deferred
-        Weight gradients that I leaves for W.
-    random_state
-        State of the random numbers of the next segment.
-    drew
-        Whether a segment drew any.
-    """
+    """What a stage keeps of a micro-batch between its segments."""
 
     deferred: DeferredGradients | None
-    random_state: Seed
+    random_state: Seed  # of the next segment
+    #: Segments that have run forward, without those that have run backward.
     segments: list[Segment] = field(default_factory=list)
+    #: Of the dispatch of each layer, without those whose experts have run backward.
     numbers: list[RowNumbers] = field(default_factory=list)
+    #: Number of rows from each member for each expert, in the latest dispatch.
     counts: Tensor | None = None
+    #: The latest layer's tokens, without rows; its tensors are leaves of the next segment but one.
     routed: Routed | None = None
+    #: Of the tensors kept by the segment before the experts; set by the one after them.
     kept_gradients: Values = ()
     drew: bool = False
 
@@ -207,19 +174,9 @@ def with_kept(routed: Routed, kept: Sequence[Tensor]) -> Routed:
 
 
 class ExpertStage(Stage):
-    """A stage whose layers with experts are spread over replicas.
+    """A stage whose layers with experts are spread over ``n_members`` replicas.
 
-    Parameters
-    ----------
-    module, index, device, counter, loss_fn
-        As of `Stage`.
-    member, n_members
-        Which of how many replicas that together have all experts this one is.
-
-    Attributes
-    ----------
-    expert_group
-        Processes with the same experts; None if all have all.
+    This replica is number ``member`` of those that together have all experts.
     """
 
     #: Whether backwards follow.
@@ -240,7 +197,7 @@ class ExpertStage(Stage):
         self.parts = stage_parts(module, index)
         self.member, self.n_members = member, n_members
         self.last = 2 * len(self.parts.layers)  # segment
-        self.expert_group: ExpertGroup | None = None
+        self.expert_group: ExpertGroup | None = None  # None if all processes have all experts
         self._states: dict[int, MicrobatchState] = {}
 
     def own_experts(self, layer: Experts) -> range:
@@ -263,7 +220,10 @@ class ExpertStage(Stage):
             inputs = tuple(x for x in (values if number == 0 else values[:1]) if x is not None)
             inputs += kept_tensors(state.routed)
         needs_grad = self.trains and (number > 0 or self.needs_input_grad)
-        leaves = tuple(x.detach().requires_grad_(needs_grad and _has_grad(x)) for x in inputs)
+        leaves = tuple(
+            x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
+            for x in inputs
+        )
         with torch.set_grad_enabled(self.trains):
             outputs = self._call_segment(state, microbatch, number, leaves)
         if self.trains:
@@ -445,7 +405,3 @@ class ForwardExpertStage(ExpertStage):
         if number == 0 and not torch.is_inference_mode_enabled():
             values = tuple(x.clone() if x is not None and x.is_inference() else x for x in values)
         return super().forward_segment(microbatch, number, values, seed, split)
-
-
-def _has_grad(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.make_devices import CpuDevice, parse_device
+from pipeexec.devices.make_devices import parse_device
 from pipeexec.stages.batches import check_dense
 from pipesim.errors import (
     ArgumentError,
@@ -96,13 +97,7 @@ def check_module(module: object) -> None:
 
 
 def check_order(order: Schedule | None, n_partitions: int) -> None:
-    """Check a schedule whose backwards the partitions are to follow.
-
-    Raises
-    ------
-    ScheduleError
-        For a schedule that cannot run.
-    """
+    """Check a schedule whose backwards the partitions are to follow."""
     if order is None:
         return
     check_type("backward_order", order, Schedule)

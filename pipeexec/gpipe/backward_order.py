@@ -45,8 +45,6 @@ from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.autograd_engine import engine_order, newest_first
 from pipesim.scheduling.schedule import Schedule
 
-# Orders of tasks
-
 #: A forward: micro-batch and partition.
 Cell = tuple[int, int]
 #: A task: operation, micro-batch and partition.
@@ -112,8 +110,6 @@ def _backward_tasks(
             yield Op.B, i, action.stage
 
 
-# The autograd graph
-
 Tensors = tuple[Tensor, ...]
 
 
@@ -162,20 +158,8 @@ def link_backward(
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return a function that ties the outputs to the graph.
 
-    Parameters
-    ----------
-    backward
-        The backward to run.
-    inputs
-        Inputs of the mini-batch; those that require a gradient get it.
-    nodes
-        Takes what issues the tasks, and a phony; appends the nodes of the tasks to that phony, and
-        returns the phony of the last node.
-
-    Returns
-    -------
-    Callable
-        Takes the outputs of each micro-batch, and returns the outputs of the mini-batch.
+    ``nodes`` appends the nodes of the tasks to a phony, and returns the phony of the last node. The
+    returned function takes the outputs of each micro-batch, and returns those of the mini-batch.
     """
     has_entry = any(x.requires_grad for x in inputs)
     issuer = TaskIssuer(backward, has_entry)
@@ -199,12 +183,7 @@ _QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
 class TaskIssuer:
     """Issues the tasks of one call as the engine runs the nodes of the call.
 
-    Parameters
-    ----------
-    backward
-        The backward of the call.
-    has_entry
-        Whether the inputs need gradients, so that the last node is an `_Enter`.
+    If the inputs need gradients (``has_entry``), the last node is an `_Enter`.
     """
 
     def __init__(self, backward: Backward, has_entry: bool) -> None:
@@ -320,17 +299,8 @@ def join_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of a mini-batch's inputs, from those of its micro-batches.
 
-    Parameters
-    ----------
-    gradients
-        For each micro-batch, gradients by the number of the input; missing ones are zero.
-    shapes
-        For each micro-batch, the shapes of its inputs.
-
-    Returns
-    -------
-    list
-        One gradient an input; None where no micro-batch has one.
+    ``gradients`` are by the number of the input, ``shapes`` those of the inputs. A missing gradient
+    is zero; if no micro-batch has one, it is None.
     """
     whole: list[Tensor | None] = []
     for k in range(len(shapes[0])):

@@ -142,10 +142,10 @@ def balance_by_size(
         else input.chunk(chunks)[0]
     )
     sizes = []
-    for layer, (copy, inputs) in zip(module, isolated_layers(module, first, place), strict=True):
-        meter = ActivationMeter(ignored=[*copy.parameters(), *copy.buffers()])
+    for layer, (run, inputs) in zip(module, isolated_layers(module, first, place), strict=True):
+        meter = ActivationMeter(ignored=[*run.parameters(), *run.buffers()])
         with meter.saved_tensors():
-            copy(inputs)
+            run(inputs)
         parameters = sum(p.nbytes for p in layer.parameters())
         sizes.append(meter.peak + parameters * param_scale)
     return balance_costs(sizes, partitions)

@@ -55,19 +55,10 @@ COMPUTE, CALLER = "compute", "caller"
 
 
 class Call:
-    """One forward, and its backward.
-
-    Parameters
-    ----------
-    tasks
-        The tasks to run.
-    stream
-        Name of the stream of each device that computes: `COMPUTE` or `CALLER`.
+    """One forward, and its backward, on the stream of each device named ``stream``.
 
     Attributes
     ----------
-    clock
-        The clock of the events; None before the forward.
     start_events, end_events
         Events at the start and end of each task and message.
     order
@@ -209,7 +200,6 @@ class Call:
         return self.end_events[key]
 
     def _receive(self, i: int, streams: MessageStreams, send: TaskKey) -> None:
-        """Issue the RECV of the message that ``send`` sends."""
         key = streams.recv_op, streams.route.target, i, streams.recv_peer
         receive = partial(self._run_unless_failed, self.tasks.receive, i, streams, send)
         start, end = streams.recv_stream.run(receive, (self.end_events[send],))
@@ -228,7 +218,6 @@ class Call:
         return sum(fastest) / n
 
     def _run_unless_failed(self, task: Callable[..., None], *arguments: Any) -> None:
-        """Run a task, unless another task has failed."""
         if self.has_failed:
             return
         try:
@@ -338,20 +327,8 @@ class ForwardRunner:
     ) -> tuple[Call, bool, tuple[Tensor, ...]]:
         """Run a forward; return its call, whether the output is one tensor, and the outputs.
 
-        Parameters
-        ----------
-        runtime, stream
-            Stages and devices, and the name of the stream of each device that computes.
-        inputs, microbatches
-            Tensors of the mini-batch, and of each micro-batch.
-        recomputed
-            For each micro-batch, whether it is recomputed.
-        tracked
-            Partitions that have a backward.
-        batch_norms
-            Their running statistics are restored if the forward fails.
-        atomic
-            Whether the input is one tensor, not a tuple.
+        ``tracked`` are the partitions that have a backward. Running statistics of ``batch_norms``
+        are restored if the forward fails. An ``atomic`` input is one tensor, not a tuple.
         """
         several = len(microbatches) > 1
         seed = next_seed() if several and runtime.draws_random(unknown=True) else None
@@ -377,9 +354,6 @@ class ForwardRunner:
         return call, is_atomic, outputs
 
 
-# Task graph and timeline
-
-
 def forward_backward_graph(
     m: int,
     backward: Sequence[Sequence[tuple[Op, int]]],
@@ -389,14 +363,10 @@ def forward_backward_graph(
     portals: bool,
     recompute_waits: bool,
 ) -> TaskGraph:
-    """Return the tasks of a forward and a backward; see `pipesim.lower` for the other parameters.
+    """Return the tasks of a forward and a backward of ``m`` micro-batches.
 
-    Parameters
-    ----------
-    m
-        Number of micro-batches.
-    backward
-        R and B of each partition, in order: operation and micro-batch.
+    ``backward`` has R and B of each partition, in order: operation and micro-batch. See
+    `pipesim.lower` for the other parameters.
     """
     schedule = Schedule.from_orders(
         [

@@ -19,15 +19,12 @@ _STATE = _CheckpointState()
 def is_checkpointing() -> bool:
     """Return whether the calling module runs a forward whose activations are not kept.
 
+    ``checkpoint`` of a `pipeexec.GPipe` chooses the micro-batches of such forwards.
+
     Returns
     -------
     bool
         True in such a forward of a `pipeexec.GPipe` in this thread, else False.
-
-    See Also
-    --------
-    pipeexec.is_recomputing : Whether the module runs again for its backward.
-    pipeexec.GPipe : Its ``checkpoint`` chooses the micro-batches.
 
     Examples
     --------
@@ -57,27 +54,6 @@ def is_recomputing() -> bool:
     -------
     bool
         True in the second forward of a micro-batch in this thread, else False.
-
-    See Also
-    --------
-    pipeexec.is_checkpointing : Whether the forward's activations are not kept.
-    pipeexec.GPipe : Its ``checkpoint`` chooses the micro-batches.
-
-    Examples
-    --------
-    The first of two micro-batches is recomputed, in a third call:
-
-    >>> import torch
-    >>> import pipeexec as px
-    >>> class Layer(torch.nn.Linear):
-    ...     def forward(self, x):
-    ...         calls.append(px.is_recomputing())
-    ...         return super().forward(x)
-    >>> calls, layers = [], torch.nn.Sequential(Layer(4, 4))
-    >>> model = px.GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="except_last")
-    >>> model(torch.ones(8, 4)).sum().backward()
-    >>> calls
-    [False, False, True]
     """
     return _STATE.is_recomputing
 

@@ -1,7 +1,4 @@
-"""`GPipe`: wrap a sequential module, keep ``loss.backward()``, train over several devices.
-
-Longer than other files by the documentation of its one class.
-"""
+"""`GPipe`: wrap a sequential module, keep ``loss.backward()``, train over several devices."""
 
 from __future__ import annotations
 
@@ -121,17 +118,6 @@ class GPipe(nn.Module):
     balance, devices, chunks, checkpoint, threads
         The values in use; ``devices[-1]`` has the outputs, and should have the targets.
 
-    Raises
-    ------
-    SkipError
-        For skips that are not stashed once and popped once.
-
-    See Also
-    --------
-    pipeexec.Pipeline : Run any schedule, without ``loss.backward()``.
-    pipeexec.is_recomputing : Whether a layer runs again for its backward.
-    pipeexec.validate : Compare predicted and measured steps.
-
     Examples
     --------
     >>> import torch
@@ -241,17 +227,6 @@ class GPipe(nn.Module):
         -------
         Never
             It does not return.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> model.cuda()
-        Traceback (most recent call last):
-            ...
-        pipesim.errors.ArgumentTypeError: denied to move parameters and buffers, ...
         """
         raise _moving_denied()
 
@@ -262,17 +237,6 @@ class GPipe(nn.Module):
         -------
         Never
             It does not return.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> model.cpu()
-        Traceback (most recent call last):
-            ...
-        pipesim.errors.ArgumentTypeError: denied to move parameters and buffers, ...
         """
         raise _moving_denied()
 
@@ -289,15 +253,6 @@ class GPipe(nn.Module):
         -------
         GPipe
             This module.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> model.to(torch.float64)(torch.ones(8, 4, dtype=torch.float64)).dtype
-        torch.float64
         """
         is_device = args and isinstance(args[0], (torch.device, int, str, Tensor))
         if is_device or "device" in kwargs or "tensor" in kwargs:
@@ -318,16 +273,6 @@ class GPipe(nn.Module):
         -------
         torch.Tensor or tuple of torch.Tensor
             Output of the last layer for all samples, in their order.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> x = torch.ones(8, 4)
-        >>> model(x).shape, torch.allclose(model(x), layers(x))
-        (torch.Size([8, 4]), True)
         """
         tensors = checked_input(input)
         if not self.devices:
@@ -464,15 +409,6 @@ class GPipe(nn.Module):
         dict
             Bytes by pair of partitions, ``(source, target)``; 0 before the first forward. Empty
             without skips.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> model.skip_bytes()
-        {}
         """
         skips = skips_across(self._parts())
         sent = {} if self._last_call is None else self._last_call.tasks.skip_bytes
@@ -515,22 +451,6 @@ class GPipe(nn.Module):
         -------
         Timeline
             Start and end of each task (s).
-
-        Raises
-        ------
-        ExecutionError
-            If there was no forward and backward yet, or the last one failed.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> model = px.GPipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4)
-        >>> model(torch.ones(8, 4)).sum().backward()
-        >>> timeline = model.timeline()
-        >>> timeline.n_devices, timeline.makespan > 0
-        (2, True)
         """
         call = self._last_call
         if call is None or not call.order:

@@ -29,17 +29,7 @@ from pipesim.ops import Op
 
 
 class Form(NamedTuple):
-    """Structure of flat tensors: one tensor or a tuple of ``n`` tensors, then skips.
-
-    Attributes
-    ----------
-    is_atomic
-        Whether the first ``n`` are one tensor, not a tuple.
-    n
-        Number of tensors that are no skips.
-    skips
-        The skips that are not None, in the order of their tensors.
-    """
+    """Structure of flat tensors: one tensor (atomic) or a tuple of ``n``, then skips, not None."""
 
     is_atomic: bool
     n: int
@@ -63,19 +53,7 @@ class Forms:
 class Partition(nn.Module):
     """Layers of a sequential module; not registered in the module that they belong to.
 
-    Parameters
-    ----------
-    layers
-        Layers to run; each takes one tensor or one tuple of tensors.
-    popped_skips
-        Skips that layers pop here and other partitions stash.
-    stashed_skips
-        Skips that layers stash here and other partitions pop.
-
-    Attributes
-    ----------
-    forms
-        Forms of the flat tensors that `forward` takes and returns.
+    ``popped_skips`` and ``stashed_skips`` are those whose other end is in another partition.
     """
 
     def __init__(
@@ -123,10 +101,7 @@ class Partition(nn.Module):
 
 
 def split_layers(module: nn.Sequential, balance: Sequence[int]) -> Iterator[nn.Sequential]:
-    """Yield one sequential module a partition; layers keep their names.
-
-    ``balance`` has the number of layers of each partition.
-    """
+    """Yield one sequential module a partition; layers keep their names."""
     layers = iter(module.named_children())
     for n in balance:
         partition = nn.Sequential()
@@ -148,18 +123,10 @@ def skips_across(partitions: Sequence[nn.Sequential]) -> dict[Key, tuple[int, in
     return crossings
 
 
-# Routes, and the streams on which their messages are sent and received
-
-
 class Route(NamedTuple):
     """Route of one message a micro-batch, from one partition to another.
 
-    Attributes
-    ----------
-    source, target
-        The two partitions.
-    skips
-        Skips that the message carries; None for outputs of the partition, or their gradients.
+    ``skips`` is None for outputs of the partition, or their gradients.
     """
 
     source: int
@@ -216,20 +183,12 @@ class MessageStreams(NamedTuple):
 
     Attributes
     ----------
-    route
-        Source, target and skips of the messages.
     op
         Operation that produces the messages: F or B.
-    send_op, recv_op
-        Operations of the two ends of a message.
     send_peer, recv_peer
         For skips, the partition at the other end of the SEND and of the RECV; else None.
-    send_stream
-        Stream of the source that sends.
-    recv_stream
-        Stream of the target that receives.
-    compute_stream
-        Stream of the target that computes with the message.
+    send_stream, recv_stream, compute_stream
+        Streams of the source that sends, and of the target that receives and computes.
     """
 
     route: Route
@@ -288,20 +247,9 @@ def message_streams(
 
 
 class Runtime(NamedTuple):
-    """Everything that all forwards of one module share.
+    """Stages, devices and routes that all forwards of one module share.
 
-    Attributes
-    ----------
-    stages, partitions, devices
-        One of each a partition; the partition is the stage's module.
-    forward_routes, backward_routes
-        Routes of outputs and skips, and of their gradients.
-    locks
-        One a partition: two forwards may run it in different threads.
-    call_numbers
-        Numbers of forwards.
-    switches
-        Switches for experiments.
+    There is a lock for each partition, as two forwards may run it in different threads.
     """
 
     stages: Sequence[Stage]

@@ -4,8 +4,6 @@ Layers of a sequential module pass on only their output. A tensor for a later la
 pass through every layer between. A skip bypasses them: in a pipeline it goes straight from the
 stage that stashes it to the stage that pops it (a portal, torchgpipe, arXiv 2004.09910, section
 3.3).
-
-Longer than other files by the docstrings of its public decorator and class.
 """
 
 from __future__ import annotations
@@ -97,15 +95,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A layer with skips; `skippable` makes its subclasses.
-
-    Attributes
-    ----------
-    module
-        The layer as its author wrote it.
-    namespaces
-        Namespaces of isolated names, by name.
-    """
+    """A layer with skips; `skippable` makes its subclasses."""
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]]
@@ -114,7 +104,7 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-        self.namespaces: dict[str, Namespace] = {}
+        self.namespaces: dict[str, Namespace] = {}  # of isolated names, by name
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -164,14 +154,7 @@ class Skippable(nn.Module):
         return self
 
     def forward(self, input: Tensor | tuple[Tensor, ...]) -> Any:
-        """Run the layer and its `stash` and `pop` commands.
-
-        Raises
-        ------
-        SkipError
-            For a name that was not declared, for a declared name that was not used, and for a skip
-            that no layer has stashed.
-        """
+        """Run the layer and its `stash` and `pop` commands."""
         shelf = _STATE.shelf
         waiting: dict[str, Tensor | None] = {}
         for key in self.poppable():
@@ -270,13 +253,7 @@ def skippable(
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every skip is stashed once, and popped once by a later layer.
-
-    Raises
-    ------
-    SkipError
-        Names every layer and every skip for which this does not hold.
-    """
+    """Raise `SkipError` unless every skip is stashed once, and popped once by a later layer."""
     problems: list[str] = []
     open_, done = set[Key](), set[Key]()
     for name, layer in module.named_children():

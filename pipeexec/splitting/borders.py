@@ -21,15 +21,10 @@ from pipesim.errors import ArgumentError, ExecutionError
 
 
 class Border(NamedTuple):
-    """Values that pass from one stage to the next.
+    """Values that pass from one stage to the next: origins of the tensors, in order.
 
-    Attributes
-    ----------
-    whole
-        Origins of the tensors, in order.
-    shapes
-        Numbers of the model's inputs of which the shape alone passes: as tensors of these shapes
-        and a last dimension of 0.
+    Of the model's inputs with the numbers in ``shapes``, the shape alone passes: as tensors of
+    these shapes and a last dimension of 0.
     """
 
     whole: tuple[Source, ...]
@@ -49,12 +44,8 @@ class Skeleton:
 
     Parameters
     ----------
-    model
-        The model.
-    uncut
-        Modules that are not cut.
-    flow
-        Data flow between their calls.
+    uncut, flow
+        Modules that are not cut, and the data flow between their calls.
     empty
         Each module that is called, without data.
     carried
@@ -62,7 +53,7 @@ class Skeleton:
     refused
         Modes in which stages cannot run, and why.
     arguments
-        Positional and keyword arguments of the sample.
+        Those of the sample.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class Skeleton:
 
     @property
     def n_inputs(self) -> int:
-        """Tensors of the arguments."""
+        """Number of tensors of the arguments."""
         return len(self.dtypes)
 
     def empty_result(self, number: int, training: bool, args: Any, kwargs: Any) -> Any:
@@ -142,7 +133,6 @@ class Skeleton:
             ) from error
 
     def _module(self, name: str, training: bool) -> nn.Module:
-        """Return a module without data in a mode."""
         if training == self._is_training:
             return self.empty[name]
         if name not in self._other_mode:

@@ -86,18 +86,8 @@ def _now(values: Any) -> float:
 class CallWeights:
     """Weights of calls of modules, by forwards of a sample.
 
-    Parameters
-    ----------
-    model
-        The model, or a copy of it without data.
-    names
-        Module of each call, in order.
-    args, kwargs
-        The sample.
-    has_data
-        Whether the model's parameters have values.
-    optimizer_bytes
-        Bytes of optimizer state for each byte of a trained parameter.
+    ``names`` are the modules of the calls, in order. The model may be a copy without data; it has
+    ``optimizer_bytes`` of optimizer state for each byte of a trained parameter.
     """
 
     def __init__(
@@ -231,21 +221,8 @@ def limited_split(
 ) -> tuple[int, ...] | None:
     """Return the blocks of each stage such that the heaviest stage is as light as possible.
 
-    Among such splits, the sum of squares of the stages' weights is small.
-
-    Parameters
-    ----------
-    weights, nbytes
-        Weight and bytes of each block.
-    n_stages
-        Number of stages; each gets a block or more.
-    limit
-        Bytes that a stage may have.
-
-    Returns
-    -------
-    tuple of int or None
-        None if no split fits.
+    Among such splits, the sum of squares of the stages' weights is small. Each stage gets a block
+    or more, and at most ``limit`` bytes. None if no split fits.
     """
     n = len(weights)
     weight_ends = np.concatenate([[0.0], np.cumsum(weights)])
@@ -280,19 +257,11 @@ Cuts = int | str | Sequence[int] | Sequence[str]
 
 
 class Balancing(NamedTuple):
-    """Quantity that cuts balance between stages, and the limit of a stage.
-
-    Attributes
-    ----------
-    balance, memory_limit
-        As of `pipeexec.split`.
-    weights
-        Returns the weight of each call for a balance.
-    """
+    """Quantity that cuts balance between stages, and the limit of a stage; see `split`."""
 
     balance: str
     memory_limit: float | None
-    weights: Callable[[str], Sequence[float]]
+    weights: Callable[[str], Sequence[float]]  # of each call, for a balance
 
 
 def first_calls(
@@ -301,18 +270,7 @@ def first_calls(
     """Return the number of the first call of each stage.
 
     Calls before the first block belong to the first stage. Other calls that are no blocks belong
-    to the stage of the call before them.
-
-    Parameters
-    ----------
-    names
-        Module of each call.
-    blocks
-        Modules that are blocks; if none is called, each call is a block.
-    cuts
-        As of `pipeexec.split`.
-    balancing
-        Weights of calls.
+    to the stage of the call before them. If no block is called, each call is a block.
     """
     check_name("balance", balancing.balance, get_args(Balance))
     starts = _starts(names, blocks, cuts, balancing)
@@ -324,7 +282,6 @@ def first_calls(
 def _starts(
     names: Sequence[str], blocks: frozenset[str], cuts: Cuts, balancing: Balancing
 ) -> list[int]:
-    """Return the number of the first call of each stage."""
     places = [k for k, name in enumerate(names) if name in blocks] or list(range(len(names)))
     if isinstance(cuts, str):
         counts = list(layout_stages(cuts, "stages")[0])

@@ -63,21 +63,17 @@ class Mode(NamedTuple):
 class Source(NamedTuple):
     """Origin of a value.
 
-    Attributes
-    ----------
-    kind
-        - ``"input"``: a tensor of the model's arguments;
-        - ``"output"``: a tensor that a call returns;
-        - ``"argument"``: a tensor of a call's arguments that it changes, as it is afterwards;
-        - ``"parameter"``, ``"buffer"``: one that the model has outside of calls;
-        - ``"inside"``: a tensor that a call made and did not return;
-        - ``"random"``: random numbers outside of uncut modules.
-    number
-        Number of the input, of the call, or of the random operation.
-    position
-        Position of the tensor in the call's output or arguments.
-    name
-        Name of the parameter or buffer, or of the random operation.
+    Its kind is one of these:
+
+    - ``"input"``: a tensor of the model's arguments;
+    - ``"output"``: a tensor that a call returns;
+    - ``"argument"``: a tensor of a call's arguments that it changes, as it is afterwards;
+    - ``"parameter"``, ``"buffer"``: one that the model has outside of calls;
+    - ``"inside"``: a tensor that a call made and did not return;
+    - ``"random"``: random numbers outside of uncut modules.
+
+    The number is that of the input, call or random operation, the position that of the tensor in
+    the call's output or arguments.
     """
 
     kind: str
@@ -91,30 +87,16 @@ _NONE: Sources = frozenset()
 
 
 class Call(NamedTuple):
-    """One call of an uncut module.
-
-    Attributes
-    ----------
-    name
-        Qualified name of the module.
-    needs
-        Origins of the tensors that it takes.
-    changed
-        Positions of those that it changes in place, among the tensors of its arguments.
-    same
-        Positions of tensors of its output that are changed tensors of its arguments, and of these.
-    repeated
-        Positions of tensors of its output that are there before, and the first position of each.
-    constant
-        Positions of tensors of its output that need no gradient.
-    """
+    """One call of an uncut module; positions are those of tensors."""
 
     name: str
-    needs: Sources
-    changed: frozenset[int] = frozenset()
+    needs: Sources  # origins of the tensors that it takes
+    changed: frozenset[int] = frozenset()  # positions of arguments that it changes in place
+    #: Positions in its output that are changed arguments, and of these.
     same: frozenset[tuple[int, int]] = frozenset()
+    #: Positions in its output that are there before, and the first position of each.
     repeated: frozenset[tuple[int, int]] = frozenset()
-    constant: frozenset[int] = frozenset()
+    constant: frozenset[int] = frozenset()  # positions in its output that need no gradient
 
 
 class Record(NamedTuple):
@@ -125,41 +107,19 @@ class Record(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Values that the forward reads outside of uncut modules.
+    """Values that the forward reads outside of uncut modules."""
 
-    Attributes
-    ----------
-    before
-        Number of calls that have begun.
-    sources
-        Origins of the values.
-    place
-        Line of the forward.
-    """
-
-    before: int
+    before: int  # number of calls that have begun
     sources: Sources
-    place: str
+    place: str  # line of the forward
 
 
 class StateWrite(NamedTuple):
-    """A buffer or a parameter that the forward changes outside of uncut modules.
-
-    Attributes
-    ----------
-    source
-        The buffer or parameter.
-    before
-        Number of calls that have begun.
-    sources
-        Origins of the new value.
-    place
-        Line of the forward.
-    """
+    """A buffer or a parameter that the forward changes outside of uncut modules; see `Read`."""
 
     source: Source
     before: int
-    sources: Sources
+    sources: Sources  # of the new value
     place: str
 
     @property
@@ -181,49 +141,22 @@ class Aliases(NamedTuple):
 
 
 class DataFlow(NamedTuple):
-    """Data flow of one forward.
-
-    Attributes
-    ----------
-    calls
-        Calls of uncut modules, in order.
-    output
-        Origins of the model's output.
-    reads
-        Values that are read.
-    written
-        Values to whose memory the forward writes after they were returned.
-    aliases
-        Values that are read after a write to others, with which they share memory.
-    state
-        Buffers and parameters that change outside of calls.
-    transient
-        Modules, and attributes that they have in the middle of the forward alone: of those around
-        calls any, of others the mode.
-    ran
-        Modules around calls that the forward calls.
-    integers
-        Values of integers and booleans, of which a missing one would not show as NaN.
-    drawing
-        Modules that are no calls, and draw random numbers.
-    records
-        Arguments and result of each call.
-    places
-        Lines of the forward that first use sources: tensors inside calls, parameters and random
-        numbers.
-    """
+    """Data flow of one forward."""
 
     calls: tuple[Call, ...]
     output: Sources
     reads: tuple[Read, ...] = ()
-    written: Sources = _NONE
+    written: Sources = _NONE  # values to whose memory the forward writes after they were returned
     aliases: tuple[Aliases, ...] = ()
     state: tuple[StateWrite, ...] = ()
+    #: Modules, and attributes that they have in the middle of the forward alone: of those around
+    #: calls any, of others the mode.
     transient: frozenset[tuple[str, str]] = frozenset()
-    ran: frozenset[str] = frozenset()
-    integers: Sources = _NONE
-    drawing: frozenset[str] = frozenset()
+    ran: frozenset[str] = frozenset()  # modules around calls that the forward calls
+    integers: Sources = _NONE  # and booleans, of which a missing one would not show as NaN
+    drawing: frozenset[str] = frozenset()  # modules that are no calls, and draw random numbers
     records: tuple[Record, ...] = ()
+    #: Lines of the forward that first use tensors inside calls, parameters and random numbers.
     places: Mapping[Source, str] = MappingProxyType({})
 
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -29,11 +29,6 @@ from pipeexec.nesting import mapped, tensors_in
 from pipeexec.splitting.operations import written_tensors
 from pipeexec.splitting.split_stage import SplitStage
 from pipesim.errors import ExecutionError, PipeError
-
-# `OperationLog`: operations on tensors without data, and the values that they give.
-#
-# Tensors change their shape, their storage and their values while a constructor runs. So the log
-# keeps a `View` of each argument and result, as it is when the operation runs.
 
 #: Bytes of tensors after which freed memory goes back to the operating system.
 _TRIMMED_BYTES = 2**26
@@ -79,10 +74,7 @@ class View:
 
     def has_layout(self, tensor: Tensor) -> bool:
         """Return whether a tensor has the same place in its storage."""
-        other = View.at_present(tensor)
-        return (self.dtype, self.shape, self.stride, self.offset, self.is_conj, self.is_neg) == (
-            other.dtype, other.shape, other.stride, other.offset, other.is_conj, other.is_neg,
-        )  # fmt: skip
+        return replace(View.at_present(tensor), storage=self.storage) == self
 
 
 class Draw(NamedTuple):
@@ -104,31 +96,18 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation.
-
-    Attributes
-    ----------
-    function, args, kwargs
-        The function and its arguments; views in place of tensors without data.
-    read, written, results
-        Views: arguments, those of them that the operation changes, and the results.
-    dtype
-        The default dtype at that time.
-    draw
-        The generator that it draws from; None if it draws no random numbers.
-    dependence
-        Values of its results depend on ``"values"`` of arguments, or on their ``"shapes"`` alone.
-        ``"nothing"`` defines the values of `torch.empty`.
-    """
+    """One operation, with views in place of tensors without data."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    read: tuple[View, ...]
-    written: tuple[View, ...]
+    read: tuple[View, ...]  # arguments
+    written: tuple[View, ...]  # those of them that it changes
     results: tuple[View, ...]
-    dtype: torch.dtype
-    draw: Draw | None
+    dtype: torch.dtype  # the default one at that time
+    draw: Draw | None  # None if it draws no random numbers
+    #: Values of its results depend on ``"values"`` of arguments, or on their ``"shapes"`` alone.
+    #: ``"nothing"`` defines the values of `torch.empty`.
     dependence: Literal["nothing", "shapes", "values"]
 
     @property
@@ -171,6 +150,9 @@ class Operation:
 
 class OperationLog:
     """Operations in order, and the values of storages after them.
+
+    Tensors change their shape, their storage and their values while a constructor runs. So the log
+    keeps a `View` of each argument and result, as it is when the operation runs.
 
     Storages that the last values depend on stay in memory while tensors have them, until the second
     operation that draws. So a loop that draws until all values are inside limits runs each
@@ -241,7 +223,11 @@ class OperationLog:
             self._real = {}
             numbers, keys = self._needed(wanted, 0)
         self._real = {key: x for key, x in self._real.items() if key in keys}
-        self._run(numbers, self._real, lambda key: key in wanted or _has_tensors(key))
+        self._run(
+            numbers,
+            self._real,
+            lambda key: key in wanted or torch._C._storage_Use_Count(key) > 1,  # tensors have it
+        )
         self._end = len(self._operations)
 
     def _run(
@@ -268,13 +254,7 @@ class OperationLog:
             _trim_memory()
 
     def _needed(self, wanted: Iterable[int], start: int) -> tuple[list[int], set[int]]:
-        """Return operations from a start that some storages need, and all storages of these.
-
-        Raises
-        ------
-        ExecutionError
-            If no operation makes one of the storages.
-        """
+        """Return operations from a start that some storages need, and all storages of these."""
         numbers: set[int] = set()
         keys: set[int] = set()
         pending = list(wanted)
@@ -296,11 +276,6 @@ class OperationLog:
         return sorted(numbers), keys
 
 
-def _has_tensors(key: int) -> bool:
-    """Return whether tensors have a storage of the log."""
-    return torch._C._storage_Use_Count(key) > 1
-
-
 def _trim_memory() -> None:
     """Give freed memory back to the operating system, if the C library can.
 
@@ -311,20 +286,6 @@ def _trim_memory() -> None:
         trim(0)
 
 
-# `ConstructorMode`: run a constructor without data.
-#
-# New tensors are on torch's meta device, and an `OperationLog` has the operations on them. The
-# constructor goes the way that it goes with data:
-#
-# - Each operation that draws random numbers runs with data too, so that generators go on. The memory
-#   of its result is freed soon after.
-# - Numbers that are read from tensors, as by ``item()``, are computed from the log.
-# - Tensors without data say that they are on the CPU.
-#
-# Ranges of numbers have data, since constructors compute Python numbers from them. So have tensors
-# of lists and of NumPy's arrays. The default device stays as it is: some packages skip initial
-# values under ``torch.device("meta")``.
-
 _RANGES = frozenset({"arange", "range", "linspace", "logspace", "scalar_tensor"})
 #: Methods that give a tensor's memory: what others write there would not be in the log.
 _MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage")
@@ -332,7 +293,19 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class ConstructorMode(TorchDispatchMode):
-    """Makes new tensors without data, and keeps a log of all operations on them."""
+    """Makes new tensors on torch's meta device, and keeps a log of all operations on them.
+
+    The constructor goes the way that it goes with data:
+
+    - Each operation that draws random numbers runs with data too, so that generators go on. The
+      memory of its result is freed soon after.
+    - Numbers that are read from tensors, as by ``item()``, are computed from the log.
+    - Tensors without data say that they are on the CPU.
+
+    Ranges of numbers have data, since constructors compute Python numbers from them. So have
+    tensors of lists and of NumPy's arrays. The default device stays as it is: some packages skip
+    initial values under ``torch.device("meta")``.
+    """
 
     def __init__(self, log: OperationLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -546,13 +519,7 @@ def _without_data(value: Any) -> Any:
 
 
 class DeferredModel:
-    """A model without data, and the operations that made it.
-
-    Attributes
-    ----------
-    model
-        The model; its parameters are on the meta device.
-    """
+    """A model whose parameters are on the meta device, and the operations that made it."""
 
     def __init__(self, model: nn.Module, log: OperationLog) -> None:
         self.model, self._log = model, log
@@ -565,11 +532,6 @@ class DeferredModel:
         """Return the values of parameters and buffers of the model, on the CPU.
 
         Random numbers are left as the constructor left them.
-
-        Raises
-        ------
-        ExecutionError
-            If the constructor gives no values to a tensor, or in a way that the log does not have.
         """
         views = [View.at_present(x) for x in tensors.values()]
         for name, view in zip(tensors, views, strict=True):
@@ -587,13 +549,7 @@ class DeferredModel:
 
 
 def deferred(make: Callable[[], nn.Module]) -> DeferredModel:
-    """Return the model that a function makes, without data.
-
-    Raises
-    ------
-    ExecutionError
-        If the constructor fails, or does what cannot be done without data.
-    """
+    """Return the model that a function makes, without data."""
     log = OperationLog()
     mode = ConstructorMode(log)
     try:

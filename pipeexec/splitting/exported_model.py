@@ -43,17 +43,13 @@ class _Facts:
     ----------
     source
         The model; no child of the copies.
-    names
-        Names of the parts, in the order of their calls.
     shapes
         For each leaf of the arguments, the shape that a tensor must have, None for any length.
     inputs
         For each part, the numbers of the values that it takes: first leaves of the arguments, then
         results of parts in turn.
-    outputs
-        Numbers of the output's leaves.
-    out_spec
-        Nesting of the output.
+    outputs, out_spec
+        Numbers of the output's leaves, and its nesting.
     """
 
     def __init__(
@@ -74,15 +70,7 @@ class _Facts:
 
 
 class ExportedModel(nn.Module):
-    """A model as modules of which each takes results of those before, with the model's parameters.
-
-    Parameters
-    ----------
-    parts
-        The modules.
-    facts
-        The model, the names of the parts, and the values that they take.
-    """
+    """A model as modules, each of which takes results of those before, with its parameters."""
 
     def __init__(self, parts: Sequence[_Part], facts: _Facts) -> None:
         super().__init__()
@@ -145,19 +133,9 @@ def export_model(
 ) -> ExportedModel:
     """Return a model as modules; first dimensions of tensors stay free, if the forward allows it.
 
-    Parameters
-    ----------
-    model, args, kwargs
-        A model, and arguments of its forward.
-    uncut
-        Names of modules, of which none is inside another. Each of their calls begins a module of
-        the result, which has its name; that of a second call ends in ``@1``. If the graph has fewer
-        than two of them, each operation with a parameter begins a module.
-
-    Raises
-    ------
-    Exception
-        Whatever torch.export raises.
+    Each call of a module of ``uncut``, of which none is inside another, begins a module of the
+    result, which has its name; that of a second call ends in ``@1``. If the graph has fewer than
+    two of them, each operation with a parameter begins a module. Errors are those of torch.export.
     """
     free = {0: torch.export.Dim.AUTO}
     shapes = pytree.tree_map(
@@ -308,12 +286,12 @@ def _numbers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     kinds = bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool
     numbers = {x for x in nodes if isinstance(x.meta.get("val"), kinds)}
     if any(map(_writes, nodes)):
-        numbers = {x for x in numbers if numbers.issuperset(x.all_input_nodes) or _is_shape(x)}
+        numbers = {
+            x
+            for x in numbers
+            if numbers.issuperset(x.all_input_nodes) or str(x.target).startswith("aten.sym_")
+        }
     return numbers
-
-
-def _is_shape(node: fx.Node) -> bool:
-    return str(node.target).startswith("aten.sym_")
 
 
 def _writes(node: fx.Node) -> bool:

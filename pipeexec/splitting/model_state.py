@@ -29,36 +29,28 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Kept(NamedTuple):
-    """A module as it was.
-
-    Attributes
-    ----------
-    module
-        The module.
-    attributes
-        Its attributes, with those of torch.
-    containers
-        Its lists, dicts and sets, and torch's dicts, each with a copy.
-    """
+    """A module as it was."""
 
     module: nn.Module
-    attributes: dict[str, Any]
-    containers: list[tuple[Any, Any]]
+    attributes: dict[str, Any]  # with those of torch
+    containers: list[tuple[Any, Any]]  # lists, dicts and sets, each with a copy
 
 
 class ModelState:
-    """State of models at one time.
-
-    Parameters
-    ----------
-    models
-        The models. Tensors are copied, but for parameters.
-    """
+    """State of models at one time; tensors are copied, but for parameters."""
 
     def __init__(self, *models: nn.Module) -> None:
         modules = {id(x): x for model in models for x in model.modules()}
         self._kept = [
-            _Kept(x, dict(x.__dict__), [(v, _copied(v)) for v in x.__dict__.values() if _holds(v)])
+            _Kept(
+                x,
+                dict(x.__dict__),
+                [
+                    (v, dict(v) if isinstance(v, dict) else list(v))
+                    for v in x.__dict__.values()
+                    if isinstance(v, CONTAINERS)
+                ],
+            )
             for x in modules.values()
         ]
         tensors = {
@@ -137,15 +129,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _holds(value: Any) -> bool:
-    return isinstance(value, CONTAINERS)
-
-
-def _copied(container: Any) -> Any:
-    """Return a shallow copy of a container, of a plain type."""
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
 def _generator_state(value: Any) -> Any:
     """Return the state of a generator of random numbers; None for other values."""
     if isinstance(value, torch.Generator):
@@ -168,7 +151,7 @@ def contents(value: Any) -> list[Any]:
     """Return the keys and values in a list, dict, set or deque; none of other values."""
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return list(value) if _holds(value) else []
+    return list(value) if isinstance(value, CONTAINERS) else []
 
 
 def refill(container: Any, copy: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: Folders whose code is not the model's: torch, and this package.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD_LIBRARY = Path(linecache.__file__).parent
 
 
@@ -58,20 +58,10 @@ _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_o
 
 
 class _Facts(NamedTuple):
-    """What the schema of an operation tells.
-
-    Attributes
-    ----------
-    names
-        Names of all arguments.
-    read
-        Names of those whose values it reads, but for its results' values.
-    written
-        Names of those that it changes.
-    """
+    """Names of an operation's arguments, from its schema."""
 
     names: tuple[str, ...]
-    read: tuple[str, ...]
+    read: tuple[str, ...]  # for more than its results' values
     written: tuple[str, ...]
 
 

@@ -29,41 +29,19 @@ _MOST_FORWARDS = 3
 
 
 class SampleForward(NamedTuple):
-    """Modules and data flow of forwards.
-
-    Attributes
-    ----------
-    uncut
-        Modules that are not cut.
-    flow
-        Data flow between them, of all modes that stages can run in.
-    model, args, kwargs
-        The model, or a copy of it without data, and the sample.
-    refused
-        Modes in which stages cannot run, and why.
-    empty
-        Each module that is called, without data.
-    carried
-        Numbers of the calls whose result has a shape that only the result tells.
-    stateful
-        Modules that change attributes or buffers of theirs, by mode.
-    once
-        Modules around calls, and attributes that the first forward alone sets.
-    flows
-        Data flow of each mode that stages may run in; first that of the model's mode.
-    """
+    """Modules and data flow of forwards."""
 
     uncut: UncutModules
-    flow: DataFlow
-    model: nn.Module
+    flow: DataFlow  # between these, of all modes that stages can run in
+    model: nn.Module  # or a copy of it without data
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    refused: dict[Mode, str]
-    empty: dict[str, nn.Module]
-    carried: frozenset[int]
-    stateful: dict[Mode, frozenset[str]]
-    once: frozenset[tuple[str, str]]
-    flows: dict[Mode, DataFlow]
+    refused: dict[Mode, str]  # modes in which stages cannot run, and why
+    empty: dict[str, nn.Module]  # each module that is called, without data
+    carried: frozenset[int]  # calls whose result has a shape that only the result tells
+    stateful: dict[Mode, frozenset[str]]  # modules that change attributes or buffers of theirs
+    once: frozenset[tuple[str, str]]  # modules, and attributes that the first forward alone sets
+    flows: dict[Mode, DataFlow]  # of each mode that stages may run in; first that of the model
 
     def for_stages(self, calls: Sequence[range]) -> SampleForward:
         """Return the forward with the modes that stages of these calls can run in."""
@@ -98,11 +76,6 @@ def sample_forward(
     """Return modules and data flow of forwards; the model stays as it was.
 
     A model without data runs without, or on zeros if its forward reads values, as of masks.
-
-    Raises
-    ------
-    ExecutionError
-        If the forward fails.
     """
     if not has_data:
         with suppress(Exception):  # a forward may read values anywhere
@@ -173,23 +146,11 @@ def _advice(own: Mode, mode: Mode) -> str:
 
 
 class _Followed(NamedTuple):
-    """Data flow of a forward in one mode.
-
-    Attributes
-    ----------
-    flow
-        The data flow.
-    stateful
-        Modules that are not cut, and change their state.
-    once
-        Modules that are cut, and attributes of theirs that are set once.
-    output
-        Tensors of the model's output.
-    """
+    """Data flow of a forward in one mode."""
 
     flow: DataFlow
-    stateful: frozenset[str]
-    once: frozenset[tuple[str, str]]
+    stateful: frozenset[str]  # modules that are not cut, and change their state
+    once: frozenset[tuple[str, str]]  # modules that are cut, and attributes that are set once
     output: tuple[Tensor, ...]
 
 
@@ -229,11 +190,13 @@ def _flow(
             inner = {x for x in changed if any(_is_in(x, name) for name in uncut)}
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
             followed = {x.source.name for x in flow.state}
-            cut = _changed_attributes(changed.keys() - inner, changed) - followed
+            outer = changed.keys() - inner
+            cut = {f"{name}.{key}".lstrip(".") for name in outer for key in changed[name]}
+            cut -= followed
             written = _written_parameters(model, inner, changed)
             if first is None:
                 first = flow
-                once = frozenset((x, key) for x in changed.keys() - inner for key in changed[x])
+                once = frozenset((x, key) for x in outer for key in changed[x])
             if not changed or (stateful == before and not cut):
                 break
     if written:
@@ -256,11 +219,6 @@ def _flow(
 def _is_in(name: str, outer: str) -> bool:
     """Return whether a module is another one, or in it."""
     return name == outer or name.startswith(f"{outer}.") or not outer
-
-
-def _changed_attributes(cut: Iterable[str], changed: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return names of the changed attributes of modules that are cut."""
-    return frozenset(f"{name}.{key}".lstrip(".") for name in cut for key in changed[name])
 
 
 def _written_parameters(
@@ -344,13 +302,7 @@ def exported_forward(forward: SampleForward) -> SampleForward:
 
 
 def graph_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleForward:
-    """Return modules and data flow of the model's graph, cut where modules of the model are.
-
-    Raises
-    ------
-    ExecutionError
-        If the forward fails.
-    """
+    """Return modules and data flow of the model's graph, cut where modules of the model are."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ArgumentError(
@@ -386,10 +338,7 @@ def _of_graph(
 ) -> SampleForward:
     """Return modules and data flow of a model's graph, whose parts are calls of uncut modules.
 
-    Raises
-    ------
-    _NoGraph
-        If torch.export fails, or if fewer than two modules result.
+    `_NoGraph` tells why there is none: torch.export fails, or fewer than two modules result.
     """
     with unchanged(model), redirect_stderr(StringIO()):  # torch prints the graphs of its errors
         try:

@@ -49,23 +49,15 @@ from pipesim.timeline.memory_limit import memory_limit_bytes
 def sample_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call of a model, without the cache of a transformer."""
     args, kwargs = call_arguments(batch)
-    return args, kwargs | _without_cache(model, kwargs)
+    if "use_cache" in signature(model.forward).parameters and "use_cache" not in kwargs:
+        kwargs = kwargs | {"use_cache": False}
+    return args, kwargs
 
 
 def ordered_batch(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], batch: Any
 ) -> Any:
-    """Return a batch that is nested as the sample was, with keyword arguments in its order.
-
-    Parameters
-    ----------
-    model
-        The model that was split.
-    sample
-        Arguments of the call with the sample.
-    batch
-        The batch.
-    """
+    """Return a batch that is nested as the sample was, with keyword arguments in its order."""
     args, kwargs = sample_arguments(model, batch)
     kwargs = {name: kwargs[name] for name in sample[1] if name in kwargs} | kwargs
     rows = leaves((args, kwargs)), leaves(sample)
@@ -87,12 +79,6 @@ def ordered_batch(
     if isinstance(batch, Mapping):
         return kwargs
     return args if isinstance(batch, tuple) else batch
-
-
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the argument that switches off a transformer's cache of keys and values, if any."""
-    takes = "use_cache" in signature(model.forward).parameters and "use_cache" not in kwargs
-    return {"use_cache": False} if takes else {}
 
 
 def _describe(value: Any) -> str:
@@ -310,7 +296,9 @@ def _stages(
         body, frozenset(uncut.names), flow, forward.empty, forward.carried, refused, arguments
     )
     outer = outer_parameters(flow, calls)
-    outer[0] |= _unused_parameters(body, frozenset(names), outer)
+    used = {id(p) for name in set(names) for p in body.get_submodule(name).parameters()}
+    unused = {name for name, p in body.named_parameters() if id(p) not in used}
+    outer[0] |= unused.difference(*outer)  # the first stage keeps them for checkpoints
     shared = shared_parameters(body, flow, calls, outer)
     parts = _make_stages(skeleton, forward, calls, outer, shared, chosen, source)
     tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
@@ -369,15 +357,6 @@ def _forward_to_cut(
             "parameters, such as nn.Linear"
         )
     return forward
-
-
-def _unused_parameters(
-    model: nn.Module, called: frozenset[str], outer: Sequence[frozenset[str]]
-) -> frozenset[str]:
-    """Return the parameters that no stage uses; the first stage keeps them for checkpoints."""
-    used = {id(p) for name in called for p in model.get_submodule(name).parameters()}
-    names = {name for name, p in model.named_parameters() if id(p) not in used}
-    return frozenset(names.difference(*outer))
 
 
 def _refused_for_state(forward: SampleForward, calls: Sequence[range]) -> dict[Mode, str]:
@@ -443,7 +422,6 @@ def _check_range(name: str, value: float, most: float) -> None:
 
 
 def _checked_stages(only: Sequence[int] | None, n: int) -> set[int]:
-    """Return the numbers of the stages to make."""
     if only is None:
         return set(range(n))
     chosen = {check_count("only", k, 0) for k in check_list("only", only, "numbers of stages")}

@@ -22,8 +22,6 @@ from pipeexec.splitting.operations import line_of_error
 from pipeexec.splitting.split_stage import SplitStage
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
-# Shared parameters
-
 #: Copies of one parameter: stage, and name of the parameter in the stage's module.
 TiedGroup = tuple[tuple[int, str], ...]
 #: A parameter of several stages, and its first name in the model's modules of each of them.
@@ -36,19 +34,7 @@ def shared_parameters(
     calls: Sequence[range],
     outer: Sequence[frozenset[str]],
 ) -> list[Shared]:
-    """Return the parameters that several stages have.
-
-    Parameters
-    ----------
-    model
-        The model.
-    flow
-        Its data flow.
-    calls
-        Calls of each stage.
-    outer
-        Parameters that each stage needs outside of calls.
-    """
+    """Return the parameters that several stages have, in calls or outside of them (``outer``)."""
     stages: dict[int, dict[int, str]] = defaultdict(dict)
     for stage, own in enumerate(calls):
         modules = {flow.calls[k].name for k in own}
@@ -82,8 +68,6 @@ def tied_groups(shared: Iterable[Shared]) -> Iterator[TiedGroup]:
             yield tuple((stage, f"model.{names[stage]}") for stage in sorted(names))
 
 
-# Comparison with the model
-
 Loss = Callable[[Any], Tensor]
 #: Each trained parameter of a model, with its copies.
 Parameters = Sequence[Sequence[nn.Parameter]]
@@ -92,10 +76,7 @@ Parameters = Sequence[Sequence[nn.Parameter]]
 class Differences(NamedTuple):
     """Largest differences of stages to their model, relative to largest elements.
 
-    Attributes
-    ----------
-    outputs, loss, gradients, buffers
-        Difference of each kind; infinite if one has a tensor that the other has not.
+    They are infinite if one has a tensor that the other has not.
     """
 
     outputs: float
@@ -137,23 +118,8 @@ def compared(
 ) -> Differences:
     """Run a model and its stages, each from the same state, and compare.
 
-    Parameters
-    ----------
-    model, stages
-        The model and all of its stages.
-    run_model, run_stages
-        Return the output.
-    parameters
-        Each trained parameter of the model, with its copies in stages.
-    loss_fn
-        Loss of an output; by default the sum of squares of all floating-point values.
-    draws
-        Where the model's forward draws random numbers, for a message.
-
-    Raises
-    ------
-    ExecutionError
-        If ``loss_fn`` fails.
+    The loss of an output is by default the sum of squares of all floating-point values. ``draws``
+    tells where the model's forward draws random numbers.
     """
 
     def result(run: Callable[[], Any], copies: Parameters) -> _Result:
@@ -219,7 +185,6 @@ def _result(
 
 
 def _given_loss(loss_fn: Loss, output: Any) -> Tensor:
-    """Return the loss of an output."""
     try:
         loss = loss_fn(output)
     except Exception as error:  # of the user's code
@@ -295,16 +260,8 @@ def _difference(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
 class SplitFacts:
     """Facts about a split that all its stages share.
 
-    Parameters
-    ----------
-    n_stages
-        Number of stages.
-    ordered
-        Returns a batch whose tensors are in the order in which the first stage takes them.
-    tied
-        Parameters that several stages have, and train; see `Stages`.
-    draws
-        Lines of the forward that draw random numbers outside of modules.
+    ``ordered`` returns a batch whose tensors are in the order in which the first stage takes them.
+    ``draws`` are lines of the forward that draw random numbers outside of modules.
     """
 
     def __init__(
@@ -350,13 +307,7 @@ class SplitFacts:
         return values
 
     def check(self, stages: Sequence[SplitStage], batch: Any, *, training: bool) -> float:
-        """Return the largest difference of all stages to the model in a mode.
-
-        Raises
-        ------
-        ExecutionError
-            If they differ by more than rounding.
-        """
+        """Return the largest difference of all stages to the model in a mode, if it is rounding."""
         model = stages[0].whole
         with unchanged(model, *stages):
             for module in (model, *stages):

@@ -3,8 +3,8 @@
 The model's Python code between its modules runs on every stage, until the last module of the stage
 has returned. It takes values as the modules of earlier stages returned them, so that writes in
 place happen on every stage as in the model. Values that a stage does not need are missing: they
-are NaN, and no result depends on them. `pipeexec.splitting.data_flow` tells which values a
-stage needs.
+are NaN, and no result depends on them. `pipeexec.splitting.data_flow` tells which values a stage
+needs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def _attribute(module: nn.Module, key: str) -> _Attribute | None:
 
 
 def _restore_attribute(module: nn.Module, key: str, before: _Attribute | None) -> None:
-    """Let an attribute be as it was."""
     if before is None:
         module.__dict__.pop(key, None)
         return
@@ -133,8 +132,6 @@ class SplitStage(nn.Module):
 
     Parameters
     ----------
-    skeleton
-        The model, its calls and its arguments.
     own
         Numbers of the calls of this stage.
     receives, sends
@@ -150,15 +147,6 @@ class SplitStage(nn.Module):
         Modules that change attributes or buffers of theirs.
     once
         Modules outside of calls, and attributes that the first forward alone sets.
-
-    Attributes
-    ----------
-    number
-        Number of the stage.
-    facts
-        Facts about the split for a pipeline; None until it is complete.
-    compile_options
-        Arguments of `compile`; None if it was not called.
     """
 
     def __init__(
@@ -175,8 +163,8 @@ class SplitStage(nn.Module):
     ) -> None:
         super().__init__()
         self.number = 0
-        self.facts: SplitFacts | None = None
-        self.compile_options: dict[str, Any] | None = None
+        self.facts: SplitFacts | None = None  # None until the split is complete
+        self.compile_options: dict[str, Any] | None = None  # None if `compile` was not called
         self.training = skeleton.model.training
         self._skeleton, self._own = skeleton, own
         self._receives, self._sends = receives, sends

@@ -25,46 +25,24 @@ from pipesim.lowering.lower import lower
 from pipesim.scheduling.registry import schedule
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
-from pipesim.utils.texts import align_columns, format_bytes, format_time, significant
+from pipesim.utils.texts import align_columns
+from pipesim.utils.texts import format_bytes, format_time, significant
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-_FLOP_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
 class StageRow(NamedTuple):
-    """Sizes and seconds of one stage, for the sample as a micro-batch.
+    """Sizes and seconds of one stage, for the sample as a micro-batch."""
 
-    Attributes
-    ----------
-    modules
-        First and last module.
-    layers
-        Calls of blocks.
-    parameters
-        Number of parameters; copies of tied ones count in each stage.
-    flops
-        FLOPs of a forward.
-    forward, backward
-        Measured seconds on one thread, medians of some runs.
-    activation_bytes
-        Bytes held from forward to backward, inputs included.
-    message_bytes
-        Bytes of the output to the next stage; 0 for the last one.
-    parameter_bytes
-        Bytes of parameters.
-    """
-
-    modules: str
-    layers: int
-    parameters: int
-    flops: int
-    forward: float
+    modules: str  # the first and the last
+    layers: int  # calls of blocks
+    parameters: int  # copies of tied ones count in each stage
+    flops: int  # of a forward
+    forward: float  # measured seconds on one thread, medians of some runs
     backward: float
-    activation_bytes: int
-    message_bytes: int
+    activation_bytes: int  # held from forward to backward, inputs included
+    message_bytes: int  # to the next stage; 0 for the last one
     parameter_bytes: int
 
 
@@ -77,21 +55,11 @@ class StagesReport:
 
     Attributes
     ----------
-    title
-        Model, and way of the split.
-    rows
-        One row a stage.
     costs
         Measured seconds and bytes, for `pipesim.simulate`. I and W take half of B each. Links are
         ideal; ``dataclasses.replace(costs, network=...)`` has others.
     makespans
         Predicted seconds of a step by schedule, with these costs.
-    n_devices
-        Devices of each schedule.
-    n_microbatches
-        Micro-batches of steps of named schedules.
-    device
-        Device of the measured stages.
     """
 
     title: str
@@ -166,18 +134,7 @@ def stages_report(
 ) -> StagesReport:
     """Measure stages, and predict steps of them; see `pipeexec.Stages.report`.
 
-    Parameters
-    ----------
-    title
-        Model, and way of the split.
-    stages
-        The stages.
-    blocks
-        Names of modules that count as layers.
-    values
-        Tensors that the first stage takes.
-    schedules, n_microbatches
-        Schedules of the predicted steps.
+    ``blocks`` count as layers; ``values`` are the tensors that the first stage takes.
     """
     orders = _orders(schedules, n_microbatches, len(stages))
     rows = _stage_rows(stages, frozenset(blocks), values)
@@ -200,26 +157,21 @@ def _stage_rows(
             device = _device(stage)
             inputs = tuple(x.to(device) for x in detached(tuple(values)))
             try:
-                row, values = _stage_row(stage, inputs)
+                row, values = _stage_row(stage, inputs, blocks)
             except Exception as error:  # of the user's code
                 text = f"{type(error).__name__}: {str(error).strip():.150}{line_of_error(error)}"
                 raise ExecutionError(
                     f"stage {number} fails: {text}; give a batch that the model takes"
                 ) from error
-            is_last = number + 1 == len(stages)
-            rows.append(
-                row._replace(
-                    layers=sum(name in blocks for name in stage.call_names),
-                    message_bytes=0 if is_last else sum(x.nbytes for x in values),
-                )
-            )
+            rows.append(row)
+    rows[-1] = rows[-1]._replace(message_bytes=0)
     return rows
 
 
 def _stage_row(
-    stage: SplitStage, inputs: tuple[Tensor, ...]
+    stage: SplitStage, inputs: tuple[Tensor, ...], blocks: frozenset[str]
 ) -> tuple[StageRow, tuple[Tensor, ...]]:
-    """Return the row of a stage, without layers and message, and its output."""
+    """Return the row of a stage that sends its output, and this output."""
     meter = ActivationMeter([*stage.parameters(), *stage.buffers()])
     for x in inputs:
         meter.acquire(x)
@@ -231,13 +183,13 @@ def _stage_row(
     names, parameters = stage.call_names, list(stage.parameters())
     row = StageRow(
         modules=names[0] if len(set(names)) == 1 else f"{names[0]} to {names[-1]}",
-        layers=0,
+        layers=sum(name in blocks for name in names),
         parameters=sum(p.numel() for p in parameters),
         flops=int(counter.get_total_flops()),
         forward=seconds.forward,
         backward=seconds.backward,
         activation_bytes=meter.peak,
-        message_bytes=0,
+        message_bytes=sum(x.nbytes for x in output),
         parameter_bytes=sum(p.nbytes for p in parameters),
     )
     return row, output
@@ -286,7 +238,7 @@ def _device(stage: SplitStage) -> torch.device:
 
 def _format_flops(flops: float) -> str:
     """Return FLOPs in a fitting unit."""
-    for size, unit in _FLOP_UNITS:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if flops >= size:
             return f"{significant(flops / size)} {unit}"
     return f"{flops:.0f}"
@@ -339,11 +291,6 @@ class Stages(Sequence[SplitStage | None]):
         Modes that could not be checked, and why.
     check_seconds
         Seconds of these checks.
-
-    Raises
-    ------
-    ExecutionError
-        By a call of stages that are those of other processes.
 
     See Also
     --------
@@ -440,15 +387,6 @@ class Stages(Sequence[SplitStage | None]):
         -------
         tuple of torch.Tensor
             The tensors, in the order of the first stage's arguments.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
-        >>> [tensor.shape for tensor in stages.arguments(torch.ones(2, 4))]
-        [torch.Size([2, 4])]
         """
         return tensors_in(self._facts.ordered(batch))
 
@@ -464,15 +402,6 @@ class Stages(Sequence[SplitStage | None]):
         -------
         object
             The batch, in the order of the sample; for example, a dict with its keys in this order.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
-        >>> stages.ordered(torch.ones(2, 4)).shape
-        torch.Size([2, 4])
         """
         return self._facts.ordered(batch)
 
@@ -564,15 +493,6 @@ class Stages(Sequence[SplitStage | None]):
         ------
         ExecutionError
             If ``loss_fn`` fails, or returns no loss; and if stages are those of other processes.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> stages = px.split(model, 2, sample=torch.ones(8, 4))
-        >>> stages.check(torch.ones(8, 4))
-        0.0
         """
         if loss_fn is not None:
             check_function("loss_fn", loss_fn, "loss_fn(output), which returns a tensor")
@@ -582,19 +502,9 @@ class Stages(Sequence[SplitStage | None]):
     def _check_all_modes(
         self, refused: Collection[tuple[bool, bool]], *, must_compare: bool
     ) -> None:
-        """Compare the stages with the model for the sample, in the modes that stages can run in.
+        """Compare the stages with the model for the sample, in the modes that are not refused.
 
-        Parameters
-        ----------
-        refused
-            Modes in which they cannot: whether for training, and whether with gradients.
-        must_compare
-            Whether stages that cannot be compared are an error.
-
-        Raises
-        ------
-        ExecutionError
-            If they differ.
+        ``must_compare`` tells whether stages that cannot be compared are an error.
         """
         began, stages = time.perf_counter(), self._local()
         for training, mode in ((True, "training"), (False, "evaluation")):

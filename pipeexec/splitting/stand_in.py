@@ -171,7 +171,6 @@ def _set_missing(tensor: Tensor, value: bool) -> None:
 
 
 def _note_written(tensor: Tensor, function: Any, is_missing: bool) -> None:
-    """Note that an operation has written to a tensor, with missing values or others."""
     with torch._C.DisableTorchFunctionSubclass():
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         if is_missing or (function in _OVERWRITES and is_whole):
@@ -183,7 +182,6 @@ def _note_written(tensor: Tensor, function: Any, is_missing: bool) -> None:
 
 
 def _refuse_read() -> NoReturn:
-    """Raise for a read of a missing value."""
     raise ExecutionError(
         f"the forward reads, at {present_line()}, a value that its stage did not receive; {ONE_WAY}"
     )
@@ -277,14 +275,7 @@ class StandIn(nn.Module):
     class while the stage runs: the model's code may ask for it by ``isinstance``. Other code, such
     as `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, must not take it for that module.
 
-    Parameters
-    ----------
-    module
-        Result of `on_meta` for the module.
-    answer
-        Called with the arguments of the call; returns its result.
-    is_running
-        Returns whether the stage runs its forward.
+    ``module`` is the result of `on_meta` for the module; ``answer`` returns the result of a call.
     """
 
     def __init__(

@@ -24,15 +24,7 @@ _DOMINANT = 0.9
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module.
-
-    Attributes
-    ----------
-    name
-        Qualified name of the module.
-    inputs, outputs
-        Tensors of the arguments and of the result.
-    """
+    """One call of a module: tensors of its arguments and of its result."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -58,32 +50,22 @@ def module_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     return calls
 
 
+def _are_chained(calls: Sequence[ModuleCall]) -> bool:
+    """Return whether each call takes a tensor that the one before returns."""
+    return all({id(x) for x in a.outputs} & {id(x) for x in b.inputs} for a, b in pairwise(calls))
+
+
 @dataclass
 class Finder:
-    """Finds chains and modules that are not cut.
-
-    Attributes
-    ----------
-    model
-        The model.
-    arguments
-        Positional and keyword arguments of its forward.
-    calls
-        Calls of each module.
-    names
-        Names of modules by their ids.
-    chosen
-        Modules that are not cut in any case, and whether they are blocks.
-    chains
-        Whether each module is a chain.
-    """
+    """Finds chains and modules that are not cut."""
 
     model: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     calls: dict[str, list[ModuleCall]]
-    names: dict[int, str]
+    names: dict[int, str]  # of modules, by their ids
+    #: Modules that are not cut in any case, and whether they are blocks.
     chosen: dict[str, bool] = field(default_factory=dict)
-    chains: dict[str, bool] = field(default_factory=dict)
+    chains: dict[str, bool] = field(default_factory=dict)  # whether a module is one
 
     def is_chain(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a list whose elements pass tensors on, one to the next."""
@@ -100,9 +82,7 @@ class Finder:
         if not all(any(True for _ in child.parameters()) for child in module):
             return False
         firsts = [calls[0] for calls in elements]
-        return all(
-            {id(x) for x in a.outputs} & {id(x) for x in b.inputs} for a, b in pairwise(firsts)
-        ) or self._passes_on([call.name for call in firsts])
+        return _are_chained(firsts) or self._passes_on([call.name for call in firsts])
 
     def _passes_on(self, names: Sequence[str]) -> bool:
         """Return whether each module takes what is computed from an output of the one before."""
@@ -157,8 +137,7 @@ class Finder:
         return bool({id(x) for x in last} & {id(x) for x in self.calls[name][0].outputs})
 
 
-_SEQUENTIAL, _BLOCKS, _PLAN = "nn.Sequential", "blocks of a list", "base_model_pp_plan"
-_REPEATED, _MODULES = "calls of one module", "modules that the forward calls"
+_SEQUENTIAL, _PLAN = "nn.Sequential", "base_model_pp_plan"
 _NO_CHAIN = (
     "the model has no list of two or more modules with parameters, each of which is called once "
     "and takes an output of the one before"
@@ -166,24 +145,12 @@ _NO_CHAIN = (
 
 
 class UncutModules(NamedTuple):
-    """Modules that a split does not cut.
-
-    Attributes
-    ----------
-    names
-        Their qualified names, in the order of the model's modules.
-    blocks
-        Those between which a split into a number of stages cuts.
-    way
-        Way by which they were found.
-    ways_failed
-        Ways that were tried before, and why each was not taken.
-    """
+    """Modules that a split does not cut, in the order of the model's modules."""
 
     names: tuple[str, ...]
-    blocks: frozenset[str]
-    way: str
-    ways_failed: tuple[tuple[str, str], ...]
+    blocks: frozenset[str]  # between which a split into a number of stages cuts
+    way: str  # by which they were found
+    ways_failed: tuple[tuple[str, str], ...]  # tried before, and why not taken
 
 
 def uncut_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UncutModules:
@@ -202,7 +169,7 @@ def uncut_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     failed: tuple[tuple[str, str], ...] = ((_SEQUENTIAL, reason),)
     if lists:
         return _result(rows, f"blocks of {_listed(lists)}", failed)
-    failed = (*failed, (_BLOCKS, _NO_CHAIN))
+    failed = (*failed, ("blocks of a list", _NO_CHAIN))
     chosen, reason = _plan_modules(model, calls)
     if chosen:
         finder.chosen = chosen
@@ -213,7 +180,8 @@ def uncut_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         finder.chosen = dict.fromkeys(repeated, True)
         return _result(list(finder.uncut("", model)), f"calls of {_listed(repeated)}", failed)
     reason = "no module with parameters is called several times, each time with its last output"
-    return _result(rows, _MODULES, (*failed, (_REPEATED, reason)))
+    failed = (*failed, ("calls of one module", reason))
+    return _result(rows, "modules that the forward calls", failed)
 
 
 def _result(
@@ -264,9 +232,6 @@ def _repeated_modules(model: nn.Module, calls: dict[str, list[ModuleCall]]) -> l
     for name, module in model.named_modules():
         if len(calls.get(name, ())) < 2 or any(name.startswith(f"{x}.") for x in repeated):
             continue
-        passes = all(
-            {id(x) for x in a.outputs} & {id(x) for x in b.inputs} for a, b in pairwise(calls[name])
-        )
-        if passes and any(True for _ in module.parameters()):
+        if _are_chained(calls[name]) and any(True for _ in module.parameters()):
             repeated.append(name)
     return repeated

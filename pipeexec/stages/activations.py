@@ -16,13 +16,7 @@ from pipesim.errors import ExecutionError
 
 
 class ActivationCounter:
-    """Counts the micro-batches whose activations a device holds, over all its stages.
-
-    Attributes
-    ----------
-    current, peak
-        Number of micro-batches held now, and the largest number so far.
-    """
+    """Counts the micro-batches whose activations a device holds, over all its stages."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -39,9 +33,7 @@ class ActivationCounter:
 
 
 class ActivationMeter:
-    """Counts the bytes that a stage holds for its backward, tensor by tensor.
-
-    A storage counts once, however many tensors share it.
+    """Counts the bytes that a stage holds for its backward: each storage once.
 
     A meter slows a step down, so steps with one are not timed. Threads may share it.
 
@@ -164,14 +156,7 @@ def module_storages(module: nn.Module) -> set[int]:
 class _Slot:
     """Place of one saved tensor, which may be in host memory.
 
-    Attributes
-    ----------
-    tensor
-        The tensor without its graph; None while it is on the host.
-    version
-        Version of the tensor when it was saved.
-    counted
-        Counts the bytes as long as they are on the device; None if they are not counted.
+    The tensor has no graph; it is None while it is on the host, and so is what counts its bytes.
     """
 
     __slots__ = ("__weakref__", "counted", "tensor", "version")
@@ -204,7 +189,6 @@ class _View(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _View:
-        """Return the place of ``tensor``."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self, data: Tensor) -> Tensor:
@@ -224,14 +208,8 @@ class _Moved(NamedTuple):
 class SavedActivations:
     """Tensors that the forward of one micro-batch saved, some of which may be on the host.
 
-    Parameters
-    ----------
-    leaves
-        Inputs of the stage, whose storages may be moved.
-    meter
-        Counts the bytes on the device; None if they are not counted.
-    kept
-        Addresses of storages that stay on the device.
+    ``leaves`` are the inputs of the stage. Their storages may be moved too, but none at an address
+    in ``kept``. The meter counts the bytes on the device.
     """
 
     def __init__(

@@ -1,4 +1,17 @@
-"""Split a batch of any nesting into micro-batches, and move these to devices."""
+"""Split a batch of any nesting into micro-batches, and move these to devices.
+
+These rules tell what a micro-batch has of each value of the batch:
+
+- The batch size is the first dimension of the first tensor of the inputs for which it is not 1. If
+  there is none, it is 1. Targets have as many samples as inputs.
+- A tensor whose first dimension is the batch size is split along it.
+- A tensor of first dimension 1 or without dimensions is given whole to every micro-batch, as are
+  numbers, text and None.
+- Tensors of another first dimension are refused, as are other objects, and lists of one number or
+  text for each sample.
+- ``batch_dims`` takes precedence: for the path of a value, such as ``"inputs['mask']"``, it has the
+  dimension of the samples, or None for values that every micro-batch gets whole.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +34,6 @@ from pipeexec.stages.sequence_slices import (
     slice_sizes,
 )
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning, suggestion
-
-# The dimension of the samples in each tensor of a batch of any nesting.
-#
-# These rules tell what a micro-batch has of each value of the batch:
-#
-# - The batch size is the first dimension of the first tensor of the inputs for which it is not 1. If
-#   there is none, it is 1. Targets have as many samples as inputs.
-# - A tensor whose first dimension is the batch size is split along it.
-# - A tensor of first dimension 1 or without dimensions is given whole to every micro-batch, as are
-#   numbers, text and None.
-# - Tensors of another first dimension are refused, as are other objects, and lists of one number or
-#   text for each sample.
-# - ``batch_dims`` takes precedence: for the path of a value, such as ``"inputs['mask']"``, it has the
-#   dimension of the samples, or None for values that every micro-batch gets whole.
 
 #: Dimension of the samples by path; None for values that are not split.
 BatchDims = Mapping[str, int | None]
@@ -93,7 +92,10 @@ def sample_dims(inputs: Any, targets: Any, batch_dims: BatchDims = NO_DIMS) -> S
             )
         sizes[name], first = size, sizes.get("inputs")
         if first is not None and size != first:
-            raise _unlike_targets(first, size, tensors)
+            raise ArgumentError(
+                f"inputs have {first} samples, targets {size}; give as many, or name tensors that "
+                f"are no samples in batch_dims of Pipeline, such as {{{tensors[0].path!r}: None}}"
+            )
         _check_plain(values, options, size)
         rows[name] = tuple(
             _checked_dim(leaf, dim, size, name, leaf.path in options)
@@ -115,7 +117,7 @@ def _is_usual(inputs: object, targets: object) -> bool:
 def warn_of_squares(inputs: Any, batch_dims: BatchDims) -> None:
     """Warn of tensors that are split, but may be masks of sequences as long as the batch is large.
 
-    They are matrices with as many rows and columns as there are samples, behind another tensor.
+    They are square matrices of that size, behind another tensor.
     """
     dims = sample_dims(inputs, None, batch_dims)
     values = leaves(inputs, "inputs")
@@ -197,14 +199,6 @@ def _checked_dim(
     )
 
 
-def _unlike_targets(n_inputs: int, n_targets: int, tensors: Sequence[Leaf]) -> ArgumentError:
-    paths = [path for path, _ in tensors]
-    return ArgumentError(
-        f"inputs have {n_inputs} samples, targets {n_targets}; give as many, or name tensors that "
-        f"are no samples in batch_dims of Pipeline, such as {{{paths[0]!r}: None}}"
-    )
-
-
 def _check_plain(values: Sequence[Leaf], options: Mapping[str, int | None], n_samples: int) -> None:
     """Raise `ArgumentError` for values that may have samples, but are no tensors."""
     lists: dict[str, list[bool]] = {}
@@ -246,12 +240,7 @@ Batch = Any
 class SplitBatch(NamedTuple):
     """Tensors of each micro-batch, and its samples; inputs or targets of None have none.
 
-    Attributes
-    ----------
-    inputs, targets
-        Tensors of each micro-batch.
-    sizes
-        Samples of each micro-batch; of a slice, positions of all its samples.
+    The size of a slice is the number of positions of all its samples.
     """
 
     inputs: list[Values]

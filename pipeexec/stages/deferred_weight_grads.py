@@ -1,15 +1,14 @@
 """Deferred weight gradients: the backward of I computes those of inputs, and W the rest.
 
-While `DeferredGradients.interception` is active in a thread, a layer (see
-`pipeexec.stages.deferred_weight_grads`) whose weight is a parameter runs as the autograd function
-`_SplitLayer`. Its backward returns the gradient of the layer's input alone. It keeps what the
-weight's gradient needs: the layer's input and the gradient of its output. So the graph is freed at
-the end of I, and W computes nothing twice.
+While `DeferredGradients.interception` is active in a thread, a `Layer` whose weight is a parameter
+runs as the autograd function `_SplitLayer`. Its backward returns the gradient of the layer's input
+alone. It keeps what the weight's gradient needs: the layer's input and the gradient of its output.
+So the graph is freed at the end of I, and W computes nothing twice.
 
 Autograd computes the other weight gradients in I:
 
-- of operations without a row in `pipeexec.stages.deferred_weight_grads`, such as norms, recurrent
-  layers, einsum, bmm, bilinear layers, bags of embeddings and single samples;
+- of operations without a row in ``LAYERS``, such as norms, recurrent layers, einsum, bmm, bilinear
+  layers, bags of embeddings and single samples;
 - of `torch.nn.MultiheadAttention`, whose layers torch calls where they cannot be intercepted;
 - of weights that are computed, frozen or complex, or have hooks;
 - of tensor subclasses, and sparse gradients;
@@ -33,13 +32,6 @@ from torch.overrides import TorchFunctionMode
 
 from pipeexec.stages.activations import ActivationMeter, CountedTensor
 
-# Layers whose weight gradient can be computed apart from that of their input.
-#
-# A `Layer` is three functions: forward, and the two halves of its backward. Their results equal
-# autograd's for the same call, to the last bit; but for linear layers of three or more dimensions
-# and 16 bits, whose input is not contiguous: torch rounds their products before it adds the bias.
-# ``LAYERS`` lists the calls that are layers: a new kind is one row.
-
 #: Gradients of weight and bias; None for one that is not needed.
 WeightGradients = tuple[Tensor | None, Tensor | None]
 #: Whether weight and bias need a gradient.
@@ -47,7 +39,12 @@ Needed = tuple[bool, bool]
 
 
 class Layer(NamedTuple):
-    """One kind of layer; ``options`` are those of the call.
+    """One kind of layer, whose weight gradient can be computed apart from that of its input.
+
+    It is three functions: forward, and the two halves of its backward. Their results equal
+    autograd's for the same call, to the last bit; but for linear layers of three or more dimensions
+    and 16 bits, whose input is not contiguous: torch rounds their products before it adds the bias.
+    ``options`` are those of the call.
 
     Attributes
     ----------
@@ -211,16 +208,13 @@ def _transposed(n: int) -> Callable[..., LayerCall | None]:
 # Embeddings: indices to (*indices, width)
 
 
-def _embedding_rows(
-    g: Tensor, x: Tensor, w: Tensor, _: Needed, options: tuple[int, bool]
-) -> WeightGradients:
-    return torch.ops.aten.embedding_dense_backward(g, x, len(w), *options), None
-
-
 _EMBEDDING = Layer(
     lambda x, w, _, options: torch.embedding(w, x, *options),
     lambda g, x, w, _: None,  # indices have none
-    _embedding_rows,
+    lambda g, x, w, _, options: (
+        torch.ops.aten.embedding_dense_backward(g, x, len(w), *options),
+        None,
+    ),
     is_autocast=False,
 )
 
@@ -241,9 +235,9 @@ def _embedding(
     return LayerCall(_EMBEDDING, input, weight, None, (row, scale_grad_by_freq))
 
 
-#: Parser of the arguments of a call, by the function that torch passes to `__torch_function__`. It
-#: returns None for a call that is no layer, and raises TypeError for arguments that it does not
-#: know.
+#: Parser of the arguments of a call, by the function that torch passes to `__torch_function__`: one
+#: row for each call that can be a layer. It returns None for a call that is none, and raises
+#: TypeError for arguments that it does not know.
 LAYERS: Mapping[Any, Callable[..., LayerCall | None]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -262,17 +256,14 @@ LAYERS: Mapping[Any, Callable[..., LayerCall | None]] = {
 
 
 _PLAIN = (Tensor, nn.Parameter)
-#: Types that autocast casts to its own.
+#: Types that autocast casts to its own; it leaves double precision.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DeferredGradients:
     """The weight gradients that one micro-batch of a stage leaves for W.
 
-    Parameters
-    ----------
-    meter
-        Counts the bytes held from I to W; None if they are not counted.
+    The meter counts the bytes held from I to W.
     """
 
     def __init__(self, meter: ActivationMeter | None = None) -> None:
@@ -380,9 +371,8 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     else:
         sum_so_far.add_(gradient)
     hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    for hook in tuple(
-        hooks.values()
-    ):  # set after the forward, otherwise the gradient is not deferred
+    # Hooks that were set after the forward: otherwise the gradient is not deferred.
+    for hook in tuple(hooks.values()):
         hook(parameter)
 
 
@@ -465,10 +455,17 @@ class _InterceptionMode(TorchFunctionMode):
         x, bias = call.input, call.bias
         return (
             _is_deferrable(call.weight)
-            and (bias is None or _is_deferrable(bias) or _is_frozen(bias))
+            and (
+                bias is None
+                or _is_deferrable(bias)
+                or (type(bias) in _PLAIN and not bias.requires_grad)
+            )
             and type(x) in _PLAIN
             and torch.is_grad_enabled()
-            and (_autocast_type(call) is None or _all_cast(x, call.weight, bias))
+            and (
+                _autocast_type(call) is None
+                or all(t is None or t.dtype in _CAST for t in (x, call.weight, bias))
+            )
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
             and _saved_tensor_hooks() is self.hooks
@@ -483,11 +480,6 @@ def _autocast_type(call: LayerCall) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def _all_cast(*tensors: Tensor | None) -> bool:
-    """Return whether autocast casts all tensors; it leaves those of double precision."""
-    return all(x is None or x.dtype in _CAST for x in tensors)
-
-
 def _is_deferrable(parameter: Tensor) -> bool:
     """Return whether a weight's gradient can be deferred: a floating-point parameter, no hooks."""
     return (
@@ -497,10 +489,6 @@ def _is_deferrable(parameter: Tensor) -> bool:
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
     )
-
-
-def _is_frozen(bias: Tensor) -> bool:
-    return type(bias) in _PLAIN and not bias.requires_grad
 
 
 def _saved_tensor_hooks() -> object:

@@ -17,15 +17,7 @@ Metrics = dict[str, tuple[Value, Value | None]]
 
 
 class MetricSum(NamedTuple):
-    """Sums of a metric over micro-batches, one a device.
-
-    Attributes
-    ----------
-    totals
-        Weighted values, or sums.
-    counts
-        Counts that belong to the sums; empty for a metric without counts.
-    """
+    """Sums of a metric over micro-batches, one a device; without counts, of weighted values."""
 
     totals: tuple[Value, ...]
     counts: tuple[Value, ...] = ()
@@ -42,13 +34,9 @@ class MetricSum(NamedTuple):
 
 
 def checked_metrics(metrics: Mapping[object, object], *, on_device: bool) -> Metrics:
-    """Return metrics without gradients.
+    """Return metrics without gradients: numbers, or pairs of them.
 
-    Raises
-    ------
-    ExecutionError
-        For names that are no text, and values that are neither numbers nor pairs of them. With
-        ``on_device``, numbers of the host are refused, as a CUDA graph would repeat them.
+    With ``on_device``, numbers of the host are refused, as a CUDA graph would repeat them.
     """
     checked: Metrics = {}
     for name, value in metrics.items():
@@ -79,16 +67,12 @@ def metric_sums(
 ) -> dict[str, MetricSum]:
     """Return the sums of each metric over micro-batches; None for those of other processes.
 
-    Parameters
-    ----------
-    metrics, weights
-        Metrics and weight of each micro-batch; weights are for metrics without counts.
+    Weights are those of micro-batches, for metrics without counts.
     """
     rows = [(row, w) for row, w in zip(metrics, weights, strict=True) if row is not None]
-    names = list(rows[0][0]) if rows else []
     sums: dict[str, MetricSum] = {}
-    for name in names:
-        if any(count is None for count in (row[name][1] for row, _ in rows)):
+    for name in rows[0][0] if rows else ():
+        if any(row[name][1] is None for row, _ in rows):
             sums[name] = MetricSum(_sums_by_device([row[name][0] * w for row, w in rows]))
             continue
         counts = [x for row, _ in rows if (x := row[name][1]) is not None]
@@ -124,10 +108,8 @@ class LossFunction:
 
     Parameters
     ----------
-    function
-        Returns the loss of a micro-batch, or its sum and the count to divide by.
-    reduction
-        How the losses of samples are reduced, if the function returns no count.
+    function, reduction
+        The user's, and how the losses of samples are reduced if it returns no count.
     on_device
         Whether a count must be a tensor, as a CUDA graph needs.
 
@@ -152,19 +134,13 @@ class LossFunction:
         self.is_checked = self.has_warned_of_shapes = False
 
     def __call__(self, output: object, targets: object) -> tuple[Tensor, Count | None]:
-        """Return the loss of a micro-batch and its count, None without one.
-
-        Raises
-        ------
-        ExecutionError
-            If the function returns something else, or another form than before.
-        """
+        """Return the loss of a micro-batch and its count, None without one."""
         return self.with_metrics(output, targets)[:2]
 
     def with_metrics(
         self, output: object, targets: object
     ) -> tuple[Tensor, Count | None, Metrics | None]:
-        """Return the loss of a micro-batch, its count and its metrics; raises as a call does."""
+        """Return the loss of a micro-batch, its count and its metrics."""
         try:
             value = self.function(output, targets)
         except Exception as error:  # of the user's code
@@ -177,17 +153,13 @@ class LossFunction:
         if _has_metrics(value):
             metrics = checked_metrics(value[1], on_device=self.on_device)
             value = value[0]
-        return *self._loss_and_count(value), metrics
-
-    def _loss_and_count(self, value: object) -> tuple[Tensor, Count | None]:
-        """Return the loss and its count, None without one."""
         if not isinstance(value, tuple) or len(value) != 2:
             loss = _check_loss(value)
             self._note(False)
-            return loss, None
+            return loss, None, metrics
         loss = _check_loss(value[0])
         self._note(True)
-        return loss, self._check_count(value[1])
+        return loss, self._check_count(value[1]), metrics
 
     def _note(self, returns_count: bool) -> None:
         if self.returns_count is None:

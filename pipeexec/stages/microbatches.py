@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeexec.devices.device import Device, RemoteDevice
+from pipeexec.devices.device import Device
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.nesting import leaves, tensors_in, with_tensors
 from pipesim.errors import (
@@ -31,21 +32,11 @@ from pipesim.ops import Op
 
 
 class BatchFacts(NamedTuple):
-    """Facts of `Microbatches` that processes tell each other, before a step.
+    """Facts of each of the `Microbatches` that processes tell each other, before a step."""
 
-    Attributes
-    ----------
-    inputs
-        Shapes and types of the tensors of each micro-batch, and other values, as text.
-    targets
-        Shapes of the targets of each micro-batch, without samples, as text.
-    weights
-        Weight of each micro-batch; None if samples count.
-    """
-
-    inputs: list[str]
-    targets: list[str]
-    weights: list[float] | None
+    inputs: list[str]  # `shapes_as_text`
+    targets: list[str]  # `shapes_beyond_samples`, as text
+    weights: list[float] | None  # None if samples count
 
 
 class Microbatches:
@@ -91,7 +82,15 @@ class Microbatches:
         values = check_list("microbatches", microbatches, "one value a micro-batch: [x0, x1, ...]")
         _check_values(values)
         self._values = tuple(values)
-        self.weights = None if weights is None else _checked_weights(weights, len(values))
+        self.weights: tuple[float, ...] | None = None
+        if weights is not None:
+            row = check_numbers("weights", weights)
+            if len(row) != len(values) or not all(0 < x < math.inf for x in row):
+                raise ArgumentError(
+                    f"weights must be {len(values)} finite numbers above 0, one a micro-batch, got "
+                    f"{row!r:.80}"
+                )
+            self.weights = tuple(row)
 
     @classmethod
     def split(cls, batch: Any, lengths: Sequence[int], *, dim: int = 0) -> Microbatches:
@@ -165,13 +164,6 @@ class Microbatches:
         -------
         Microbatches
             The chosen micro-batches.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> px.Microbatches([torch.ones(3, 4), torch.ones(5, 4)]).take([1])
-        <1 Microbatches: (5, 4)>
         """
         row = check_list("numbers", numbers, "numbers of micro-batches, such as [1, 0]")
         for k in row:
@@ -192,14 +184,6 @@ class Microbatches:
         -------
         Microbatches
             As many micro-batches, in the same order.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> batch = px.Microbatches([torch.ones(3, 4), torch.ones(5, 4)])
-        >>> batch.map(lambda x: x[:, :2])
-        <2 Microbatches: (3, 2); (5, 2)>
         """
         check_function("function", function, "function(microbatch)")
         return Microbatches([function(value) for value in self._values], weights=self.weights)
@@ -213,18 +197,6 @@ class Microbatches:
         -------
         Microbatches
             Copies of all tensors, with the same weights.
-
-        Raises
-        ------
-        RuntimeError
-            By torch, if there is no GPU.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import pipeexec as px
-        >>> px.Microbatches([torch.ones(3, 4)]).pin_memory()  # doctest: +SKIP
-        <1 Microbatches: (3, 4)>
         """
         return self.map(lambda x: with_tensors(x, [t.pin_memory() for t in tensors_in(x)]))
 
@@ -309,15 +281,6 @@ def _outline(form: Sequence[tuple[str, bool]]) -> str:
     return ", ".join(f"{'tensor' if x else 'value'} {path or 'alone'}" for path, x in form[:6])
 
 
-def _checked_weights(weights: Sequence[float], n: int) -> tuple[float, ...]:
-    row = check_numbers("weights", weights)
-    if len(row) != n or not all(0 < x < math.inf for x in row):
-        raise ArgumentError(
-            f"weights must be {n} finite numbers above 0, one a micro-batch, got {row!r:.80}"
-        )
-    return tuple(row)
-
-
 def _cut(path: str, tensor: Tensor, lengths: Sequence[int], dim: int) -> Sequence[Tensor]:
     """Return the part of a tensor for each micro-batch."""
     if not tensor.dim():
@@ -335,10 +298,6 @@ def _cut(path: str, tensor: Tensor, lengths: Sequence[int], dim: int) -> Sequenc
     )
 
 
-def _flatten(value: Microbatches) -> tuple[list[Any], tuple[float, ...] | None]:
-    return list(value), value.weights
-
-
 def _unflatten(values: Any, weights: Any) -> Microbatches:
     result: Microbatches = object.__new__(Microbatches)
     result._values, result.weights = tuple(values), weights
@@ -347,7 +306,10 @@ def _unflatten(values: Any, weights: Any) -> Microbatches:
 
 # So that `pipeexec.nesting`, a loader that is continued, and torch find their tensors.
 pytree.register_pytree_node(
-    Microbatches, _flatten, _unflatten, serialized_type_name="pipeexec.Microbatches"
+    Microbatches,
+    lambda value: (list(value), value.weights),
+    _unflatten,
+    serialized_type_name="pipeexec.Microbatches",
 )
 
 
@@ -360,12 +322,10 @@ class BatchShares:
 
     Attributes
     ----------
-    n_shares, n_microbatches
-        Number of shares, and of micro-batches of each share.
+    n_microbatches, batch_size
+        Micro-batches of each share, in a step and in a mini-batch.
     replica
         The graph's replica that takes each micro-batch, shape ``(n_shares, n_microbatches)``.
-    batch_size
-        Micro-batches of each share in a mini-batch.
     n_paths
         Graph replicas of each share.
     local
@@ -412,12 +372,8 @@ class BatchShares:
         Processes exchange them once, before the first step. If one of them gives `Microbatches`
         there, they exchange samples and shapes before every step.
 
-        Parameters
-        ----------
-        inputs, targets
-            Samples of each micro-batch of this process's shares; empty if it does not give them.
-        facts
-            Shapes and weights of `Microbatches`; None for another batch.
+        ``inputs`` and ``targets`` are the samples of each micro-batch of this process's shares;
+        empty if it does not give them.
         """
         own: list[float] = [*(inputs or targets)]
         if processes is None:

@@ -43,12 +43,7 @@ class OwnGenerator(ThreadMode):
     """While active in a thread, random operations of that thread draw from one seed, or state.
 
     Operations with a generator argument get this generator. Others run with the process's
-    generator set to this one's state, one thread at a time.
-
-    Attributes
-    ----------
-    drew
-        Whether any random number was drawn.
+    generator set to this one's state, one thread at a time. ``drew`` tells whether any did.
     """
 
     def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
@@ -137,15 +132,8 @@ class WeightVersions:
     version is kept while a micro-batch in flight uses it, or a later one will. The newest exists
     twice, once for the optimizer.
 
-    Parameters
-    ----------
-    module
-        Module of the stage.
-    batch_size
-        Micro-batches of a mini-batch.
-    double_buffered
-        Whether a forward uses the weights of the step before the last mini-batch's, or else the
-        newest; see `pipesim.Schedule`.
+    If ``double_buffered``, a forward uses the weights of the step before the last mini-batch's, or
+    else the newest; see `pipesim.Schedule`.
     """
 
     def __init__(self, module: nn.Module, batch_size: int, double_buffered: bool) -> None:

@@ -16,9 +16,6 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 #: Returns the pairs of name and parameter of a stage.
 NamedParameters = Callable[[nn.Module], Iterable[tuple[str, nn.Parameter]]]
 
-#: First parameter of a factory that takes names.
-_NAMED = "named_parameters"
-
 
 def make_optimizers(
     factory: OptimizerFactory | None,
@@ -34,16 +31,12 @@ def make_optimizers(
     if factory is None:
         return [None] * len(modules)
     check_function("optimizer", factory, "torch.optim.AdamW(parameters)")
-    names = named_parameters if _takes_names(factory) else None
+    first = next((x.name for x in _parameters(factory)), "")
+    names = named_parameters if first == "named_parameters" else None
     return [
         _make_optimizer(factory, module, slot % n_stages, names)
         for slot, module in enumerate(modules)
     ]
-
-
-def _takes_names(factory: OptimizerFactory) -> bool:
-    """Return whether the first parameter of a factory is called ``named_parameters``."""
-    return next((x.name for x in _parameters(factory)), "") == _NAMED
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -44,15 +44,7 @@ Buffer = Tensor | None | Literal[_Missing.MISSING]
 
 
 class Slot:
-    """A name under which a module has, or will have, a buffer.
-
-    Attributes
-    ----------
-    module, key
-        The module, and the name of the buffer there.
-    path
-        Name of the buffer in the stage.
-    """
+    """A name under which a module has, or will have, a buffer; ``path`` is that in the stage."""
 
     __slots__ = ("key", "module", "path")
 
@@ -97,11 +89,6 @@ class ForwardBuffers:
     """Keeps the buffers of a stage that forwards change, as each micro-batch's F saw them.
 
     Kept buffers do not count as activations: they are small, and the simulator does not know them.
-
-    Parameters
-    ----------
-    module, index
-        Module and number of the stage.
     """
 
     def __init__(self, module: nn.Module, index: int) -> None:
@@ -126,13 +113,9 @@ class ForwardBuffers:
     def watch(self, microbatch: int | None) -> AbstractContextManager[None]:
         """Keep the buffers that a forward changes in a block, for R of ``microbatch``.
 
-        None for a forward without R, which may change buffers that other micro-batches need.
-
-        Raises
-        ------
-        ExecutionError
-            If the forward changes a buffer in place that no forward of the first step did: its
-            values are lost. They are copied from then on.
+        None for a forward without R, which may change buffers that other micro-batches need. A
+        buffer that is changed in place, and was by no forward of the first step, raises
+        `ExecutionError`: its values are lost. They are copied from then on.
         """
         has_none = not self._slots and self._learned
         return _NO_CONTEXT if has_none else self._watch(microbatch)
@@ -270,8 +253,8 @@ def is_changed_in_place(buffer: Buffer, version: int, copy: Tensor | None) -> bo
 #     state 0   F   state 1   F of the same input   state 2
 #
 # - A forward that leaves its state as it was is repeatable.
-# - State 1 differs from state 0, but not from state 2: a cache that is filled once, or a result that
-#   each forward computes anew. The forward is repeatable if both outputs are equal.
+# - State 1 differs from state 0, but not from state 2: a cache that is filled once, or a result
+#   that each forward computes anew. The forward is repeatable if both outputs are equal.
 # - State 2 differs from state 1: a counter, a list that grows. The forward is not repeatable.
 #
 # Not every state is seen: objects of torch, numpy and the standard library count as unchanged,
@@ -285,17 +268,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class StateChange(NamedTuple):
-    """An attribute or a parameter that a forward has changed.
-
-    Attributes
-    ----------
-    path, module
-        Name of the module in the stage, and the module.
-    name
-        Name of the attribute or parameter.
-    value
-        Its present value.
-    """
+    """An attribute or a parameter that a forward has changed, and its module in the stage."""
 
     path: str
     module: nn.Module
@@ -311,12 +284,7 @@ class _TensorState(NamedTuple):
 class ModuleState:
     """Attributes and parameters of a module and its parts, at one moment.
 
-    Parameters
-    ----------
-    module
-        The module.
-    weights
-        Parameters by name in place of the module's own.
+    ``weights`` are parameters by name in place of the module's own.
     """
 
     def __init__(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -329,10 +297,12 @@ class ModuleState:
                     self._add(StateChange(path, part, name, value), _state(value, set()))
         for name, parameter in (weights or dict(module.named_parameters())).items():
             path, _, key = name.rpartition(".")
-            if _limits_norms(modules[path]):
+            owner = modules[path]
+            # Forwards limit norms of rows in place, which a second one leaves alone.
+            if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
                 continue
             state = (id(parameter), tensor_version(parameter))
-            self._add(StateChange(path, modules[path], key, parameter), state)
+            self._add(StateChange(path, owner, key, parameter), state)
 
     def _add(self, entry: StateChange, state: object) -> None:
         self._changes.append(entry)
@@ -354,16 +324,8 @@ class ModuleState:
 def not_repeatable(index: int, change: StateChange, lasts: bool, remedy: str) -> ExecutionError:
     """Return the error of a stage that is recomputed, and not repeatable.
 
-    Parameters
-    ----------
-    index
-        Number of the stage.
-    change
-        State that its forward changes.
-    lasts
-        Whether the second forward has changed it too, or else has given another output.
-    remedy
-        How to keep activations instead, such as ``recompute='never'``.
+    ``lasts`` tells whether the second forward has changed the state too, or else has given another
+    output; ``remedy`` how to keep activations instead, such as ``recompute='never'``.
     """
     place = f"its module {change.path!r}" if change.path else "its module"
     where = f"{place} ({type(change.module).__name__})"
@@ -420,7 +382,9 @@ def _state(value: object, visited: set[int], depth: int = 0) -> object:
         return [type(value), *(_state(x, visited, depth + 1) for x in list(value))]
     if isinstance(value, (set, frozenset)):
         return set(value)
-    if isinstance(value, SimpleNamespace) or _is_own_object(value):
+    is_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    is_own = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+    if isinstance(value, SimpleNamespace) or (is_own and not is_library):
         return _state_of_items(value, vars(value), visited, depth)
     return type(value)
 
@@ -430,21 +394,6 @@ def _state_of_items(
 ) -> dict[object, object]:
     states = {key: _state(x, visited, depth + 1) for key, x in list(items.items())}
     return {type: type(value), **states}
-
-
-def _is_own_object(value: object) -> bool:
-    """Return whether a value is an object of a class of the user's, but no module."""
-    library = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and library not in _LIBRARIES and not _is_module(value)
-
-
-def _limits_norms(module: nn.Module) -> bool:
-    """Return whether forwards limit norms of rows in place, which a second one leaves alone."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
-def _is_module(value: object) -> bool:
-    return isinstance(value, (nn.Module, type))
 
 
 def _is_same(a: object, b: object) -> bool:

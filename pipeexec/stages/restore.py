@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.stage_replicas import is_expanded
 from pipeexec.stages.recompute import Buffer, Slot, is_changed_in_place, tensor_version
 
-# Gradients from before a step, for steps that add to them: kept apart until the step is complete.
-#
-# So a step that fails leaves them as they were, and a step whose gradients are divided at its end
-# divides only its own.
-
 
 def add_gradients(
     gradients: Sequence[Tensor | None], more: Sequence[Tensor | None]
@@ -30,15 +25,11 @@ def add_gradients(
 
 
 class EarlierGradients:
-    """Keeps the gradients of modules from before a step.
+    """Keeps the gradients of modules from before a step, for steps that add to them.
 
-    Parameters
-    ----------
-    modules
-        Modules by their index in the pipeline.
-    is_separate
-        Whether the step begins without gradients, and those from before are added at its end.
-        Otherwise it adds to them as autograd does, and a copy is kept.
+    A step that fails leaves them as they were. With ``is_separate``, the step begins without
+    gradients, and those from before are added at its end: a step whose gradients are divided at its
+    end divides only its own. Otherwise it adds to them as autograd does, and a copy is kept.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], *, is_separate: bool) -> None:
@@ -99,20 +90,19 @@ def _detach_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]
     return gradients
 
 
-# Restore what a block changes: parameters, buffers, gradients, optimizer state, an attribute.
-#
-# `torch.optim.Optimizer.load_state_dict` puts new tensors in the place of an optimizer's old ones.
-# A CUDA graph reads and writes at fixed addresses and would have to be captured anew. So the
-# values are copied into the old tensors wherever they fit.
-
-
 @contextmanager
 def restore_afterwards(
     modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer | None] = ()
 ) -> Iterator[None]:
     """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
     # Parameters without memory, whose stand-ins are expanded, have nothing to restore.
-    states = [copy.deepcopy(_with_memory(module.state_dict())) for module in modules]
+    states = [
+        copy.deepcopy({
+            name: x for name, x in module.state_dict().items()
+            if not (isinstance(x, Tensor) and is_expanded(x))
+        })
+        for module in modules
+    ]  # fmt: skip
     gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
                  for module in modules]  # fmt: skip
     optimizer_states = [None if o is None else copy.deepcopy(o.state_dict()) for o in optimizers]
@@ -153,11 +143,6 @@ def _copied(buffer: Buffer) -> Tensor | None:
     return buffer.detach().clone()
 
 
-def _with_memory(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state without expanded tensors."""
-    return {k: x for k, x in state.items() if not (isinstance(x, Tensor) and is_expanded(x))}
-
-
 @contextmanager
 def temporary_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Give an attribute another value in a block."""
@@ -173,10 +158,10 @@ def temporary_attribute(owner: object, name: str, value: object) -> Iterator[Non
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Restore an optimizer's state, in its present tensors wherever they fit.
 
-    Parameters
-    ----------
-    saved
-        A deep copy of its ``state_dict()``.
+    `torch.optim.Optimizer.load_state_dict` puts new tensors in the place of old ones. A CUDA graph
+    reads and writes at fixed addresses, and would have to be captured anew.
+
+    ``saved`` is a deep copy of its ``state_dict()``.
     """
     state = optimizer.state_dict()["state"]  # the dictionaries are the optimizer's own
     if not _fits(state, saved["state"]):

@@ -1,8 +1,19 @@
-"""Run a sequence in slices: cut a batch along it, and keep keys and values in the stages."""
+"""Run a sequence in slices: cut a batch along it, and keep keys and values in the stages.
+
+A pipeline may run a sequence in slices (``schedule.n_slices``), one task each. The queries of a
+slice attend to the keys of its own positions and of all slices before it. So a stage keeps the keys
+and values of each slice until its last reader has run:
+
+1. F of slice 1 reads those of slice 0, as leaves of its graph, and keeps its own.
+2. B of slice 1 leaves gradients on the leaves of slice 0.
+3. B of slice 0 starts from its output and from its keys and values, with these gradients.
+
+`StageSlices` does the bookkeeping. Modules use a `KeyValueCache`, which keeps nothing outside of a
+pipeline with slices.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +29,6 @@ from pipeexec.devices.device import Values
 from pipeexec.nesting import Leaf, leaves
 from pipeexec.stages.activations import ActivationMeter, CountedTensor
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, check_count, check_flag
-
-# Cut micro-batches along the sequence, and join the outputs of slices.
-#
-# - A tensor with samples is cut along the dimension of its positions. Numbers of positions differ by
-#   one at most.
-# - A tensor that all micro-batches share, such as positions of shape (1, n), is cut if it has as many
-#   entries there as the sequence has positions. Otherwise every slice gets it whole.
 
 
 class SequenceCut(NamedTuple):
@@ -52,14 +56,8 @@ def n_positions(
 ) -> int:
     """Return the number of positions of the sequences of a batch.
 
-    Parameters
-    ----------
-    inputs, targets
-        The batch; either may be None.
-    dims
-        Dimension of the samples in each tensor of inputs and targets; None for shared ones.
-    cut
-        How sequences are cut.
+    ``dims`` is the dimension of the samples in each tensor of inputs and targets; None for shared
+    ones. Either of them may be None.
     """
     first: tuple[str, int] | None = None
     for name, batch, row in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
@@ -106,18 +104,12 @@ def slice_sizes(size: int, n_slices: int) -> list[int]:
 def cut_parts(
     parts: Sequence[Values], dims: Sequence[int | None], size: int, cut: SequenceCut
 ) -> list[Values]:
-    """Return the slices of micro-batches, those of the first sequence first.
+    """Return the slices of micro-batches of ``size`` positions, those of the first sequence first.
 
-    Parameters
-    ----------
-    parts
-        Tensors of each micro-batch.
-    dims
-        Dimension of the samples in each tensor; None for shared ones.
-    size
-        Number of positions.
-    cut
-        How sequences are cut.
+    - A tensor with samples is cut along the dimension of its positions. Numbers of positions differ
+      by one at most.
+    - A tensor that all micro-batches share, such as positions of shape (1, n), is cut if it has as
+      many entries there as the sequence has positions. Otherwise every slice gets it whole.
     """
 
     def pieces(x: Tensor | None, dim: int | None) -> Sequence[Tensor | None]:
@@ -139,24 +131,10 @@ def positions_of(row: Sequence[Leaf], dim: int) -> int:
     return next(sizes, 0)
 
 
-# `KeyValueCache`: causal attention over the slices of a sequence, for use in a stage's modules.
-#
-# A pipeline may run a sequence in slices (``schedule.n_slices``), one task each. The queries of a
-# slice attend to the keys of its own positions and of all slices before it. So a stage keeps the
-# keys and values of each slice until its last reader has run:
-#
-# 1. F of slice 1 reads those of slice 0, as leaves of its graph, and keeps its own. 2. B of slice
-# 1 leaves gradients on the leaves of slice 0. 3. B of slice 0 starts from its output and from its
-# keys and values, with these gradients.
-#
-# `pipeexec.stages.sequence_slices` does the bookkeeping. Outside of a pipeline with
-# slices, a cache keeps nothing.
-
 _T = TypeVar("_T")
 
 #: Masks by number of queries, number of keys, type and device.
 Masks = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
-
 
 #: Options of torch's attention that `KeyValueCache.attend` passes on.
 _OPTIONS = ("dropout_p", "scale", "enable_gqa")
@@ -166,13 +144,8 @@ _OPTIONS = ("dropout_p", "scale", "enable_gqa")
 class KeysValues:
     """Keys and values of one slice in one call of a cache.
 
-    Attributes
-    ----------
-    leaves
-        Keys and values that later slices read, without the graph that made them; their gradients
-        add up here.
-    outputs
-        The same tensors in the graph of the slice; empty if that graph is not kept.
+    Later slices read the leaves, on which their gradients add up. The outputs are the same tensors
+    in the graph of the slice; empty if that graph is not kept.
     """
 
     leaves: tuple[Tensor, ...] = ()
@@ -181,31 +154,16 @@ class KeysValues:
 
 @dataclass
 class SliceCall:
-    """One forward of a slice, for one cache.
+    """One forward of a slice, for one cache."""
 
-    Attributes
-    ----------
-    earlier
-        Calls of the earlier slices of the sequence, the first slice first.
-    keeps
-        Whether later slices read the keys and values of this one.
-    owns_copies
-        Whether to copy what is kept: the graph of the forward is dropped, and with it the larger
-        tensors of which keys and values may be views.
-    calls
-        Keys and values of each call of `KeyValueCache.append`, in order.
-    counts
-        Positions of each call of `KeyValueCache.offset`, in order.
-    masks
-        Masks of `KeyValueCache.attend`, which all caches share in one forward.
-    """
-
-    earlier: list[SliceCall] = field(default_factory=list)
-    keeps: bool = False
+    earlier: list[SliceCall] = field(default_factory=list)  # of the sequence, first slice first
+    keeps: bool = False  # whether later slices read the keys and values of this one
+    #: Whether to copy what is kept: the graph of the forward is dropped, and with it the larger
+    #: tensors of which keys and values may be views.
     owns_copies: bool = False
-    calls: list[KeysValues] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    masks: Masks = field(default_factory=dict)
+    calls: list[KeysValues] = field(default_factory=list)  # of each `KeyValueCache.append`
+    counts: list[int] = field(default_factory=list)  # positions of each `KeyValueCache.offset`
+    masks: Masks = field(default_factory=dict)  # which all caches share in one forward
 
 
 class KeyValueCache(nn.Module):
@@ -316,17 +274,6 @@ class KeyValueCache(nn.Module):
         -------
         tuple of torch.Tensor
             Keys and values; shape ``(..., positions so far, width)``.
-
-        Examples
-        --------
-        Outside of a pipeline with slices, there are no earlier slices:
-
-        >>> import torch
-        >>> import pipeexec as px
-        >>> key, value = torch.randn(2, 1, 2, 5, 4)
-        >>> keys, values = px.KeyValueCache().append(key, value)
-        >>> torch.equal(keys, key)
-        True
         """
         _check_positions(key=key, value=value)
         call = self._call
@@ -353,12 +300,6 @@ class KeyValueCache(nn.Module):
         int
             Number of positions of all earlier slices; 0 for the first, and outside of a pipeline
             with slices.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> px.KeyValueCache().offset(5)
-        0
         """
         n_positions = check_count("n_positions", n_positions, 0)
         call = self._call
@@ -375,12 +316,6 @@ class KeyValueCache(nn.Module):
         -------
         str
             The text between the parentheses of `repr`; empty for a causal cache.
-
-        Examples
-        --------
-        >>> import pipeexec as px
-        >>> px.KeyValueCache(causal=False).extra_repr()
-        'causal=False'
         """
         return "" if self.causal else "causal=False"
 
@@ -413,13 +348,7 @@ def _causal_mask(n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.
 
 
 def _same_call(calls: Sequence[_T], number: int) -> _T:
-    """Return the call of an earlier slice with the number of this one.
-
-    Raises
-    ------
-    ExecutionError
-        If the earlier slice has called the cache less often.
-    """
+    """Return the call of an earlier slice with the number of this one."""
     if number >= len(calls):
         raise ExecutionError(
             f"a module has called a KeyValueCache {number + 1} times for a slice, but "
@@ -447,17 +376,19 @@ def _kept(call: SliceCall, key: Tensor, value: Tensor) -> KeysValues:
 # hand.
 
 _CACHE = "call pipeexec.KeyValueCache.attend in its place"
-_STATE = (
-    "begins every slice with a new state",
-    "carry no state along the sequence, or run a schedule without slices",
-)
 _OWN_SLICE = "attends to the positions of its own slice alone", _CACHE
 #: What a module does in slices, and what to do; the first type that matches counts.
 _REFUSED: tuple[tuple[type[nn.Module], tuple[str, str]], ...] = (
     (nn.MultiheadAttention, _OWN_SLICE),
     (nn.TransformerEncoderLayer, _OWN_SLICE),
     (nn.TransformerDecoderLayer, _OWN_SLICE),
-    (nn.RNNBase, _STATE),
+    (
+        nn.RNNBase,
+        (
+            "begins every slice with a new state",
+            "carry no state along the sequence, or run a schedule without slices",
+        ),
+    ),
 )
 _TWO_WAYS = (
     "has causal=False: its positions attend to later ones, whose keys do not exist when the first "
@@ -467,15 +398,7 @@ _TWO_WAYS = (
 
 
 def check_sliceable(modules: Sequence[nn.Module], n_stages: int, n_slices: int) -> None:
-    """Check that modules can run sequences in slices.
-
-    Parameters
-    ----------
-    modules
-        Module of each stage, replica after replica.
-    n_stages, n_slices
-        Those of the graph.
-    """
+    """Check that the modules of stages, replica after replica, can run sequences in slices."""
     for slot, module in enumerate(modules[:n_stages]):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ArgumentError(
@@ -500,13 +423,7 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Raises for calls of torch's attention that see the positions of one slice alone.
-
-    Parameters
-    ----------
-    stage
-        Number of the stage, for the message.
-    """
+    """Raises for calls of torch's attention that see the positions of one slice alone."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -521,11 +438,8 @@ class AttentionWatch(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, if it is no attention that a slice must not call.
 
-        Raises
-        ------
-        ExecutionError
-            For attention with as many keys as queries, or whose mask aligns the slice with the
-            first keys of the sequence.
+        That is attention with as many keys as queries, or whose mask aligns the slice with the
+        first keys of the sequence.
         """
         options = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -550,10 +464,6 @@ class AttentionWatch(TorchFunctionMode):
             )
 
 
-# `StageSlices`: the keys and values that a stage keeps for the slices of its sequences.
-#
-# `pipeexec.stages.sequence_slices` says what happens to them in F and B.
-
 #: Forward that a slice runs: one whose graph is kept; one that is recomputed later, and its
 #: recompute; one without a backward.
 Mode = Literal["train", "drop", "recompute", "evaluate"]
@@ -569,15 +479,7 @@ class _Slice:
 
 
 class StageSlices:
-    """Keys and values of the slices in flight in one stage.
-
-    Parameters
-    ----------
-    module, index
-        Module of the stage, in which caches are found, and number of the stage.
-    n_slices
-        Slices of a sequence.
-    """
+    """Keys and values of the slices in flight in one stage, whose module has the caches."""
 
     def __init__(self, module: nn.Module, index: int, n_slices: int) -> None:
         self.caches = [x for x in module.modules() if isinstance(x, KeyValueCache)]
@@ -613,7 +515,8 @@ class StageSlices:
         if mode in ("train", "recompute"):
             own.edges = list(_edges(own.calls))
         if meter is not None and mode != "recompute":
-            own.counted = [CountedTensor(meter, x) for x in _leaves(own.calls)]
+            kept = (x for call in own.calls for x in call.calls)
+            own.counted = [CountedTensor(meter, leaf) for x in kept for leaf in x.leaves]
         if mode == "evaluate" and is_last:
             self.forget_sequence(microbatch)
 
@@ -658,11 +561,6 @@ class StageSlices:
                 fresh.leaves = first.leaves
         again.counted = before.counted
         return again
-
-
-def _leaves(calls: list[SliceCall]) -> Iterator[Tensor]:
-    for call in calls:
-        yield from itertools.chain.from_iterable(x.leaves for x in call.calls)
 
 
 def _edges(calls: list[SliceCall]) -> Iterator[tuple[GradientEdge, Tensor]]:

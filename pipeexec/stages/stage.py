@@ -40,23 +40,7 @@ class StageLike(Protocol):
     """A stage that the executor can run: tasks of one micro-batch, and the bounds of a step.
 
     The arguments of tasks are positional, so a stage may ignore arguments that it does not need.
-
-    Attributes
-    ----------
-    module, index
-        The module, and the number of the stage.
-    is_random, modifies_input
-        By training mode: whether the module draws random numbers, and whether it changes its input
-        in place. Missing until the first forward.
-    loss_fn
-        The loss, for the last stage.
-    versions
-        Versions of the weights, for a stage that steps while micro-batches are in flight.
-    meter
-        Counts the bytes that the stage holds; None if they are not counted.
-    arguments
-        Positional and keyword arguments of the first stage for each micro-batch of a step, with
-        other tensors; None for a stage that takes tensors, all positional.
+    Attributes are those of `pipeexec.stages.module_call.ModuleCaller`.
     """
 
     module: nn.Module
@@ -289,11 +273,8 @@ class Stage(ModuleCaller):
     ) -> tuple[Tensor, ...]:
         """Run F as `_drop` does; if it changes state of the module that is no buffer, run it twice.
 
-        Raises
-        ------
-        ExecutionError
-            If the second forward, on the buffers of the first, changes this state too, or gives
-            another output.
+        The second forward, on the buffers of the first, must neither change this state nor give
+        another output.
         """
         same_seed = default_state(self.device) if seed is None else seed
         before = self._module_state(microbatch)

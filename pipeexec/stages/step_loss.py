@@ -24,15 +24,6 @@ from pipeexec.stages.loss_function import Count, LossFunction, Metrics, MetricSu
 from pipeexec.stages.microbatches import BatchShares, shapes_beyond_samples
 from pipesim.errors import ExecutionError
 
-# Compare the combined loss of micro-batches with the loss of all of them at once.
-#
-# A mean over unmasked tokens, for example, is no mean over samples. Weighted by samples, the
-# micro-batches give another loss, and other gradients, than the batch at once. So the first step
-# keeps outputs of the last stage and their gradients: up to `MOST_BYTES`, but of two micro-batches
-# at least. Outputs beyond `LARGEST` are not kept. After the step the loss function is called on
-# all of them. It is called twice: a loss that draws random numbers has two values. Gradients show
-# a difference even if all losses are equal, as they may be before training.
-
 #: Bytes of outputs that the check keeps, unless two micro-batches have more.
 MOST_BYTES = 64 << 20
 #: Bytes of an output beyond which nothing is checked: the check copies two outputs several times.
@@ -49,16 +40,8 @@ LossAndCount = Callable[[object, object], tuple[Tensor, Tensor | float | None]]
 class Difference(NamedTuple):
     """Loss and count summed over micro-batches, and the same of these micro-batches at once.
 
-    Attributes
-    ----------
-    combined, whole
-        The two losses, divided by their counts if they have any.
-    gradients
-        Norm of the difference of the gradients at the output, relative to those at once.
-    combined_count, whole_count
-        The two counts; 1 without counts.
-    n_microbatches
-        Number of micro-batches that were compared.
+    Losses are divided by their counts, which are 1 if there are none. ``gradients`` is the norm of
+    the difference of the gradients at the output, relative to those at once.
     """
 
     combined: float
@@ -70,7 +53,14 @@ class Difference(NamedTuple):
 
 
 class LossCheck:
-    """Keeps outputs of the last stage and their gradients in one step, and compares.
+    """Compares the combined loss of micro-batches with the loss of all of them at once.
+
+    A mean over unmasked tokens, for example, is no mean over samples. Weighted by samples, the
+    micro-batches give another loss, and other gradients, than the batch at once. So the first step
+    keeps outputs of the last stage and their gradients: up to `MOST_BYTES`, but of two
+    micro-batches at least. Outputs beyond `LARGEST` are not kept. After the step the loss function
+    is called on all of them. It is called twice: a loss that draws random numbers has two values.
+    Gradients show a difference even if all losses are equal, as they may be before training.
 
     Attributes
     ----------
@@ -137,27 +127,21 @@ class LossCheck:
     ) -> Difference | None:
         """Return the difference; None if there is none, or if nothing can be compared.
 
-        Parameters
-        ----------
-        function
-            Returns the loss of an output and its targets, and its count if it has one.
-        targets, losses
-            Targets and losses of each micro-batch; losses are weighted as in the step.
-        factors
-            Returns factors that turn these weights into those of a batch of some micro-batches,
-            and their total count.
+        Losses are weighted as in the step; ``factors`` is `StepLoss._factors`.
         """
         kept = sorted({number for number, _ in self._gradients})
         if len(kept) < 2:
             return None
         scales, combined_count = factors(kept)
         try:
-            joined = self._join_outputs(kept)
+            columns = zip(*(self._outputs[number] for number in kept), strict=True)
+            joined = [_joined(column) for column in columns]
             gradients = self._join_gradients(kept, scales)
             outputs = [joined[index].requires_grad_() for index in gradients]
             labels = _join_targets([targets[number] for number in kept])
             argument = with_tensors(self._first, joined)
-            with torch.random.fork_rng(_gpu_indices(joined)), torch.enable_grad():
+            gpus = sorted({x.device.index or 0 for x in joined if x.device.type == "cuda"})
+            with torch.random.fork_rng(gpus), torch.enable_grad():
                 loss, count = function(argument, labels)
                 whole = torch.autograd.grad(loss * self.scale, outputs, allow_unused=True)
                 again, _ = function(argument, labels)
@@ -180,11 +164,6 @@ class LossCheck:
         draws = abs(float(again.detach() - loss.detach())) > limit * abs(float(loss.detach()))
         counts_differ = abs(difference.whole_count - combined_count) > limit * combined_count
         return difference if not draws and (difference.gradients > limit or counts_differ) else None
-
-    def _join_outputs(self, kept: Sequence[int]) -> list[Tensor]:
-        """Return the tensors of the outputs of all micro-batches."""
-        columns = zip(*(self._outputs[number] for number in kept), strict=True)
-        return [_joined(column) for column in columns]
 
     def _join_gradients(self, kept: Sequence[int], factors: Sequence[float]) -> dict[int, Tensor]:
         """Return the gradients of all micro-batches, by the tensor's number in the output."""
@@ -231,26 +210,12 @@ def _join_targets(targets: list[Any]) -> Any:
     return with_tensors(targets[0], joined)
 
 
-def _gpu_indices(tensors: Sequence[Tensor]) -> list[int]:
-    return sorted({x.device.index or 0 for x in tensors if x.device.type == "cuda"})
-
-
-# Shapes of outputs and targets of `Microbatches`: where a mean over samples may be no mean of all.
-#
-# A mean over samples is weighted by samples. A mean over tokens is not the mean over all tokens
-# then, if sequences of micro-batches have different lengths. Outputs of different lengths cannot
-# be joined, so that `pipeexec.stages.step_loss` cannot compare.
-
-
 class LossShapes:
     """Shapes of the outputs and targets of one step's `Microbatches`, without their samples.
 
-    Parameters
-    ----------
-    targets
-        Those of the targets, as text, of all processes.
-    has_weights
-        Whether the user gives the weights of micro-batches.
+    A mean over tokens, weighted by samples, is not the mean over all tokens if sequences of
+    micro-batches have different lengths. Outputs of different lengths cannot be joined, so that
+    `LossCheck` cannot compare. Shapes of targets are those of all processes, as text.
     """
 
     def __init__(self, targets: Iterable[str], *, has_weights: bool) -> None:
@@ -258,13 +223,7 @@ class LossShapes:
         self._targets, self._outputs = dict.fromkeys(targets), dict[str, None]()
 
     def note(self, output: object, count: Count | None) -> None:
-        """Note the shapes of an output.
-
-        Raises
-        ------
-        ExecutionError
-            If the loss of micro-batches with weights has a count.
-        """
+        """Note the shapes of an output."""
         if self._has_weights and count is not None:
             raise ExecutionError(
                 "loss_fn returned (sum, count), and Microbatches have weights: both say how much a "
@@ -363,13 +322,7 @@ class StepLoss:
         return loss if self.gradient_weight == 1.0 else loss * self.gradient_weight
 
     def _note_metrics(self, microbatch: int, metrics: Metrics) -> None:
-        """Keep the metrics of a micro-batch.
-
-        Raises
-        ------
-        ExecutionError
-            If another micro-batch has other metrics.
-        """
+        """Keep the metrics of a micro-batch, which are the same as those of others."""
         with self._lock:
             self._metrics[microbatch] = metrics
             first = next(iter(self._metrics.values()))
@@ -428,12 +381,8 @@ class StepLoss:
         """Divide the gradients of a stage by the count of a mini-batch.
 
         ``mean`` returns the mean of a count over replicas that the pipeline does not know. It is
-        the mean that DistributedDataParallel takes of gradients.
-
-        Raises
-        ------
-        ExecutionError
-            If the count is 0 and on the host; a count of 0 on a GPU gives gradients of NaN.
+        the mean that DistributedDataParallel takes of gradients. A count of 0 is an error on the
+        host, and gives gradients of NaN on a GPU.
         """
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         if not gradients:

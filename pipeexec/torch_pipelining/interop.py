@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
-from pipesim.graph.exports import torch_orders
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.exports import torch_orders
 from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
 from pipesim.scheduling.memory_checks import check_schedule
@@ -81,8 +81,6 @@ def to_torch(
     See Also
     --------
     pipeexec.from_torch : The other way round.
-    pipesim.lower : Make a graph with messages.
-    pipeexec.Pipeline : The runtime of this package.
 
     Notes
     -----
@@ -115,9 +113,13 @@ def to_torch(
     check_options(options)
     form: Literal["compute_only", "compute_comms"]
     if isinstance(schedule, Schedule):
-        orders, homes, form = _compute_only(schedule)
+        _check_runnable(schedule)
+        orders = [[str(action) for action in order] for order in schedule.orders]
+        homes, form = list(schedule.placement.device_of), "compute_only"
     elif isinstance(schedule, TaskGraph):
-        orders, homes, form = _with_messages(schedule)
+        verify(schedule)
+        orders, homes = torch_orders(schedule), schedule.device_of_stage.tolist()
+        form = "compute_comms"
     else:
         raise ArgumentError(f"to_torch takes a Schedule or a TaskGraph, got {schedule!r:.60}")
     ordered = stages_in_order(stages, homes, len(orders))
@@ -159,7 +161,6 @@ def from_torch(
     --------
     pipeexec.to_torch : The other way round.
     pipeexec.torch_schedule_order : Order of a class of torch.
-    pipesim.verify : Check a schedule.
 
     Examples
     --------
@@ -212,15 +213,9 @@ def torch_schedule_order(
     dict
         Actions of each rank, as ``pipeline_order`` has them, or as text; None for idle steps.
 
-    Raises
-    ------
-    CapacityError
-        If the order would not fit in memory.
-
     See Also
     --------
     pipeexec.from_torch : Make a schedule of the order.
-    pipesim.schedule : Schedules of this package.
 
     Examples
     --------
@@ -252,11 +247,8 @@ def torch_schedule_order(
         ) from error
 
 
-_Orders = tuple[list[list[str]], list[int], Literal["compute_only", "compute_comms"]]
-
-
-def _compute_only(schedule: Schedule) -> _Orders:
-    """Return the actions of a schedule, and the rank of each stage, if torch can run them."""
+def _check_runnable(schedule: Schedule) -> None:
+    """Raise unless torch can run a schedule."""
     where = f"schedule {schedule.name!r}"
     if schedule.placement.n_paths > 1:
         raise ArgumentError(
@@ -276,15 +268,6 @@ def _compute_only(schedule: Schedule) -> _Orders:
             "values from one micro-batch for the next: take a schedule without slices"
         )
     verify(schedule)
-    orders = [[str(action) for action in order] for order in schedule.orders]
-    return orders, list(schedule.placement.device_of), "compute_only"
-
-
-def _with_messages(graph: TaskGraph) -> _Orders:
-    """Return the actions of a graph, messages included, and the rank of each stage."""
-    verify(graph)
-    orders = torch_orders(graph)
-    return orders, graph.device_of_stage.tolist(), "compute_comms"
 
 
 def _texts(rank: int, row: object) -> list[str]:
@@ -355,9 +338,6 @@ def stages_in_order(stages: Sequence[Any], homes: list[int], n_devices: int) -> 
             f"rank {rank} holds the stages {expected}, got {indices}; give just these"
         )
     return ordered
-
-
-# Ranges of a profiler for schedules of torch that write none.
 
 
 def annotate_torch_pipelining() -> AbstractContextManager[None]:

@@ -63,10 +63,7 @@ def options_of_runtime() -> tuple[str, ...]:
 def listed_order(name: str, n_devices: int, n_microbatches: int, n_chunks: int) -> Listed:
     """Return ``pipeline_order`` of one of torch's classes; needs no processes.
 
-    Raises
-    ------
-    ValueError, AssertionError
-        From torch, for counts that the class does not take.
+    Torch raises `ValueError` or `AssertionError` for counts that the class does not take.
     """
     listed: Listed = _with_stubs(name, 0, n_devices, n_microbatches, n_chunks).pipeline_order
     return listed

@@ -32,22 +32,10 @@ _END = object()
 
 
 class BatchSource:
-    """Batches of a training, epoch after epoch.
+    """Batches of a training, epoch after epoch; None for no limit of epochs.
 
-    Parameters
-    ----------
-    batches
-        An iterable of batches, which is iterated once an epoch, or a function that returns that of
-        an epoch. An iterator has one epoch.
-    epochs
-        Number of epochs; None for no limit.
-    name
-        Name of the argument, for messages.
-
-    Attributes
-    ----------
-    epoch, n_taken
-        Number of the epoch, from 0, and of the batches taken from it.
+    ``batches`` is an iterable, which is iterated once an epoch, or a function that returns that of
+    an epoch. An iterator has one epoch. Messages call it by its ``name``.
     """
 
     def __init__(self, batches: Batches, epochs: int | None, name: str = "batches") -> None:
@@ -67,10 +55,9 @@ class BatchSource:
                 )
             epochs = 1
         self.epochs = epochs
-        self.epoch = self.n_taken = 0
+        self.epoch = self.n_taken = 0  # batches taken from the epoch
         self._iterator: Iterator[Any] | None = None
         self._start: dict[str, Any] = {}
-        self._last = ""
 
     @property
     def loader(self) -> Batches | None:
@@ -86,7 +73,10 @@ class BatchSource:
             if batch is not _END:
                 self.n_taken += 1
                 self._latest = batch
-                return self._parts(batch)
+                try:
+                    return as_inputs_and_targets(batch)
+                except ArgumentError as error:
+                    raise ArgumentError(f"{self._name}: {error}") from error
             if not self.n_taken:
                 raise ArgumentError(
                     f"{self._name}: epoch {self.epoch} has no batches; a DataLoader with "
@@ -94,13 +84,6 @@ class BatchSource:
                 )
             self.epoch, self.n_taken, self._iterator = self.epoch + 1, 0, None
         return None
-
-    def _parts(self, batch: Any) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch."""
-        try:
-            return as_inputs_and_targets(batch)
-        except ArgumentError as error:
-            raise ArgumentError(f"{self._name}: {error}") from error
 
     def _begin_epoch(self) -> Iterator[Any]:
         """Return the batches of an epoch; an epoch that was begun before begins as it did then."""
@@ -138,13 +121,7 @@ class BatchSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place: batches that were taken from its epoch before are skipped.
-
-        Warns
-        -----
-        ResumeWarning
-            If the last batch that is skipped is not the one that was trained on.
-        """
+        """Go to a place: batches that were taken from its epoch before are skipped."""
         self.epoch, n_taken = int(state["epoch"]), int(state["n_taken"])
         if state["loader"] is not None and hasattr(self._batches, "load_state_dict"):
             self._batches.load_state_dict(state["loader"])
@@ -283,22 +260,12 @@ class TextBatches:
 
     An epoch cuts the text into samples of ``context`` bytes, from another place each time, and
     yields them in another order. Both depend on the seed and the number of the epoch alone. Bytes
-    that do not fill a batch are left out.
+    that do not fill a batch are left out. Without a seed, samples are in the order of the text,
+    from its beginning.
 
-    Parameters
-    ----------
-    text
-        Bytes; uint8, shape ``(n,)``.
-    context
-        Bytes of a sample.
-    batch_size
-        Samples of a batch of all replicas together.
-    seed
-        Seed of the orders; None for the order of the text, from its beginning.
-    share
-        First and last sample of a batch that this process takes; None for all.
-    limit
-        Most batches of an epoch; None for all.
+    ``text`` is uint8, shape ``(n,)``. ``batch_size`` is of all replicas together, of which this
+    process takes the samples ``share[0]`` to ``share[1]``. ``limit`` is the most batches of an
+    epoch. None stands for all.
     """
 
     def __init__(
@@ -362,13 +329,7 @@ def text_files(patterns: Sequence[str], folder: Path) -> list[Path]:
 
 
 def read_texts(files: Sequence[Path]) -> Tensor:
-    """Return the bytes of files, one after the other; uint8.
-
-    Raises
-    ------
-    CapacityError
-        If they do not fit in memory.
-    """
+    """Return the bytes of files, one after the other; uint8."""
     n_bytes = sum(file.stat().st_size for file in files)
     check_tensors(f"texts of {n_bytes} bytes", 2 * n_bytes, "give fewer files")
     texts = (read_bytes(file, "the text", ArgumentError) for file in files)

@@ -73,8 +73,19 @@ class TrainingOptions:
             if (hook := getattr(self, name)) is not None:
                 check_function(name, hook, f"{name}(run, ...)")
         self._check_objects()
-        self._check_costs()
-        self._check_needs()
+        is_text = isinstance(self.costs, str) and self.costs == MEASURE
+        if not (self.costs is None or isinstance(self.costs, Costs) or is_text):
+            raise ArgumentTypeError(
+                f"costs must be pipesim.Costs, {MEASURE!r} or None, got {self.costs!r:.60} "
+                f"({type(self.costs).__name__}); {MEASURE!r} measures them at the beginning"
+            )
+        for name, other, what in (
+            ("evaluate_every", "evaluation", "batches to evaluate on"),
+            ("checkpoint_every", "directory", "a folder to save them in"),
+            ("record", "directory", "a folder to write it in"),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ArgumentError(f"{name} needs {other}=, {what}")
         if isinstance(self.evaluation, Iterator):
             raise ArgumentError(
                 f"evaluation is an iterator ({type(self.evaluation).__name__}), which has batches "
@@ -106,24 +117,6 @@ class TrainingOptions:
         """Return the scheduler, the gradient scaler and all objects of checkpoints, by name."""
         own = {_SCHEDULER: self.scheduler, _SCALER: pipeline.grad_scaler}
         return {k: x for k, x in own.items() if x is not None} | dict(self.objects or {})
-
-    def _check_costs(self) -> None:
-        is_text = isinstance(self.costs, str) and self.costs == MEASURE
-        if not (self.costs is None or isinstance(self.costs, Costs) or is_text):
-            raise ArgumentTypeError(
-                f"costs must be pipesim.Costs, {MEASURE!r} or None, got {self.costs!r:.60} "
-                f"({type(self.costs).__name__}); {MEASURE!r} measures them at the beginning"
-            )
-
-    def _check_needs(self) -> None:
-        """Raise for an argument without the one that it needs."""
-        for name, other, what in (
-            ("evaluate_every", "evaluation", "batches to evaluate on"),
-            ("checkpoint_every", "directory", "a folder to save them in"),
-            ("record", "directory", "a folder to write it in"),
-        ):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ArgumentError(f"{name} needs {other}=, {what}")
 
     @property
     def path(self) -> Path | None:

@@ -19,22 +19,10 @@ from pipesim.utils.files import check_path, read_text
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a section.
+    """A key of a section."""
 
-    Attributes
-    ----------
-    what
-        The allowed values, in words; an article first.
-    accepts
-        Whether a value is one of them.
-    default
-        Value if the key is missing.
-    required
-        Whether the key may not be missing.
-    """
-
-    what: str
-    accepts: Callable[[Any], bool]
+    what: str  # the allowed values, in words; an article first
+    accepts: Callable[[Any], bool]  # whether a value is one of them
     default: Any = None
     required: bool = False
 
@@ -130,20 +118,11 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Config:
-    """The content of a TOML file; all sections are there, with the defaults of missing keys.
-
-    Attributes
-    ----------
-    path
-        The file.
-    sections
-        Values of the known keys, by section.
-    arguments
-        Values of other keys, by section: arguments of the model, data, optimizer or scheduler.
-    """
+    """The content of a TOML file; all sections are there, with the defaults of missing keys."""
 
     path: Path
-    sections: Mapping[str, Mapping[str, Any]]
+    sections: Mapping[str, Mapping[str, Any]]  # values of the known keys
+    # Values of other keys: arguments of the model, data, optimizer or scheduler.
     arguments: Mapping[str, Mapping[str, Any]]
 
     def __getitem__(self, section: str) -> Mapping[str, Any]:
@@ -203,19 +182,16 @@ def read_config(path: Path | str) -> Config:
         values = content.get(name, {})
         sections[name] = {key: _value_of_key(path, name, key, keys[key], values) for key in keys}
         arguments[name] = {key: value for key, value in values.items() if key not in keys}
-        if unknown := [key for key in arguments[name] if not _takes_arguments(name, sections)]:
+        takes_arguments = name in ("model", "optimizer", "scheduler")
+        if name == "data":
+            takes_arguments = sections[name]["factory"] is not None
+        if arguments[name] and not takes_arguments:
+            key = next(iter(arguments[name]))
             raise UnknownNameError(
-                f"{path}: [{name}] has unknown key {unknown[0]!r}"
-                f"{suggestion(unknown[0], keys)} (known: {', '.join(keys)})"
+                f"{path}: [{name}] has unknown key {key!r}{suggestion(key, keys)} "
+                f"(known: {', '.join(keys)})"
             )
     return Config(path, sections, arguments)
-
-
-def _takes_arguments(section: str, sections: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether other keys of a section are arguments of the function that it names."""
-    if section == "data":
-        return sections["data"]["factory"] is not None
-    return section in ("model", "optimizer", "scheduler")
 
 
 def _value_of_key(path: Path, section: str, name: str, key: Key, content: Mapping[str, Any]) -> Any:

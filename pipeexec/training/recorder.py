@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter
@@ -51,15 +51,7 @@ class Recorder:
     """Keeps what a training does, in its `TrainingRun` and in its directory, and calls the hooks.
 
     As a context manager, it locks the directory, and continues from the last checkpoint in it.
-
-    Attributes
-    ----------
-    run
-        The training so far.
-    bar
-        The progress bar.
-    hooks_called
-        Whether a hook was called since `before_batch`; alike in all processes.
+    ``hooks_called`` is whether a hook was called since `before_batch`, alike in all processes.
     """
 
     bar: ProgressBar
@@ -117,20 +109,7 @@ class Recorder:
                 self._pipeline, self._source, self._options.stateful(self._pipeline), run.checkpoint
             )
             run.epoch = self._source.epoch
-        self._continue_logs(state["logs"])
-        run.first_step = self._saved = run.n_steps
-        self._evaluated = int(max(run.evaluation_log.columns.get("step", ()), default=-1))
-
-    def _continue_logs(self, columns: Sequence[Mapping[str, Sequence[float]]]) -> None:
-        """Take the rows of the steps up to the checkpoint.
-
-        Raises
-        ------
-        RunDirectoryError
-            If the log lacks steps of the checkpoint.
-        """
-        run = self.run
-        for log, rows in zip((run.log, run.evaluation_log), columns, strict=True):
+        for log, rows in zip((run.log, run.evaluation_log), state["logs"], strict=True):
             log.replace(rows, run.n_steps)
         if len(run.log) != run.n_steps:
             raise RunDirectoryError(
@@ -138,15 +117,20 @@ class Recorder:
                 f"step {run.n_steps}: a row a step is missing; restore {LOG}, or train in another "
                 "directory"
             )
+        run.first_step = self._saved = run.n_steps
+        self._evaluated = int(max(run.evaluation_log.columns.get("step", ()), default=-1))
 
     def _predict(self, costs: Costs) -> None:
         """Simulate a step with costs, and save both."""
         run = self.run
         run.costs, run.predicted = costs, simulate(self._pipeline.graph, costs)
-        self._predicted = predicted_columns(run.predicted)
+        self._predicted = {  # columns of the log, the same in all rows
+            "predicted_makespan": run.predicted.makespan,
+            "predicted_bubble": run.predicted.bubble_fraction,
+        }
         if self._directory is not None and self._is_writer:
             costs.save(self._directory / COSTS)
-            save_prediction(run.predicted, self._directory)
+            run.predicted.save(self._directory / PREDICTED)
 
     def before_batch(self) -> None:
         """Begin to count the seconds of the next step, with those of loading its batch."""
@@ -155,15 +139,13 @@ class Recorder:
     def before_step(self, inputs: Any, targets: Any) -> None:
         """Count the samples of the next step; before the first one, check stages, measure costs."""
         pipeline, step = self._pipeline, self.run.n_steps + 1
+        now = perf_counter()
         if self._options.check and self.run.n_steps == self.run.first_step:
-            seconds = perf_counter()
             check_first_batch(pipeline, inputs)
-            self._began += perf_counter() - seconds
         if self._costs == MEASURE and self.run.costs is None:
-            seconds = perf_counter()
             with preserved_random_states():
                 self._predict(profile(pipeline, inputs, targets))
-            self._began += perf_counter() - seconds
+        self._began += perf_counter() - now
         self._counts = batch_counts(pipeline, inputs, targets)
         if pipeline.processes is not None and (step in self._timelines or not step % _ALIGN_EVERY):
             pipeline.align()
@@ -172,16 +154,23 @@ class Recorder:
         """Add a step to the log; keep its timeline if it is chosen."""
         run, seconds = self.run, perf_counter() - self._began
         run.n_steps, run.epoch = run.n_steps + 1, self._source.epoch
-        row = log_row(
-            self._pipeline, result, self._counts, step=run.n_steps, epoch=run.epoch,
-            seconds=seconds, predicted=self._predicted,
-        )  # fmt: skip
+        row = {"step": run.n_steps, "epoch": run.epoch, "loss": float(result.loss)}
+        optimizers = (x for x in self._pipeline.optimizers if x is not None)  # of this process
+        rates = (float(optimizer.param_groups[0]["lr"]) for optimizer in optimizers)
+        row |= {**result.metrics, "lr": next(rates, math.nan), "skipped": int(result.skipped)}
+        if result.grad_norm is not None:
+            row["grad_norm"] = float(result.grad_norm)
+        row["seconds"] = seconds
+        row |= {f"{name}_per_s": count / seconds for name, count in self._counts.items()}
+        timeline = result.timeline
+        row |= {"makespan": timeline.makespan, "bubble": timeline.bubble_fraction}
+        row |= self._predicted
         run.log.append(row)
         self.bar.update(row)
         if run.n_steps in self._timelines:
-            run.timelines[run.n_steps] = result.timeline
+            run.timelines[run.n_steps] = timeline
             if self._directory is not None and self._is_writer:
-                save_step(result.timeline, run.predicted, self._directory, run.n_steps)
+                save_step(timeline, run.predicted, self._directory, run.n_steps)
         self._call("on_step", result)
 
     def evaluate(self) -> None:
@@ -212,13 +201,7 @@ class Recorder:
         self._call("on_checkpoint", path)
 
     def _call(self, name: str, argument: Any) -> None:
-        """Call a hook, if there is one.
-
-        Raises
-        ------
-        ExecutionError
-            If it raises another error than one of this package.
-        """
+        """Call a hook, if there is one."""
         hook = getattr(self._options, name)
         if hook is None:
             return
@@ -244,64 +227,7 @@ class Recorder:
         return self._directory is not None and self._saved != self.run.n_steps
 
 
-# Rows of the log, and evaluations.
-
-
-def log_row(
-    pipeline: Pipeline,
-    result: StepResult,
-    counts: Mapping[str, float],
-    *,
-    step: int,
-    epoch: int,
-    seconds: float,
-    predicted: Mapping[str, float],
-) -> dict[str, float]:
-    """Return the row of a step.
-
-    Parameters
-    ----------
-    result
-        Of the whole pipeline.
-    counts
-        Numbers of ``samples``, and of ``tokens`` if there are any, of the step.
-    step, epoch
-        Number of the step, from 1, and of its epoch, from 0.
-    seconds
-        Time since the step before, with that of loading the batch (s).
-    predicted
-        From `predicted_columns`; empty without costs.
-    """
-    timeline = result.timeline
-    row = {"step": step, "epoch": epoch, "loss": float(result.loss)}
-    row |= result.metrics
-    row |= {"lr": learning_rate(pipeline), "skipped": int(result.skipped)}
-    if result.grad_norm is not None:
-        row["grad_norm"] = float(result.grad_norm)
-    row["seconds"] = seconds
-    row |= {f"{name}_per_s": count / seconds for name, count in counts.items()}
-    return {
-        **row,
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble_fraction,
-        **predicted,
-    }
-
-
-def predicted_columns(predicted: Timeline) -> dict[str, float]:
-    """Return the columns of a simulated step, which are the same in all rows."""
-    return {
-        "predicted_makespan": predicted.makespan,
-        "predicted_bubble": predicted.bubble_fraction,
-    }
-
-
-def learning_rate(pipeline: Pipeline) -> float:
-    """Return the learning rate of the first parameter group; NaN if there is none here."""
-    for optimizer in pipeline.optimizers:
-        if optimizer is not None:
-            return float(optimizer.param_groups[0]["lr"])
-    return math.nan
+# Samples of a step, and evaluations.
 
 
 def batch_counts(pipeline: Pipeline, inputs: Any, targets: Any) -> dict[str, float]:
@@ -352,19 +278,11 @@ def evaluate(pipeline: Pipeline, batches: Batches) -> dict[str, float]:
     return {**means, "samples": n_samples, "batches": n_batches}
 
 
-# Comparison of the stages of a split model with the model.
-
-
 def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
     """Compare outputs, gradients and buffers of stages and model, for the first micro-batch.
 
     Nothing is compared without `pipeexec.split`, with stages in other processes, on GPUs or
     compiled, and where two forwards of the model differ.
-
-    Raises
-    ------
-    ExecutionError
-        If they differ.
     """
     graph, shares = pipeline.graph, pipeline.shares
     stages = [x for x in pipeline.modules[: graph.n_stages] if isinstance(x, SplitStage)]
@@ -387,18 +305,11 @@ def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
         facts.check(stages, batch, training=True)
 
 
-# Files of chosen steps, and of their prediction.
-
-
-def save_prediction(predicted: Timeline, directory: Path) -> None:
-    """Write ``predicted.csv``."""
-    predicted.save(directory / PREDICTED)
-
-
 def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
     """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
+    from pipesim.plot.timelines import overlay
+    from pipesim.plot.timelines import rows
     from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
-    from pipesim.plot.timelines import overlay, rows
     from pipesim.utils.packages import Figure
 
     folder = step_folder(directory, step)
@@ -412,20 +323,12 @@ def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, s
     save(figure, folder / "timeline.png")
 
 
-# The progress bar: loss, rates and bubble of a training, in a line that is drawn again.
-
-
 class ProgressBar:
-    """Progress of a training, in a terminal or a notebook.
+    """A line that is drawn again: loss, rates and bubble of a training.
 
-    Parameters
-    ----------
-    total
-        Number of steps; None if it is unknown.
-    initial
-        Steps that ran before.
-    show
-        None: if standard error is a terminal, or in a notebook.
+    ``total`` is the number of steps, None if unknown, of which ``initial`` ones ran before.
+
+    It is shown by default if standard error is a terminal, or in a notebook.
     """
 
     def __init__(self, total: int | None, initial: int, show: bool | None) -> None:
@@ -455,8 +358,7 @@ class ProgressBar:
 def _in_notebook() -> bool:
     """Return whether a kernel of Jupyter runs this code."""
     module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
-    return shell is not None and hasattr(shell, "kernel")
+    return module is not None and hasattr(module.get_ipython(), "kernel")
 
 
 def _bar_text(row: Mapping[str, float]) -> str:

@@ -111,8 +111,7 @@ def train(
     RunDirectoryError
         If ``directory`` is in use, of another training, or damaged.
     StageError, StallError, PeerError, ExecutionError
-        As ``pipeline.step``. The files of the steps before stay. ``ExecutionError`` also if the
-        stages differ from their model by more than rounding.
+        As ``pipeline.step``. The files of the steps before stay.
 
     Warns
     -----
@@ -121,10 +120,7 @@ def train(
 
     See Also
     --------
-    pipeexec.TrainingRun : Tables of a training.
-    pipeexec.LRSchedulers : Learning-rate schedulers of all stages.
     pipeexec.save_checkpoint : Save a checkpoint in a loop of your own.
-    pipeexec.Pipeline.step : Run one step.
 
     Notes
     -----
@@ -166,9 +162,6 @@ def train(
         return run_loop(pipeline, batches, options)
 
 
-# The loop over the steps.
-
-
 def run_loop(
     pipeline: Pipeline, batches: Batches, options: TrainingOptions, *, takes_signals: bool = True
 ) -> TrainingRun:
@@ -179,46 +172,32 @@ def run_loop(
         Recorder(pipeline, source, options) as recorder,
         Interrupts(recorder.bar.write_line, enabled=takes_signals) as interrupts,
     ):
-        ending = Ending(pipeline, recorder.run, interrupts)
-        _run_steps(pipeline, source, options, recorder, ending)
-    return recorder.run
-
-
-def _run_steps(
-    pipeline: Pipeline,
-    source: BatchSource,
-    options: TrainingOptions,
-    recorder: Recorder,
-    ending: Ending,
-) -> None:
-    """Run the steps; evaluate and save after every so many of them, and at the end."""
-    run = recorder.run
-    while not run.end:
-        if options.n_steps is not None and run.n_steps >= options.n_steps:
-            run.end = "steps"
-            break
-        recorder.before_batch()
-        batch = source.next()
-        if batch is None:
-            run.end = "batches"
-            break
-        recorder.before_step(*batch)
-        result = ending.gather(pipeline.step(*batch))
-        if options.scheduler is not None and not result.skipped:
-            options.scheduler.step()
-        recorder.add_step(result)
-        if options.evaluate_every and run.n_steps % options.evaluate_every == 0:
+        run = recorder.run
+        ending = Ending(pipeline, run, interrupts)
+        while not run.end:
+            if options.n_steps is not None and run.n_steps >= options.n_steps:
+                run.end = "steps"
+                break
+            recorder.before_batch()
+            batch = source.next()
+            if batch is None:
+                run.end = "batches"
+                break
+            recorder.before_step(*batch)
+            result = ending.gather(pipeline.step(*batch))
+            if options.scheduler is not None and not result.skipped:
+                options.scheduler.step()
+            recorder.add_step(result)
+            if options.evaluate_every and run.n_steps % options.evaluate_every == 0:
+                recorder.evaluate()
+            if options.checkpoint_every and run.n_steps % options.checkpoint_every == 0:
+                recorder.save_checkpoint()
+            run.end = ending.reason(hooks_called=recorder.hooks_called)
+        if run.end != "interrupted" and recorder.must_evaluate:
             recorder.evaluate()
-        if options.checkpoint_every and run.n_steps % options.checkpoint_every == 0:
+        if recorder.must_save:
             recorder.save_checkpoint()
-        run.end = ending.reason(hooks_called=recorder.hooks_called)
-    if run.end != "interrupted" and recorder.must_evaluate:
-        recorder.evaluate()
-    if recorder.must_save:
-        recorder.save_checkpoint()
-
-
-# The end: all processes end a training after the same step.
+    return run
 
 
 class Ending:
@@ -257,8 +236,6 @@ class Ending:
         return "interrupted" if self._interrupted else "stopped" if stop else ""
 
 
-# Signals: the running step ends when the user, or the system, ends the training.
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: Seconds in which further signals are copies of the first: torchrun passes Ctrl-C on to processes
 #: that have it from the terminal already.
@@ -270,19 +247,7 @@ class Interrupts:
 
     The first signal is only noted. A later one, after two seconds, has its usual effect: Ctrl-C
     raises `KeyboardInterrupt`, SIGTERM ends the process. In another thread than the main one,
-    signals keep their usual effect.
-
-    Parameters
-    ----------
-    notice
-        Called with a line of text after the first signal.
-    enabled
-        Whether to take signals at all.
-
-    Attributes
-    ----------
-    signal
-        The first signal; None before it.
+    signals keep their usual effect. ``notice`` is called with a line of text after the first one.
     """
 
     def __init__(self, notice: Callable[[str], None], *, enabled: bool = True) -> None:

@@ -6,8 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,19 +53,8 @@ def train_config(
 ) -> TrainingRun:
     """Train as a configuration says; in several processes, all of them call this.
 
-    Parameters
-    ----------
-    n_steps
-        In place of ``steps`` in the configuration, if it is not None.
-    resume, progress, on_evaluation
-        See `pipeexec.train`.
-    timeout
-        Seconds after which a step is given up in which no task ends.
-
-    Raises
-    ------
-    PipeError
-        For values that do not fit together, and all that `pipeexec.train` raises.
+    ``n_steps`` takes the place of ``steps`` in the configuration, if it is not None. A step in
+    which no task ends for ``timeout`` seconds is given up. The others are as for `pipeexec.train`.
     """
     training = config["training"]
     with guard_processes(processes):
@@ -75,21 +63,26 @@ def train_config(
         rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
         replicas = replicas_of(rank, n_ranks, config["pipeline"]["replicas"])
         model, loss = make_model(config), make_loss(config)
-        data = make_data(config, replicas)
-        sample = _sample(config, data.training)
-    scaler = make_grad_scaler(config)
+        batches, evaluation = make_data(config, replicas)
+        sample = _sample(config, batches)
+    autocast = training["autocast"]
+    scaler: GradScaler | None = None
+    if autocast == "float16":
+        scaler = GradScaler(torch.device((config["pipeline"]["devices"] or ["cpu"])[0]).type)
     with (
         make_pipeline(config, model, loss, sample, scaler, processes, timeout) as pipeline,
-        _autocast(config, pipeline),
+        nullcontext()
+        if autocast is None
+        else torch.autocast(pipeline.devices[0].torch_device.type, dtype=getattr(torch, autocast)),
     ):
         return train(
             pipeline,
-            data.training,
+            batches,
             n_steps=training["steps"] if n_steps is None else n_steps,
             epochs=training["epochs"],
             scheduler=make_scheduler(config, pipeline),
-            evaluation=data.evaluation,
-            evaluate_every=None if data.evaluation is None else training["evaluate_every"],
+            evaluation=evaluation,
+            evaluate_every=None if evaluation is None else training["evaluate_every"],
             directory=training["directory"],
             checkpoint_every=training["checkpoint_every"],
             keep=training["keep"],
@@ -118,26 +111,7 @@ def _sample(config: Config, batches: Batches) -> Any:
             return batch[0]
 
 
-def _autocast(config: Config, pipeline: Pipeline) -> AbstractContextManager[Any]:
-    """Return autocast for the steps of a training."""
-    name = config["training"]["autocast"]
-    if name is None:
-        return nullcontext()
-    return torch.autocast(pipeline.devices[0].torch_device.type, dtype=getattr(torch, name))
-
-
 # Model, loss and data.
-
-#: Samples of a step of all replicas, by default.
-_BATCH_SIZE = 16
-
-
-@dataclass(frozen=True)
-class Data:
-    """Batches to train on, and to evaluate on; None for none."""
-
-    training: Batches
-    evaluation: Batches | None
 
 
 def _one_of(config: Config, section: str, *keys: str) -> str:
@@ -178,18 +152,18 @@ def make_loss(config: Config) -> Loss:
         return cross_entropy if name is None else imported(name, config.path.parent)
 
 
-def make_data(config: Config, replicas: Sequence[int]) -> Data:
-    """Return the batches of some data-parallel replicas, which this process runs."""
+def make_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
+    """Return the batches of this process's replicas: to train on, and to evaluate on or None."""
     with config.errors("data"):
         if _one_of(config, "data", "text", "factory") == "text":
             return _text_data(config, replicas)
         return _factory_data(config, replicas)
 
 
-def _text_data(config: Config, replicas: Sequence[int]) -> Data:
+def _text_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
     """Return batches of texts; their last part is for evaluations."""
     section, n_replicas = config["data"], config["pipeline"]["replicas"]
-    size = section["batch_size"] or _BATCH_SIZE
+    size = section["batch_size"] or 16
     if size % n_replicas:
         raise ArgumentError(
             f"batch_size={size} is that of all {n_replicas} replicas; give a multiple of them"
@@ -200,9 +174,9 @@ def _text_data(config: Config, replicas: Sequence[int]) -> Data:
     make = partial(TextBatches, context=_context(config), batch_size=size, share=share)
     training = make(text[: len(text) - n_held_out], seed=config["training"]["seed"])
     if not n_held_out:
-        return Data(training, None)
+        return training, None
     limit = section["evaluation_batches"]
-    return Data(training, make(text[len(text) - n_held_out :], seed=None, limit=limit))
+    return training, make(text[len(text) - n_held_out :], seed=None, limit=limit)
 
 
 def _context(config: Config) -> int:
@@ -217,7 +191,7 @@ def _context(config: Config) -> int:
     return context
 
 
-def _factory_data(config: Config, replicas: Sequence[int]) -> Data:
+def _factory_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
     """Return the batches that a function of the user makes."""
     name, n_replicas = config["data"]["factory"], config["pipeline"]["replicas"]
     factory: Callable[..., Any] = imported(name, config.path.parent)
@@ -233,9 +207,7 @@ def _factory_data(config: Config, replicas: Sequence[int]) -> Data:
             )
         arguments |= {"replicas": list(replicas), "n_replicas": n_replicas}
     result = call(config, "data", name, factory, arguments)
-    if isinstance(result, tuple) and len(result) == 2:
-        return Data(*result)
-    return Data(result, None)
+    return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
 
 
 # Pipeline, optimizers and scheduler.
@@ -302,14 +274,6 @@ def make_pipeline(
         )
 
 
-def make_grad_scaler(config: Config) -> GradScaler | None:
-    """Return the gradient scaler of a training with autocast to float16; otherwise None."""
-    if config["training"]["autocast"] != "float16":
-        return None
-    names = config["pipeline"]["devices"] or ["cpu"]
-    return GradScaler(torch.device(names[0]).type)
-
-
 def _graph(
     config: Config,
     schedule: Schedule,
@@ -338,20 +302,15 @@ def make_optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.o
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         groups: Any = list(parameters)
         if least is not None:
-            groups = decay_groups(groups, least)
+            decayed = [p for p in groups if p.dim() >= least]
+            others = [p for p in groups if p.dim() < least]
+            groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         result = call(config, "optimizer", section["name"], optimizer, arguments, groups)
         assert isinstance(result, torch.optim.Optimizer)
         return result
 
     make([nn.Parameter(torch.zeros(1, 1))])  # a wrong argument fails here
     return make
-
-
-def decay_groups(parameters: list[nn.Parameter], least: int) -> list[dict[str, Any]]:
-    """Return parameter groups: those of fewer dimensions have no weight decay."""
-    decayed = [p for p in parameters if p.dim() >= least]
-    others = [p for p in parameters if p.dim() < least]
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
 
 def make_scheduler(config: Config, pipeline: Pipeline) -> LRSchedulers | None:
@@ -363,29 +322,23 @@ def make_scheduler(config: Config, pipeline: Pipeline) -> LRSchedulers | None:
     name, warm_up = section["name"], section["warm_up"]
     if name is None and warm_up is None:
         return None
-    with config.errors("scheduler"):
-        if name is not None:
-            named_class(name, torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-        return LRSchedulers(pipeline, partial(_scheduler, config, name, warm_up, arguments))
-
-
-def _scheduler(
-    config: Config,
-    name: str | None,
-    warm_up: int | None,
-    arguments: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer,
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return the scheduler of one optimizer."""
     module = torch.optim.lr_scheduler
-    if name is None:
-        after: Any = module.ConstantLR(optimizer, factor=1.0)
-    if warm_up is not None:
-        rise = module.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
-    if name is not None:
-        kind = named_class(name, module, module.LRScheduler)
-        after = call(config, "scheduler", name, kind, arguments, optimizer)
-    return after if warm_up is None else module.SequentialLR(optimizer, [rise, after], [warm_up])
+
+    def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        if kind is None:
+            after: Any = module.ConstantLR(optimizer, factor=1.0)
+        if warm_up is not None:
+            rise = module.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+        if kind is not None:
+            after = call(config, "scheduler", name, kind, arguments, optimizer)
+        if warm_up is not None:
+            after = module.SequentialLR(optimizer, [rise, after], [warm_up])
+        scheduler: torch.optim.lr_scheduler.LRScheduler = after
+        return scheduler
+
+    with config.errors("scheduler"):
+        kind = None if name is None else named_class(name, module, module.LRScheduler)
+        return LRSchedulers(pipeline, make)
 
 
 # Functions that a configuration names: import them, check their arguments, and call them.
@@ -453,13 +406,7 @@ def call(
     arguments: Mapping[str, Any],
     *positional: Any,
 ) -> Any:
-    """Call a function with the arguments of a section.
-
-    Raises
-    ------
-    ExecutionError
-        If it raises another error than one of this package.
-    """
+    """Call a function with the arguments of a section."""
     names, takes_any = keyword_parameters(function)
     names = names[len(positional) :]
     unknown = [x for x in arguments if x not in names]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeexec.checkpoints.contents import decode, encode
 from pipeexec.checkpoints.directory import newest
+from pipeexec.checkpoints.contents import decode, encode
 from pipeexec.checkpoints.load import load_checkpoint
 from pipeexec.checkpoints.save import save_checkpoint
 from pipeexec.executor.pipeline import Pipeline
@@ -43,18 +43,8 @@ _CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 def open_directory(path: Path, identity: Mapping[str, Any], *, resume: bool) -> Iterator[None]:
     """Lock the directory of a training in a block; make it, or check that it is of this training.
 
-    Parameters
-    ----------
-    identity
-        What may not change when a training is continued; JSON can hold it.
-    resume
-        Whether to continue a training; otherwise its files are deleted.
-
-    Raises
-    ------
-    RunDirectoryError
-        If another process trains in it, it is of another training (the first difference is named),
-        or it has files but no record of a training.
+    ``identity`` may not change when a training is continued. Without ``resume``, files of an
+    earlier training are deleted.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,11 +172,6 @@ def load_training(
     """Continue from a checkpoint; return its number of steps. All processes call this.
 
     A process that did not exist before continues as rank 0 did.
-
-    Raises
-    ------
-    CheckpointError
-        If `train` has not saved it, or with other objects.
     """
     saved = load_checkpoint(pipeline, path)
     names = saved.keys() - {_PLACES}

@@ -14,11 +14,10 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, RunDirectoryError, check_text
 from pipesim.ops import Op
-from pipesim.plot.paper_figure import add_legend, axes_or_new, figure, label, set_title
-from pipesim.plot.style import INK, PALETTE
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, read_text, write_errors, write_text
-from pipesim.utils.texts import csv_rows, format_time, parse_float, significant
+from pipesim.utils.texts import csv_rows, parse_float
+from pipesim.utils.texts import format_time, significant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,8 +49,6 @@ class TrainingRun:
 
     Attributes
     ----------
-    directory
-        Directory of the files; None without one.
     n_steps, epoch
         Number of steps so far, those of earlier calls included, and number of the epoch, from 0.
     first_step
@@ -65,11 +62,6 @@ class TrainingRun:
     end
         Why the training ended: ``"steps"`` or ``"batches"`` (all of them), ``"stopped"`` by
         `stop`, or ``"interrupted"`` by Ctrl-C or SIGTERM; empty while it runs.
-
-    See Also
-    --------
-    pipeexec.train : Train a pipeline.
-    pipeexec.load_checkpoint : Load the state of a training.
 
     Examples
     --------
@@ -115,19 +107,6 @@ class TrainingRun:
         ------
         RunDirectoryError
             If there is no log, or a file was edited.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...         _ = px.train(pipeline, [(x, x)] * 3, directory=folder)
-        ...     len(px.TrainingRun.load(folder).table)
-        3
         """
         path = check_path("directory", directory)
         if not has_log(path):
@@ -193,21 +172,44 @@ class TrainingRun:
         -------
         matplotlib.axes.Axes
             The axes: loss of each step, its moving average, and losses of evaluations.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from matplotlib.figure import Figure
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> with px.Pipeline(stages, graph, ["cpu"] * 2, mse_loss, torch.optim.SGD) as pipeline:
-        ...     run = px.train(pipeline, [(x, x)] * 3)
-        >>> run.plot(ax=Figure().subplots()).get_ylabel()
-        'Loss'
         """
-        return loss_curve(self.table, self.evaluations, ax=ax, title=title)
+        from pipesim.plot.paper_figure import add_legend, axes_or_new, figure, label, set_title
+        from pipesim.plot.style import INK, PALETTE
+
+        if title is not None:
+            check_text("title", title)
+        log, evaluations = self.table, self.evaluations
+        if not len(log):
+            raise ArgumentError("the training has no steps yet; train at least one, then plot")
+        ax = figure(2, height=2.6)[1] if ax is None else axes_or_new(ax, 4)
+        steps, losses = log["step"].to_numpy(), log["loss"].to_numpy(dtype=float)
+        (pale,) = ax.plot(steps, losses, color=PALETTE[Op.F], linewidth=0.6, zorder=2)
+        pale.set_gid("training:loss")
+        handles, names = [pale], ["loss of a step"]
+        window = len(losses) // 50
+        if window > 1:
+            mean = log["loss"].rolling(window, min_periods=1).mean().to_numpy(dtype=float)
+            (line,) = ax.plot(steps, mean, color=INK, linewidth=1.0, zorder=3)
+            line.set_gid("training:mean")
+            handles.append(line)
+            names.append(f"mean of {window} steps")
+        if len(evaluations):
+            (points,) = ax.plot(
+                evaluations["step"], evaluations["loss"], color=PALETTE[Op.SEND_B], linewidth=0.8,
+                marker="o", markersize=3.0, zorder=4,
+            )  # fmt: skip
+            points.set_gid("training:evaluation")
+            handles.append(points)
+            names.append("evaluation")
+        ax.set_xlim(0, max(1, int(steps.max())) * 1.01)
+        finite = losses[np.isfinite(losses)]
+        if len(finite):
+            ax.set_ylim(min(0.0, float(finite.min())), float(finite.max()) * 1.05)
+        label(ax, "Step", "Loss")
+        height = add_legend(ax, handles, names)
+        if title:
+            set_title(ax, title, height=height)
+        return ax
 
     def summary(self) -> str:
         """Return the steps, the first and last loss, and the makespan with its error, as text.
@@ -231,7 +233,34 @@ class TrainingRun:
         ... samples/s (median)
         step: makespan ..., bubble ...% (medians)
         """
-        return summary(self.table, self.evaluations, first_step=self.first_step)
+        log, evaluations, first_step = self.table, self.evaluations, self.first_step
+        if not len(log):
+            return "no steps"
+        lines = [
+            f"{len(log)} steps ({first_step} of them before): loss {log['loss'].iloc[0]:.4f} to "
+            f"{log['loss'].iloc[-1]:.4f}"
+            if first_step
+            else f"{len(log)} steps: loss {log['loss'].iloc[0]:.4f} to {log['loss'].iloc[-1]:.4f}"
+        ]
+        if len(evaluations):
+            lines.append(
+                f"evaluation: loss {evaluations['loss'].iloc[-1]:.4f} after step "
+                f"{evaluations['step'].iloc[-1]}, lowest {evaluations['loss'].min():.4f}"
+            )
+        for name in ("tokens_per_s", "samples_per_s"):
+            if name in log:
+                unit = name.removesuffix("_per_s")
+                lines.append(f"{significant(float(log[name].median()))} {unit}/s (median)")
+                break
+        makespan, bubble = float(log["makespan"].median()), float(log["bubble"].median())
+        lines.append(f"step: makespan {format_time(makespan)}, bubble {bubble:.1%} (medians)")
+        if "predicted_makespan" in log and np.isfinite(log["predicted_makespan"].iloc[-1]):
+            predicted = float(log["predicted_makespan"].iloc[-1])
+            lines.append(
+                f"predicted: makespan {format_time(predicted)} ({predicted / makespan - 1:+.1%}), "
+                f"bubble {float(log['predicted_bubble'].iloc[-1]):.1%}"
+            )
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
@@ -239,32 +268,20 @@ class TrainingRun:
         return f"<TrainingRun: {self.n_steps} steps{loss}{where}>"
 
 
-# The log: a table of numbers that grows by a row a step, in memory and as a CSV file.
-
 #: Columns of whole numbers.
 _WHOLE = ("step", "epoch", "skipped", "samples", "batches")
 
 
 class RunLog:
-    """Rows of numbers, in the order of their steps.
+    """A table of numbers that grows by a row a step, in memory and as a CSV file.
 
     A row is written to the file as soon as it is added. A kill at any moment loses at most the last
-    line, which `read_log` leaves out.
-
-    Parameters
-    ----------
-    path
-        The file; None for a log in memory alone.
-
-    Attributes
-    ----------
-    columns
-        Values by name of the column; NaN where a row has none.
+    line, which `read_log` leaves out. Without a path, the log is in memory alone.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.columns: dict[str, array[float]] = {}
+        self.columns: dict[str, array[float]] = {}  # NaN where a row has no value
         self._file: IO[str] | None = None
 
     def __len__(self) -> int:
@@ -324,8 +341,6 @@ class RunLog:
     @property
     def table(self) -> pd.DataFrame:
         """The rows, as a DataFrame."""
-        import numpy as np
-
         from pipesim.utils.packages import pandas as pd
 
         if not self.columns:
@@ -338,13 +353,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a log; empty if there is no file. The last line may be torn.
-
-    Raises
-    ------
-    RunDirectoryError
-        If a line is not a row of numbers.
-    """
+    """Return the columns of a log; empty if there is no file. The last line may be torn."""
     if not path.exists():
         return {}
     text = read_text(path, "the log", RunDirectoryError)
@@ -370,102 +379,3 @@ def _unreadable(path: Path, reason: str) -> RunDirectoryError:
     return RunDirectoryError(
         f"cannot read {path}: {reason}; it was edited: restore it, or train in another directory"
     )
-
-
-# Summary and picture.
-
-
-def summary(log: pd.DataFrame, evaluations: pd.DataFrame, *, first_step: int = 0) -> str:
-    """Return the losses of a training, and the measured and predicted times of its steps.
-
-    Parameters
-    ----------
-    log, evaluations
-        Tables of a `TrainingRun`.
-    first_step
-        Number of steps of earlier calls.
-    """
-    if not len(log):
-        return "no steps"
-    lines = [
-        f"{len(log)} steps ({first_step} of them before): loss {log['loss'].iloc[0]:.4f} to "
-        f"{log['loss'].iloc[-1]:.4f}"
-        if first_step
-        else f"{len(log)} steps: loss {log['loss'].iloc[0]:.4f} to {log['loss'].iloc[-1]:.4f}"
-    ]
-    if len(evaluations):
-        lines.append(
-            f"evaluation: loss {evaluations['loss'].iloc[-1]:.4f} after step "
-            f"{evaluations['step'].iloc[-1]}, lowest {evaluations['loss'].min():.4f}"
-        )
-    for name in ("tokens_per_s", "samples_per_s"):
-        if name in log:
-            unit = name.removesuffix("_per_s")
-            lines.append(f"{significant(float(log[name].median()))} {unit}/s (median)")
-            break
-    makespan, bubble = float(log["makespan"].median()), float(log["bubble"].median())
-    lines.append(f"step: makespan {format_time(makespan)}, bubble {bubble:.1%} (medians)")
-    if "predicted_makespan" in log and np.isfinite(log["predicted_makespan"].iloc[-1]):
-        predicted = float(log["predicted_makespan"].iloc[-1])
-        lines.append(
-            f"predicted: makespan {format_time(predicted)} ({predicted / makespan - 1:+.1%}), "
-            f"bubble {float(log['predicted_bubble'].iloc[-1]):.1%}"
-        )
-    return "\n".join(lines)
-
-
-#: Height of new axes (inches), and share of all steps that a point of the smooth line averages.
-_HEIGHT, _SMOOTH = 2.6, 0.02
-
-
-def loss_curve(
-    log: pd.DataFrame,
-    evaluations: pd.DataFrame,
-    *,
-    ax: Axes | None = None,
-    title: str | None = None,
-) -> Axes:
-    """Draw the loss of each step, its moving average, and the losses of evaluations.
-
-    Parameters
-    ----------
-    log, evaluations
-        Columns ``step`` and ``loss``; ``evaluations`` may be empty.
-    ax
-        Axes to draw into. New axes, two columns wide, by default.
-    title
-        No title by default.
-    """
-    if title is not None:
-        check_text("title", title)
-    if not len(log):
-        raise ArgumentError("the training has no steps yet; train at least one, then plot")
-    ax = figure(2, height=_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
-    steps, losses = log["step"].to_numpy(), log["loss"].to_numpy(dtype=float)
-    (pale,) = ax.plot(steps, losses, color=PALETTE[Op.F], linewidth=0.6, zorder=2)
-    pale.set_gid("training:loss")
-    handles, names = [pale], ["loss of a step"]
-    window = int(len(losses) * _SMOOTH)
-    if window > 1:
-        mean = log["loss"].rolling(window, min_periods=1).mean().to_numpy(dtype=float)
-        (line,) = ax.plot(steps, mean, color=INK, linewidth=1.0, zorder=3)
-        line.set_gid("training:mean")
-        handles.append(line)
-        names.append(f"mean of {window} steps")
-    if len(evaluations):
-        (points,) = ax.plot(
-            evaluations["step"], evaluations["loss"], color=PALETTE[Op.SEND_B], linewidth=0.8,
-            marker="o", markersize=3.0, zorder=4,
-        )  # fmt: skip
-        points.set_gid("training:evaluation")
-        handles.append(points)
-        names.append("evaluation")
-    ax.set_xlim(0, max(1, int(steps.max())) * 1.01)
-    finite = losses[np.isfinite(losses)]
-    if len(finite):
-        ax.set_ylim(min(0.0, float(finite.min())), float(finite.max()) * 1.05)
-    label(ax, "Step", "Loss")
-    height = add_legend(ax, handles, names)
-    if title:
-        set_title(ax, title, height=height)
-    return ax

@@ -1,7 +1,6 @@
 """Predict a step, run it, and compare; or compare two configurations of one model."""
 
-from pipeexec.validation import equivalence as check_equivalent
-from pipeexec.validation.equivalence import Equivalence
+from pipeexec.validation.equivalence import Equivalence, check_equivalent
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate
 

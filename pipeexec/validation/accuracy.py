@@ -138,11 +138,10 @@ class Repeat(NamedTuple):
 
 
 def _interval_over(errors: Sequence[Sequence[float]]) -> Interval:
-    """Return the mean error and its 95 % interval, given the errors of each repeat's steps.
+    """Return the mean error and its 95 % interval; see `Row.error_interval`.
 
-    Steps of one repeat share a calibration, so their errors are not independent. With several
-    repeats, the interval is over the means of the repeats. With one repeat, it is over the steps,
-    and does not include how another calibration would change the error.
+    ``errors`` are those of each repeat's steps. Steps of one repeat share a calibration, so their
+    errors are not independent.
     """
     if len(errors) > 1:
         return mean_interval(float(np.mean(repeat_errors)) for repeat_errors in errors)
@@ -244,13 +243,7 @@ def _op_seconds(timeline: Timeline) -> Mapping[_Key, float]:
 
 
 def warn_of_other_sizes(costs: Costs, measured: Timeline) -> None:
-    """Warn if the messages of a step are not as large as in the given costs.
-
-    Warns
-    -----
-    AccuracyWarning
-        If the bytes of a stage's messages differ by more than 1 %.
-    """
+    """Warn if messages of a step differ from those of the given costs by more than 1 %."""
     n_stages, n_different = measured.graph.n_stages, costs.n_microbatches or 1
     sizes = (costs.microbatch(k).per_stage("output_bytes", n_stages) for k in range(n_different))
     expected = np.max(list(sizes), axis=0)

@@ -1,8 +1,8 @@
 """`check_equivalent`: whether two configurations of a model compute the same training step.
 
 Sums in another order differ by a share of the largest summand, not of the sum, which may cancel. So
-a gradient may differ by `SHARE` units in the last place of the largest gradient of the model, and a
-weight after a step by what such a difference of its gradient makes of the update.
+a gradient may differ by `_SHARE` units in the last place of the largest gradient of the model, and
+a weight after a step by what such a difference of its gradient makes of the update.
 """
 
 from __future__ import annotations
@@ -90,17 +90,6 @@ def check_equivalent(
     Equivalence
         ``equal``, ``table``, ``layers``, ``losses``, ``buffers`` and ``notes``.
 
-    Raises
-    ------
-    StageError
-        If a layer or the loss raises; see `Pipeline.step`.
-
-    See Also
-    --------
-    pipeexec.Equivalence : The result.
-    pipeexec.validate : Compare predicted and measured times.
-    pipesim.plan : Its choices are configurations.
-
     Notes
     -----
     Choices of a plan are scaled down: at most 2 devices, 2 stages on each and 2 replicas. Sizes of
@@ -128,8 +117,14 @@ def check_equivalent(
     """
     check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
     check_name("loss_reduction", loss_reduction, ("mean", "sum"))
-    _check_dtype(dtype)
-    rate, start = _checked_rate(learning_rate), check_count("seed", seed, 0) % 2**63
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentTypeError(
+            f"dtype must be a floating-point type such as torch.float64, or None, got {dtype!r}"
+        )
+    rate = number(learning_rate)
+    if rate is None or not 0 < rate < math.inf:
+        raise ArgumentError(f"learning_rate must be finite and above 0, got {learning_rate!r}")
+    start = check_count("seed", seed, 0) % 2**63
     layers = copy.deepcopy(named_layers(model))
     inputs, targets = _checked_batch(batch)
     n_samples = len(inputs[0] if isinstance(inputs, tuple) else inputs)
@@ -161,27 +156,14 @@ def check_equivalent(
         broken += [loss] if loss else []
     notes = _notes(a, b)
     if not is_finite:
-        notes += (_not_finite_note(losses),)
+        notes += (
+            f"the losses {losses[0]:.9g} and {losses[1]:.9g} are not both finite; look at the "
+            "inputs, or at layers and losses that overflow or divide by zero",
+        )
     elif not equal and not broken:
         notes += (_no_layer_note(table),)
     buffers = _different_buffers(steps[0], steps[1], share)
     return Equivalence(equal, runs, losses, table, tuple(broken), buffers, notes)
-
-
-def _check_dtype(dtype: object) -> None:
-    """Raise `ArgumentTypeError` unless a type of floating-point numbers, or None, is given."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentTypeError(
-            f"dtype must be a floating-point type such as torch.float64, or None, got {dtype!r}"
-        )
-
-
-def _checked_rate(learning_rate: object) -> float:
-    """Return the learning rate; raise `ArgumentError` unless it is finite and above 0."""
-    rate = number(learning_rate)
-    if rate is None or not 0 < rate < math.inf:
-        raise ArgumentError(f"learning_rate must be finite and above 0, got {learning_rate!r}")
-    return rate
 
 
 def _checked_batch(batch: object) -> tuple[Batch, Any]:
@@ -225,14 +207,6 @@ def _notes(a: Configuration, b: Configuration) -> tuple[str, ...]:
     return (f"not run: {', '.join(names)}, which add the same numbers in another order",)
 
 
-def _not_finite_note(losses: tuple[float, float]) -> str:
-    """Return the note if a loss is NaN or infinite."""
-    return (
-        f"the losses {losses[0]:.9g} and {losses[1]:.9g} are not both finite; look at the inputs, "
-        "or at layers and losses that overflow or divide by zero"
-    )
-
-
 def _no_layer_note(table: Any) -> str:
     """Return the note if the steps differ, but no layer does alone."""
     excess = (table["gradient"] / table["gradient_limit"].clip(lower=1e-300)).sort_values()
@@ -266,23 +240,6 @@ class Equivalence:
         replica are compared. ``equal`` does not count them.
     notes
         Parts of the configurations that did not run, and other remarks, a sentence each.
-
-    See Also
-    --------
-    pipeexec.check_equivalent : Make such a comparison.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import pipeexec as px
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    >>> batch = torch.randn(8, 4), torch.randn(8, 1)
-    >>> report = px.check_equivalent(
-    ...     model, {"n_stages": 1}, {"n_stages": 2}, batch, nn.functional.mse_loss
-    ... )
-    >>> report.equal, report.table.index.tolist()
-    (True, ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
 
     equal: bool
@@ -385,11 +342,6 @@ def _row(columns: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float | bool
     return row
 
 
-def _sgd_change(gradient: Tensor, limit: float) -> Tensor:
-    """Return the change of an update by SGD if a gradient changes by ``limit``."""
-    return torch.full_like(gradient, limit)
-
-
 def _adam_change(gradient: Tensor, limit: float) -> Tensor:
     """Return the largest change of the first update by Adam if a gradient changes by ``limit``.
 
@@ -403,10 +355,8 @@ def _adam_change(gradient: Tensor, limit: float) -> Tensor:
     return torch.maximum(update(gradient + limit) - value, value - update(gradient - limit))
 
 
+#: Change of an update, without the learning rate, if a gradient changes by a limit.
 _CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
-    "sgd": _sgd_change,
+    "sgd": torch.full_like,  # the update is the gradient
     "adam": _adam_change,
 }
-
-
-__all__ = ["BrokenLayer", "Equivalence", "check_equivalent"]

@@ -21,7 +21,6 @@ from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.validation.small_runs import Layers
 
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _RANDOM = (
     "draws random numbers for each micro-batch and stage, so that other micro-batches, stages or "
     "replicas draw others; compare in evaluation mode, or without it"
@@ -29,24 +28,12 @@ _RANDOM = (
 
 
 class BrokenLayer(NamedTuple):
-    """A layer that breaks the equality.
+    """A layer that breaks the equality, and why."""
 
-    Attributes
-    ----------
-    path
-        Path of the module in the model, such as ``"2.norm"``; ``"loss_fn"`` for the loss.
-    kind
-        Class of the module.
-    reason
-        Reason in words, with what to do about it.
-    difference
-        Largest difference of its output, relative to the largest output.
-    """
-
-    path: str
-    kind: str
-    reason: str
-    difference: float
+    path: str  # of the module in the model, such as "2.norm"; "loss_fn" for the loss
+    kind: str  # class of the module
+    reason: str  # with what to do about it
+    difference: float  # largest of its output, relative to the largest output
 
 
 class _Call(NamedTuple):
@@ -61,22 +48,14 @@ def broken_layers(
 ) -> tuple[list[BrokenLayer], Any]:
     """Return the layers that break equality, and the output of the whole model.
 
-    Parameters
-    ----------
-    layers
-        Layers of the model, which are left as they are.
-    inputs
-        Inputs of the whole batch.
-    n_parts
-        Micro-batches of each configuration.
-    share
-        Largest difference that rounding explains, as a share of the largest output.
+    The layers are left as they are. ``n_parts`` are the micro-batches of each configuration.
+    ``share`` is the largest difference that rounding explains, as a share of the largest output.
     """
     calls, output = _calls(layers, inputs)
     n_samples = len(inputs[0] if isinstance(inputs, tuple) else inputs)
     broken: list[BrokenLayer] = []
     for path, module in reversed(list(_named_modules(layers))):  # modules come before their parts
-        if path not in calls or any(_is_inside(x.path, path) for x in broken):
+        if path not in calls or any(x.path.startswith(f"{path}.") for x in broken):
             continue
         layer = _break_of(path, module, calls[path], n_samples, n_parts, share)
         broken += [layer] if layer else []
@@ -90,11 +69,6 @@ def _named_modules(layers: Layers) -> list[tuple[str, nn.Module]]:
         for name, layer in layers.items()
         for inner, module in layer.named_modules()
     ]
-
-
-def _is_inside(path: str, other: str) -> bool:
-    """Return whether a module is inside another."""
-    return path.startswith(other + ".")
 
 
 def _calls(layers: Layers, inputs: Batch) -> tuple[Mapping[str, _Call], Any]:
@@ -116,7 +90,6 @@ def _calls(layers: Layers, inputs: Batch) -> tuple[Mapping[str, _Call], Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, and anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -131,7 +104,6 @@ def _break_of(
     """Return how a module breaks equality, or None if it does not alone."""
 
     def broken(first: list[Tensor], second: list[Tensor], reason: str) -> BrokenLayer | None:
-        """Return the break if outputs differ."""
         difference = _difference(first, second)
         kind = type(module).__name__
         return BrokenLayer(path, kind, reason, difference) if difference > share else None
@@ -153,8 +125,7 @@ def _break_of(
 
 
 def _batch_reason(module: nn.Module) -> str:
-    """Return why a module's output for a sample depends on the other samples."""
-    if isinstance(module, _BATCH_NORMS):
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return (
             "normalizes with mean and variance of a micro-batch, which are those of other samples "
             "in other micro-batches; use GroupNorm or LayerNorm, or equal micro-batches"
@@ -166,7 +137,6 @@ def _part(call: _Call, n_samples: int, number: int, n_parts: int) -> _Call:
     """Return a call with one part of the samples of each tensor that has all of them."""
 
     def part(value: Any) -> Any:
-        """Return the part of one argument."""
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != n_samples:
             return value
         return value.chunk(n_parts)[number]
@@ -181,16 +151,11 @@ def _outputs(module: nn.Module, calls: Sequence[_Call], *, seed: int) -> list[Te
         torch.manual_seed(seed)
         for call in calls:
             args, kwargs = pytree.tree_map(_copy, (call.args, call.kwargs))
-            leaves = [x for x in pytree.tree_leaves(module(*args, **kwargs)) if _is_float(x)]
-            columns.append(leaves)
+            leaves = pytree.tree_leaves(module(*args, **kwargs))
+            columns.append([x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()])
     return [
         torch.cat([x if x.dim() else x[None] for x in row]) for row in zip(*columns, strict=True)
     ]
-
-
-def _is_float(value: Any) -> bool:
-    """Return whether a value is a tensor of floating-point numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:

@@ -20,14 +20,8 @@ from pipesim.simulation.simulate import predict_timeline
 class RunOptions(NamedTuple):
     """Checked options of `validate` that pipelines and `GPipe` modules share.
 
-    Attributes
-    ----------
-    batches
-        Yields ``repeat * (n_steps + 1)`` batches ``(inputs, targets)``, or raises `ArgumentError`.
-    n_steps, warm_up, repeat
-        Measured steps, steps before them, and number of repeats.
-    optimizer, costs, progress
-        As for `validate`.
+    ``batches`` yields ``repeat * (n_steps + 1)`` batches ``(inputs, targets)``, or raises
+    `ArgumentError`.
     """
 
     batches: Iterator[tuple[Batch, Any]]
@@ -110,7 +104,7 @@ def run_repeats(
             subjects,
             make_calibration,
             options,
-            _prefixed(options.progress, f"repeat {number} of {n}, " if n > 1 else ""),
+            f"repeat {number} of {n}, " if n > 1 else "",
         )
         for number in range(1, n + 1)
     ]
@@ -120,9 +114,14 @@ def _run_repeat(
     subjects: Sequence[Steppable],
     make_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
     options: RunOptions,
-    report: Callable[[str], None],
+    prefix: str,
 ) -> MeasuredRepeat:
-    """Run the warm-up rounds and the measured rounds of one repeat."""
+    """Run the warm-up rounds and the measured rounds of one repeat; lines begin with a prefix."""
+
+    def report(line: str) -> None:
+        if options.progress is not None:
+            options.progress(prefix + line)
+
     batch = next(options.batches)
     calibration = make_calibration(batch) if options.costs is None else None
     report(f"warming up: {options.warm_up} rounds")
@@ -145,11 +144,6 @@ def _run_repeat(
         costs, profile = calibration.result(*batch)
     assert costs is not None
     return MeasuredRepeat(costs, profile, results, batch)
-
-
-def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[str], None]:
-    """Return a function that calls ``progress``, if there is one, with a prefix and a line."""
-    return lambda line: progress(prefix + line) if progress is not None else None
 
 
 def measure_memory(
@@ -190,7 +184,6 @@ def _median_step(repeats: Sequence[MeasuredRepeat], index: int) -> MeasuredStep:
 def _make_row(
     name: str, index: int, measured: Sequence[MeasuredRepeat], peak_memory: tuple[float, ...]
 ) -> Row:
-    """Return the row of a subject's predictions and steps."""
     graph = measured[-1].results[index][-1].timeline.graph
     repeats = [Repeat(predict_timeline(graph, x.costs), x.results[index]) for x in measured]
     results = [result for repeat in repeats for result in repeat.results]

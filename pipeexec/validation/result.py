@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.profiling.profile import (
-    FITS,
-    TABLE,
-    TRANSFERS,
-    Profile,
-    host_shares,
-    load_profile,
-    read_shares,
-    save_profile,
-)
+from pipeexec.profiling.profile import FITS, TABLE, TRANSFERS, host_shares, load_profile, read_shares, save_profile
+from pipeexec.profiling.profile import Profile
 from pipeexec.run_directory import (
     RECORD,
     checked_record,
@@ -38,15 +30,13 @@ from pipesim.plot.html_tables import note_html, omitted_html, table_html
 from pipesim.plot.style import format_error
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
-from pipesim.utils.texts import CHECKSUM, align_columns, format_time
+from pipesim.utils.texts import align_columns
+from pipesim.utils.texts import CHECKSUM
+from pipesim.utils.texts import format_time
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-
-#: Columns of `Validation.table` for `Row.error_interval`.
-_INTERVAL_COLUMNS = ("error_mean", "error_low", "error_high")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,12 +58,6 @@ class Validation:
     record
         Entries of the ``run.json`` that `load_run` read: ``command``, ``date`` in UTC,
         ``versions``, ``hardware`` and the user's ``record`` of `save`. Empty for others.
-
-    See Also
-    --------
-    pipeexec.validate : Make a validation.
-    pipeexec.load_run : Read a validation that was saved.
-    pipeexec.Profile : Tables of the calibration.
 
     Examples
     --------
@@ -124,7 +108,9 @@ class Validation:
                 "error": row.error,
                 "worst": row.worst_error,
                 "replay": float(np.median(row.replay_errors)),
-                **dict(zip(_INTERVAL_COLUMNS, row.error_interval, strict=True)),
+                "error_mean": row.error_interval.mean,
+                "error_low": row.error_interval.low,
+                "error_high": row.error_interval.high,
                 "bubble_predicted": row.predicted.bubble_fraction,
                 "bubble_measured": row.measured.bubble_fraction,
                 "memory_predicted": float(row.predicted.peak_memory.max()),
@@ -203,20 +189,6 @@ class Validation:
         -------
         matplotlib.figure.Figure
             One axes a row, under each other, on one time axis.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 2, 4))}
-        >>> stages, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.ones(8, 4)
-        >>> batches, costs = [(x, x)] * 2, ps.Costs(forward=1e-3, backward=2e-3, output_bytes=32)
-        >>> validation = px.validate(
-        ...     stages, graphs, ["cpu"] * 2, mse_loss, batches, n_steps=1, costs=costs
-        ... )
-        >>> len(validation.figure().axes)
-        1
         """
         from pipesim.plot.timelines import overlay
 
@@ -251,21 +223,28 @@ class Validation:
         RunDirectoryError
             If the folder cannot be written, ``path`` is something else, or another process is
             writing it.
-
-        Examples
-        --------
-        >>> import tempfile, torch
-        >>> from torch.nn.functional import mse_loss
-        >>> import pipeexec as px, pipesim as ps
-        >>> graphs = {"1f1b": ps.lower(ps.schedule("1f1b", 1, 4))}
-        >>> stages, x = [torch.nn.Linear(4, 4)], torch.ones(8, 4)
-        >>> validation = px.validate(stages, graphs, ["cpu"], mse_loss, [(x, x)] * 2, n_steps=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     validation.save(f"{folder}/run", figures=False)
-        ...     px.load_run(f"{folder}/run").table.index.tolist()
-        ['1f1b']
         """
-        _write_run(self, path, record, figures=figures)
+        path = check_path("path", path, "write")
+        check_rows(self.rows)
+        check_flag("figures", figures)
+        content: dict[str, Any] = {
+            "clocks": self.clocks,
+            "notes": self.notes,
+            "rows": {name: _row_record(row) for name, row in self.rows.items()},
+        }
+        if self.profile is not None:
+            content |= host_shares(self.profile)
+        content = {"command": command(), **checked_record(record), **content}
+        with write_directory(path, content) as folder:
+            _write_shared_files(self, folder, figures=figures)
+            for name, row in self.rows.items():
+                row_folder = folder / _folder(name)
+                row_folder.mkdir()
+                row.measured.save(row_folder / "timeline.csv")
+                row.predicted.save(row_folder / "predicted.csv")
+                for file, table in ((_PARTS, row.parts), (_OPS, row.ops)):
+                    if table is not None:
+                        table.to_csv(row_folder / file, index=file == _OPS)
 
 
 def load_run(path: Path | str) -> Validation:
@@ -287,11 +266,6 @@ def load_run(path: Path | str) -> Validation:
     RunDirectoryError
         If a file is missing, truncated or edited.
 
-    See Also
-    --------
-    pipeexec.Validation.save : Write such a directory.
-    pipeexec.Profile.load : Read its profile alone.
-
     Examples
     --------
     >>> import tempfile, torch
@@ -305,10 +279,29 @@ def load_run(path: Path | str) -> Validation:
     ...     px.load_run(f"{folder}/run").record["seed"]
     0
     """
-    return Validation(**_read_run(path))
+    path = check_path("path", path)
+    record = read_record(path)
+    if "rows" not in record:
+        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
+    costs = Costs.load(listed_file(path, record, "costs.json"))
+    rows = {
+        name: _read_row(path, record, name, entries, costs)
+        for name, entries in record["rows"].items()
+    }
+    profile = None
+    if FITS in record["files"]:
+        profile = Profile(costs, *load_profile(path, record), **read_shares(record))
+    return Validation(
+        rows=rows,
+        costs=costs,
+        profile=profile,
+        clocks=tuple(record.get("clocks", ())),
+        notes=tuple(record.get("notes", ())),
+        record={name: value for name, value in record.items() if name not in _OTHER_ENTRIES},
+    )
 
 
-# As a few lines of text, and as notebooks show it: HTML
+# Text and HTML
 
 #: Most graphs that a text and a table show, and most letters of an entry of a record.
 MAX_LINES, MAX_ROWS, MAX_LETTERS = 8, 32, 200
@@ -339,7 +332,6 @@ def _validation_html(validation: Validation) -> str:
 
 
 def _title(validation: Validation) -> str:
-    """Return the number of graphs."""
     n = len(validation.rows)
     return f"Validation of {n} graph{'s' * (n != 1)}"
 
@@ -353,15 +345,10 @@ def _origin(record: Mapping[str, Any]) -> list[str]:
         if cores := hardware.get("cores"):
             parts.append(f"{_short(cores)} cores")
         gpus = hardware.get("gpus")
-        parts += _gpu_texts(gpus) if isinstance(gpus, list) else []
+        names = list(map(_short, gpus)) if isinstance(gpus, list) else []
+        parts += [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
         lines.append(f"hardware: {', '.join(parts)}")
     return lines
-
-
-def _gpu_texts(gpus: list[Any]) -> list[str]:
-    """Return each kind of GPU with its number."""
-    names = list(map(_short, gpus))
-    return [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
 
 
 def _short(value: object) -> str:
@@ -407,33 +394,6 @@ def _folder(name: str) -> str:
     return name.replace("/", "-").replace(" ", "-")
 
 
-def _write_run(
-    validation: Validation, path: Path | str, record: Mapping[str, Any] | None, *, figures: bool
-) -> None:
-    """Write a run directory, as `Validation.save` documents."""
-    path = check_path("path", path, "write")
-    check_rows(validation.rows)
-    check_flag("figures", figures)
-    content: dict[str, Any] = {
-        "clocks": validation.clocks,
-        "notes": validation.notes,
-        "rows": {name: _row_record(row) for name, row in validation.rows.items()},
-    }
-    if validation.profile is not None:
-        content |= host_shares(validation.profile)
-    content = {"command": command(), **checked_record(record), **content}
-    with write_directory(path, content) as folder:
-        _write_shared_files(validation, folder, figures=figures)
-        for name, row in validation.rows.items():
-            row_folder = folder / _folder(name)
-            row_folder.mkdir()
-            row.measured.save(row_folder / "timeline.csv")
-            row.predicted.save(row_folder / "predicted.csv")
-            for file, table in ((_PARTS, row.parts), (_OPS, row.ops)):
-                if table is not None:
-                    table.to_csv(row_folder / file, index=file == _OPS)
-
-
 def _row_record(row: Row) -> dict[str, Any]:
     """Return the entries of a row in the record of a run."""
     return {
@@ -457,36 +417,6 @@ def _write_shared_files(validation: Validation, folder: Path, *, figures: bool) 
         save_profile(folder, profile.table, profile.transfers, profile.fits, figures=figures)
     if figures:
         save(validation.figure(), *(folder / f"overlay.{suffix}" for suffix in ("png", "pdf")))
-
-
-def _read_run(path: Path | str) -> dict[str, Any]:
-    """Return the fields of the `Validation` of a run directory, by name.
-
-    Raises
-    ------
-    RunDirectoryError
-        If a file is missing, truncated or edited.
-    """
-    path = check_path("path", path)
-    record = read_record(path)
-    if "rows" not in record:
-        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
-    costs = Costs.load(listed_file(path, record, "costs.json"))
-    rows = {
-        name: _read_row(path, record, name, entries, costs)
-        for name, entries in record["rows"].items()
-    }
-    profile = None
-    if FITS in record["files"]:
-        profile = Profile(costs, *load_profile(path, record), **read_shares(record))
-    return {
-        "rows": rows,
-        "costs": costs,
-        "profile": profile,
-        "clocks": tuple(record.get("clocks", ())),
-        "notes": tuple(record.get("notes", ())),
-        "record": {name: value for name, value in record.items() if name not in _OTHER_ENTRIES},
-    }
 
 
 def _read_row(

@@ -43,7 +43,6 @@ Configuration = PlanChoice | Mapping[str, Any]
 
 #: Keys of a mapping.
 _KEYS = ("n_stages", "n_microbatches", "n_replicas", "n_chunks", "schedule", "recompute")
-#: Recompute of a mapping, as `pipesim.lower` takes it.
 Recompute = Literal["never", "always", "except_last"]
 #: Most devices of a pipeline, stages of a device, and replicas of a choice that is scaled down.
 _MOST = 2
@@ -51,28 +50,14 @@ _MOST = 2
 
 @dataclass(frozen=True)
 class SmallRun:
-    """One configuration to run.
-
-    Attributes
-    ----------
-    schedule
-        Name of the schedule.
-    n_devices, n_chunks
-        Devices of a replica, and stages of each.
-    n_microbatches
-        Micro-batches of a replica: accumulation steps.
-    n_replicas
-        Data-parallel replicas.
-    recompute
-        ``recompute`` of `pipesim.lower`.
-    """
+    """One configuration to run."""
 
     schedule: str
-    n_devices: int
-    n_chunks: int
-    n_microbatches: int
+    n_devices: int  # of a replica
+    n_chunks: int  # stages of a device
+    n_microbatches: int  # of a replica: accumulation steps
     n_replicas: int
-    recompute: Recompute
+    recompute: Recompute  # as `pipesim.lower` takes it
 
     @property
     def n_stages(self) -> int:
@@ -95,13 +80,10 @@ class SmallRun:
         return lower(self.order(), recompute=self.recompute, n_replicas=self.n_replicas)
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.schedule}, stages: {self.n_stages}",
-            f"micro-batches: {self.n_microbatches}",
-            f"replicas: {self.n_replicas}",
-            f"recompute: {self.recompute}",
-        ]
-        return ", ".join(parts)
+        return (
+            f"{self.schedule}, stages: {self.n_stages}, micro-batches: {self.n_microbatches}, "
+            f"replicas: {self.n_replicas}, recompute: {self.recompute}"
+        )
 
 
 def small_runs(

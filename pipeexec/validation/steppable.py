@@ -126,9 +126,6 @@ class PipelineCalibration:
 
 # GPipe modules
 
-#: Fields of `Costs` that are durations; other fields are the same in every step.
-_DURATIONS = ("forward", "backward", "recompute")
-
 
 def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
     """Return the modules by name, if one set of costs holds for all of them."""
@@ -176,14 +173,10 @@ class _GPipeStep(NamedTuple):
 
 
 class GPipeSteps:
-    """Run training steps of a module, one at a time.
+    """Run training steps of a module in training mode, one at a time.
 
-    Parameters
-    ----------
-    model
-        Module in training mode. On CPUs each partition computes in its own thread, however short.
-    loss_fn, optimizer
-        As for `pipeexec.Pipeline`. The measured time does not include the optimizer's step.
+    On CPUs each partition computes in its own thread, however short. The measured time does not
+    include the optimizer's step.
     """
 
     def __init__(
@@ -197,7 +190,8 @@ class GPipeSteps:
 
     def step(self, inputs: Batch, targets: Any) -> _GPipeStep:
         """Run forward, loss, backward and the optimizer's step; set all gradients to None."""
-        targets = self._move_targets(targets)  # first, as a copy to a GPU waits for its stream
+        if isinstance(targets, Tensor):  # first, as a copy to a GPU waits for its stream
+            targets = targets.to(self.model.devices[-1])
         with temporary_attribute(self.model, "threads", True):
             loss = combined_loss(self.loss_fn(self.model(inputs), targets))
             loss.backward()
@@ -228,7 +222,14 @@ class GPipeSteps:
                 float(sum(p.nbytes for p in part.parameters())) for part in model.partitions
             ),
             optimizer_bytes=tuple(
-                float(sum(_tensor_bytes(state.get(p, {})) for p in part.parameters()))
+                float(
+                    sum(
+                        x.nbytes
+                        for p in part.parameters()
+                        for x in state.get(p, {}).values()
+                        if isinstance(x, Tensor)
+                    )
+                )
                 for part in model.partitions
             ),
         )
@@ -250,10 +251,6 @@ class GPipeSteps:
             self.step(inputs, targets)
             return [meter.peak for meter in meters]
 
-    def _move_targets(self, targets: Any) -> Any:
-        """Return the targets on the device of the outputs."""
-        return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
-
 
 class GPipeCalibration:
     """Calibration steps of a module."""
@@ -274,16 +271,11 @@ class GPipeCalibration:
         return self._steps.with_bytes(_mean_costs(self._costs), inputs, targets), None
 
 
-def _tensor_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of the tensors in a parameter's optimizer state."""
-    return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
-
-
 def _mean_costs(costs: Sequence[Costs]) -> Costs:
     """Return costs whose durations, latency and bandwidth are means over steps."""
     first = costs[0]
     means: dict[str, Any] = {}
-    for name in _DURATIONS:
+    for name in ("forward", "backward", "recompute"):  # other fields are the same in every step
         values = [getattr(step_costs, name) for step_costs in costs]
         if values[0] is not None:
             means[name] = tuple(np.mean(values, axis=0).tolist())

@@ -159,13 +159,6 @@ def validate(
         If tasks are too short or too unsteady for a good prediction. Also if ``costs`` are from
         messages of other sizes.
 
-    See Also
-    --------
-    pipeexec.profile : Measure costs alone.
-    pipeexec.load_run : Read a validation that was saved.
-    pipeexec.check_equivalent : Compare the results of two configurations.
-    pipesim.compare : Compare one prediction with one measured timeline.
-
     Examples
     --------
     Given costs spare the calibration, which takes seconds:
@@ -190,8 +183,8 @@ def validate(
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
         check_rows(models)
         check_results([], n_steps=options.n_steps, repeat=options.repeat)
-        _check_gpipe_options(graphs, devices, processes, cuda_graph)
-        _check_no_pipeline_options(
+        _check_gpipe_options(
+            graphs, devices, processes, cuda_graph,
             loss_reduction=None if loss_reduction == "mean" else loss_reduction,
             batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
             slice_dim=None if slice_dim == 1 else slice_dim,
@@ -266,7 +259,7 @@ def _check_loss(loss_fn: Loss | None) -> Loss:
 
 
 def _check_gpipe_options(
-    graphs: object, devices: object, processes: object, cuda_graph: bool
+    graphs: object, devices: object, processes: object, cuda_graph: bool, **options: object
 ) -> None:
     """Raise `ArgumentError` for arguments that a GPipe sets itself, or does not support."""
     if graphs is not None or devices is not None:
@@ -275,10 +268,6 @@ def _check_gpipe_options(
         raise ArgumentError(
             "a GPipe runs in one process, without a CUDA graph; leave out processes and cuda_graph"
         )
-
-
-def _check_no_pipeline_options(**options: object) -> None:
-    """Raise `ArgumentError` for an option of `Pipeline` that a GPipe has not."""
     for name, value in options.items():
         if value is not None:
             raise ArgumentError(f"a GPipe has no {name}, got {value!r:.60}; leave it out")
@@ -313,13 +302,7 @@ def _widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
 
 
 def _check_costs(costs: object, graphs: Mapping[str, TaskGraph]) -> None:
-    """Raise unless given costs suit every graph.
-
-    Raises
-    ------
-    CostsError
-        If they do not suit a graph.
-    """
+    """Raise `CostsError` unless given costs suit every graph."""
     if not isinstance(costs, Costs):
         raise ArgumentError(f"costs must be a pipesim.Costs, got {type(costs).__name__}")
     for name, graph in graphs.items():

@@ -22,8 +22,8 @@ from pipesim.analysis.audit_graphs import (
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, DeadlockError
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.precedence import Bits, Edges, ancestors, before
+from pipesim.graph.graph import TaskGraph
 from pipesim.simulation.simulate import checked_costs, predict_timeline
 from pipesim.utils.csr import CSR, Ints
 
@@ -36,11 +36,11 @@ MOST_TASKS = 20_000
 
 
 class _Removal(NamedTuple):
-    """A removed kind of wait, its number of edges, and the graph without it."""
+    """A removed kind of wait, and the graph without it."""
 
     sort: str
     name: str
-    edges: int
+    edges: int  # number of removed edges, or of tasks
     graph: TaskGraph
     costs: TaskCosts
     wait: WaitKind | None = None
@@ -96,12 +96,6 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
           saves time, as a stream may;
         - ``needed``: whether a data race occurs without the item;
         - ``race``: two tasks that then race, and the data, or an empty text.
-
-    See Also
-    --------
-    pipesim.simulate : Predict when each task of the graph runs.
-    pipesim.Timeline.critical_path : Chain of tasks that sets the makespan.
-    pipesim.verify : Check a graph.
 
     Examples
     --------
@@ -190,10 +184,10 @@ class _Races:
     def _nodes(self, wait: WaitKind | None) -> Ints:
         """Return the node of each task and milestone."""
         representative = np.arange(self.n)
-        apart = wait is not None and wait.sort == "collective"
+        apart = wait.tasks if wait is not None and wait.sort == "collective" else self.position[:0]
         for number in range(len(self.graph.collectives)):
             members = self.graph.collectives[number]
-            if not (apart and wait is not None and np.isin(members, wait.tasks).any()):
+            if not np.isin(members, apart).any():
                 representative[members] = members.min()
         return self.position[representative]
 
@@ -279,13 +273,13 @@ def _removals(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Removal]:
 
 def _removed_streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Removal]:
     """Yield the rows of streams of their own for messages and collectives."""
-    sorts = np.array([name.partition(":")[0] for _, name in graph.streams])[graph.stream]
-    copies = np.isin(sorts, ["send", "recv", "copy"])
     names = [name for _, name in graph.streams]
+    own = [name.partition(":")[0] for name in names]
+    sorts = np.array(own)[graph.stream]
+    copies = np.isin(sorts, ["send", "recv", "copy"])
     if any("/" in name for name in names):
         joined = merged(graph, [name.partition("/")[0] for name in names])
         yield _Removal("stream", "a stream a micro-batch", int(copies.sum()), joined, costs)
-    own = [name.partition(":")[0] if name != "copy" else name for name in names]
     if any(name in ("send", "recv") for name in own):
         joined = merged(graph, ["copy" if name in ("send", "recv") else name for name in own])
         yield _Removal("stream", "a stream a peer and direction", int(copies.sum()), joined, costs)

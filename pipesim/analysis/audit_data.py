@@ -220,7 +220,7 @@ def _read_neighbour(
 
 
 def data_uses(graph: TaskGraph) -> Ints:
-    """Return rows: data, replica, stage, micro-batch, part, node, and whether it writes."""
+    """Return the rows of `DataUses` of a graph."""
     uses = DataUses(graph)
     _forwards(uses)
     _backwards(uses)
@@ -389,9 +389,6 @@ def _use_gradients(uses: DataUses, tasks: Ints, how: str, stage: int, replica: I
         uses.note(tasks, how, "gradients", part=part, **where)
 
 
-# Conflicts.
-
-
 class Conflicts(NamedTuple):
     """Pairs of nodes that must be ordered: both use the same data, and one of them writes it.
 
@@ -411,7 +408,7 @@ class Conflicts(NamedTuple):
         for node in (int(self.first[row]), int(self.second[row])):
             if node >= len(graph):
                 node = int(milestones.backward[node - len(graph)])
-            tasks.append(f"{graph.task(node)}")
+            tasks.append(graph.task(node))
         name, stage, microbatch = self.data[row].tolist()
         what = list(DATA_NAMES.values())[name].format(stage=stage, microbatch=microbatch)
         return f"{tasks[0]} and {tasks[1]}: {what}"
@@ -420,13 +417,7 @@ class Conflicts(NamedTuple):
 def conflicts(graph: TaskGraph, position: Ints) -> Conflicts:
     """Return the pairs of tasks and milestones that conflict.
 
-    Parameters
-    ----------
-    graph
-        Graph with the tasks.
-    position
-        Position of each task and milestone in a topological order; shape
-        ``(n_tasks + n_milestones,)``.
+    ``position`` is that of each task, then of each milestone, in a topological order.
     """
     *data, node, writes = data_uses(graph)
     key = np.unique(np.stack(data), axis=1, return_inverse=True)[1].ravel()

@@ -16,10 +16,11 @@ import numpy as np
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import check_name
-from pipesim.graph.dependencies import overlapped_pairs
+from pipesim.graph.precedence import Edges
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.precedence import Edges, stable_topological_order
+from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.precedence import stable_topological_order
 from pipesim.ops import RECVS, SENDS, TRANSFERS, Op, part_name
 from pipesim.utils.csr import CSR, Ints
 
@@ -27,24 +28,12 @@ RENDEZVOUS = "SEND waits until its RECV is reached"
 
 
 class WaitKind(NamedTuple):
-    """A kind of wait.
+    """A kind of wait."""
 
-    Attributes
-    ----------
-    sort
-        ``"data"``, ``"message"``, ``"queue"``, ``"collective"`` or ``"rendezvous"``.
-    name
-        Name in tables.
-    edges
-        Each earlier task, and the task that waits for it; no edges for a collective.
-    tasks
-        The tasks that wait; the members of a collective.
-    """
-
-    sort: str
+    sort: str  # "data", "message", "queue", "collective" or "rendezvous"
     name: str
-    edges: Edges
-    tasks: Ints
+    edges: Edges  # each earlier task, and the task that waits for it; none for a collective
+    tasks: Ints  # that wait; the members of a collective
 
 
 def kinds_of_waits(graph: TaskGraph) -> list[WaitKind]:
@@ -98,7 +87,9 @@ def without(graph: TaskGraph, kind: WaitKind | str) -> TaskGraph:
     if kind.sort == "data":
         left = _without_dependencies(graph, kind.edges)
     elif kind.sort == "message":
-        left = _without_messages(graph, kind.tasks)
+        op = graph.kinds.op.copy()
+        op[graph.kind[kind.tasks]] = Op.STEP  # neither a message nor a collective, for engines
+        left = replace(graph, kinds=replace(graph.kinds, op=op))
     elif kind.sort == "queue":
         left = _with_cut_queues(graph, kind.tasks)
     elif kind.sort == "collective":
@@ -212,13 +203,6 @@ def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
     return replace(graph, dependencies=left, partial_dependency=during)
 
 
-def _without_messages(graph: TaskGraph, recvs: Ints) -> TaskGraph:
-    """Return the graph with RECVs that take no time and wait for no SEND."""
-    op = graph.kinds.op.copy()
-    op[graph.kind[recvs]] = Op.STEP  # neither a message nor a collective, for engines
-    return replace(graph, kinds=replace(graph.kinds, op=op))
-
-
 def _with_members_apart(graph: TaskGraph, members: Ints) -> TaskGraph:
     """Return the graph with members of collectives that do not wait for each other."""
     group = graph.group.astype(np.int64)
@@ -243,14 +227,9 @@ def _with_cut_queues(graph: TaskGraph, tasks: Ints) -> TaskGraph:
 
 
 def with_queues(graph: TaskGraph, stream: Ints, part: Ints) -> TaskGraph:
-    """Return the graph with new queues: one for each stream and part.
+    """Return the graph with a new queue for each stream and part of tasks; other waits stay.
 
-    Parameters
-    ----------
-    graph
-        Graph; its other waits stay.
-    stream, part
-        Stream and part of each task. The queue of part 0 has the name of the stream.
+    The queue of part 0 has the name of the stream.
     """
     queues, queue = np.unique(np.stack([stream, part]), axis=1, return_inverse=True)
     queue = queue.ravel()

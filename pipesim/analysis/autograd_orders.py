@@ -46,11 +46,6 @@ class AutogradOrders:
     n_possible
         Number of possible orders: exact up to 2 ** 43, infinity above 1e308.
 
-    See Also
-    --------
-    pipesim.autograd_orders : Simulate the orders.
-    pipesim.schedule : ``"gpipe"`` has these orders as ``backward_order``.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -183,16 +178,9 @@ def autograd_orders(
     AutogradOrders
         Schedule and timeline of each simulated order.
 
-    Raises
-    ------
-    CostsError, NetworkError
-        For costs that `pipesim.simulate` refuses.
-
     See Also
     --------
-    pipesim.schedule : Build ``"gpipe"`` with one of the orders.
-    pipesim.lower : Options of the lowering.
-    pipesim.simulate : Simulate one order.
+    pipesim.schedule : Build ``"gpipe"`` with one of the orders as ``backward_order``.
 
     Examples
     --------
@@ -212,7 +200,9 @@ def autograd_orders(
         raise ArgumentError("autograd_orders chooses when R runs; leave recompute_first out")
     n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[recompute]
     races = n if recompute_thread == "caller" else n - 1
-    different = dict.fromkeys([_by_cpu(n, m, n_recomputed)])
+    order = engine_order(n, m, n_recomputed)  # on a CPU
+    by_cpu = tuple(tuple(a.op == Op.R for a in order if a.stage == stage) for stage in range(n))
+    different = dict.fromkeys([by_cpu])
     n_possible = _n_possible(m if n_recomputed else 0, races)
     last = (_first(m, n_recomputed),) * (n - races)
     for orders in _chosen(m, n_recomputed, races, n_possible <= n_orders, generator):
@@ -233,7 +223,8 @@ def _chosen(
     if every:
         yield from itertools.product(list(_steps(m, n_recomputed)), repeat=races)
         return
-    yield (_nearest(m, n_recomputed),) * races
+    nearest = (False,) * (m - n_recomputed) + (True, False) * n_recomputed  # each R before its B
+    yield (nearest,) * races
     yield (_first(m, n_recomputed),) * races
     while True:
         yield tuple(_drawn(m, n_recomputed, generator) for _ in range(races))
@@ -277,20 +268,9 @@ def _drawn(m: int, n_recomputed: int, generator: np.random.Generator) -> _Steps:
     return steps[m - n_recomputed :]
 
 
-def _nearest(m: int, n_recomputed: int) -> _Steps:
-    """Return the order in which each R is right before its B."""
-    return (False,) * (m - n_recomputed) + (True, False) * n_recomputed
-
-
 def _first(m: int, n_recomputed: int) -> _Steps:
     """Return the order in which all R come first."""
     return (True,) * n_recomputed + (False,) * m
-
-
-def _by_cpu(n: int, m: int, n_recomputed: int) -> tuple[_Steps, ...]:
-    """Return the order of each device that the engine takes on a CPU."""
-    order = engine_order(n, m, n_recomputed)
-    return tuple(tuple(a.op == Op.R for a in order if a.stage == stage) for stage in range(n))
 
 
 def _schedule(orders: Sequence[_Steps], m: int, n_recomputed: int) -> Schedule:

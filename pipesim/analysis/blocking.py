@@ -15,11 +15,13 @@ from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
+Floats = NDArray[np.float64]
+
 #: Differences of times below this share of the makespan are rounding.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 
 
-def joint_issue_times(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
+def joint_issue_times(graph: TaskGraph, issued: Floats) -> Floats:
     """Return the time at which the hosts had issued each task and its partners (rule 7).
 
     Partners are the RECV of a rendezvous and the members of a collective. ``issued`` is the
@@ -35,7 +37,7 @@ def joint_issue_times(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[
     return together
 
 
-def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDArray[np.float64]:
+def exact_seconds(first: Floats, last: Floats) -> Floats:
     """Return the seconds from ``first`` to ``last`` such that ``first + seconds == last``.
 
     The difference is rounded. If the sum is not ``last``, a neighbouring double may give it, so
@@ -46,11 +48,11 @@ def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDAr
 
 
 def _nearest(
-    factor: NDArray[np.float64],
-    multiplier: NDArray[np.float64] | float,
-    first: NDArray[np.float64],
-    last: NDArray[np.float64],
-) -> NDArray[np.float64]:
+    factor: Floats,
+    multiplier: Floats | float,
+    first: Floats,
+    last: Floats,
+) -> Floats:
     """Return ``factor`` or a neighbour, such that ``first + factor * multiplier == last``.
 
     If no such double is right, return one whose sum is smaller.
@@ -65,10 +67,9 @@ def _nearest(
 def last_link_holder(timeline: Timeline) -> Ints:
     """Return the task that held one of a task's links last before it started (rule 8).
 
-    The holder is a message or a member of a collective, and so is the task that waits. Members of
-    a collective wait for the links of all its members. Shape ``(len(graph),)``. -1 without a
-    holder, or if links are unknown because the timeline has no costs. If several holders ended at
-    the same time, the smallest id counts.
+    Members of a collective wait for the links of all its members. Shape ``(len(graph),)``. -1
+    without a holder, or without costs, as links are then unknown. If several holders ended at the
+    same time, the smallest id counts.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     holder_of_task = np.full(len(graph), -1, dtype=np.int64)
@@ -100,18 +101,15 @@ def last_link_holder(timeline: Timeline) -> Ints:
     return holder_of_task
 
 
-def release_times(
-    timeline: Timeline, shares: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def release_times(timeline: Timeline, shares: Floats | None = None) -> Floats:
     """Return, for each entry of ``graph.precedence``, when it stopped blocking its successor (s).
 
-    One value for each of ``graph.precedence.values``: the end of that task. For buckets of
-    gradients it is the time at which their last backward has done the part that they need:
-    ``shares``, one a task, or those of `bucket_shares`.
+    It is the end of that task. For buckets of gradients it is the time at which their last backward
+    has done the part that they need: ``shares``, one a task, or those of `bucket_shares`.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     waits = graph.precedence
-    moments: NDArray[np.float64] = end[waits.values]
+    moments: Floats = end[waits.values]
     buckets = np.flatnonzero(graph.partial_dependency >= 0)
     if not len(buckets):
         return moments
@@ -119,7 +117,7 @@ def release_times(
     shares = bucket_shares(timeline) if shares is None else shares
     done = start[backward] + shares[buckets] * (end[backward] - start[backward])
     # Without drawn noise, a bucket that starts at once starts exactly at this time.
-    near = np.abs(done - start[buckets]) <= _ROUNDING * timeline.makespan
+    near = np.abs(done - start[buckets]) <= ROUNDING * timeline.makespan
     done = np.minimum(np.where(near, start[buckets], done), end[backward])
     same_stream = graph.stream[buckets] == graph.stream[backward]  # its own stream reaches it later
     done = np.where(same_stream, end[backward], done)
@@ -133,20 +131,17 @@ def release_times(
     return np.where(cells[place] == wanted, latest[place], moments)
 
 
-def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the share of its backward that each bucket needs, 1 for other tasks.
+def bucket_shares(timeline: Timeline) -> Floats:
+    """Return the share of its backward that each bucket needs by its costs; 1 for other tasks.
 
-    The share is that of the costs, or that of `measured_shares` without costs. Shape
-    ``(len(graph),)``.
+    Without costs, it is that of `measured_shares`. Shape ``(len(graph),)``.
     """
     if timeline.costs is None or not len(timeline.graph.partial_dependency):
         return measured_shares(timeline)
     return timeline.costs.of(timeline.graph).share
 
 
-def measured_shares(
-    timeline: Timeline, predicted: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def measured_shares(timeline: Timeline, predicted: Floats | None = None) -> Floats:
     """Return the share of its backward after which each bucket started, 1 for other tasks.
 
     ``predicted`` are the expected shares, by default those of the timeline's costs. They are upper
@@ -180,7 +175,7 @@ def measured_shares(
     return shares
 
 
-def message_latency(timeline: Timeline) -> NDArray[np.float64]:
+def message_latency(timeline: Timeline) -> Floats:
     """Return the latency of each RECV, 0 for other tasks; seconds, shape ``(len(graph),)``.
 
     Without costs, it is the shortest time from the start of a SEND to the start of its RECV, over
@@ -200,7 +195,7 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
     return latency
 
 
-def collective_latency(timeline: Timeline) -> NDArray[np.float64]:
+def collective_latency(timeline: Timeline) -> Floats:
     """Return the time of each collective and copy without its bytes, 0 for other tasks.
 
     Seconds, shape ``(len(graph),)``; 0 without costs, if its seconds were measured, and for

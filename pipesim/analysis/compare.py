@@ -69,13 +69,6 @@ def compare(
         - ``gap``: `Timeline.gap`, the makespan over a bound that no order goes below, minus 1;
           missing if unknown, and for graphs of more than 200,000 tasks, whose bound takes seconds.
 
-    Raises
-    ------
-    TimelineError
-        If a makespan is so short that its throughput is no finite number.
-    CostsError
-        If the sum of the bytes of a device is not finite.
-
     Warns
     -----
     CostsWarning
@@ -84,10 +77,8 @@ def compare(
 
     See Also
     --------
-    pipesim.simulate : Predict one timeline.
     pipesim.sweep : Simulate many configurations, a row for each.
     pipesim.Comparison : A prediction beside a measurement of the same tasks.
-    pipesim.to_html : Write an interactive page of several timelines.
 
     Examples
     --------
@@ -130,16 +121,10 @@ def with_gaps(table: pd.DataFrame, timelines: Mapping[str, Timeline]) -> pd.Data
     """Return a table of `table_of` with the column ``gap``, if it is known for a timeline."""
     from pipesim.utils.packages import pandas as pd
 
-    gaps = [_gap(timeline) for timeline in timelines.values()]
-    if any(gap is not None for gap in gaps):
-        table["gap"] = pd.array(gaps, dtype="float64")
+    gaps = [math.nan if len(x) > MOST_TASKS else x.gap for x in timelines.values()]
+    if not all(map(math.isnan, gaps)):
+        table["gap"] = pd.array([None if math.isnan(x) else x for x in gaps], dtype="float64")
     return table
-
-
-def _gap(timeline: Timeline) -> float | None:
-    """Return the gap of a timeline, or None if it is unknown or takes long to compute."""
-    gap = math.nan if len(timeline) > MOST_TASKS else timeline.gap
-    return None if math.isnan(gap) else gap
 
 
 def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
@@ -161,12 +146,7 @@ def warn_of_other_models(
 ) -> None:
     """Warn if different numbers of stages have the same costs of a stage, on as many devices.
 
-    Parameters
-    ----------
-    rows
-        One tuple a timeline: its name, number of devices, number of stages, and costs.
-    stacklevel
-        Stack level of the warning.
+    Each of ``rows`` has the name of a timeline, its numbers of devices and stages, and its costs.
     """
     of_costs: dict[Hashable, dict[int, str]] = {}
     listed = list(rows)
@@ -250,8 +230,6 @@ class Comparison:
     See Also
     --------
     pipesim.compare : Compare timelines of different tasks in a table.
-    pipesim.replay : Simulate a measurement from its own durations.
-    pipesim.Timeline.load : Read a measured timeline.
 
     Examples
     --------
@@ -314,7 +292,7 @@ class Comparison:
     def error_parts(self, *, launch: float | None = None) -> pd.Series[float]:
         """Return the parts of the error of the makespan, by which values of tasks differ.
 
-        `pipesim.analysis.error_attribution.error_parts` says how they are computed.
+        See `pipesim.analysis.error_attribution.error_parts`.
 
         Parameters
         ----------
@@ -327,20 +305,6 @@ class Comparison:
         pandas.Series
             Seconds of ``durations``, ``spread``, ``transfers``, ``host``, ``hand_over`` and
             ``unexplained``. They sum to the predicted minus the measured makespan.
-
-        Raises
-        ------
-        TimelineError
-            If tasks of a timeline did not run.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> predicted = ps.simulate(graph, ps.Costs(forward=1, backward=2))
-        >>> measured = ps.simulate(graph, ps.Costs(forward=1, backward=2.5))
-        >>> float(ps.Comparison(predicted, measured).error_parts()["durations"])
-        -1.5
         """
         from pipesim.analysis.error_attribution import error_parts
 
@@ -361,14 +325,6 @@ class Comparison:
         -------
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-        >>> ax = ps.Comparison(predicted=timeline, measured=timeline).plot()
-        >>> ax.get_xlabel()
-        'Time (s)'
         """
         from pipesim.plot.timelines import comparison
 
@@ -383,21 +339,6 @@ class Comparison:
             File that ends in ``.html`` or ``.htm``.
         **options
             ``title`` and ``microbatches``, as `pipesim.to_html` describes.
-
-        Raises
-        ------
-        CapacityError
-            If the timelines have over 5,000,000 tasks together.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ps.Comparison(timeline, timeline).to_html(f"{folder}/both.html")
-        ...     [path.name for path in pathlib.Path(folder).iterdir()]
-        ['both.html']
         """
         from pipesim.plot.page.save import to_html
 
@@ -431,12 +372,8 @@ _N_SHOWN = 3
 def matching_rows(graph: TaskGraph, other: TaskGraph) -> NDArray[np.int64] | None:
     """Return the row of each task of ``graph`` in ``other``; None if rows and streams are equal.
 
-    Rows of tasks that are equal in all columns match in their order.
-
-    Raises
-    ------
-    TimelineError
-        If a graph has tasks that the other one lacks; the message names some.
+    Rows of tasks that are equal in all columns match in their order. The error for tasks that one
+    graph lacks names some.
     """
     if graph is other:
         return None

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -83,10 +84,14 @@ class Configuration:
         after = self._costs_of_settings(changes)
         return replace(self, costs=_carry_over(self.costs, before, after))
 
+    def with_expert_parallel(self, size: int) -> Configuration:
+        """Divide experts among another number of GPUs."""
+        changed = self.with_settings(expert_parallel=size)
+        return changed.with_arguments(expert_replicas=changed.costs.expert_replicas)
+
     def with_schedule(self, name: str) -> Configuration:
-        """Take another named schedule on as many devices, with the costs that suit its stages."""
+        """Take another named schedule on as many devices, with costs for its stages."""
         other = self._named(name, self.schedule.n_microbatches, {})
-        self._check_same_updates(other)
         stages_differ = other.n_stages != self.schedule.n_stages
         named = ("skips", "sharded", "tied")
         if stages_differ and any(self.arguments[name] for name in named):
@@ -98,27 +103,23 @@ class Configuration:
 
     def with_n_microbatches(self, count: int) -> Configuration:
         """Take another number of micro-batches of the same size; their costs must be equal."""
-        self._check_equal_microbatches(count)
-        recipe = self._recipe()
-        other = self._named(recipe.name, count, recipe.options)
-        self._check_same_updates(other)
-        return replace(self, schedule=other)
-
-    def _check_equal_microbatches(self, count: int) -> None:
-        """Raise `CostsError` if costs differ between micro-batches: others than these have none."""
         n = n_priced(self.costs)
         if n is not None and count != self.schedule.n_microbatches:
             raise CostsError(
                 f"the costs have values for {n} micro-batches, so that those of {count} are not "
                 "known; simulate with costs.averaged() to compare other numbers of micro-batches"
             )
+        recipe = self._recipe()
+        return replace(self, schedule=self._named(recipe.name, count, recipe.options))
 
     def _recipe(self) -> Recipe:
         """Return name and options of the schedule; raise `ScheduleError` if it has been changed."""
-        recipe = self.schedule.recipe
-        if recipe is None or not self._is_built_from(recipe.name, recipe.options):
-            raise ScheduleError("only a named schedule is known for other micro-batches")
-        return recipe
+        present, recipe = self.schedule, self.schedule.recipe
+        if recipe is not None:
+            count, options = present.n_microbatches, recipe.options
+            if build_schedule(recipe.name, present.n_devices, count, **options) == present:
+                return recipe
+        raise ScheduleError("only a named schedule is known for other micro-batches")
 
     def with_smaller_microbatches(self, factor: int) -> Configuration:
         """Divide micro-batches by ``factor``, and take as many times more of them."""
@@ -132,7 +133,6 @@ class Configuration:
             changed = replace(self, costs=_divided(self.costs, factor))
         count = factor * self.schedule.n_microbatches
         other = changed._named(recipe.name, count, recipe.options)
-        self._check_same_updates(other)
         sync = self.arguments["grad_sync"]
         changed = changed.with_arguments(grad_sync=_scaled_groups(sync, factor))
         return replace(changed, schedule=other)
@@ -156,24 +156,20 @@ class Configuration:
         kept = {name: value for name, value in settings.items() if name not in of_stages}
         return _placed_costs(json.dumps(kept), other.placement, self.costs.network)
 
-    def _check_same_updates(self, other: Schedule) -> None:
-        """Raise `ScheduleError` unless a schedule updates the weights like the present one."""
+    def _named(self, name: str, n_microbatches: int, options: Mapping[str, Any]) -> Schedule:
+        """Return a named schedule for as many devices; orders by costs take these costs.
+
+        Raise `ScheduleError` unless it updates the weights like the present one.
+        """
+        if "costs" in options:
+            options = {**options, "costs": self.costs}
         present = self.schedule
+        other = build_schedule(name, present.n_devices, n_microbatches, **options)
         if (other.n_batches, other.weight_versions) != (present.n_batches, present.weight_versions):
             raise ScheduleError(f"schedule {other.name!r} updates the weights in another way")
         if other.n_slices != present.n_slices:
             raise ScheduleError(f"schedule {other.name!r} cuts sequences in another way")
-
-    def _named(self, name: str, n_microbatches: int, options: Mapping[str, Any]) -> Schedule:
-        """Return a named schedule for as many devices; orders by costs take these costs."""
-        if "costs" in options:
-            options = {**options, "costs": self.costs}
-        return build_schedule(name, self.schedule.n_devices, n_microbatches, **options)
-
-    def _is_built_from(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Return whether the registry builds this very schedule."""
-        count = self.schedule.n_microbatches
-        return build_schedule(name, self.schedule.n_devices, count, **options) == self.schedule
+        return other
 
     def _costs_of_settings(self, changes: Mapping[str, Any]) -> Costs:
         """Return the costs of each stage that the settings give, with some of them changed."""
@@ -187,13 +183,7 @@ class Configuration:
 
 
 def configuration(timeline: Timeline) -> Configuration:
-    """Return the configuration of a timeline.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs, or its graph is not from `pipesim.lower`.
-    """
+    """Return the configuration of a timeline with costs, whose graph is from `pipesim.lower`."""
     source = timeline.graph.options.source
     if source is None:
         raise TimelineError(
@@ -326,40 +316,26 @@ MOST_TASKS = 4_000_000
 
 
 class Change(NamedTuple):
-    """One change of a configuration.
-
-    Attributes
-    ----------
-    kind
-        Changes of one kind exclude each other.
-    text
-        What to change, in the words of the library.
-    make
-        Function that returns the changed configuration, or raises a `PipeError`.
-    """
+    """One change of a configuration; changes of one kind exclude each other."""
 
     kind: int
-    text: str
-    make: Callable[[Configuration], Configuration]
+    text: str  # in the words of the library
+    make: Callable[[Configuration], Configuration]  # raises a `PipeError` if there is none
 
 
 class Trial(NamedTuple):
-    """A simulated change: seconds, bytes of the fullest device, and whether it fits.
-
-    ``pressure`` is the largest share of its limit that a device needs. ``layers_per_stage`` are
-    those of the changed model, if they differ from the present ones, or else None.
-    """
+    """A simulated change: seconds, bytes of the fullest device, and whether it fits."""
 
     changes: tuple[Change, ...]
     makespan: float
     peak_memory: float
     fits: bool
-    pressure: float
-    layers_per_stage: Sequence[int] | None
+    pressure: float  # largest share of its limit that a device needs
+    layers_per_stage: Sequence[int] | None  # if they differ from the present ones
 
     @property
     def text(self) -> str:
-        """The changes as text."""
+        """Changes as text."""
         text = " and ".join(change.text for change in self.changes)
         if self.layers_per_stage is None:
             return text
@@ -367,13 +343,18 @@ class Trial(NamedTuple):
 
 
 class _ChangeSearch:
-    """Simulate changes of a configuration, until a number of tasks is used up."""
+    """Simulate changes of a configuration, until `MOST_TASKS` are used up."""
 
-    def __init__(self, timeline: Timeline, most_tasks: int) -> None:
-        self.limit = _memory_limit(timeline)
+    def __init__(self, timeline: Timeline) -> None:
+        if timeline.memory_limit is None:
+            raise TimelineError(
+                f"timeline {timeline.name!r} has no memory limit for changes to stay within; give "
+                "simulate(graph, costs, memory_limit=...), in bytes"
+            )
+        self.limit = timeline.memory_limit
         self.start = configuration(timeline)
         self.tasks_per_action = len(timeline.graph) / len(self.start.schedule)
-        self.left = most_tasks
+        self.left = MOST_TASKS
         self.n_untried = 0
         self.makespan = self._trial(()).makespan
 
@@ -414,11 +395,16 @@ def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.Data
     """Return changes of a timeline's configuration; see `Timeline.changes_that_fit`."""
     from pipesim.utils.packages import pandas as pd
 
-    search = _ChangeSearch(timeline, MOST_TASKS)
+    search = _ChangeSearch(timeline)
     changes = [x for x in _changes(search.start) if not (quick and x.kind == _SCHEDULE)]
     trials = search.trials([(change,) for change in changes])
     if not quick and not any(trial.fits for trial in trials):
-        trials += search.trials(_pairs_of_changes(trials))
+        pairs = [
+            (a.pressure * b.pressure, (*a.changes, *b.changes))
+            for a, b in itertools.combinations(trials, 2)
+            if a.changes[0].kind != b.changes[0].kind
+        ]  # those that should need least memory first
+        trials += search.trials([both for _, both in sorted(pairs, key=lambda pair: pair[0])])
     rows = [
         {
             "change": trial.text,
@@ -435,26 +421,6 @@ def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.Data
     table.attrs["n_untried"] = search.n_untried
     table.attrs["advice"] = "" if any(trial.fits for trial in trials) else static_text(timeline)
     return table
-
-
-def _memory_limit(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the memory limit of a timeline; raise `TimelineError` if it has none."""
-    if timeline.memory_limit is None:
-        raise TimelineError(
-            f"timeline {timeline.name!r} has no memory limit for changes to stay within; give "
-            "simulate(graph, costs, memory_limit=...), in bytes"
-        )
-    return timeline.memory_limit
-
-
-def _pairs_of_changes(trials: Sequence[Trial]) -> list[tuple[Change, ...]]:
-    """Return pairs of changes of different kinds, those that should need least memory first."""
-    pairs = [
-        (a.pressure * b.pressure, (*a.changes, *b.changes))
-        for a, b in itertools.combinations(trials, 2)
-        if a.changes[0].kind != b.changes[0].kind
-    ]
-    return [changes for _, changes in sorted(pairs, key=lambda pair: pair[0])]
 
 
 #: Kinds of changes.
@@ -477,22 +443,25 @@ def _changes(start: Configuration) -> Iterator[Change]:
             text = f"microbatch_size={start.settings['microbatch_size'] // factor}, {size}"
         else:
             text = f"{size}, at a {word} of the seconds and bytes of a micro-batch"
-        yield Change(_MICROBATCHES, text, _smaller_microbatches(factor))
+        yield Change(_MICROBATCHES, text, methodcaller("with_smaller_microbatches", factor))
     for name in options_of_schedules():
         recipe = start.schedule.recipe
         if recipe is None or name != recipe.name:
-            yield Change(_SCHEDULE, f"schedule={name!r}", _other_schedule(name))
+            yield Change(_SCHEDULE, f"schedule={name!r}", methodcaller("with_schedule", name))
     arguments, costs = start.arguments, start.costs
     has_link = costs.network.host is not None or None not in (costs.offload, costs.reload)
     if arguments["offload"] == "none" and has_link:
-        yield Change(_OFFLOAD, "offload='all'", _changed_argument("offload", "all"))
+        yield Change(_OFFLOAD, "offload='all'", methodcaller("with_arguments", offload="all"))
     if arguments["n_replicas"] > 1 and arguments["shard_parameters"] == "none":
         if not arguments["shard_optimizer"]:
             yield Change(
-                _OPTIMIZER, "shard_optimizer=True", _changed_argument("shard_optimizer", True)
+                _OPTIMIZER,
+                "shard_optimizer=True",
+                methodcaller("with_arguments", shard_optimizer=True),
             )
         for mode in ("step", "every"):
-            yield Change(_OPTIMIZER, f"shard_parameters={mode!r}", _shared_parameters(mode))
+            make = methodcaller("with_arguments", shard_parameters=mode, shard_optimizer=False)
+            yield Change(_OPTIMIZER, f"shard_parameters={mode!r}", make)
 
 
 def _model_changes(start: Configuration) -> Iterator[Change]:
@@ -501,55 +470,28 @@ def _model_changes(start: Configuration) -> Iterator[Change]:
     if not settings:
         if start.arguments["recompute"] != "always":
             yield Change(
-                _LOWERING, "lower(recompute='always')", _changed_argument("recompute", "always")
+                _LOWERING,
+                "lower(recompute='always')",
+                methodcaller("with_arguments", recompute="always"),
             )
         return
     now = RECOMPUTE.index(settings.get("recompute", "none"))
     for mode in RECOMPUTE[now + 1 :]:
-        yield Change(_LAYERS, f"recompute={mode!r}", _changed_setting("recompute", mode))
+        yield Change(_LAYERS, f"recompute={mode!r}", methodcaller("with_settings", recompute=mode))
     if not settings.get("flash_attention", False):
-        yield Change(_ATTENTION, "flash_attention=True", _changed_setting("flash_attention", True))
+        yield Change(
+            _ATTENTION, "flash_attention=True", methodcaller("with_settings", flash_attention=True)
+        )
     if settings.get("tensor_parallel", 1) > 1 and not settings.get("sequence_parallel", False):
         yield Change(
-            _SEQUENCE, "sequence_parallel=True", _changed_setting("sequence_parallel", True)
+            _SEQUENCE,
+            "sequence_parallel=True",
+            methodcaller("with_settings", sequence_parallel=True),
         )
     present, n_experts = settings.get("expert_parallel", 1), settings.get("n_experts", 0)
     for factor in (2, 4):
         if n_experts and n_experts % (factor * present) == 0:
             size = factor * present
-            yield Change(_EXPERTS, f"expert_parallel={size}", _expert_parallel(size))
-
-
-def _changed_setting(name: str, value: object) -> Callable[[Configuration], Configuration]:
-    """Return the change of one setting of the model."""
-    return lambda start: start.with_settings(**{name: value})
-
-
-def _changed_argument(name: str, value: object) -> Callable[[Configuration], Configuration]:
-    """Return the change of one argument of `pipesim.lower`."""
-    return lambda start: start.with_arguments(**{name: value})
-
-
-def _shared_parameters(mode: str) -> Callable[[Configuration], Configuration]:
-    """Return the change to replicas that share parameters, and so the optimizer, too."""
-    return lambda start: start.with_arguments(shard_parameters=mode, shard_optimizer=False)
-
-
-def _expert_parallel(size: int) -> Callable[[Configuration], Configuration]:
-    """Return the change to experts that are divided among other numbers of GPUs."""
-
-    def make(start: Configuration) -> Configuration:
-        changed = start.with_settings(expert_parallel=size)
-        return changed.with_arguments(expert_replicas=changed.costs.expert_replicas)
-
-    return make
-
-
-def _other_schedule(name: str) -> Callable[[Configuration], Configuration]:
-    """Return the change to another named schedule."""
-    return lambda start: start.with_schedule(name)
-
-
-def _smaller_microbatches(factor: int) -> Callable[[Configuration], Configuration]:
-    """Return the change to smaller micro-batches."""
-    return lambda start: start.with_smaller_microbatches(factor)
+            yield Change(
+                _EXPERTS, f"expert_parallel={size}", methodcaller("with_expert_parallel", size)
+            )

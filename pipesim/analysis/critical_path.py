@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.blocking import joint_issue_times, last_link_holder, release_times
+from pipesim.analysis.blocking import Floats, joint_issue_times, last_link_holder, release_times
 from pipesim.errors import TimelineError
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline.timeline import Timeline
@@ -23,40 +23,19 @@ if TYPE_CHECKING:
 
 
 Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 
 class WaitReason(IntEnum):
-    """Reason of the last wait of a task. ``str`` gives its word in tables.
+    """Reason of the last wait of a task for another one. ``str`` gives its word in tables."""
 
-    Attributes
-    ----------
-    DEPENDENCY
-        The task needs the result of the other task.
-    STREAM
-        The other task is the one before it on its stream.
-    MESSAGE
-        The task is a RECV, and the other task is its SEND.
-    RENDEZVOUS
-        The task is a SEND, and the other task is before its RECV on the receiver's stream.
-    LINK
-        The other task held a link that the task needs.
-    GROUP
-        The task is a member of a collective, and another member waited for the other task.
-    HOST
-        The host issued the task late. There is no other task.
-    START
-        The task waited for the start of the step alone. There is no other task.
-    """
-
-    DEPENDENCY = 0
-    STREAM = 1
-    MESSAGE = 2
-    RENDEZVOUS = 3
-    LINK = 4
-    GROUP = 5
-    HOST = 6
-    START = 7
+    DEPENDENCY = 0  # the task needs the result of the other task
+    STREAM = 1  # the other task is the one before it on its stream
+    MESSAGE = 2  # the task is a RECV, and the other task is its SEND
+    RENDEZVOUS = 3  # the task is a SEND; the other task is before its RECV on the receiver's stream
+    LINK = 4  # the other task held a link that the task needs
+    GROUP = 5  # the task is in a collective, of which another member waited for the other task
+    HOST = 6  # the host issued the task late; there is no other task
+    START = 7  # the task waited for the start of the step alone
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -67,19 +46,10 @@ _DEPENDENCY, _STREAM, _MESSAGE, _RENDEZVOUS, _LINK, _GROUP, _HOST, _START = map(
 
 
 class LastWaits(NamedTuple):
-    """Last wait of every task; arrays of shape ``(len(graph),)``.
+    """Last wait of every task; arrays of shape ``(len(graph),)``."""
 
-    Attributes
-    ----------
-    task
-        Id of the task that each task waited for last; -1 for `WaitReason.HOST` and
-        `WaitReason.START`.
-    reason
-        Value of `WaitReason`, as int8.
-    """
-
-    task: NDArray[np.int64]
-    reason: NDArray[np.int8]
+    task: NDArray[np.int64]  # task that each waited for last; -1 for HOST and START
+    reason: NDArray[np.int8]  # a `WaitReason`
 
 
 def last_waits(timeline: Timeline) -> LastWaits:
@@ -95,9 +65,8 @@ def last_waits(timeline: Timeline) -> LastWaits:
       start.
     - Otherwise the last of ``graph.precedence``, although the task started later.
 
-    Tasks that did not start have -1 and `WaitReason.START`. Tasks that did not run to their end
-    block no other task. Where times contradict the order of the graph, as those of a measurement
-    can, tasks may wait for each other in a circle.
+    Tasks that did not start have -1 and START. Tasks that did not run to their end block no other
+    task. Where measured times contradict the order of the graph, tasks may wait in a circle.
     """
     graph = timeline.graph
     columns = _Columns(
@@ -125,14 +94,7 @@ def last_waits(timeline: Timeline) -> LastWaits:
 
 
 def chain_to(timeline: Timeline, waits: LastWaits, task: int) -> list[int]:
-    """Return the chain of tasks that led to a task, each of which waited for the one before.
-
-    Raises
-    ------
-    TimelineError
-        If tasks waited for each other in a circle: times of a measurement can contradict the order
-        of the graph.
-    """
+    """Return the chain of tasks that led to a task, each of which waited for the one before."""
     chain = [task]
     while (before := int(waits.task[chain[-1]])) >= 0:
         chain.append(before)
@@ -146,15 +108,11 @@ def chain_to(timeline: Timeline, waits: LastWaits, task: int) -> list[int]:
 
 
 class _Columns(NamedTuple):
-    """Columns of a timeline and its graph; one entry a task, but for the two CSR.
-
-    ``released`` has one entry for each of ``precedence``: the time at which it stopped blocking its
-    successor (s). ``issued`` includes partners (s). ``link_holder`` is -1 if none.
-    """
+    """Columns of a timeline and its graph; one entry a task, but for the two CSR."""
 
     precedence_ptr: Ints
     precedence: Ints
-    released: Floats
+    released: Floats  # when each of ``precedence`` stopped blocking its successor (s)
     dependency_ptr: Ints
     dependencies: Ints
     queue_predecessor: Ints
@@ -164,8 +122,8 @@ class _Columns(NamedTuple):
     ran: Bools
     start: Floats
     end: Floats
-    issued: Floats
-    link_holder: Ints
+    issued: Floats  # with partners (s)
+    link_holder: Ints  # -1 if none
     has_recorded_issues: bool
 
 
@@ -238,9 +196,6 @@ def _fill_last_waits(columns: _Columns, waits: LastWaits) -> None:
             waits.task[task], waits.reason[task] = _last_wait(columns, task)
 
 
-# Tables.
-
-
 def device_table(timeline: Timeline) -> pd.DataFrame:
     """Return one row a device: ``busy``, ``idle`` (s), ``utilization`` (0..1), and memory.
 
@@ -262,23 +217,20 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """Return the chain of tasks that sets the makespan, first task first.
 
     The search goes backwards from the task that ends last. The predecessor of a task on the chain
-    is the task that it waited for last (`pipesim.analysis.critical_path.last_waits`).
+    is the task that it waited for last (`last_waits`).
 
     Returns
     -------
     pandas.DataFrame
         The columns of ``timeline.frame``, and ``waited_for``: the reason of the task's last wait,
-        a word of `pipesim.analysis.critical_path.WaitReason`. ``"dependency"``, ``"stream"`` (the task
-        before it on its stream), ``"message"`` (its SEND), ``"rendezvous"``, ``"link"`` (another
-        message), ``"group"``, ``"host"`` (it was issued late; the chain begins there) or
-        ``"start"`` (of the step).
+        a word of `WaitReason`.
         ``gap`` is the time between the two tasks, such as latency (s); below 0 for a message that
         is received while it is sent, and gradients that are reduced during their backward.
 
     Raises
     ------
     TimelineError
-        If no task ran, or if tasks waited for each other in a circle: times of a measurement can
+        If no task ran, or if tasks waited for each other in a circle, as by measured times that
         contradict the order of the graph.
     """
     if not timeline.ran.any():

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import (
+    Floats,
     bucket_shares,
     joint_issue_times,
     measured_shares,
@@ -28,10 +29,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-Floats = NDArray[np.float64]
-
+#: Fields of `_TaskValues` of each part.
+_FIELDS = {
+    "durations": ("mean",),
+    "spread": ("shape",),
+    "transfers": ("held", "latency", "links", "share"),
+    "host": ("issued",),
+    "hand_over": ("late",),
+}
 #: Index of `error_parts`.
-PARTS = ("durations", "spread", "transfers", "host", "hand_over", "unexplained")
+PARTS = (*_FIELDS, "unexplained")
 
 
 def error_parts(
@@ -79,11 +86,6 @@ def error_parts(
     pandas.Series
         Indexed by `PARTS`. The sum is ``predicted.makespan - measured.makespan``, up to rounding.
 
-    Raises
-    ------
-    TimelineError
-        If tasks of a timeline did not run.
-
     Notes
     -----
     Values that a measurement does not show are those of the prediction: the latency of a message
@@ -102,7 +104,7 @@ def error_parts(
             "give seconds"
         )
     values = _MixedSimulation(predicted, measured, seconds)
-    parts = _shapley(values.makespan, [values.differs(kind) for kind in range(len(PARTS) - 1)])
+    parts = _shapley(values.makespan, [values.differs(names) for names in _FIELDS.values()])
     total = predicted.makespan - measured.makespan
     return pd.Series([*parts, math.fsum([total, *(-part for part in parts)])], list(PARTS))
 
@@ -124,19 +126,14 @@ def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
 
 
 class _TaskValues(NamedTuple):
-    """Values of each task in one timeline: an array of each kind, shape ``(len(graph),)``.
+    """Values of each task in one timeline: an array of each kind, shape ``(len(graph),)``."""
 
-    ``mean`` and ``shape`` multiply to the seconds of a compute task; ``held``, ``latency`` and
-    ``links`` are those of messages and collectives, ``share`` the part of its last backward that a
-    bucket of gradients needs.
-    """
-
-    mean: Floats
+    mean: Floats  # times ``shape``: seconds of a compute task
     shape: Floats
-    held: Floats
+    held: Floats  # like the next two, of messages and collectives
     latency: Floats
     links: NDArray[np.int64]
-    share: Floats
+    share: Floats  # part of its last backward that a bucket of gradients needs
     issued: Floats
     late: Floats
 
@@ -166,23 +163,21 @@ class _MixedSimulation:
         )
         share = measured_shares(measured, self.predicted.share)
         held, latency, late = _waits(graph, measured, usual, real, share)
-        mean_and_shape = _mean_and_shape(graph, measured.duration)
-        self.measured = _TaskValues(
-            *mean_and_shape, held, latency, _links(measured), share, real, late
-        )
+        mean, shape = _mean_and_shape(graph, measured.duration)
+        self.measured = _TaskValues(mean, shape, held, latency, _links(measured), share, real, late)
 
-    def differs(self, kind: int) -> bool:
-        """Return whether the timelines differ in a kind; order as in `PARTS`."""
+    def differs(self, names: tuple[str, ...]) -> bool:
+        """Return whether the timelines differ in some fields."""
         return any(
             not np.array_equal(getattr(self.predicted, name), getattr(self.measured, name))
-            for name in _FIELDS[kind]
+            for name in names
         )
 
     def makespan(self, kinds_measured: int) -> float:
-        """Return the makespan (s) with measured values of the kinds whose bits are set."""
+        """Return the makespan (s) with measured values of the parts whose bits are set."""
         chosen = {
             name: getattr(self.measured if kinds_measured >> kind & 1 else self.predicted, name)
-            for kind, names in enumerate(_FIELDS)
+            for kind, names in enumerate(_FIELDS.values())
             for name in names
         }
         tasks = _TaskValues(**chosen)
@@ -196,10 +191,6 @@ class _MixedSimulation:
             share=tasks.share,
         )
         return predict_timeline(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
-
-
-#: Fields of `_TaskValues` of each kind; order as in `PARTS`.
-_FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("issued",), ("late",))
 
 
 def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]:
@@ -259,13 +250,8 @@ def _waits(
 def _needs(graph: TaskGraph, free: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
     """Return the latest end of the predecessors of each task (s), which one, and without the pair.
 
-    Returns
-    -------
-    tuple
-        Time at which all predecessors had ended (s); the predecessor that ended last; time at
-        which all predecessors but the paired SEND had ended (s). 0 s and -1 for tasks without
-        predecessors. ``free`` is the time at which each entry of the graph's precedence stops
-        blocking its successor (s).
+    0 s and -1 for tasks without predecessors. ``free`` is the time at which each entry of the
+    graph's precedence stops blocking its successor (s).
     """
     rows, values = graph.precedence.rows, graph.precedence.values
     ready, before = np.zeros(len(graph)), np.zeros(len(graph))

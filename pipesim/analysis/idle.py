@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import Floats
 from pipesim.analysis.idle_gaps import (
     COMPUTE_ROLE,
     RECV_ROLE,
@@ -41,10 +42,6 @@ from pipesim.utils.jit import kernel
 if TYPE_CHECKING:
     import pandas as pd
 
-
-# Tables.
-
-Floats = NDArray[np.float64]
 
 #: Columns of `idle_by_cause`.
 CAUSES = tuple(cause.name.lower() for cause in Cause)
@@ -102,11 +99,6 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     pandas.DataFrame
         Columns `CAUSES`, indexed by ``device``. Rows sum exactly to ``timeline.idle``, added in
         any order. No value is below 0, unless ``idle`` itself is, by rounding.
-
-    Raises
-    ------
-    TimelineError
-        If tasks of the timeline did not run.
     """
     from pipesim.utils.packages import pandas as pd
 
@@ -117,10 +109,9 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
 
 
 def exact_sums(timeline: Timeline, gaps: Gaps, seconds: Floats) -> Floats:
-    """Return the seconds of each cause on each device, from those of each gap.
+    """Return the seconds of each cause on each device, from the results of `causes_of_gaps`.
 
-    Rows of the result sum exactly to ``timeline.idle``, as in `idle_by_cause`. ``gaps`` and
-    ``seconds`` are the results of `causes_of_gaps`. Shape ``(n_devices, len(Cause))``.
+    Rows sum exactly to ``timeline.idle``, as in `idle_by_cause`. Shape ``(n_devices, len(Cause))``.
     """
     columns = [bincount(gaps.device, column, timeline.n_devices) for column in seconds.T]
     sums = np.stack(columns, axis=1)
@@ -131,11 +122,6 @@ def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     """Return the share of each cause in the time of all devices, 0..1: a row a timeline.
 
     Columns `CAUSES`, indexed by ``schedule``. Rows sum to ``bubble_fraction``, up to rounding.
-
-    Raises
-    ------
-    TimelineError
-        If tasks of a timeline did not run.
     """
     from pipesim.utils.packages import pandas as pd
 
@@ -172,7 +158,6 @@ def _summing_to(total: float, parts: Floats) -> Floats:
 
 # Chains of tasks and waits, walked in jumps.
 
-Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
 _IMBALANCE, _LATENCY, _CONTENTION = map(int, (Cause.IMBALANCE, Cause.LATENCY, Cause.CONTENTION))
 _HOST, _STRAGGLER = int(Cause.HOST), int(Cause.STRAGGLER)
@@ -188,22 +173,15 @@ class Jumps(NamedTuple):
     on, a chain does not depend on the task where it began. So seconds are from start to start.
 
     Depths and ends of jumps have shape ``(n_tasks + 1,)``: row -1, the last, is the end of chains.
-
-    Attributes
-    ----------
-    blocker_jump, blocker_depth
-        End of a jump from blocker to blocker, and number of blockers to the end of the chain.
-    start_jump, start_depth
-        The same from start to start: tasks whose start the chain does not contain are left out.
-    seconds
-        Seconds of each cause from the start of a task to the start of its ``start_jump``, if this
-        is a task; shape ``(n_tasks, len(Cause) - 1)``, without `Cause.SCHEDULE_ORDER`.
     """
 
-    blocker_jump: NDArray[np.int32]
-    blocker_depth: NDArray[np.int32]
+    blocker_jump: NDArray[np.int32]  # end of a jump from blocker to blocker
+    blocker_depth: NDArray[np.int32]  # number of blockers to the end of the chain
+    # The same from start to start: tasks whose start the chain does not contain are left out.
     start_jump: NDArray[np.int32]
     start_depth: NDArray[np.int32]
+    # Of each cause, from the start of a task to that of its ``start_jump``, if this is a task;
+    # shape ``(n_tasks, len(Cause) - 1)``, without `Cause.SCHEDULE_ORDER`.
     seconds: Floats
 
 
@@ -265,8 +243,7 @@ def add_waits(chain: Chain, parts: Floats, task: int, now: float, sign: int) -> 
 def _add_to_next_start(chain: Chain, durations: Durations, parts: Floats, task: int) -> int:
     """Add the time between a task's start and the next start on its chain; return its task or -1.
 
-    This is one step, or more where clocks are inexact (`Jumps`): one for each task of the chain
-    within their error.
+    This is one step, or more where clocks are inexact (`Jumps`).
     """
     now = chain.start[task]
     while True:
@@ -359,10 +336,8 @@ CHAIN_HELPERS = (add_task, add_waits, meeting_task, add_chain)
 
 # The loop over gaps.
 
-Floats = NDArray[np.float64]
 # Indices of columns, as plain numbers for compiled loops.
 _WARM_UP, _COOL_DOWN = int(Cause.WARM_UP), int(Cause.COOL_DOWN)
-_LATENCY_COLUMN, _HOST_COLUMN = int(Cause.LATENCY), int(Cause.HOST)
 #: Most steps of both chains of a gap, together, that are walked without jumps.
 _FEW_STEPS = 64
 
@@ -371,7 +346,7 @@ def causes_of_gaps(timeline: Timeline) -> tuple[Gaps, Floats]:
     """Return the idle gaps of all devices, and the seconds of each cause of each gap.
 
     The seconds have shape ``(n_gaps, len(Cause))``. A row sums to the length of its gap, up to
-    rounding. All tasks of the timeline must have run.
+    rounding.
     """
     gaps = find_gaps(timeline)
     seconds = np.zeros((len(gaps.task), len(Cause)))
@@ -401,18 +376,18 @@ def _scale_to_gap(space: _GapSpace, rounding: float, lasts: float, seconds: Floa
     for group in range(2):
         net[group] = longer[group] = 0.0
     for cause in range(len(parts)):
-        group = int(_LATENCY_COLUMN <= cause <= _HOST_COLUMN)
+        group = int(_LATENCY <= cause <= _HOST)
         if abs(parts[cause]) > rounding:
             net[group] += parts[cause]
             longer[group] += max(parts[cause], 0.0)
     total = max(net[0], 0.0) + max(net[1], 0.0)
     for cause in range(len(parts)):
-        group = int(_LATENCY_COLUMN <= cause <= _HOST_COLUMN)
+        group = int(_LATENCY <= cause <= _HOST)
         if parts[cause] > rounding and net[group] > 0.0:
             part = parts[cause] * net[group] / longer[group]
             seconds[cause] += part * lasts / total
     if total == 0.0:
-        seconds[_HOST_COLUMN] += lasts
+        seconds[_HOST] += lasts
 
 
 @kernel(_scale_to_gap, *CHAIN_HELPERS, allocates=False)
@@ -453,7 +428,7 @@ def _attribute_gaps(
             now = add_waits(chain, parts, task, now, sign)
             task = chain.blocker[task]
         if task >= 0:  # one may have a message later than the end of its SEND, or a part of it
-            cause = _LATENCY_COLUMN if chain.role[task] == SEND_ROLE else _HOST_COLUMN
+            cause = _LATENCY if chain.role[task] == SEND_ROLE else _HOST
             if chain.role[task] == COMPUTE_ROLE and max(now, other_now) <= chain.end[task]:
                 cause = chain.task_cause[task]
             parts[cause] += sign * (now - other_now)

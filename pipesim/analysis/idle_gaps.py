@@ -1,7 +1,4 @@
-"""Columns of the idle gaps of devices and of the waits before each task.
-
-`idle_attribution` attributes the gaps to causes from these columns.
-"""
+"""Columns of the idle gaps of devices and of the waits before each task, for `idle`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import (
+    ROUNDING,
+    Floats,
     collective_latency,
     joint_issue_times,
     last_link_holder,
@@ -33,8 +32,6 @@ from pipesim.ops import (
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
-
-Floats = NDArray[np.float64]
 
 
 class Cause(IntEnum):
@@ -62,23 +59,17 @@ class Cause(IntEnum):
 _WARM_UP, _COOL_DOWN, _LATENCY = int(Cause.WARM_UP), int(Cause.COOL_DOWN), int(Cause.LATENCY)
 _BANDWIDTH, _ORDER = int(Cause.BANDWIDTH), int(Cause.SCHEDULE_ORDER)
 COMPUTE_ROLE, COLLECTIVE_ROLE, SEND_ROLE, RECV_ROLE = range(4)
-#: Differences of durations below this share of the makespan are due to rounding.
-_ROUNDING = 1e-12
 
 
 class Gaps(NamedTuple):
-    """Gaps of devices: start and end (s), the tasks after and before each gap, and its phase.
-
-    ``previous`` is -1 before a device's first task. ``phase`` is the cause of the
-    pipeline's own cycle in the gap, or -1 for the cause of each task.
-    """
+    """Idle gaps of devices; times in seconds."""
 
     device: Ints
     since: Floats
     until: Floats
-    task: Ints
-    previous: Ints
-    phase: NDArray[np.int8]
+    task: Ints  # after the gap
+    previous: Ints  # task before the gap; -1 before a device's first task
+    phase: NDArray[np.int8]  # cause of the pipeline's cycle in the gap; -1: that of each task
 
 
 def find_gaps(timeline: Timeline) -> Gaps:
@@ -119,39 +110,21 @@ def find_gaps(timeline: Timeline) -> Gaps:
 
 
 class Chain(NamedTuple):
-    """Each task's time on a chain of waits, and what it waited for; shapes ``(len(graph),)``.
+    """Time of each task on a chain of waits, and the task that it waited for.
 
-    Attributes
-    ----------
-    start, end
-        Time of the task on the chain (s). A RECV that ends with its message is on the chain from
-        the end of its SEND.
-    transfer_end
-        End of the bytes of a message, a copy or a collective, where its latency begins (s);
-        ``end`` for other tasks.
-    role
-        `COMPUTE_ROLE`, `COLLECTIVE_ROLE`, `SEND_ROLE` or `RECV_ROLE`.
-    task_cause
-        `Cause` of the task's own time, outside the steady state.
-    blocker
-        The task that it waited for last, -1 if none.
-    ready
-        Time at which ``blocker`` stopped blocking it (s).
-    issued
-        Issue time (s).
-    queued
-        End of the last message that it waited behind (s).
+    Times are in seconds, shapes ``(len(graph),)``. A RECV that ends with its message is on the
+    chain from the end of its SEND.
     """
 
     start: Floats
     end: Floats
-    transfer_end: Floats
+    transfer_end: Floats  # where the latency of a message, copy or collective begins; else ``end``
     role: NDArray[np.int8]
-    task_cause: NDArray[np.int8]
-    blocker: Ints
-    ready: Floats
+    task_cause: NDArray[np.int8]  # `Cause` of its own time, outside the steady state
+    blocker: Ints  # task that it waited for last, -1 if none
+    ready: Floats  # when ``blocker`` stopped blocking it
     issued: Floats
-    queued: Floats
+    queued: Floats  # end of the last message that it waited behind
 
 
 def make_chain(timeline: Timeline) -> Chain:
@@ -173,7 +146,7 @@ def make_chain(timeline: Timeline) -> Chain:
     recv = np.flatnonzero((role == RECV_ROLE) & (graph.pair >= 0))
     recv = recv[end[graph.pair[recv]] + latency[recv] > start[recv]]
     sent, tail = end[graph.pair[recv]], end[recv] - latency[recv]
-    slower = (task_cause[recv] == _BANDWIDTH) & (tail > sent + _ROUNDING * timeline.makespan)
+    slower = (task_cause[recv] == _BANDWIDTH) & (tail > sent + ROUNDING * timeline.makespan)
     transfer_end[recv] = np.where(slower, tail, sent)
     start[recv] = ready[recv] = sent
     blocker[recv] = graph.pair[recv]
@@ -206,7 +179,7 @@ class Durations(NamedTuple):
 
 def make_durations(timeline: Timeline) -> Durations:
     """Return the excess of each task over its usual time, and of its stage over the mean (s)."""
-    graph, rounding = timeline.graph, _ROUNDING * timeline.makespan
+    graph, rounding = timeline.graph, ROUNDING * timeline.makespan
     usual = _typical_durations(timeline)
     whole = usual[..., 0].copy()  # of all segments
     for segment in range(1, usual.shape[2]):
@@ -230,9 +203,9 @@ def make_durations(timeline: Timeline) -> Durations:
 
 
 def _rows(timeline: Timeline) -> Ints:
-    """Return each task's row of `_typical_durations`: halves of overlapped actions are apart.
+    """Return each task's row of `_typical_durations`.
 
-    So are the two parts of REORDER, which are never such halves.
+    Halves of overlapped actions are apart, and so are the two parts of REORDER.
     """
     kinds = timeline.graph.kinds
     sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))

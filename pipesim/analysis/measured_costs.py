@@ -15,19 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.blocking import measured_shares
+from pipesim.analysis.blocking import Floats, measured_shares
 from pipesim.analysis.replay import message_times, replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES, exchange_name
+from pipesim.costs.pricing import MEASURED_COPIES
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
+from pipesim.costs.pricing import add_expert_exchanges, optimizer_parts
 from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.microbatch_costs import repeated
-from pipesim.costs.pricing import (
-    DURATION_OF,
-    MEASURED_COPIES,
-    add_expert_exchanges,
-    message_bytes,
-    optimizer_parts,
-)
+from pipesim.costs.pricing import DURATION_OF, message_bytes
 from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError, check_flag, check_name
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
@@ -38,10 +34,13 @@ from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
+#: Mean or median.
+Average = Callable[[Floats], Any]
+
 #: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
 
-_AVERAGES: dict[str, Callable[[NDArray[np.float64]], Any]] = {"mean": np.mean, "median": np.median}
+_AVERAGES: dict[str, Average] = {"mean": np.mean, "median": np.median}
 
 
 def costs_from_timeline(
@@ -53,7 +52,7 @@ def costs_from_timeline(
     **fields: Any,
 ) -> Costs:
     """Return the costs that a timeline shows; see `Costs.from_timeline`."""
-    check_name("average", average, _AVERAGES)
+    mean = _AVERAGES[check_name("average", average, _AVERAGES)]
     check_flag("per_microbatch", per_microbatch)
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
@@ -74,18 +73,18 @@ def costs_from_timeline(
     if timeline.graph.skips and "skip_bytes" not in fields:
         values["skip_bytes"] = _skip_bytes(timeline)
     values |= _durations(timeline, average)
-    values |= measured_segments(timeline, _AVERAGES[average])
+    values |= measured_segments(timeline, mean)
     if per_microbatch:
         values |= microbatch_values(timeline, values)
     if getattr(network, "host", None) is None:
         has_activations = "activation_bytes" in fields
-        values |= measured_copies(timeline, _AVERAGES[average], has_activations=has_activations)
+        values |= measured_copies(timeline, mean, has_activations=has_activations)
     if network is None:
-        network = measured_network(timeline, _AVERAGES[average])
-        values |= measured_collectives(timeline, network, _AVERAGES[average])
+        network = measured_network(timeline, mean)
+        values |= measured_collectives(timeline, network, mean)
         for size, seconds in _SECONDS_OF_BYTES.items():
             values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
-    values |= grad_norm_seconds(timeline, network, _AVERAGES[average])
+    values |= grad_norm_seconds(timeline, network, mean)
     costs = Costs(**{**values, **fields}, network=network)
     if "recompute" not in fields:
         costs = _without_exchanges(costs, timeline.graph)
@@ -162,8 +161,6 @@ _SECONDS_OF_BYTES = {
 }
 #: Fields of costs that a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
-#: For each operation with parts, the part whose seconds count.
-_PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}
 _KEPT = (
     *("all_reduce", "exchange_bytes", "workload", "memory_reserve", "expert_replicas"),
     *("expert_parameter_bytes", "expert_gradient_bytes", "expert_optimizer_bytes", "reduced_share"),
@@ -173,8 +170,10 @@ _KEPT = (
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
     """Return the seconds of each operation that every stage has."""
     graph = timeline.graph
+    puts, sums = EXCHANGES.index("vectors"), EXCHANGES.index("gradients")  # parts of REORDER
     seconds = {
-        op: stage_seconds(timeline, op, average, part=_PART_OF.get(op)) for op in DURATION_OF
+        op: stage_seconds(timeline, op, average, part=puts if op == Op.REORDER else None)
+        for op in DURATION_OF
     }
     if np.isnan(seconds[Op.B]).any():
         halves = seconds[Op.I] + seconds[Op.W]
@@ -186,9 +185,9 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     for op in (Op.DISPATCH, Op.REORDER):
         seconds[op] = np.nan_to_num(seconds[op], nan=0.0)
     durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
-    sums = stage_seconds(timeline, Op.REORDER, average, part=EXCHANGES.index("gradients"))
-    if not np.isnan(sums).all():
-        durations["reorder_gradients"] = np.nan_to_num(sums, nan=0.0)
+    of_sums = stage_seconds(timeline, Op.REORDER, average, part=sums)
+    if not np.isnan(of_sums).all():
+        durations["reorder_gradients"] = np.nan_to_num(of_sums, nan=0.0)
     return {
         name: tuple(values.tolist())
         for name, values in durations.items()
@@ -196,9 +195,7 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     }
 
 
-def _overlaps(
-    timeline: Timeline, seconds: dict[Op, NDArray[np.float64]], average: str
-) -> dict[str, NDArray[np.float64]]:
+def _overlaps(timeline: Timeline, seconds: dict[Op, Floats], average: str) -> dict[str, Floats]:
     """Return seconds of overlapped actions, from which `Costs.of` restores their halves.
 
     - A stage with both halves has the sum of their seconds.
@@ -223,7 +220,7 @@ def stage_seconds(
     *,
     overlapped: bool = False,
     part: int | None = None,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return mean or median seconds of an operation in each stage, NaN for stages without it.
 
     Shape ``(n_stages,)``. Halves of overlapped actions do not count; with ``overlapped`` only they
@@ -242,7 +239,7 @@ def stage_seconds(
     return means
 
 
-def output_bytes(timeline: Timeline) -> NDArray[np.float64]:
+def output_bytes(timeline: Timeline) -> Floats:
     """Return the largest message that each stage sends or is sent back; shape ``(n_stages,)``."""
     graph = timeline.graph
     largest = np.zeros(graph.n_stages)
@@ -276,10 +273,6 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
 
 
 # Collectives.
-
-Floats = NDArray[np.float64]
-#: Mean or median.
-Average = Callable[[Floats], Any]
 
 
 def measured_collectives(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
@@ -420,15 +413,10 @@ def _as_tuple(values: Floats) -> tuple[float, ...]:
 
 # Values of each micro-batch.
 
-Floats = NDArray[np.float64]
 #: Operations on one micro-batch, by field of `pipesim.Costs`.
 _MICROBATCH_OPS = {
-    "forward": Op.F,
-    "backward": Op.B,
-    "input_grad": Op.I,
-    "weight_grad": Op.W,
-    "recompute": Op.R,
-}
+    "forward": Op.F, "backward": Op.B, "input_grad": Op.I, "weight_grad": Op.W, "recompute": Op.R,
+}  # fmt: skip
 
 
 def n_measured(graph: TaskGraph) -> int:
@@ -437,31 +425,19 @@ def n_measured(graph: TaskGraph) -> int:
 
 
 def microbatch_values(timeline: Timeline, averages: dict[str, Any]) -> dict[str, Floats]:
-    """Return the fields that differ between micro-batches.
+    """Return the fields that differ between micro-batches; shape ``(n_stages, n_microbatches)``.
 
-    Parameters
-    ----------
-    timeline
-        A complete timeline.
-    averages
-        Fields of `pipesim.Costs` with one value a stage. They stand for micro-batches without a
-        task of the operation, and for halves of overlapped actions.
-
-    Returns
-    -------
-    dict
-        Arrays of shape ``(n_stages, n_microbatches)``, or with the micro-batches of all
-        data-parallel replicas one after the other.
+    The micro-batches of data-parallel replicas come one after the other. ``averages`` has one value
+    a stage of each field. They stand for micro-batches without a task of the operation, and for
+    halves of overlapped actions.
     """
     values = {}
     for name, op in _MICROBATCH_OPS.items():
         if name in averages:
             seconds = _of_microbatches(timeline, op, timeline.duration)
             if name == "backward":
-                halves = [
-                    _of_microbatches(timeline, half, timeline.duration) for half in (Op.I, Op.W)
-                ]
-                seconds = np.where(np.isnan(seconds), sum(halves), seconds)
+                halves = sum(_of_microbatches(timeline, x, timeline.duration) for x in (Op.I, Op.W))
+                seconds = np.where(np.isnan(seconds), halves, seconds)
             values[name] = _with_averages(seconds, averages[name])
     forward = _of_microbatches(timeline, Op.SEND_F, timeline.nbytes)
     gradient = np.roll(_of_microbatches(timeline, Op.SEND_B, timeline.nbytes), -1, axis=0)
@@ -494,10 +470,8 @@ def _of_microbatches(timeline: Timeline, op: Op, values: Floats) -> Floats:
 
 # Segments: shares of F, B and I between exchanges of experts.
 
-Floats = NDArray[np.float64]
 
-
-def measured_segments(timeline: Timeline, average: Callable[[Floats], Any]) -> dict[str, Any]:
+def measured_segments(timeline: Timeline, average: Average) -> dict[str, Any]:
     """Return ``expert_layers`` and ``segments`` of `pipesim.Costs`; empty without segments.
 
     Operations that a stage does not run have even shares.
@@ -505,7 +479,10 @@ def measured_segments(timeline: Timeline, average: Callable[[Floats], Any]) -> d
     graph = timeline.graph
     if not (graph.kinds.is_op(SEGMENTED) & (graph.kinds.part >= 0)).any():
         return {}
-    n_segments = [_n_segments(graph, stage) for stage in range(graph.n_stages)]
+    parts = np.where(graph.kinds.is_op(SEGMENTED), graph.kinds.part, 0)
+    n_segments = [
+        1 + int(parts[graph.kinds.stage == stage].max(initial=0)) for stage in range(graph.n_stages)
+    ]
     segments = [
         tuple(_segment_shares(timeline, op, stage, n, average) for op in (Op.F, Op.B, Op.I))
         for stage, n in enumerate(n_segments)
@@ -513,14 +490,8 @@ def measured_segments(timeline: Timeline, average: Callable[[Floats], Any]) -> d
     return {"expert_layers": [(n - 1) // 2 for n in n_segments], "segments": segments}
 
 
-def _n_segments(graph: TaskGraph, stage: int) -> int:
-    """Return the number of segments of F of a stage; 1 if it is whole."""
-    own = graph.kinds.is_op(SEGMENTED) & (graph.kinds.stage == stage)
-    return 1 + max(0, int(graph.kinds.part[own].max(initial=0)))
-
-
 def _segment_shares(
-    timeline: Timeline, op: Op, stage: int, n: int, average: Callable[[Floats], Any]
+    timeline: Timeline, op: Op, stage: int, n: int, average: Average
 ) -> tuple[float, ...]:
     """Return the share of each of an operation's n segments in a stage."""
     graph = timeline.graph
@@ -529,9 +500,7 @@ def _segment_shares(
         return (1 / n,) * n
     parts = [tasks & (graph.part == part) for part in range(n)]
     seconds = np.array([average(timeline.duration[part]) for part in parts])
-    if not seconds.sum():
-        return (1 / n,) * n
-    return tuple((seconds / seconds.sum()).tolist())
+    return tuple((seconds / seconds.sum()).tolist()) if seconds.sum() else (1 / n,) * n
 
 
 # Copies: OFFLOAD and RELOAD.
@@ -573,7 +542,7 @@ def measured_copies(
 # Messages.
 
 
-def message_waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
+def message_waits(timelines: Iterable[Timeline]) -> Floats:
     """Return the seconds from SEND to use of each message that delayed its consumer."""
     seconds = [message_times(values, waited_only=True) for values in timelines]
     return np.concatenate([values[~np.isnan(values)] for values in seconds])
@@ -586,9 +555,10 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
     if not len(sends):
         return Network()
     recvs = graph.pair[sends]
-    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
+    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))  # seconds without bytes
     if timeline.costs is not None:
-        fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
+        of_stages = timeline.costs.averaged().per_stage("output_seconds", graph.n_stages)
+        fixed = message_bytes(graph.kinds, of_stages)[graph.kind[sends]]
     # Without a size, the time of a SEND cannot be bandwidth: it counts as latency.
     held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
     # A RECV that its stream and host had reached before its message came shows the message's time.
@@ -602,12 +572,7 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
     return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
 
 
-def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
-    """Return the seconds of each kind of message that do not depend on its bytes."""
-    return message_bytes(graph.kinds, costs.averaged().per_stage("output_seconds", graph.n_stages))
-
-
-def _stream_ready(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
+def _stream_ready(timeline: Timeline, recvs: NDArray[Any]) -> Floats:
     """Return the time at which the stream of each RECV was free and its host had issued it (s).
 
     Minus infinity for the first task of a stream, if it was issued at once.

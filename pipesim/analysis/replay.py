@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import (
+    Floats,
     exact_seconds,
     joint_issue_times,
     last_link_holder,
@@ -48,20 +48,9 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     Timeline
         Simulated times of the same graph, named after the timeline.
 
-    Raises
-    ------
-    TimelineError
-        If tasks of the timeline did not run.
-    GraphError
-        If the timeline's graph breaks an invariant, as for `pipesim.simulate`.
-    CostsError
-        If a task of the timeline ends before it starts.
-
     See Also
     --------
-    pipesim.simulate : Predict a timeline from costs.
     pipesim.Comparison : A prediction beside a measurement of the same tasks.
-    pipesim.Timeline.load : Read a timeline from a file.
 
     Examples
     --------
@@ -99,7 +88,7 @@ def replay_costs(timeline: Timeline) -> TaskCosts:
     return TaskCosts.of_tasks(table, timeline.costs, np.maximum(issued, 0.0))
 
 
-def _latencies(timeline: Timeline) -> NDArray[np.float64]:
+def _latencies(timeline: Timeline) -> Floats:
     """Return the latency of each transfer, 0 for other tasks; seconds.
 
     A SEND holds its stream and links for its duration; the rest is latency. If one latency gives
@@ -125,12 +114,8 @@ def _latencies(timeline: Timeline) -> NDArray[np.float64]:
     return latency
 
 
-def message_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
-    """Return the seconds from each message's SEND to its use; NaN for tasks that are no RECV.
-
-    The use is the start of its consumer if the stream of the consumer waited for the message. Else
-    it is the arrival of the message, or NaN if ``waited_only``.
-    """
+def message_times(timeline: Timeline, *, waited_only: bool = False) -> Floats:
+    """Return the seconds from each message's SEND to its use; NaN for tasks that are no RECV."""
     graph = timeline.graph
     seconds = np.full(len(graph), np.nan)
     recvs = np.flatnonzero(graph.is_op(RECVS))
@@ -139,7 +124,7 @@ def message_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[n
     return seconds
 
 
-def _use_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+def _use_times(timeline: Timeline, *, waited_only: bool = False) -> Floats:
     """Return the time of use of each RECV's message (s); NaN for other tasks.
 
     It is the start of its consumer if the consumer waited for no other task, host or link. Else it

@@ -26,8 +26,9 @@ from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, check_name, suggestion
 from pipesim.plot.page.document import LAYOUTS
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
+from pipesim.utils.texts import RaisingParser, add_version
 from pipesim.utils.files import check_path, check_target, read_text, write_errors
-from pipesim.utils.texts import RaisingParser, add_version, parse_float, parse_int, parse_json
+from pipesim.utils.texts import parse_float, parse_int, parse_json
 
 # Values: numbers, lists, options, and files to write
 
@@ -187,7 +188,6 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _flag(key: str) -> str:
-    """Return the flag of a setting."""
     return "--" + key.replace("_", "-")
 
 
@@ -383,20 +383,7 @@ def make_parser(
 def parse_arguments(
     argv: Sequence[str] | None, commands: Mapping[str, tuple[Command, str]]
 ) -> argparse.Namespace:
-    """Return the arguments of the command line; ``run`` is the command to run.
-
-    Parameters
-    ----------
-    argv
-        By default the arguments of the process.
-    commands
-        Function and summary of each command, by name.
-
-    Raises
-    ------
-    SystemExit
-        After ``--help`` or ``--version``.
-    """
+    """Return the arguments of the command line, by default those of the process."""
     parser = make_parser(commands, sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -435,13 +422,11 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool = False) -> 
 
 
 def _add_counts(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of schedules."""
     _add_flags(command, _FLAGS[:2])
     _add_option(command)
 
 
 def _add_calibration(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of calibrate."""
     command.epilog = CALIBRATE_EPILOG + textwrap.fill(", ".join(known_columns()), 90)
     add = command.add_argument
     add("rows", metavar="STEPS.csv", help="measured steps, one a line; see below")
@@ -491,14 +476,12 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:
-    """Add an argument for each setting: flag, metavar and help."""
     for flag, metavar, text in flags:
         dest = f"settings.{flag[2:].replace('-', '_')}"
         command.add_argument(flag, dest=dest, type=parse_value, metavar=metavar, help=text)
 
 
 def _add_option(command: argparse.ArgumentParser) -> None:
-    """Add the argument for options of schedules."""
     command.add_argument(
         "--option",
         dest="settings.options",

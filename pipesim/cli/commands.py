@@ -15,7 +15,8 @@ from pipesim.analysis.compare import KNOWN_RESULTS, known_results, table_of, wit
 from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.analysis.idle_gaps import Cause
-from pipesim.calibration.fit_gpu import Calibration, steps_text
+from pipesim.calibration.fit_gpu import Calibration
+from pipesim.calibration.fit_gpu import steps_text
 from pipesim.cli.arguments import argument_settings, plan_settings
 from pipesim.costs.cost_fields import Workload
 from pipesim.errors import ArgumentError, PipeError, check_count
@@ -33,7 +34,8 @@ from pipesim.sweeps.sweep import RESULTS, grid_rows, run_rows
 from pipesim.timeline.memory_limit import excess_text, excesses
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import write_whole
-from pipesim.utils.texts import align_columns, format_numbers
+from pipesim.utils.texts import align_columns
+from pipesim.utils.texts import format_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
 
 # Tables, lines and figures of results
 
-GIB = 2.0**30
-_YES_NO = {True: "yes", False: "no"}
+GIB, _MS = 2.0**30, 1e-3
 
 
 def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:
@@ -55,7 +56,7 @@ def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict
     """
     forms: dict[str, tuple[str, Callable[[pd.Series[Any]], list[str]]]] = {
         "memory_limit": ("limit (GiB)", lambda column: format_numbers(column, GIB)),
-        "fits": ("fits", lambda column: [_YES_NO.get(x, "-") for x in column]),
+        "fits": ("fits", lambda column: [{True: "yes", False: "no"}.get(x, "-") for x in column]),
         "tokens_per_second": ("tokens/s", format_numbers),
         "mfu": ("MFU", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
         "gap": ("gap", lambda column: ["-" if x != x else f"{x:.1%}" for x in column]),
@@ -80,31 +81,19 @@ def cause_columns(
 
 #: Width of a figure, and height of a device's row or a bar in it (inches).
 _WIDTH, _ROW = 7.16, 0.25
-#: Width and height of a figure of measured over predicted seconds (inches).
-_SQUARE = 3.5
+#: Height of a figure of points, and width of one of measured over predicted seconds (inches).
+_HEIGHT = 3.5
 
 
-def write_accuracy(path: Path | None, fitted: Calibration) -> None:
-    """Write measured over predicted seconds of left-out steps; nothing without a path."""
+def write_scatter(path: Path | None, plot: Callable[..., object], width: float) -> None:
+    """Write a figure of what ``plot(ax=...)`` draws; nothing without a path."""
     if path is None:
         return
     from pipesim.plot.paper_figure import save
     from pipesim.utils.packages import Figure
 
-    figure = Figure(figsize=(_SQUARE, _SQUARE), layout="constrained")
-    fitted.plot(ax=figure.add_subplot())
-    save(figure, path)
-
-
-def write_plans(path: Path | None, plans: Plans) -> None:
-    """Write memory over time of the configurations of a plan; nothing without a path."""
-    if path is None:
-        return
-    from pipesim.plot.paper_figure import save
-    from pipesim.utils.packages import Figure
-
-    figure = Figure(figsize=(_WIDTH, _SQUARE), layout="constrained")
-    plans.plot(ax=figure.add_subplot())
+    figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
+    plot(ax=figure.add_subplot())
     save(figure, path)
 
 
@@ -117,16 +106,8 @@ def write_figure(
 ) -> None:
     """Write a figure of timelines below each other, on one time scale; nothing without a path.
 
-    Parameters
-    ----------
-    path
-        File to write, if any.
-    timelines
-        The first on top.
-    table
-        Table of `pipesim.compare`: its makespans and peak memories are bars above the timelines.
-    idle
-        Whether to draw the causes of idle time below the timelines, on their own time scale.
+    Makespans and peak memories in ``table`` of `pipesim.compare` are bars above the timelines. With
+    ``idle`` the causes of idle time are below the timelines, on their own time scale.
     """
     if path is None:
         return
@@ -166,95 +147,6 @@ def _share_scale(axes: Sequence[Axes]) -> None:
         ax.set_xlim(0, last)
 
 
-# Fit constants of a GPU to measured steps
-
-_MS = 1e-3
-#: Rows with the largest errors that are printed.
-_WORST = 5
-
-
-def calibrate(args: argparse.Namespace) -> None:
-    """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        fitted = GPU.fit(args.rows, gpu=args.gpu, network=args.network, constants=args.constants)
-    write_accuracy(args.plot, fitted)
-    if args.csv:
-        write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))
-    if args.json:
-        fitted.save(args.json)
-    place = f" in {args.network}" if args.network else ""
-    steps = steps_text("steps", len(fitted.rows), fitted.rows["configuration"].nunique())
-    print(
-        f"{len(fitted.constants)} constants fitted to {steps}, from "
-        f"{args.gpu}{place}\n\n{_constants(fitted.constants)}\n\n{_errors(fitted.errors)}\n\n"
-        f"{_worst(fitted.rows)}"
-    )
-    texts = dict.fromkeys(str(warning.message) for warning in caught)
-    print("".join(f"\nwarning: {text}" for text in texts), end="\n" if texts else "")
-    print(f"\n{_statement(fitted, args.network)}")
-
-
-def _constants(table: pd.DataFrame) -> str:
-    """Return the table of constants as text."""
-    determined = [
-        "no" if not yes else note if note.startswith("weakly") else f"yes, {note}".rstrip(", ")
-        for yes, note in zip(table["determined"], table["note"], strict=True)
-    ]
-    return align_columns(
-        {
-            "constant": [str(name) for name in table.index],
-            "value": [f"{value:.4g}" for value in table["value"]],
-            "start": [f"{value:.4g}" for value in table["start"]],
-            "standard error": [f"{error:.1%}" for error in table["standard_error"]],
-            "determined": determined,
-        }
-    )
-
-
-def _errors(table: pd.DataFrame) -> str:
-    """Return the table of errors as text."""
-    columns = {str(name): [f"{error:.1%}" for error in table[name]] for name in table}
-    return align_columns({"error of steps": [str(kind) for kind in table.index]} | columns)
-
-
-def _worst(rows: pd.DataFrame) -> str:
-    """Return the rows with the largest errors when left out, as text."""
-    order = rows["error_left_out"].abs().sort_values(ascending=False, kind="stable").index
-    worst = rows.loc[order[:_WORST]]
-    return align_columns(
-        {
-            "worst steps": [str(label) for label in worst["label"]],
-            "measured (ms)": format_numbers(worst["measured"], _MS),
-            "predicted (ms)": format_numbers(worst["predicted"], _MS),
-            "error": [f"{error:+.1%}" for error in worst["error"]],
-            "left out": [f"{error:+.1%}" for error in worst["error_left_out"]],
-        }
-    )
-
-
-def _statement(fitted: Calibration, network: str | None) -> str:
-    """Return Python that makes the fitted GPU and network, and costs of them."""
-    gpu = fitted.gpu
-    values = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
-    texts = [
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
-        for name, value in values.items()
-    ]
-    lines = [f"gpu = ps.GPU({', '.join(texts)})"]
-    if network:
-        share = f"efficiency={fitted.network_efficiency:.4g}"
-        scaled = f".scaled(latency={fitted.network_latency:.4g})"
-        scaled = scaled if fitted.network_latency != 1 else ""
-        lines.append(
-            f"network = ps.Network.preset({network!r}, {share}, gpus_per_device=1){scaled}"
-        )
-    argument = ", network=network" if network else ""
-    lines.append(f"costs = model.costs(n_stages, microbatch_size=1, gpu=gpu{argument})")
-    return "\n".join(lines)
-
-
-_MS = 1e-3
 _FITS = {True: "fits", False: "does not fit", None: "unknown whether it fits: costs have no bytes"}
 
 
@@ -310,12 +202,8 @@ def memory_changes_text(timeline: Timeline) -> str:
 
 # Simulate one schedule, compare several, sweep over settings, list the schedules
 
-_CLOSED_FORMS = ("bubble", "activations", "parameters")
-_MS = 1e-3
-
 
 def _cases(args: argparse.Namespace) -> list[Settings]:
-    """Return the settings of each schedule to simulate."""
     return cases(args.names, vars(args).get("config"), argument_settings(args))
 
 
@@ -457,10 +345,96 @@ def list_schedules(args: argparse.Namespace) -> None:
                for k, v in columns.items()}  # fmt: skip
     print(align_columns(columns, "<") + "\n")
     for name, row in table.iterrows():
-        notes = [f"{form} {text}" for form in _CLOSED_FORMS if (text := row[f"{form}_formula"])]
+        forms = ("bubble", "activations", "parameters")
+        notes = [f"{form} {text}" for form in forms if (text := row[f"{form}_formula"])]
         notes += [f"assuming {row['assumes']}"] if row["assumes"] else []
         notes += [f"takes {row['counts']}"] if row["counts"] != "any" else []
         print(f"{name}: {'; '.join([*notes, row['source']] if row['source'] else notes)}")
+
+
+# Fit constants of a GPU to measured steps
+
+#: Rows with the largest errors that are printed.
+_WORST = 5
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        fitted = GPU.fit(args.rows, gpu=args.gpu, network=args.network, constants=args.constants)
+    write_scatter(args.plot, fitted.plot, _HEIGHT)
+    if args.csv:
+        write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))
+    if args.json:
+        fitted.save(args.json)
+    place = f" in {args.network}" if args.network else ""
+    steps = steps_text("steps", len(fitted.rows), fitted.rows["configuration"].nunique())
+    print(
+        f"{len(fitted.constants)} constants fitted to {steps}, from "
+        f"{args.gpu}{place}\n\n{_constants(fitted.constants)}\n\n{_errors(fitted.errors)}\n\n"
+        f"{_worst(fitted.rows)}"
+    )
+    texts = dict.fromkeys(str(warning.message) for warning in caught)
+    print("".join(f"\nwarning: {text}" for text in texts), end="\n" if texts else "")
+    print(f"\n{_statement(fitted, args.network)}")
+
+
+def _constants(table: pd.DataFrame) -> str:
+    determined = [
+        "no" if not yes else note if note.startswith("weakly") else f"yes, {note}".rstrip(", ")
+        for yes, note in zip(table["determined"], table["note"], strict=True)
+    ]
+    return align_columns(
+        {
+            "constant": [str(name) for name in table.index],
+            "value": [f"{value:.4g}" for value in table["value"]],
+            "start": [f"{value:.4g}" for value in table["start"]],
+            "standard error": [f"{error:.1%}" for error in table["standard_error"]],
+            "determined": determined,
+        }
+    )
+
+
+def _errors(table: pd.DataFrame) -> str:
+    columns = {str(name): [f"{error:.1%}" for error in table[name]] for name in table}
+    return align_columns({"error of steps": [str(kind) for kind in table.index]} | columns)
+
+
+def _worst(rows: pd.DataFrame) -> str:
+    """Return the rows with the largest errors when left out."""
+    order = rows["error_left_out"].abs().sort_values(ascending=False, kind="stable").index
+    worst = rows.loc[order[:_WORST]]
+    return align_columns(
+        {
+            "worst steps": [str(label) for label in worst["label"]],
+            "measured (ms)": format_numbers(worst["measured"], _MS),
+            "predicted (ms)": format_numbers(worst["predicted"], _MS),
+            "error": [f"{error:+.1%}" for error in worst["error"]],
+            "left out": [f"{error:+.1%}" for error in worst["error_left_out"]],
+        }
+    )
+
+
+def _statement(fitted: Calibration, network: str | None) -> str:
+    """Return Python that makes the fitted GPU and network, and costs of them."""
+    gpu = fitted.gpu
+    values = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
+    texts = [
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in values.items()
+    ]
+    lines = [f"gpu = ps.GPU({', '.join(texts)})"]
+    if network:
+        share = f"efficiency={fitted.network_efficiency:.4g}"
+        scaled = f".scaled(latency={fitted.network_latency:.4g})"
+        scaled = scaled if fitted.network_latency != 1 else ""
+        lines.append(
+            f"network = ps.Network.preset({network!r}, {share}, gpus_per_device=1){scaled}"
+        )
+    argument = ", network=network" if network else ""
+    lines.append(f"costs = model.costs(n_stages, microbatch_size=1, gpu=gpu{argument})")
+    return "\n".join(lines)
 
 
 # Plan a training run: its best configurations on a cluster
@@ -476,11 +450,14 @@ def plan(args: argparse.Namespace) -> None:
         raise ArgumentError("global_batch is missing; give --global-batch, or global_batch in TOML")
     if "noise" in settings:
         settings["noise"] = Noise(seed=0, task=LogNormal(settings["noise"]))
-    model, cluster = _model(settings.pop("model")), _cluster(settings.pop("cluster"))
+    model, cluster = _model(settings.pop("model")), settings.pop("cluster")
+    if "machine" not in cluster and "network" not in cluster:
+        raise ArgumentError("--cluster is missing; give such as --cluster dgx_h100 --gpus 64")
+    cluster = Cluster.from_dict(cluster)
     plans = find_plans(model, cluster, n_best=n_best, **settings, progress=sys.stderr.isatty())
     if not plans.complete and not len(plans):
         raise KeyboardInterrupt  # before the first configuration was simulated
-    write_plans(args.plot, plans)
+    write_scatter(args.plot, plans.plot, _WIDTH)
     if args.csv:
         plans.to_csv(args.csv)
     print("\n\n".join([plans.summary(n_best), *_further(args, plans)]))
@@ -489,7 +466,6 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def _further(args: argparse.Namespace, plans: Plans) -> list[str]:
-    """Return the explanation and the settings of other programs that are asked for."""
     texts = []
     if args.explain is not None:
         texts.append(str(plans.explain(0, args.explain)))
@@ -503,7 +479,6 @@ def _further(args: argparse.Namespace, plans: Plans) -> list[str]:
 
 
 def _model(values: Mapping[str, Any]) -> Transformer | Layers:
-    """Return the transformer of a table of sizes, or the layers of a file."""
     name = values.get("model")
     if isinstance(name, str) and name.lower().endswith(".csv"):
         if len(values) > 1:
@@ -515,10 +490,3 @@ def _model(values: Mapping[str, Any]) -> Transformer | Layers:
     if not values:
         raise ArgumentError("MODEL is missing; name one, such as llama3_70b, or give its sizes")
     return make_model(values)
-
-
-def _cluster(values: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a table of its parameters."""
-    if "machine" not in values and "network" not in values:
-        raise ArgumentError("--cluster is missing; give such as --cluster dgx_h100 --gpus 64")
-    return Cluster.from_dict(values)

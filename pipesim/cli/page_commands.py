@@ -54,13 +54,6 @@ def read_run(folder: Path, costs: Costs | None) -> dict[str, Timeline | Comparis
 
     The name of a timeline in the folder itself is "". A timeline is compared with the prediction
     of its row, or else of its run. Without ``costs`` both have the costs of the run, if any.
-
-    Raises
-    ------
-    RunDirectoryError
-        For a run without timelines, a record that cannot be read, and a prediction of other tasks.
-    TimelineError
-        For a timeline that cannot be read.
     """
     is_listed = _listed_files(folder)
     files = [x for place in _PLACES for x in sorted(folder.glob(place)) if is_listed(x)]
@@ -69,19 +62,20 @@ def read_run(folder: Path, costs: Costs | None) -> dict[str, Timeline | Comparis
             f"{folder} is a run directory without timelines: neither it nor a folder in it has "
             f"{_MEASURED}; pipeexec run and pipeexec validate write them"
         )
-    names = _row_names(folder)
+    rows = _record(folder).get("rows")
+    listed = rows if isinstance(rows, dict) else ()
+    # `pipeexec.validation.result` writes folders of these names.
+    names = {name.replace("/", "-").replace(" ", "-"): name for name in listed}
     order = {name: rank for rank, name in enumerate(names)}
     files.sort(key=lambda file: order.get(_place(file, folder), len(order)))
-    return {
-        names.get(_place(file, folder), _place(file, folder)): _read_row(
-            file, folder, costs, is_listed
-        )
-        for file in files
-    }
+    timelines = {}
+    for file in files:
+        place = _place(file, folder)
+        timelines[names.get(place, place)] = _read_row(file, folder, costs, is_listed)
+    return timelines
 
 
 def _place(file: Path, folder: Path) -> str:
-    """Return the folder of a timeline within its run; "" for the run itself."""
     place = file.parent.relative_to(folder).as_posix()
     return "" if place == "." else place
 
@@ -109,19 +103,9 @@ def _listed_files(folder: Path) -> Callable[[Path], bool]:
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
-    """Return the record of a run; an empty one for a folder without."""
     record = folder / _RECORDS[0]
     content = read_json(record, "the record", RunDirectoryError) if record.is_file() else None
     return content if isinstance(content, dict) else {}
-
-
-def _row_names(folder: Path) -> dict[str, str]:
-    """Return the name of each row by its folder, in the order of the record of a run."""
-    rows = _record(folder).get("rows")
-    if not isinstance(rows, dict):
-        return {}
-    # `pipeexec.validation.result` writes folders of these names.
-    return {name.replace("/", "-").replace(" ", "-"): name for name in rows}
 
 
 def _read_row(
@@ -190,14 +174,9 @@ _RUN_FILES = {
 
 
 class ViewOptions(NamedTuple):
-    """Options of all files.
+    """Options of all files: costs of timelines and simulations, and more of `Timeline.from_chrome`.
 
-    Attributes
-    ----------
-    costs
-        Costs of timelines, which schedules are simulated with; None for those of a run directory.
-    trace
-        Further arguments of `Timeline.from_chrome`, by name.
+    Without ``costs`` those of a run directory hold.
     """
 
     costs: Costs | None
@@ -209,13 +188,7 @@ _Reader = Callable[[Path, ViewOptions], Mapping[str, Showable]]
 
 
 def read_items(files: Sequence[str], options: ViewOptions) -> dict[str, Showable]:
-    """Return the timelines, comparisons and schedules of files by name.
-
-    Raises
-    ------
-    PipeError
-        For a file that cannot be read.
-    """
+    """Return the timelines, comparisons and schedules of files by name."""
     if "" in files:
         raise ArgumentError("the name of a FILE is empty; give a file or a folder")
     paths = [check_path("FILE", file) for file in files]
@@ -243,13 +216,7 @@ def stem(path: Path) -> str:
     return _ENDING.sub("", path.name) or "timeline"
 
 
-def is_page(path: Path) -> bool:
-    """Return whether a file is a page that `pipesim.to_html` wrote."""
-    return path.is_file() and _PAGE_MARK in read_bytes(path, "page", ArgumentError, first=_HEAD)
-
-
 def _reader(path: Path) -> _Reader:
-    """Return the function that reads a file or a folder."""
     if is_folder(path):
         return _folder_reader(path)
     head = read_bytes(path, "file", ArgumentError, first=_HEAD)
@@ -279,7 +246,6 @@ def _reader(path: Path) -> _Reader:
 
 
 def _folder_reader(path: Path) -> _Reader:
-    """Return the function that reads a folder."""
     if is_run(path):
         return _read_run
     names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
@@ -360,7 +326,8 @@ def page_target(out: Path | None, default: str) -> Path:
     if out is not None:
         return out
     path = Path(default)
-    if os.path.lexists(path) and not is_page(path):
+    head = read_bytes(path, "page", ArgumentError, first=_HEAD) if path.is_file() else b""
+    if os.path.lexists(path) and _PAGE_MARK not in head:
         raise ArgumentError(
             f"{path} exists, and is no page of pipesim; name the page with --out, which replaces a "
             "file"
@@ -402,14 +369,12 @@ def _summary(item: Showable) -> str:
 
 
 def _counts(timeline: Timeline) -> str:
-    """Return the numbers of tasks and devices as text."""
     ran = "" if timeline.complete else f", of which {int(timeline.ran.sum())} ran"
     return f"{len(timeline)} tasks{ran}, {timeline.n_devices} devices"
 
 
 # ``pipesim demo-page``: a page of all named schedules
 
-_DEMO_PAGE = "gallery.html"
 #: Costs of a device, whose stages share them; those of the README, with split backwards.
 _DEMO_COSTS = Costs(
     forward=1e-3,
@@ -428,7 +393,7 @@ def demo_page(args: argparse.Namespace) -> None:
         "devices": check_count("devices", args.devices),
         "microbatches": check_count("microbatches", args.microbatches),
     }
-    path = page_target(args.out, _DEMO_PAGE)
+    path = page_target(args.out, "gallery.html")
     settings = {**counts, "per": "device", "costs": _DEMO_COSTS.to_dict()}
     timelines, refusals = {}, []
     for case in cases([*options_of_schedules()], None, settings):

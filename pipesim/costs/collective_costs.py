@@ -53,25 +53,13 @@ class Priced(NamedTuple):
 
 
 class ExpertReductions(NamedTuple):
-    """Bytes that are reduced over some replicas only, or by parts; arrays have one value a stage.
+    """Bytes reduced over some replicas only, or by parts; arrays have one value a stage."""
 
-    Attributes
-    ----------
-    n_replicas
-        Replicas that together have all experts, g: every g-th has the same.
-    n_copies
-        Number of replicas that have the same experts.
-    gradient_bytes, parameter_bytes
-        Bytes of a replica's experts.
-    share
-        Share of the other bytes that a GPU reduces, and gathers.
-    """
-
-    n_replicas: int
-    n_copies: int
-    gradient_bytes: Floats
+    n_replicas: int  # that together have all experts, g: every g-th has the same
+    n_copies: int  # replicas that have the same experts
+    gradient_bytes: Floats  # of a replica's experts
     parameter_bytes: Floats
-    share: Floats
+    share: Floats  # of the other bytes that a GPU reduces, and gathers
 
     def moved(self, whole: Floats, op: Op) -> tuple[Floats, Floats]:
         """Return the bytes that an operation moves of each stage: those of experts, and others.
@@ -88,48 +76,21 @@ class ExpertReductions(NamedTuple):
 
 
 class CollectiveCosts(NamedTuple):
-    """Inputs of the costs of collectives; arrays have one value a stage.
-
-    Attributes
-    ----------
-    network, all_reduce
-        Links, and the algorithm of REDUCE_GRAD.
-    tied_bytes
-        Bytes of the gradients of each group of tied stages.
-    grad_norm
-        Seconds of the norm of each stage's gradients.
-    gradient_bytes, parameter_bytes, key_bytes, vector_bytes
-        Bytes of a stage's gradients, and parameters; of a micro-batch's keys, and of their vectors.
-        The last two are empty without exchanges.
-    measured
-        Measured seconds by name: of REDUCE_GRAD, UNSHARD, REDUCE_TIED and each exchange.
-        Collectives without an entry are priced by ``network``.
-    buckets
-        Shares of the buckets of gradients; None for even shares.
-    exchange_bytes
-        Bytes of uneven exchanges: for each stage, by name, a matrix from replica to replica.
-    routed_bytes
-        Bytes of tokens that a GPU sends in an exchange of one layer of experts: ``"dispatch"`` and
-        ``"combine"``; empty without such exchanges.
-    step_parts
-        Number by which the seconds of STEP, and of norms of gradients, are divided.
-    experts
-        Bytes of experts, and of copies that a device reduces; None if there are none.
-    """
+    """Inputs of the costs of collectives, as in `pipesim.Costs`; arrays have one value a stage."""
 
     network: Network
     all_reduce: str
     gradient_bytes: Floats
     parameter_bytes: Floats
-    key_bytes: Floats
+    key_bytes: Floats  # empty without exchanges, as are vector_bytes
     vector_bytes: Floats
-    measured: Mapping[str, Floats]
-    buckets: Buckets | None
+    measured: Mapping[str, Floats]  # seconds by name; `network` prices collectives without an entry
+    buckets: Buckets | None  # None for even shares
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
-    tied_bytes: Floats
-    grad_norm: Floats
-    routed_bytes: Mapping[str, Floats]
-    step_parts: Floats
+    tied_bytes: Floats  # of each group of tied stages
+    grad_norm: Floats  # seconds
+    routed_bytes: Mapping[str, Floats]  # of tokens; empty without exchanges of experts
+    step_parts: Floats  # by which the seconds of STEP, and of norms of gradients, are divided
     experts: ExpertReductions | None = None
 
     def price(self, routes: KindRoutes, priced: Priced, *, with_links: bool = True) -> Priced:
@@ -222,10 +183,7 @@ class CollectiveCosts(NamedTuple):
     def _exchange(
         self, graph: TaskGraph, stage: int, rows: NDArray[Any]
     ) -> tuple[float, float | Floats]:
-        """Return seconds, and bytes of each member, of an exchange of a sharded stage.
-
-        ``rows`` are the kinds of its members.
-        """
+        """Return seconds, and bytes of each member, of an exchange between the kinds ``rows``."""
         kinds = graph.kinds
         name, n = exchange_name(int(kinds.part[rows[0]])), len(rows)
         nbytes: float | Floats
@@ -305,14 +263,7 @@ def exchange_name(part: int) -> str:
 
 
 def checked_buckets(buckets: object) -> Buckets | None:
-    """Return buckets as tuples.
-
-    Raises
-    ------
-    CostsError
-        Unless they are pairs of shares. First shares must sum to at least 1, second shares must be
-        0 to 1.
-    """
+    """Return buckets as tuples."""
     if buckets is None:
         return None
     try:
@@ -344,7 +295,7 @@ def checked_buckets(buckets: object) -> Buckets | None:
 def _with_links(
     links: NDArray[np.int64], rows: NDArray[Any], held: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return ``links`` with ``held`` in ``rows``, and with more columns if these need them."""
+    """Return ``links`` with ``held`` in ``rows``, and with more columns if needed."""
     missing = held.shape[1] - links.shape[1]
     if missing > 0:
         links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)

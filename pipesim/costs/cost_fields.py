@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.network.links import Nodes
@@ -29,7 +28,8 @@ _OPTIONAL = ("peak_flops", "memory")
 class Workload:
     """Tokens and FLOPs of a micro-batch, and the GPUs that compute them.
 
-    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory_limit` follow from it.
+    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory_limit` follow from it. ``==``
+    compares tokens, FLOPs, GPUs and memory alone.
 
     Attributes
     ----------
@@ -46,30 +46,16 @@ class Workload:
         Bytes of memory of one GPU; None if unknown. ``Costs`` have the bytes of one GPU too.
     settings
         Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
-        their network, as values of JSON; None if there are none. Not compared by ``==``.
+        their network, as values of JSON; None if there are none.
     n_slices
         Number of slices of a sequence, if a micro-batch is one of them; None (the default) if not
-        known. Costs with this workload price graphs of as many slices only. Not compared by ``==``.
+        known. Costs with this workload price graphs of as many slices only.
     n_microbatches
         Number of micro-batches that the tokens and FLOPs are averages of; None (the default) for
-        any. Costs with this workload price graphs of as many only. Not compared by ``==``.
+        any. Costs with this workload price graphs of as many only.
     nodes
         Nodes of the network that the seconds of collectives between the GPUs of a device follow
-        from, as a `Nodes` or a mapping of its fields; None if there are no such collectives. Not
-        compared by ``==``.
-
-    Raises
-    ------
-    CostsError
-        For numbers that are not finite and above 0, and for settings that JSON cannot hold.
-    NetworkError
-        For ``nodes`` that are none.
-
-    See Also
-    --------
-    pipesim.Costs : Costs of a micro-batch, which may have a workload.
-    pipesim.Timeline.mfu : Model FLOPs utilization of a step.
-    pipesim.Timeline.tokens_per_second : Throughput of a step.
+        from, as a `Nodes` or a mapping of its fields; None if there are no such collectives.
 
     Examples
     --------
@@ -121,12 +107,6 @@ class Workload:
         -------
         dict
             Fields by name, in tokens, FLOPs, FLOP/s and bytes.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Workload(tokens=2048, flops=8e13).to_dict()
-        {'tokens': 2048.0, 'flops': 80000000000000.0, 'gpus_per_device': 1}
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["settings"] = _checked_settings(self.settings)  # a copy of its own
@@ -146,19 +126,6 @@ class Workload:
         -------
         Workload
             Equal to the workload that `to_dict` was called on.
-
-        Raises
-        ------
-        CostsError
-            If ``values`` is no mapping, or lacks a field; and for numbers out of range.
-        NetworkError
-            For ``nodes`` that are none.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Workload.from_dict({"tokens": 2048, "flops": 8e13}).tokens
-        2048.0
         """
         if not isinstance(values, Mapping):
             raise CostsError(
@@ -181,7 +148,6 @@ def checked_workload(value: object) -> Workload | None:
 
 
 def _checked_number(name: str, value: object, unit: str) -> float:
-    """Return a number as a float; raise `CostsError` unless it is finite and above 0."""
     result = number(value)
     if result is None or not 0 < result < math.inf:
         raise CostsError(f"workload: {name} must be finite {unit} above 0, got {value!r:.60}")
@@ -189,7 +155,7 @@ def _checked_number(name: str, value: object, unit: str) -> float:
 
 
 def _checked_settings(value: object) -> dict[str, Any] | None:
-    """Return a copy of settings as values of JSON; raise `CostsError` if JSON has no such form."""
+    """Return a copy of settings as values of JSON."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -209,7 +175,6 @@ def _checked_settings(value: object) -> dict[str, Any] | None:
 
 
 def _plain(value: object) -> Any:
-    """Return an array or a number of NumPy as values of JSON; raise `TypeError` for others."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise TypeError(f"{value!r:.60} has no form in JSON")
@@ -221,25 +186,11 @@ Matrix = tuple[tuple[float, ...], ...]
 #: For each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
 ExchangeBytes = tuple[tuple[int, tuple[tuple[str, Matrix], ...]], ...]
 
-_EXCHANGE_FORM = (
-    "exchange_bytes must map stages to the bytes of their exchanges, such as {0: "
-    "keys.exchange_bytes(4, dim=64)}"
-)
-
 
 def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
     """Return bytes of exchanges as tuples, by stage and in the order of `pipesim.ops.EXCHANGES`.
 
-    Parameters
-    ----------
-    value
-        A mapping from stage (or its text, as in files) to a mapping from exchange to a square
-        matrix; a result of this function; or None.
-
-    Raises
-    ------
-    CostsError
-        For another form, and bytes that are negative or not finite.
+    Stages may be texts, as in files.
     """
     if value is None:
         return None
@@ -248,7 +199,10 @@ def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
             raise TypeError
         stages = {_stage(stage): dict(matrices) for stage, matrices in dict(value).items()}
     except (TypeError, ValueError):
-        raise CostsError(f"{_EXCHANGE_FORM}, got {value!r:.60}") from None
+        raise CostsError(
+            "exchange_bytes must map stages to the bytes of their exchanges, such as {0: "
+            f"keys.exchange_bytes(4, dim=64)}}, got {value!r:.60}"
+        ) from None
     result = []
     for stage, matrices in sorted(stages.items()):
         for name in matrices:
@@ -259,16 +213,7 @@ def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
     return tuple(result)
 
 
-def as_mapping(value: ExchangeBytes | None) -> dict[int, dict[str, NDArray[np.float64]]]:
-    """Return the matrices of each stage by the name of the exchange."""
-    return {
-        stage: {name: np.array(matrix) for name, matrix in matrices}
-        for stage, matrices in value or ()
-    }
-
-
 def _stage(stage: Any) -> int:
-    """Return a stage as an integer, from an integer or its text; raise `ValueError` for others."""
     if isinstance(stage, str) and stage.isdecimal():
         return int(stage)
     if isinstance(stage, bool) or not isinstance(stage, (int, np.integer)) or stage < 0:
@@ -277,7 +222,6 @@ def _stage(stage: Any) -> int:
 
 
 def _matrix(stage: int, name: str, values: object) -> Matrix:
-    """Return a square matrix of bytes as tuples; raise `CostsError` for anything else."""
     try:
         matrix = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
@@ -311,21 +255,12 @@ _SEGMENTS_FORM = (
     "segments must have, for each stage, the shares of F, of B and of I between its exchanges of "
     "experts, such as [[(0.5, 0.3, 0.2), (0.2, 0.3, 0.5), (0.2, 0.3, 0.5)]]"
 )
-#: Operations that have segments.
-_OPERATIONS = ("F", "B", "I")
 #: Largest difference of a sum of shares from 1.
 _TOLERANCE = 1e-6
 
 
 def checked_experts(costs: Costs) -> dict[str, Any]:
-    """Return ``expert_replicas`` and ``segments`` as `pipesim.Costs` keeps them.
-
-    Raises
-    ------
-    CostsError
-        For layers that are no whole numbers, shares above 1, parts of experts that exceed the
-        whole, and segments that do not suit the layers.
-    """
+    """Return ``expert_replicas`` and ``segments`` as `pipesim.Costs` keeps them."""
     check_whole_layers(costs.expert_layers)
     if np.max(costs.reduced_share) > 1:
         raise CostsError(f"reduced_share must be at most 1, got {costs.reduced_share!r:.60}")
@@ -347,7 +282,6 @@ def check_whole_layers(layers: object) -> None:
 
 
 def _check_part(costs: Costs, part: str, whole: str) -> None:
-    """Raise `CostsError` if bytes of experts exceed those of which they are a part."""
     if getattr(costs, part) == 0:
         return
     total = getattr(costs, whole)
@@ -366,7 +300,6 @@ def _check_part(costs: Costs, part: str, whole: str) -> None:
 
 
 def _checked_segments(value: object, layers: Any) -> Segments | None:
-    """Return segments as tuples; raise `CostsError` unless they are shares that sum to 1."""
     if value is None:
         return None
     try:
@@ -390,10 +323,10 @@ def _checked_segments(value: object, layers: Any) -> Segments | None:
 
 
 def _check_stage(stage: int, operations: tuple[tuple[float, ...], ...], n: int) -> None:
-    """Raise `CostsError` unless a stage has n shares of each operation."""
-    if len(operations) != len(_OPERATIONS):
+    """Check that a stage has n shares of each operation, which sum to 1."""
+    if len(operations) != 3:
         raise CostsError(f"{_SEGMENTS_FORM}; stage {stage} has {len(operations)} operations")
-    for name, shares in zip(_OPERATIONS, operations, strict=True):
+    for name, shares in zip("FBI", operations, strict=True):
         where = f"segments of {name} of stage {stage}"
         if len(shares) != n:
             raise CostsError(

@@ -49,14 +49,8 @@ from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_json, write_text
-from pipesim.utils.texts import (
-    CHECKSUM,
-    Bytes,
-    checksum,
-    checksum_mismatch,
-    format_bytes,
-    format_time,
-)
+from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
+from pipesim.utils.texts import Bytes, format_bytes, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,21 +105,20 @@ class Costs:
         Seconds of R; defaults to ``forward``.
     optimizer_step, launch
         Seconds of STEP, and of the host to issue one task of the stage. If the optimizer is
-        sharded, the STEP of a replica takes its share of ``optimizer_step``.
+        sharded, a replica takes its share of ``optimizer_step`` and of ``grad_norm``.
     grad_norm
         Seconds in which a device computes the norm of the gradients of a stage (GRAD_NORM). The
         all-reduce of 8 bytes over all devices is added by ``network``. The devices begin together,
-        so that the slowest counts; stages of one replica on a device add up. If the optimizer is
-        sharded, a replica takes its share.
+        so that the slowest counts; stages of one replica on a device add up.
     dispatch, reorder, reorder_gradients
         Seconds in which a sharded stage groups the keys of a micro-batch by owner (DISPATCH), puts
         its vectors in order, and sums the gradients of each key (REORDER), if these are separate
         tasks. ``reorder_gradients`` defaults to ``reorder``.
     reduce_grad, unshard
-        Measured seconds of REDUCE_GRAD of all gradients of a stage, and of UNSHARD. They replace
-        the seconds that follow from ``network`` and bytes.
+        Measured seconds of REDUCE_GRAD of all gradients of a stage, and of UNSHARD. Measured
+        seconds replace those that follow from ``network`` and bytes.
     reduce_tied
-        Measured seconds of REDUCE_TIED, likewise; those of the lowest stage of a group count.
+        Measured seconds of REDUCE_TIED; those of the lowest stage of a group count.
     expert_layers
         Number of layers with experts of a stage, whose tokens GPUs of several replicas exchange.
         Whole numbers; 0 (the default) for none.
@@ -158,10 +151,9 @@ class Costs:
         Seconds of STEP that replicas do not share, in addition to ``optimizer_step``: those in
         which the GPUs of a device sum the gradients of such copies, and passes over all gradients.
     offload, reload
-        Measured seconds of OFFLOAD and of RELOAD of a micro-batch; they replace those that follow
-        from the host link of ``network`` and the bytes.
+        Measured seconds of OFFLOAD and of RELOAD of a micro-batch.
     exchange_counts, exchange_keys, exchange_vectors, exchange_gradients, exchange_accumulated
-        Measured seconds of each ALL_TO_ALL of a sharded stage, likewise.
+        Measured seconds of each ALL_TO_ALL of a sharded stage.
     output_bytes
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
@@ -231,12 +223,6 @@ class Costs:
         Share of the bytes of tensors that a device holds besides them: memory that the caching
         allocator keeps in blocks which are too small or only partly used. `Timeline.peak_memory`
         leaves it out; `Timeline.memory_breakdown` shows it. 0, the default, is an ideal allocator.
-
-    Raises
-    ------
-    CostsError
-        For values that are negative, NaN, infinite, None or no numbers, naming field and stage;
-        and for fields of whole stages, or of different numbers of micro-batches.
 
     See Also
     --------
@@ -337,7 +323,6 @@ class Costs:
         n_microbatches_of(self)  # refuses fields of different numbers
 
     def __repr__(self) -> str:
-
         return costs_text(self)
 
     def _repr_html_(self) -> str:
@@ -363,17 +348,6 @@ class Costs:
         -------
         Costs
             The same costs if all micro-batches have equal ones.
-
-        Raises
-        ------
-        CostsError
-            If these costs have no such micro-batch.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Costs(forward=[[1, 3]], backward=2).microbatch(1)
-        <Costs of any number of stages: F 3.00 s, B 2.00 s>
         """
         return costs_of_microbatch(self, number)
 
@@ -384,12 +358,6 @@ class Costs:
         -------
         Costs
             The same costs if all micro-batches have equal ones.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Costs(forward=[[1, 3]], backward=2).averaged()
-        <Costs of any number of stages: F 2.00 s, B 2.00 s>
         """
         return averaged(self)
 
@@ -414,15 +382,6 @@ class Costs:
         CostsError
             If the field was given for another number of stages, not at all, or with values that
             differ between micro-batches: take those of one `microbatch`, or `averaged` ones.
-        CapacityError
-            If one value a stage would not fit in memory.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> costs = ps.Costs(forward=1, input_grad=(2, 3), weight_grad=1)
-        >>> costs.per_stage("backward", 2)
-        array([3., 4.])
         """
         column = self._columns.get(name) if isinstance(name, str) else None
         if column is not None and type(n_stages) is int and len(column) == n_stages:
@@ -432,7 +391,6 @@ class Costs:
         return self._columns[name].copy()
 
     def _column(self, name: str, n_stages: int) -> NDArray[np.float64]:
-        """Return `per_stage` of a field and a number of stages that are valid."""
         value = getattr(self, name)
         if value is None and name in _SUBSTITUTES:
             return self.per_stage(_SUBSTITUTES[name], n_stages)
@@ -471,12 +429,10 @@ class Costs:
         """Results of `per_stage` for the last number of stages, by field."""
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for copies and pickles: equal costs have equal pickles."""
+    def __getstate__(self) -> dict[str, Any]:  # equal costs have equal pickles
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
-        """Return the sum of two fields, in place of the missing field ``name``."""
         with np.errstate(over="ignore"):
             total: NDArray[np.float64] = self.per_stage(first, n_stages)
             total = total + self.per_stage(second, n_stages)
@@ -508,15 +464,6 @@ class Costs:
             stages or for other skip connections.
         NetworkError
             If a link names a device that the graph does not have.
-
-        Examples
-        --------
-        Two micro-batches on two devices: four forwards of 1 s, and four backwards of 2 s.
-
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
-        >>> float(ps.Costs(forward=1, backward=2).of(graph).duration.sum())
-        12.0
         """
         check_type("graph", graph, TaskGraph, "lower the schedule first")
         with np.errstate(over="ignore", invalid="ignore"):
@@ -568,13 +515,6 @@ class Costs:
         -------
         Costs
             One value for each stage of the placement.
-
-        Raises
-        ------
-        CostsError
-            For a field with neither one value nor one a device, and for layers with experts that do
-            not divide among the stages of a device. For ``"layers"``, also if the devices do not
-            divide the stages.
 
         Warns
         -----
@@ -634,7 +574,6 @@ class Costs:
         return replace(self, **changed)
 
     def _warn_of_slow_devices(self) -> None:
-        """Warn the caller of `in_chunks` if devices with several stages differ in seconds."""
         names = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
         values = [getattr(self, name) for name in names]
         if any(isinstance(x, tuple) and len(set(x)) > 1 for x in values):
@@ -653,16 +592,11 @@ class Costs:
         -------
         dict
             Fields by name. Numbers are in seconds or bytes; infinite bandwidth is None.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> values = ps.Costs(forward=(1, 3), backward=2).to_dict()
-        >>> values["forward"], values["backward"]
-        ((1.0, 3.0), 2.0)
         """
         values = {name: getattr(self, name) for name in STAGE_FIELDS}
         values = {k: v for k, v in values.items() if v != EXPERT_DEFAULTS.get(k)}
+        stages = checked_exchange_bytes(self.exchange_bytes)
+        exchanges = None if stages is None else {str(k): dict(own) for k, own in stages}
         if isinstance(self.skip_sizes, tuple):
             values["skip_bytes"] = {skip_text(skip): size for skip, size in self.skip_sizes}
         else:
@@ -674,16 +608,11 @@ class Costs:
             **({} if self.tied_bytes == 0 else {"tied_bytes": self.tied_bytes}),
             **({} if self.memory_reserve == 0 else {"memory_reserve": self.memory_reserve}),
             **({} if self.buckets is None else {"buckets": self.buckets}),
-            **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
+            **({} if exchanges is None else {"exchange_bytes": exchanges}),
             **({} if self.work is None else {"workload": self.work.to_dict()}),
             **({} if self.expert_replicas == 1 else {"expert_replicas": self.expert_replicas}),
             **({} if self.segments is None else {"segments": self.segments}),
         }
-
-    def _exchange_values(self) -> dict[str, dict[str, Any]]:
-        """Return ``exchange_bytes`` as files have them: by the text of the stage."""
-        stages = checked_exchange_bytes(self.exchange_bytes)
-        return {str(stage): dict(matrices) for stage, matrices in stages or ()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
@@ -699,19 +628,6 @@ class Costs:
         -------
         Costs
             Equal to the costs that `to_dict` was called on.
-
-        Raises
-        ------
-        CostsError
-            If ``values`` is no mapping, or for values out of range.
-        NetworkError
-            For a wrong ``network``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Costs.from_dict({"forward": 1, "backward": 2, "network": {"latency": 1e-6}})
-        <Costs of any number of stages: F 1.00 s, B 2.00 s>
         """
         if not isinstance(values, Mapping):
             raise CostsError(
@@ -732,16 +648,6 @@ class Costs:
         ----------
         path
             File to write, such as ``"costs.json"``. A file of that name is replaced.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> import pipesim as ps
-        >>> costs = ps.Costs(forward=1, backward=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     costs.save(f"{folder}/costs.json")
-        ...     ps.Costs.load(f"{folder}/costs.json") == costs
-        True
         """
         path, values = check_path("path", path, "write"), self.to_dict()
         text = json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n"
@@ -810,11 +716,6 @@ class Costs:
         Costs
             One value a stage: seconds and bytes of one GPU, and the ``workload``.
 
-        Raises
-        ------
-        NetworkError
-            For a network whose devices have another number of GPUs than share a layer.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -847,18 +748,6 @@ class Costs:
         Costs
             One value a stage, as `transformer` returns them.
 
-        Raises
-        ------
-        CostsError
-            If these costs are of no transformer.
-        NetworkError
-            For a network whose devices have fewer GPUs than share a layer.
-
-        Warns
-        -----
-        CostsWarning
-            As `pipesim.Transformer.costs` does.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -876,7 +765,10 @@ class Costs:
                 "Transformer.costs gives costs that can, or use replace(costs, ...)"
             )
         network = self.network if network is None else network
-        return Costs.transformer(**{**_without_rate(settings, changes), **changes}, network=network)
+        opposite = {"gpu": "flops_per_second", "flops_per_second": "gpu"}
+        dropped = [opposite[name] for name in changes if name in opposite]
+        kept = {name: value for name, value in settings.items() if name not in dropped}
+        return Costs.transformer(**{**kept, **changes}, network=network)
 
     @classmethod
     def from_layers(
@@ -916,14 +808,6 @@ class Costs:
         ------
         CostsError
             For a table that cannot be read, naming file, line and column.
-
-        Examples
-        --------
-        >>> import pandas as pd
-        >>> import pipesim as ps
-        >>> layers = pd.DataFrame({"forward": [1, 1, 4], "backward": [2, 2, 8]})
-        >>> ps.Costs.from_layers(layers, 2).forward
-        (2.0, 4.0)
         """
         from pipesim.models.layers import as_layers
 
@@ -948,9 +832,8 @@ class Costs:
     ) -> Costs:
         """Return the costs of a timeline, such as to simulate it with something changed.
 
-        - Compute: seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. A
-          stage that only ran I and W has their sum for B. A stage without R has F for R. If some
-          stage has no I and W, both are left out, since the shares of its B are unknown.
+        - Compute: seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. If
+          some stage has no I and W, both are left out, since the shares of its B are unknown.
         - Overlapped actions: their halves do not count as F and B. ``overlapped`` is the average
           of a stage's F halves plus that of its B halves, if any.
         - Messages: bytes are those of the timeline, and bandwidth is that of its SENDs. Latency is
@@ -1044,12 +927,6 @@ class Costs:
             With as many values in each field as these costs, or one a stage if one stage was
             scaled.
 
-        Raises
-        ------
-        CostsError
-            For a factor that is negative or not finite, a stage or an operation that these costs
-            do not have, and a number of stages that differs from theirs.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -1082,29 +959,10 @@ def stage_fields(costs: Costs) -> tuple[str, ...]:
     return (*VALUE_FIELDS, *experts)
 
 
-def _without_rate(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without ``gpu`` if changes have ``flops_per_second``, or the reverse."""
-    opposite = {"gpu": "flops_per_second", "flops_per_second": "gpu"}
-    dropped = [opposite[name] for name in changes if name in opposite]
-    return {name: value for name, value in settings.items() if name not in dropped}
-
-
 def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[float, ...]]) -> Costs:
     """Return costs with other values of stages, faster than `dataclasses.replace`.
 
-    Parameters
-    ----------
-    costs
-        Costs with one value a stage, a tuple, in each of the fields ``names``.
-    names
-        Fields to replace.
-    rows
-        The values of each stage, in the order of ``names``; floats.
-
-    Raises
-    ------
-    CostsError
-        As `Costs`.
+    The fields ``names`` have one value a stage. ``rows`` are the new values of each stage.
     """
     table = np.array(rows).T
     values = dict(zip(names, zip(*rows, strict=True), strict=True))
@@ -1117,7 +975,6 @@ def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[floa
 
 
 def _checked(name: str, value: object, item: str = "stage") -> PerStage:
-    """Return the value of a field as a float, or as a tuple of one float a stage."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, (tuple, list)):
@@ -1158,7 +1015,6 @@ def _checked_rows(name: str, rows: Sequence[Any], item: str) -> PerStage:
 
 
 def _checked_number(name: str, value: object, where: str) -> float:
-    """Return one value of a field as a float; raise `CostsError` unless it is finite and >= 0."""
     result = number(value)
     if result is None or result < 0 or math.isinf(result):
         unit = "bytes" if name.endswith("bytes") else _UNITS.get(name, "seconds")
@@ -1176,8 +1032,6 @@ def _checked_reserve(value: object) -> float:
         )
     return result
 
-
-# Costs in one line, with seconds and bytes of stages as ranges
 
 #: Fields of the line, and their names there.
 _SHOWN = {
@@ -1212,8 +1066,6 @@ def costs_text(costs: Costs) -> str:
 
 def n_stages_of_costs(costs: Costs) -> int | None:
     """Return the number of stages of costs; None if they have one value for all."""
-    from pipesim.costs.costs import STAGE_FIELDS
-
     sizes = (n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name))))
     return max(sizes, default=None)
 

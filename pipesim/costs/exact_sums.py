@@ -28,29 +28,15 @@ _NOT_FINITE = 2047
 
 
 class ExactSums(NamedTuple):
-    """Sums of weights up to each layer.
+    """Sums of weights up to each layer, in units of ``divisor * 2.0**exponent``."""
 
-    Attributes
-    ----------
-    limbs
-        Sums; shape ``(n_layers + 1, n_limbs)``.
-    exponent, divisor
-        One unit is ``divisor * 2.0**exponent``.
-    """
-
-    limbs: Ints
+    limbs: Ints  # shape (n_layers + 1, n_limbs)
     exponent: int
     divisor: int
 
 
 def exact_sums(weights: Floats) -> ExactSums | int:
-    """Return the sums of weights, or the index of the first that is negative or not finite.
-
-    Parameters
-    ----------
-    weights
-        Weights; shape ``(n_layers,)``, contiguous.
-    """
+    """Return the sums of contiguous weights, or the index of the first not finite or negative."""
     bits = weights.view(np.int64)
     wrong, low, high, divisor = _common_unit(bits)
     if wrong >= 0:
@@ -178,7 +164,6 @@ def to_limbs(whole: int, n_limbs: int) -> Ints:
 
 _HALF = BITS // 2
 _HALF_MASK = (1 << _HALF) - 1
-_LIMB_MASK = (1 << BITS) - 1
 #: Most products of limbs without a warning; each takes about a nanosecond.
 _MOST_PRODUCTS = 10**10
 
@@ -211,23 +196,9 @@ def choose_exactly(
 ) -> None:
     """Change the next borders of states in splits that may be the most even, despite rounding.
 
-    Parameters
-    ----------
-    sums
-        Sums of layers up to each border, as limbs; shape ``(n_layers + 1, n_limbs)``.
-    level
-        Number near most stages, as limbs.
-    states
-        Possible borders.
-    least, choice
-        Least sum of squares from each state on, and its next border.
-    most
-        Bound of sums of squares.
-
-    Warns
-    -----
-    CostsWarning
-        If this takes ten seconds or more.
+    ``least`` and ``choice`` are the least sum of squares from each state on, and its next border.
+    ``level`` is a number near most stages, as limbs, and ``most`` a bound of sums of squares. Warn
+    if this takes ten seconds or more.
     """
     n_stages = len(states.low) - 1
     # Offsets are rounded by a share of themselves, squares by one of the farthest ones, and sums
@@ -302,7 +273,7 @@ def _add_square(sums: Ints, level: Ints, first: int, end: int, halves: Ints, tot
     for k in range(len(level) - 1, -1, -1):
         limb = sums[end, k] - sums[first, k] - level[k] + carry
         carry = limb >> BITS
-        limb &= _LIMB_MASK
+        limb &= _MASK
         place = 2 * (len(level) - 1 - k)
         halves[place], halves[place + 1] = limb & _HALF_MASK, limb >> _HALF
     if carry < 0:
@@ -325,7 +296,6 @@ def _add_square(sums: Ints, level: Ints, first: int, end: int, halves: Ints, tot
 
 
 def _is_smaller(a: Ints, b: Ints) -> bool:
-    """Return whether one sum of squares is less than another."""
     for k in range(len(a) - 1, -1, -1):
         if a[k] != b[k]:
             return bool(a[k] < b[k])

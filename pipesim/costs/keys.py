@@ -21,137 +21,6 @@ from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 from pipesim.utils.jit import kernel
 
-# Tables of counts: checks, Zipf's law, counting, and probabilities of draws
-
-Floats = NDArray[np.float64]
-#: The largest count: larger ones are not exact as floats.
-_MOST = 1 << 53
-
-
-def expected_maximum(mean: Floats, deviation: Floats) -> float:
-    """Return the mean of the largest of independent normal values.
-
-    It is the integral of one minus the product of their distribution functions, taken over six
-    deviations.
-    """
-    low, high = (mean - 6 * deviation).max(), (mean + 6 * deviation).max()
-    if high <= low:
-        return float(high)
-    x = np.linspace(low, high, 1001)
-    z = (x - mean[:, None]) / np.maximum(deviation, 1e-12 * high)[:, None] / math.sqrt(2)
-    erf = np.frompyfunc(math.erf, 1, 1)(z).astype(np.float64)
-    return float(high - np.trapezoid((0.5 + 0.5 * erf).prod(axis=0), x))
-
-
-def inclusion_probability(counts: Floats, n: int) -> Floats:
-    """Return the probability that each row is among n of all counted keys.
-
-    The n keys are drawn without replacement; see `pipesim.Keys.loads` for the formula.
-    """
-    total = int(counts.sum())
-    values, index = np.unique(counts, return_inverse=True)
-    whole = math.lgamma(total + 1) - math.lgamma(total - n + 1)
-    absent = [
-        0.0 if total - c < n else
-        math.exp(math.lgamma(total - c + 1) - math.lgamma(total - c - n + 1) - whole)
-        for c in values.tolist()
-    ]  # fmt: skip
-    present: Floats = np.where(values > 0, 1.0 - np.array(absent), 0.0)
-    return present[index]
-
-
-def zipf_tables(n_rows: int | Sequence[int], exponent: float, seed: int | None) -> list[Floats]:
-    """Return the relative frequencies of rows by Zipf's law; see `pipesim.Keys.zipf`."""
-    power = number(exponent)
-    if power is None or not 0 <= power < math.inf:
-        raise ArgumentError(f"exponent must be finite and >= 0, got {exponent!r}")
-    generator = None if seed is None else np.random.default_rng(check_count("seed", seed, 0))
-    tables = []
-    for rows in row_counts(n_rows):
-        table = np.arange(1, rows + 1, dtype=np.float64) ** -power
-        tables.append(table if generator is None else generator.permutation(table))
-    return tables
-
-
-def count_keys(keys: ArrayLike, sizes: Sequence[int], *, several: bool) -> list[Ints]:
-    """Return how often each row occurs among ``keys``, one array a table.
-
-    With ``several`` tables, the last dimension of ``keys`` is the table; see
-    `pipesim.Keys.counted`.
-    """
-    try:
-        array = np.asarray(keys)
-    except ValueError:  # a ragged sequence
-        array = np.empty(0)
-    if array.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"keys must be an array of integers, got {keys!r:.60}")
-    if several and array.shape[-1:] != (len(sizes),):
-        raise ArgumentError(
-            f"keys must have shape (..., {len(sizes)}), a column a table, got {array.shape}"
-        )
-    counts = []
-    columns = array.reshape(-1, len(sizes)).T
-    for table, (column, rows) in enumerate(zip(columns, sizes, strict=True)):
-        for wrong in column[(column < 0) | (column >= rows)][:1].tolist():
-            raise ArgumentError(
-                f"key {wrong} is no row of table {table}, whose keys are 0 to {rows - 1}"
-            )
-        counts.append(np.bincount(column, minlength=rows))
-    return counts
-
-
-def exact_count(name: str, value: object, minimum: int = 1) -> int:
-    """Return a count, checked to be one that a float holds exactly."""
-    count = check_count(name, value, minimum)
-    if count > _MOST:
-        raise ArgumentError(f"{name} must be at most {_MOST}, got {count:.3e}" if count < 10**300
-                            else f"{name} must be at most {_MOST}")  # fmt: skip
-    return count
-
-
-def row_counts(n_rows: int | Sequence[int]) -> list[int]:
-    """Return the number of rows of each table."""
-    several = isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes))
-    values: Sequence[Any] = n_rows if several else [n_rows]  # type: ignore[assignment]
-    if not values:
-        raise ArgumentError("n_rows is empty; give the rows of at least one table")
-    name = "n_rows[{}]" if several else "n_rows"
-    sizes = [exact_count(name.format(i), rows) for i, rows in enumerate(values)]
-    check_memory(f"a histogram of {sum(sizes):,} rows", 40 * sum(sizes), "give fewer rows")
-    return sizes
-
-
-def counts_per_table(name: str, values: int | Sequence[int], n_tables: int) -> tuple[int, ...]:
-    """Return one whole number a table, from that or from one number for all tables."""
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        return (exact_count(name, values),) * n_tables
-    if len(values) != n_tables:
-        raise ArgumentError(
-            f"{name} has {len(values)} values for {n_tables} tables; give one, or one a table"
-        )
-    return tuple(exact_count(f"{name}[{i}]", value) for i, value in enumerate(values))
-
-
-def checked_tables(name: str, values: Any) -> list[Floats]:
-    """Return one array of finite numbers >= 0 a table, from that or from the array of one table."""
-    try:
-        several = isinstance(values, (list, tuple)) and len(values) > 0 and np.ndim(values[0]) == 1
-        tables = [np.asarray(x) for x in (values if several else [values])]
-    except (TypeError, ValueError):
-        tables = []
-    if not tables or any(x.ndim != 1 or not len(x) or x.dtype.kind not in "iuf" for x in tables):
-        raise ArgumentError(
-            f"{name} must be an array of numbers, one a row, or a list of one array a table, got "
-            f"{values!r:.60}"
-        )
-    for index, table in enumerate(tables):
-        if not np.isfinite(table).all() or (table < 0).any() or not table.any():
-            raise ArgumentError(
-                f"{name} of table {index} must be finite and >= 0, and above 0 for some row"
-            )
-    return [table.astype(np.float64) for table in tables]
-
-
 Floats = NDArray[np.float64]
 #: Bytes of a count, of an int32 key and of a float32.
 _COUNT, _KEY, _NUMBER = 8, 4, 4
@@ -178,11 +47,6 @@ class Keys:
         Share of each row in the keys of its table; one array a table, which sums to 1.
     n_keys
         One number a table.
-
-    See Also
-    --------
-    pipesim.Costs : Costs of a stage; `exchange_bytes` is one of its fields.
-    pipesim.Network.all_to_all : Seconds of an exchange.
 
     Examples
     --------
@@ -226,11 +90,6 @@ class Keys:
         Keys
             Keys of tables with these rows.
 
-        Raises
-        ------
-        CapacityError
-            For more rows than fit in memory.
-
         Examples
         --------
         Shares are in the ratio of 1, 1/2, 1/3 and 1/4.
@@ -239,7 +98,15 @@ class Keys:
         >>> ps.Keys.zipf(4, n_keys=100, seed=None).frequencies
         (array([0.48, 0.24, 0.16, 0.12]),)
         """
-        return cls(zipf_tables(n_rows, exponent, seed), n_keys)
+        power = number(exponent)
+        if power is None or not 0 <= power < math.inf:
+            raise ArgumentError(f"exponent must be finite and >= 0, got {exponent!r}")
+        generator = None if seed is None else np.random.default_rng(check_count("seed", seed, 0))
+        tables = []
+        for rows in row_counts(n_rows):
+            table = np.arange(1, rows + 1, dtype=np.float64) ** -power
+            tables.append(table if generator is None else generator.permutation(table))
+        return cls(tables, n_keys)
 
     @classmethod
     def uniform(cls, n_rows: int | Sequence[int], n_keys: int | Sequence[int]) -> Keys:
@@ -256,17 +123,6 @@ class Keys:
         -------
         Keys
             Keys of tables with these rows.
-
-        Raises
-        ------
-        CapacityError
-            For more rows than fit in memory.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Keys.uniform(4, n_keys=100).frequencies
-        (array([0.25, 0.25, 0.25, 0.25]),)
         """
         return cls([np.ones(rows) for rows in row_counts(n_rows)], n_keys)
 
@@ -335,12 +191,6 @@ class Keys:
         -------
         Keys
             Keys that occur at most as often as in the batch.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Keys.counted([[0, 0], [2, 0]], n_rows=3).loads(unique=False)
-        [array([3., 0., 1.])]
         """
         several = isinstance(n_rows, Sequence)
         return cls.from_counts(count_keys(keys, row_counts(n_rows), several=several), n_keys)
@@ -416,17 +266,6 @@ class Keys:
         -------
         list
             Numbers of ranks, one array of shape ``(rows,)`` a table.
-
-        Raises
-        ------
-        CapacityError
-            For more ranks than fit in memory.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Keys.uniform(5, n_keys=2).owners(n_ranks=2)
-        [array([0, 1, 0, 1, 0])]
         """
         n_ranks = exact_count("n_ranks", n_ranks)
         check_memory(f"bytes of n_ranks={n_ranks:,} pairs", 8 * n_ranks**2, "give fewer ranks")
@@ -457,18 +296,6 @@ class Keys:
         numpy.ndarray
             Shape ``(n_ranks, n_ranks)``: rank ``i`` sends row ``i``, rank ``j`` receives column
             ``j``. The diagonal stays in its process.
-
-        Raises
-        ------
-        ArgumentError, CapacityError
-            As `owners` and `loads`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Keys([3, 1], n_keys=4).sent(n_ranks=2, unique=False)
-        array([[3., 1.],
-               [3., 1.]])
         """
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(unique=unique, n_microbatches=n_microbatches)
@@ -488,11 +315,6 @@ class Keys:
         -------
         float
             1 if all owners receive as many keys on average; more otherwise.
-
-        Raises
-        ------
-        ArgumentError, CapacityError
-            As `owners`.
 
         Examples
         --------
@@ -522,18 +344,6 @@ class Keys:
         -------
         float
             At least about the value of `load`.
-
-        Raises
-        ------
-        ArgumentError, CapacityError
-            As `owners`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> keys = ps.Keys.uniform(1000, n_keys=100)
-        >>> keys.busiest(n_ranks=4) > keys.load(n_ranks=4)
-        True
         """
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(unique=unique)
@@ -573,11 +383,6 @@ class Keys:
             ``"accumulated"``: gradients of all micro-batches, each row once, regardless of
             ``unique``. Each of shape ``(n_ranks, n_ranks)``, from the row's rank to the column's.
 
-        Raises
-        ------
-        ArgumentError, CapacityError
-            As `owners` and `loads`; and for sizes that are no whole numbers of at least 1.
-
         Examples
         --------
         Rank 0 owns row 0, which each rank sends three times: 12 bytes of keys, and 96 of vectors.
@@ -613,18 +418,6 @@ class Keys:
         -------
         list
             Numbers of rows, one array of shape ``(n_keys,)`` a table.
-
-        Raises
-        ------
-        CapacityError
-            For more keys than fit in memory.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> (keys,) = ps.Keys.uniform(1000, n_keys=100).draw(seed=0)
-        >>> keys.shape
-        (100,)
         """
         generator = np.random.default_rng(check_count("seed", seed, 0))
         keys: list[Ints] = []
@@ -644,6 +437,116 @@ def _owner_sums(owners: list[Ints], values: list[Floats], n_ranks: int) -> Float
     for owner, value in zip(owners, values, strict=True):
         total += np.bincount(owner, value, minlength=n_ranks)
     return total
+
+
+# Tables of counts: checks, counting, and probabilities of draws
+
+#: The largest count: larger ones are not exact as floats.
+_MOST = 1 << 53
+
+
+def expected_maximum(mean: Floats, deviation: Floats) -> float:
+    """Return the mean of the largest of independent normal values.
+
+    It is the integral of one minus the product of their distribution functions, taken over six
+    deviations.
+    """
+    low, high = (mean - 6 * deviation).max(), (mean + 6 * deviation).max()
+    if high <= low:
+        return float(high)
+    x = np.linspace(low, high, 1001)
+    z = (x - mean[:, None]) / np.maximum(deviation, 1e-12 * high)[:, None] / math.sqrt(2)
+    erf = np.frompyfunc(math.erf, 1, 1)(z).astype(np.float64)
+    return float(high - np.trapezoid((0.5 + 0.5 * erf).prod(axis=0), x))
+
+
+def inclusion_probability(counts: Floats, n: int) -> Floats:
+    """Return the probability that each row is among n of all counted keys; see `Keys.loads`."""
+    total = int(counts.sum())
+    values, index = np.unique(counts, return_inverse=True)
+    whole = math.lgamma(total + 1) - math.lgamma(total - n + 1)
+    absent = [
+        0.0 if total - c < n else
+        math.exp(math.lgamma(total - c + 1) - math.lgamma(total - c - n + 1) - whole)
+        for c in values.tolist()
+    ]  # fmt: skip
+    present: Floats = np.where(values > 0, 1.0 - np.array(absent), 0.0)
+    return present[index]
+
+
+def count_keys(keys: ArrayLike, sizes: Sequence[int], *, several: bool) -> list[Ints]:
+    """Return how often each row occurs among ``keys``, one array a table; see `Keys.counted`."""
+    try:
+        array = np.asarray(keys)
+    except ValueError:  # a ragged sequence
+        array = np.empty(0)
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"keys must be an array of integers, got {keys!r:.60}")
+    if several and array.shape[-1:] != (len(sizes),):
+        raise ArgumentError(
+            f"keys must have shape (..., {len(sizes)}), a column a table, got {array.shape}"
+        )
+    counts = []
+    columns = array.reshape(-1, len(sizes)).T
+    for table, (column, rows) in enumerate(zip(columns, sizes, strict=True)):
+        for wrong in column[(column < 0) | (column >= rows)][:1].tolist():
+            raise ArgumentError(
+                f"key {wrong} is no row of table {table}, whose keys are 0 to {rows - 1}"
+            )
+        counts.append(np.bincount(column, minlength=rows))
+    return counts
+
+
+def exact_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return a count, checked to be one that a float holds exactly."""
+    count = check_count(name, value, minimum)
+    if count > _MOST:
+        raise ArgumentError(f"{name} must be at most {_MOST}, got {count:.3e}" if count < 10**300
+                            else f"{name} must be at most {_MOST}")  # fmt: skip
+    return count
+
+
+def row_counts(n_rows: int | Sequence[int]) -> list[int]:
+    """Return the number of rows of each table."""
+    several = isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes))
+    values: Sequence[Any] = n_rows if several else [n_rows]  # type: ignore[assignment]
+    if not values:
+        raise ArgumentError("n_rows is empty; give the rows of at least one table")
+    name = "n_rows[{}]" if several else "n_rows"
+    sizes = [exact_count(name.format(i), rows) for i, rows in enumerate(values)]
+    check_memory(f"a histogram of {sum(sizes):,} rows", 40 * sum(sizes), "give fewer rows")
+    return sizes
+
+
+def counts_per_table(name: str, values: int | Sequence[int], n_tables: int) -> tuple[int, ...]:
+    """Return one whole number a table, from that or from one number for all tables."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        return (exact_count(name, values),) * n_tables
+    if len(values) != n_tables:
+        raise ArgumentError(
+            f"{name} has {len(values)} values for {n_tables} tables; give one, or one a table"
+        )
+    return tuple(exact_count(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def checked_tables(name: str, values: Any) -> list[Floats]:
+    """Return one array of finite numbers >= 0 a table, from that or from the array of one table."""
+    try:
+        several = isinstance(values, (list, tuple)) and len(values) > 0 and np.ndim(values[0]) == 1
+        tables = [np.asarray(x) for x in (values if several else [values])]
+    except (TypeError, ValueError):
+        tables = []
+    if not tables or any(x.ndim != 1 or not len(x) or x.dtype.kind not in "iuf" for x in tables):
+        raise ArgumentError(
+            f"{name} must be an array of numbers, one a row, or a list of one array a table, got "
+            f"{values!r:.60}"
+        )
+    for index, table in enumerate(tables):
+        if not np.isfinite(table).all() or (table < 0).any() or not table.any():
+            raise ArgumentError(
+                f"{name} of table {index} must be finite and >= 0, and above 0 for some row"
+            )
+    return [table.astype(np.float64) for table in tables]
 
 
 # Owners of the rows of sharded tables: ``"modulo"``, ``"hash"`` or ``"frequency"``.
@@ -673,20 +576,12 @@ Array = TypeVar("Array")
 
 
 class RowHash(NamedTuple):
-    """The hash of a table: ``h = (factor * key + offset) % size``.
-
-    Attributes
-    ----------
-    factor, offset, size
-        The ``a``, ``b`` and ``m`` of the formula; ``size`` is a multiple of the number of ranks.
-    inverse
-        Inverse of ``factor`` modulo ``size``: ``key = inverse * (h - offset) % size``.
-    """
+    """The hash of a table: ``h = (factor * key + offset) % size``."""
 
     factor: int
     offset: int
-    size: int
-    inverse: int
+    size: int  # a multiple of the number of ranks
+    inverse: int  # of factor modulo size: key = inverse * (h - offset) % size
 
 
 def row_hash(table: int, n_rows: int, n_ranks: int) -> RowHash:
@@ -716,10 +611,7 @@ def row_owners(
     n_ranks: int,
     loads: Sequence[NDArray[np.float64]] | None = None,
 ) -> list[Ints]:
-    """Return the rank that owns each row of each table.
-
-    ``loads`` are the argument of `assign_rows`; only ``"frequency"`` needs them.
-    """
+    """Return the rank that owns each row of each table; only ``"frequency"`` needs ``loads``."""
     if placement == "frequency":
         assert loads is not None
         return assign_rows(loads, n_ranks)[0]
@@ -746,17 +638,8 @@ def assign_rows(
     multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969. A rank's places of a table
     are filled in the same order.
 
-    Parameters
-    ----------
-    loads
-        For each table, how often each of its rows is sent; shape ``(rows,)``.
-    n_ranks
-        Number of ranks.
-
-    Returns
-    -------
-    owners, places
-        For each table, the rank of each row, and its place on that rank; shape ``(rows,)``.
+    ``loads`` say, for each table, how often each of its rows is sent; shape ``(rows,)``. The result
+    has, for each table, the rank of each row, and its place on that rank.
     """
     sizes = [len(table) for table in loads]
     load = np.concatenate(loads).astype(np.float64)

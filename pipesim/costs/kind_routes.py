@@ -23,18 +23,10 @@ from pipesim.utils.csr import Ints
 
 
 class StageMembers(NamedTuple):
-    """Members of a collective that are of one stage.
-
-    Attributes
-    ----------
-    stage, op, part
-        Stage; operation and part of the first of them, as `pipesim.graph.tasks.Kinds` has them.
-    kinds
-        Their kinds.
-    """
+    """Members of a collective that are of one stage."""
 
     stage: int
-    op: Op
+    op: Op  # of the first of them, as is `part`
     part: int
     kinds: Ints
 
@@ -47,22 +39,12 @@ class StageMembers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupRoute:
-    """Network between the members of a collective, which collectives of other stages may share.
+    """Network between the members of a collective, which collectives of other stages may share."""
 
-    Attributes
-    ----------
-    devices
-        Devices of all members, sorted; also those of equal replicas that the graph stands for.
-    n_devices
-        Number of devices of the network.
-    network, algorithm
-        Links, and the algorithm; ``"all_to_all"`` for exchanges.
-    """
-
-    devices: Ints
-    n_devices: int
+    devices: Ints  # sorted; also those of equal replicas that the graph stands for
+    n_devices: int  # of the network
     network: Network
-    algorithm: str
+    algorithm: str  # "all_to_all" for exchanges
 
     @cached_property
     def seconds(self) -> Callable[[float], float]:
@@ -93,28 +75,16 @@ GroupRoutes: TypeAlias = dict[tuple[bytes, str], GroupRoute]
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRoute:
-    """Members of a collective, and the network between them.
+    """Members of a collective, and the network between them."""
 
-    Attributes
-    ----------
-    members
-        Kinds of the members that are in the graph.
-    rows
-        Members by stage.
-    own_devices
-        Device of each of ``members``.
-    group
-        Network between all members.
-    """
-
-    members: Ints
+    members: Ints  # kinds of those in the graph
     rows: tuple[StageMembers, ...]
-    own_devices: Ints
+    own_devices: Ints  # device of each of `members`
     group: GroupRoute
 
     @property
     def seconds(self) -> Callable[[float], float]:
-        """Seconds of an all-reduce between the members as a function of bytes."""
+        """`GroupRoute.seconds`."""
         return self.group.seconds
 
     @cached_property
@@ -124,28 +94,14 @@ class CollectiveRoute:
 
 
 class WholeReductions(NamedTuple):
-    """Reductions of all gradients of a stage, or gathers of its parameters.
+    """Reductions of all gradients of a stage, or gathers of its parameters."""
 
-    Attributes
-    ----------
-    stages
-        Stage of each.
-    routes
-        The collective of each.
-    seconds
-        Seconds of an all-reduce between the members of each, as a function of bytes.
-    parts
-        2 for half of an all-reduce, a reduce-scatter or an all-gather; else 1.
-    kinds, row
-        Kinds of all members, and the position of each one's collective in ``stages``.
-    """
-
-    stages: Ints
+    stages: Ints  # of each of them, as are `routes`, `seconds` and `parts`
     routes: tuple[CollectiveRoute, ...]
     seconds: tuple[Callable[[float], float], ...]
-    parts: Ints
-    kinds: Ints
-    row: Ints
+    parts: Ints  # 2 for half of an all-reduce, a reduce-scatter or an all-gather; else 1
+    kinds: Ints  # of all members
+    row: Ints  # position of each member's collective in `stages`
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,16 +110,12 @@ class KindRoutes:
 
     Attributes
     ----------
-    graph
-        The graph.
-    network, all_reduce
-        Links, and the algorithm of REDUCE_GRAD.
     replicas
         Devices of each of the equal replicas for which the one of the graph stands: row r has those
         of replica r, one for each device of the graph. None if the graph has all replicas.
     groups
-        Networks between members of collectives, by their devices in the graph and by algorithm.
-        Graphs of the same network and replicas may share one mapping.
+        Networks between members of collectives. Graphs of the same network and replicas may share
+        one mapping.
     """
 
     graph: TaskGraph
@@ -178,7 +130,7 @@ class KindRoutes:
         return self.graph.n_devices if self.replicas is None else self.replicas.size
 
     def true_devices(self, devices: Ints) -> Ints:
-        """Return the numbers of devices of the graph in the network."""
+        """Return the numbers in the network of devices of the graph."""
         return devices if self.replicas is None else self.replicas[0][devices]
 
     @cached_property
@@ -250,7 +202,7 @@ class KindRoutes:
 
     @cached_property
     def message_rows(self) -> tuple[Ints, Ints]:
-        """Kinds of messages of outputs and of their gradients, and the stage of each output."""
+        """`message_rows` of the graph's kinds."""
         return message_rows(self.graph.kinds)
 
     @cached_property
@@ -293,7 +245,6 @@ class KindRoutes:
         return tuple(routes)
 
     def _group(self, devices: Ints, algorithm: str) -> GroupRoute:
-        """Return the network between the members of a collective on ``devices`` of the graph."""
         key = (np.sort(devices).tobytes(), algorithm)
         if key not in self.groups:
             members = np.unique(devices if self.replicas is None else self.replicas[:, devices])

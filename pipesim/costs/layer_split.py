@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -56,25 +56,21 @@ def checked_split(
 ) -> tuple[int, ...]:
     """Return the layers of each stage, checked to have ``n_layers`` in all.
 
-    Parameters
-    ----------
-    split
-        Layers of each stage, or a number of stages that get as many layers each.
-    n_layers
-        Number of layers of the model.
-    name
-        Name of the argument, for messages.
-    ends_may_be_empty
-        Whether the first and the last stage may have no layer, since they hold other modules.
+    A number of stages get as many layers each. ``name`` is that of the argument, for messages. With
+    ``ends_may_be_empty``, the first and the last stage may have no layer: they hold other modules.
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)
         check_stages(min(n_stages, n_layers))
         size, rest = divmod(n_layers, n_stages)
         if rest or not size:
+            remedy = f"at most {rest} stages"
+            if size:
+                sizes = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
+                remedy = f"the layers of each stage, such as {_sizes_text(sizes)}"
             raise ArgumentError(
                 f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages of as "
-                f"many each; give {_alternative(size, rest, n_stages)}"
+                f"many each; give {remedy}"
             )
         return (size,) * n_stages
     counts = checked_counts(split, name, ends_may_be_empty=ends_may_be_empty)
@@ -84,14 +80,6 @@ def checked_split(
             "every layer belongs to one stage"
         )
     return counts
-
-
-def _alternative(size: int, rest: int, n_stages: int) -> str:
-    """Return a split to suggest if layers do not divide evenly, as text."""
-    if not size:
-        return f"at most {rest} stages"
-    even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
-    return f"the layers of each stage, such as {_sizes_text(even)}"
 
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:
@@ -130,7 +118,6 @@ def _layout_counts(text: str, name: str, ends_may_be_empty: bool) -> tuple[int, 
 
 
 def _no_counts(split: object, name: str) -> ArgumentError:
-    """Return the error of a value that is no split."""
     return ArgumentError(
         f"{name} must be a number of stages or the layers of each stage, such as [3, 3, 2] or "
         f"'Et*3|t*3|t*2L', got {split!r}"
@@ -144,10 +131,9 @@ def _sizes_text(sizes: Sequence[int]) -> str:
     return f"[{', '.join(map(str, sizes[:8]))}, ..., {', '.join(map(str, sizes[-4:]))}]"
 
 
-# Megatron's layout strings, such as ``"Et*2|(t*2|)*34t*3|tL"``: the layers of each stage.
-#
-# The string of ``--pipeline-model-parallel-layout`` in Megatron-LM (docs, "Custom Pipeline Model
-# Parallel Layout"). Stages are in the order of the model; with several a device, that of chunks.
+# Layout strings, such as ``"Et*2|(t*2|)*34t*3|tL"``: ``--pipeline-model-parallel-layout`` of
+# Megatron-LM (docs, "Custom Pipeline Model Parallel Layout"). Stages are in the order of the
+# model; with several a device, in that of chunks.
 #
 # =========  ===================================================
 # ``E``      embedding, first of all
@@ -177,12 +163,6 @@ def read_layout(text: str) -> tuple[int, ...]:
     -------
     tuple of int
         Layers of each stage, without embedding and loss; shape ``(n_stages,)``.
-
-    See Also
-    --------
-    pipesim.write_layout : The inverse.
-    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
-    pipesim.Transformer.costs : Costs of stages with these layers.
 
     Examples
     --------
@@ -234,11 +214,6 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
     str
         Value for ``--pipeline-model-parallel-layout``.
 
-    See Also
-    --------
-    pipesim.read_layout : The inverse.
-    pipesim.balanced_split : Layers of each stage such that the slowest one is fast.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -263,15 +238,11 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
 
 
 def _layers(size: int) -> str:
-    """Return the letters of some layers."""
     return f"t*{size}" if size > 1 else "t" * size
 
 
 def _written_out(text: str, name: str) -> list[int]:
-    """Return the positions of letters and borders, without groups and repetitions.
-
-    What is repeated has its positions as often.
-    """
+    """Return the positions of letters and borders, without groups and with repetitions."""
     # Of each open group: the pieces before and inside it, and the position of its bracket.
     groups: list[tuple[list[list[int]], int]] = [([], 0)]
     position = 0
@@ -286,36 +257,26 @@ def _written_out(text: str, name: str) -> list[int]:
                 raise layout_mistake(
                     name, text, position, "nothing stands before it that it repeats"
                 )
-            pieces.append(_repeated(pieces.pop(), int(match["times"]), name, text))
+            piece, times = pieces.pop(), int(match["times"])
+            if len(piece) * times > _LONGEST:
+                raise ArgumentError(f"{name}={text!r:.60} has more than {_LONGEST:,} letters")
+            pieces.append(piece * times)
         elif token == "(":
             groups.append(([], position))
         elif token == ")":
             if len(groups) == 1:
                 raise layout_mistake(name, text, position, "no bracket is open")
             groups.pop()
-            groups[-1][0].append(_joined(pieces))
+            groups[-1][0].append(list(chain.from_iterable(pieces)))
         elif token and token != ",":
             pieces.append([position])
         position = match.end()
     if len(groups) > 1:
         raise layout_mistake(name, text, groups[-1][1], "the bracket is never closed")
-    return _joined(groups[0][0])
-
-
-def _joined(pieces: list[list[int]]) -> list[int]:
-    """Return the positions of all pieces."""
-    return [position for piece in pieces for position in piece]
-
-
-def _repeated(piece: list[int], times: int, name: str, text: str) -> list[int]:
-    """Return a piece several times, unless that is too long."""
-    if len(piece) * times > _LONGEST:
-        raise ArgumentError(f"{name}={text!r:.60} has more than {_LONGEST:,} letters")
-    return piece * times
+    return list(chain.from_iterable(groups[0][0]))
 
 
 def _unknown(name: str, text: str, position: int) -> ArgumentError:
-    """Return the error of a character that has no meaning where it stands."""
     if text[position] != "*":
         return layout_mistake(
             name, text, position, "only E, t, L, |, *n, groups and commas are known"

@@ -39,18 +39,10 @@ MICROBATCH_FIELDS = (
 
 
 class CostClasses(NamedTuple):
-    """Costs of the micro-batches of a graph, each with one value a stage.
+    """Costs of the micro-batches of a graph, each with one value a stage."""
 
-    Attributes
-    ----------
-    costs
-        Costs of each class of equal micro-batches, then their averages for tasks on whole stages.
-    number
-        Class of each task; shape ``(len(graph),)``.
-    """
-
-    costs: tuple[Costs, ...]
-    number: Ints
+    costs: tuple[Costs, ...]  # of each class, then their averages for tasks on whole stages
+    number: Ints  # class of each task
 
     def rows(self, kind: Ints, n_kinds: int) -> Ints:
         """Return the row of each task in tables that have the kinds of each class in turn."""
@@ -59,13 +51,7 @@ class CostClasses(NamedTuple):
 
 
 def n_microbatches_of(costs: Costs) -> int | None:
-    """Return the number of micro-batches that costs have values for; None for one for all.
-
-    Raises
-    ------
-    CostsError
-        If fields differ in it.
-    """
+    """Return the number of micro-batches that costs have values for; None for one for all."""
     sizes = {name: n for name in MICROBATCH_FIELDS if (n := _width(getattr(costs, name)))}
     if len({*sizes.values()}) > 1:
         texts = ", ".join(f"{name} {n}" for name, n in sizes.items())
@@ -121,7 +107,7 @@ def least_costs(costs: Costs) -> Costs:
 
 
 def _with_each(costs: Costs, of_row: Callable[[tuple[float, ...]], float]) -> Costs:
-    """Return costs with ``of_row`` of the values of each stage, or skip, in place of these."""
+    """Return costs with ``of_row`` of the values of each stage, or skip."""
     changed: dict[str, Any] = {}
     for name in MICROBATCH_FIELDS:
         value = getattr(costs, name)
@@ -159,16 +145,9 @@ def each_microbatch(change: Callable[..., Costs], *costs: Costs) -> Costs:
 
 
 def joined_microbatches(costs: Costs, parts: Sequence[Costs], of_column: Ints) -> Costs:
-    """Return costs whose fields of one micro-batch come from the part of each micro-batch.
+    """Return costs whose fields of micro-batch ``k`` are those of ``parts[of_column[k]]``.
 
-    Parameters
-    ----------
-    costs
-        Costs with the other fields.
-    parts
-        Costs with one value a stage.
-    of_column
-        Number of the part of each micro-batch.
+    Parts have one value a stage; ``costs`` have the other fields.
     """
     changed: dict[str, Any] = {}
     for name in MICROBATCH_FIELDS:
@@ -198,14 +177,7 @@ def repeated(costs: Costs, n: int) -> Costs:
 
 
 def cost_classes(costs: Costs, graph: TaskGraph) -> CostClasses | None:
-    """Return the costs of the micro-batches of a graph; None if all have the same.
-
-    Raises
-    ------
-    CostsError
-        If costs are of another number of micro-batches than the graph has, over all replicas or in
-        each; or of another number of slices.
-    """
+    """Return the costs of the micro-batches of a graph; None if all have the same."""
     work, n_slices = costs.work, graph.n_slices
     if work is not None and work.n_slices not in (None, n_slices):
         own, other = (
@@ -240,13 +212,7 @@ def cost_classes(costs: Costs, graph: TaskGraph) -> CostClasses | None:
 
 
 def distinct_costs(costs: Costs, n_microbatches: int) -> tuple[list[Costs], Ints]:
-    """Return costs with one value a stage, and which of them each micro-batch of one replica has.
-
-    Raises
-    ------
-    CostsError
-        If the costs are of another number of micro-batches.
-    """
+    """Return costs with one value a stage, and which of them each micro-batch of a replica has."""
     n = n_priced(costs)
     if n is not None and n != n_microbatches:
         raise CostsError(

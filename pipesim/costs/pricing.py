@@ -18,7 +18,7 @@ from pipesim.costs.collective_costs import (
     ExpertReductions,
     Priced,
 )
-from pipesim.costs.cost_fields import as_mapping, checked_exchange_bytes
+from pipesim.costs.cost_fields import checked_exchange_bytes
 from pipesim.costs.kind_routes import KindRoutes, message_rows
 from pipesim.costs.microbatch_costs import cost_classes
 from pipesim.costs.task_costs import CostTable, TaskCosts
@@ -33,8 +33,6 @@ from pipesim.ops import COPIES, EXCHANGES, KEPT, SEGMENTED, Op
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-
-# All kinds of a graph
 
 Floats = NDArray[np.float64]
 #: Field of `Costs` with the seconds of an operation. The network prices messages and collectives.
@@ -77,18 +75,17 @@ def _joined(tables: Sequence[CostTable]) -> CostTable:
 
 
 def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> CostTable:
-    """Return the costs of each kind of a graph, whose network is that of ``routes``.
-
-    Without ``with_links`` the links of collectives are left out.
-    """
+    """Return the costs of each kind of a graph, maybe without the links of collectives."""
     graph = routes.graph
     kinds, n_stages = graph.kinds, graph.n_stages
     duration = _compute_seconds(costs, routes)
-    nbytes = _bytes_of_messages(costs.per_stage("output_bytes", n_stages), routes)
+    nbytes, fixed = np.zeros(len(kinds)), np.zeros(len(kinds))
+    messages, stages = routes.message_rows
+    nbytes[messages] = costs.per_stage("output_bytes", n_stages)[stages]
+    fixed[messages] = costs.per_stage("output_seconds", n_stages)[stages]
     if graph.skips or costs.skip_bytes is not None:
         nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
     sends, bandwidth = routes.sends
-    fixed = _bytes_of_messages(costs.per_stage("output_seconds", n_stages), routes)
     duration[sends] = fixed[sends] + nbytes[sends] / bandwidth
     price_copies(costs, routes, duration, nbytes)
     launch = costs.per_stage("launch", n_stages)[kinds.stage]
@@ -103,13 +100,13 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
         _add_tied_sums(costs, routes, duration)
     if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
         add_expert_exchanges(costs, routes, duration)
-    if costs.reduce_copies:
-        add_copy_sums(costs, routes, duration)
+    if costs.reduce_copies and Op.STEP in routes.rows_of_ops:
+        rows, stages = routes.rows_of_ops[Op.STEP]
+        duration[rows] += costs.per_stage("reduce_copies", n_stages)[stages]
     return CostTable(duration, routes.latency, launch, nbytes, links, share)
 
 
 def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
-    """Return the seconds of each kind that computes, 0 for the others."""
     graph, n_stages = routes.graph, routes.graph.n_stages
     duration = np.zeros(len(graph.kinds))
     for op, name in DURATION_OF.items():
@@ -133,11 +130,6 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
 
     It is for graphs without tied stages, whose REDUCE_TIED has these seconds. Each replica sums
     those of its own two copies. A device with both copies has no sum to make.
-
-    Raises
-    ------
-    CostsError
-        For bytes of several groups of tied stages.
     """
     graph = routes.graph
     if isinstance(costs.tied_bytes, tuple):
@@ -155,7 +147,6 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
-    """Fill the seconds of the halves of overlapped actions."""
     forward, backward, both = (
         costs.per_stage(name, graph.n_stages) for name in ("forward", "backward", "overlapped")
     )
@@ -168,15 +159,11 @@ def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
 
 
 def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
-    """Return the values that the seconds of collectives follow from.
-
-    Raises
-    ------
-    CostsError
-        For bytes of exchanges of a stage that is not in the graph, or that is not sharded.
-    """
     graph, n_stages = routes.graph, routes.graph.n_stages
-    exchange_bytes = as_mapping(checked_exchange_bytes(costs.exchange_bytes))
+    exchange_bytes = {
+        stage: {name: np.array(matrix) for name, matrix in matrices}
+        for stage, matrices in checked_exchange_bytes(costs.exchange_bytes) or ()
+    }
     for stage in exchange_bytes:
         if stage >= n_stages:
             raise CostsError(
@@ -217,7 +204,6 @@ def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
 
 
 def _expert_reductions(costs: Costs, graph: TaskGraph) -> ExpertReductions | None:
-    """Return what reductions of experts and of copies need; None if there are none."""
     g = costs.expert_replicas
     if g == 1 and costs.reduced_share == 1:
         return None
@@ -227,17 +213,11 @@ def _expert_reductions(costs: Costs, graph: TaskGraph) -> ExpertReductions | Non
         costs.per_stage(name, graph.n_stages)
         for name in ("expert_gradient_bytes", "expert_parameter_bytes", "reduced_share")
     )
-    return ExpertReductions(g, n_expert_copies(costs, graph), gradients, parameters, share)
+    n_copies = max(1, graph.n_replicas * graph.options.n_equal // g)
+    return ExpertReductions(g, n_copies, gradients, parameters, share)
 
 
 def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:
-    """Return the bytes of each group of tied stages of a graph.
-
-    Raises
-    ------
-    CostsError
-        For bytes of another number of groups.
-    """
     n = len(graph.tied)
     if isinstance(costs.tied_bytes, float):
         return np.full(n, costs.tied_bytes)
@@ -260,17 +240,8 @@ def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
     return nbytes
 
 
-def _bytes_of_messages(output_bytes: Floats, routes: KindRoutes) -> Floats:
-    """Return `message_bytes`."""
-    nbytes = np.zeros(len(routes.graph.kinds))
-    rows, stages = routes.message_rows
-    nbytes[rows] = output_bytes[stages]
-    return nbytes
-
-
 # OFFLOAD and RELOAD, the copies between devices and host memory
 
-Floats = NDArray[np.float64]
 #: Field of `Costs` with the measured seconds of each copy.
 MEASURED_COPIES = {Op.OFFLOAD: "offload", Op.RELOAD: "reload"}
 
@@ -294,11 +265,6 @@ def copied_bytes(graph: TaskGraph, costs: Costs) -> Floats:
 
     They are the stage's share of ``activation_bytes``, unless ``offload_bytes`` are given; those of
     a recomputed micro-batch are its input.
-
-    Raises
-    ------
-    CostsError
-        If a stage would move more bytes than its activations have.
     """
     kinds, n_stages = graph.kinds, graph.n_stages
     activation = costs.per_stage("activation_bytes", n_stages)
@@ -325,11 +291,6 @@ def price_copies(costs: Costs, routes: KindRoutes, duration: Floats, nbytes: Flo
 
     Measured seconds of a stage are those of its activations. If it copies inputs too, these take
     the share that their bytes have in those.
-
-    Raises
-    ------
-    CostsError
-        If the network has no host link, and the seconds were not measured.
     """
     graph, (rows, links) = routes.graph, routes.copies
     if not len(rows):
@@ -359,7 +320,6 @@ def price_copies(costs: Costs, routes: KindRoutes, duration: Floats, nbytes: Flo
 
 # Experts: exchanges without tasks, and bytes that replicas share
 
-Floats = NDArray[np.float64]
 #: What a replica holds of a stage.
 Held = Literal["parameter", "gradient", "optimizer"]
 #: Operations that contain the exchanges of their stage.
@@ -367,13 +327,7 @@ _WITH_EXCHANGES = (Op.F, Op.B, Op.I, Op.R)
 
 
 def segment_shares(costs: Costs, graph: TaskGraph) -> Floats:
-    """Return the share of its operation's seconds that each kind of task takes; 1 if whole.
-
-    Raises
-    ------
-    CostsError
-        If the graph has other numbers of layers with experts than the costs.
-    """
+    """Return the share of its operation's seconds that each kind of task takes; 1 if whole."""
     kinds, shares = graph.kinds, np.ones(len(graph.kinds))
     rows = np.flatnonzero(kinds.is_op(SEGMENTED) & (kinds.part >= 0))
     n_segments = np.zeros((len(Op), graph.n_stages), dtype=np.int64)
@@ -397,7 +351,7 @@ def segment_shares(costs: Costs, graph: TaskGraph) -> Floats:
 
 
 def routed_bytes(costs: Costs, graph: TaskGraph) -> dict[str, Floats]:
-    """Return the bytes of tokens in the exchanges of a graph, by name; empty without any."""
+    """Return the bytes of tokens in the exchanges of a graph, by name."""
     if not graph.kinds.has_segments:
         return {}
     return {
@@ -427,14 +381,7 @@ def add_expert_exchanges(costs: Costs, routes: KindRoutes, duration: Floats) -> 
     """Add the exchanges of experts to F, B, I and R of a graph that has no tasks for them.
 
     R has them in any graph. A graph that has tasks for those of F says how many layers exchange
-    tokens, and between which replicas.
-
-    Halves of overlapped actions whose seconds are given together, ``overlapped``, include them.
-
-    Raises
-    ------
-    CostsError
-        As `check_expert_replicas`.
+    tokens, and between which replicas. ``overlapped`` seconds include them.
     """
     graph = routes.graph
     kinds, n_stages = graph.kinds, graph.n_stages
@@ -459,7 +406,6 @@ def add_expert_exchanges(costs: Costs, routes: KindRoutes, duration: Floats) -> 
 
 
 def _layers_with_exchanges(kinds: Kinds, n_stages: int) -> Floats:
-    """Return the number of layers with experts of each stage of a graph with segments."""
     segments = kinds.is_op(SEGMENTED) & (kinds.part >= 0)
     last = np.zeros(n_stages)
     np.maximum.at(last, kinds.stage[segments], kinds.part[segments])
@@ -474,7 +420,7 @@ def _add_network_exchange(
     layers: Floats,
     nbytes: Floats,
 ) -> None:
-    """Add the exchanges of a group of replicas, which the network prices."""
+    """Add exchanges that the network prices."""
     graph, g = routes.graph, costs.expert_replicas
     if graph.kinds.has_segments:
         g = graph.expert_replicas or _n_replicas(graph)
@@ -488,13 +434,6 @@ def _add_network_exchange(
             seconds = costs.network.all_to_all(float(nbytes[stage]), members)
             own = rows & (graph.kinds.replica == replica) & (graph.kinds.stage == stage)
             duration[own] += layers[stage] * seconds
-
-
-def add_copy_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
-    """Add the sums of gradients within devices to STEP."""
-    if Op.STEP in routes.rows_of_ops:
-        rows, stages = routes.rows_of_ops[Op.STEP]
-        duration[rows] += costs.per_stage("reduce_copies", routes.graph.n_stages)[stages]
 
 
 def _n_replicas(graph: TaskGraph) -> int:
@@ -564,12 +503,6 @@ def moved_bytes(
         return whole
     moved: Floats = whole - costs.per_stage(f"expert_{name}_bytes", n_stages)
     return moved
-
-
-def n_expert_copies(costs: Costs, graph: TaskGraph) -> int:
-    """Return the number of replicas that have the same experts; at least 1."""
-    n_replicas: int = graph.n_replicas * graph.options.n_equal
-    return max(1, n_replicas // costs.expert_replicas)
 
 
 def optimizer_parts(costs: Costs, graph: TaskGraph) -> Floats:

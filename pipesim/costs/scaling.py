@@ -19,10 +19,6 @@ from pipesim.scheduling.memory_checks import check_stages
 Floats = NDArray[np.float64]
 #: Fields with the seconds of all operations that compute.
 _SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm", "reduce_copies")
-#: Fields with the seconds of the parts of B.
-_HALVES = ("input_grad", "weight_grad")
-#: Fields that follow from others unless they are given.
-_DERIVED = ("backward", "recompute", "reorder_gradients", "overlapped")
 
 
 def scaled(
@@ -45,25 +41,25 @@ def scaled(
     check_stages(n_stages or 1)
     factors = np.ones(n_stages or 1)
     factors[slice(None) if stage is None else stage] = value
-    with np.errstate(over="ignore"):  # `_check_finite` refuses infinite seconds
+    with np.errstate(over="ignore"):  # infinite seconds are refused below
         if op is None:
             names = {*_SECONDS} & {*stage_fields(costs)}
             present = [name for name in names if getattr(costs, name) is not None]
             seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
         else:
-            seconds = _scaled_operation(costs, _operation(op), factors)
-    _check_finite(seconds, value)
+            name = op.name if isinstance(op, Op) else op
+            own = Op[check_name("operation", name, [computing.name for computing in DURATION_OF])]
+            seconds = _scaled_operation(costs, own, factors)
     changed: dict[str, Any] = {}
     for name, values in seconds.items():
+        if np.isinf(values).any():
+            raise CostsError(
+                f"{name} must be finite seconds, and factor={value!r} makes them too large a "
+                "number; give a smaller factor"
+            )
         is_one = n_stages is None or (stage is None and isinstance(getattr(costs, name), float))
         changed[name] = float(values[0]) if is_one else tuple(values.tolist())
     return replace(costs, **changed)
-
-
-def _operation(op: Op | str) -> Op:
-    """Return the operation with a name, one that computes."""
-    name = op.name if isinstance(op, Op) else op
-    return Op[check_name("operation", name, [computing.name for computing in DURATION_OF])]
 
 
 def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats]:
@@ -73,15 +69,16 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
     """
     n = len(factors)
     name = DURATION_OF[op]
-    if getattr(costs, name) is None and name not in _DERIVED:
+    if getattr(costs, name) is None and name not in ("backward", "recompute"):
         raise CostsError(f"{name} is missing, so that {op.name} cannot be scaled; give its seconds")
     before = costs.per_stage(name, n)
     changed = {name: before * factors}
     if op is Op.F and costs.recompute is None:
         changed["recompute"] = before
     if op is Op.B:  # B is I and W together
-        halves = [half for half in _HALVES if getattr(costs, half) is not None]
-        changed |= {half: costs.per_stage(half, n) * factors for half in halves}
+        for half in ("input_grad", "weight_grad"):
+            if getattr(costs, half) is not None:
+                changed[half] = costs.per_stage(half, n) * factors
     if op in (Op.I, Op.W) and costs.backward is None:
         changed["backward"] = costs.per_stage("backward", n)
     if op is Op.STEP and costs.reduce_copies:
@@ -93,16 +90,6 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
         share = np.divide(before, separate, out=np.full(n, 0.5), where=separate > 0)
         changed["overlapped"] = costs.per_stage("overlapped", n) * (1 + share * (factors - 1))
     return changed
-
-
-def _check_finite(seconds: dict[str, Floats], factor: float) -> None:
-    """Raise `CostsError` if a product exceeds the largest float."""
-    for name, values in seconds.items():
-        if np.isinf(values).any():
-            raise CostsError(
-                f"{name} must be finite seconds, and factor={factor!r} makes them too large a "
-                "number; give a smaller factor"
-            )
 
 
 def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:

@@ -51,22 +51,12 @@ def balanced_split(
     tuple of int
         Layers of each stage; they sum to ``len(seconds)``.
 
-    Raises
-    ------
-    CostsError
-        For a weight that is negative, NaN or infinite.
-
     Warns
     -----
     CostsWarning
         If stages may be less even than possible, as they have more than 20 million possible
         borders. This takes many layers, of which many are heavier than the mean stage.
         Also if exact sums take ten seconds or more, as weights differ by huge factors.
-
-    See Also
-    --------
-    pipesim.Transformer.costs : Costs of stages with these layers.
-    pipesim.write_layout : The layers as a layout string of Megatron.
 
     Notes
     -----
@@ -129,12 +119,7 @@ def _borders_of_few(layers: Ints, n_layers: int, n_stages: int) -> list[int]:
     """Return the first borders such that each of a few layers is on a stage of its own.
 
     As many stages as zeros can spare come first, of one layer each. Each further stage ends at the
-    next of the layers.
-
-    Parameters
-    ----------
-    layers
-        Layers that are not zero, at most ``n_stages``.
+    next of ``layers``, those that are not zero.
     """
     is_zero = np.ones(n_layers, dtype=np.bool_)
     is_zero[layers] = False
@@ -292,10 +277,7 @@ def _bisect(sums: Ints, n_stages: int, low: Ints, high: Ints) -> None:
 
 
 def least_bound(sums: Ints, largest: int, n_stages: int) -> Ints:
-    """Return the least bound on a stage for which ``n_stages`` suffice, as limbs.
-
-    ``largest`` is the largest weight of a layer.
-    """
+    """Return the least bound on a stage for which ``n_stages`` suffice, given the largest layer."""
     n_limbs = sums.shape[1]
     total = to_whole(sums[-1])
     least = max(largest, -(-total // n_stages))
@@ -337,8 +319,6 @@ def possible_borders(sums: Ints, n_stages: int, bound: Ints, low: Ints, high: In
 # Sums of squares are floats. If they are exact, the split is too. If not, borders that may be the
 # best despite rounding are kept, and exact sums decide among them.
 
-#: Largest whole number up to which floats have no gaps.
-_EXACT = 2.0**53
 _LIMB = 1 << BITS
 
 
@@ -440,17 +420,8 @@ def _least_squares(states: States, least: Floats, choice: Ints) -> None:
 def even_borders(sums: Ints, bound: Ints, level: int, low: Ints, high: Ints) -> list[int]:
     """Return the borders of the most even split; of equals, the one with the first borders.
 
-    Parameters
-    ----------
-    sums
-        Sums of layers up to each border, as limbs; shape ``(n_layers + 1, n_limbs)``.
-    bound
-        Largest stage, as limbs.
-    level
-        Number near most stages. It changes nothing but rounding.
-    low, high
-        Least and largest border after each number of stages; shape ``(n_stages + 1,)``. They are
-        narrowed in place.
+    ``low`` and ``high``, the least and the largest border after each number of stages, are narrowed
+    in place. ``level`` is a number near most stages, and changes nothing but rounding.
     """
     n_stages = len(low) - 1
     _drop_dead_ends(sums, bound, low, high)
@@ -467,7 +438,7 @@ def even_borders(sums: Ints, bound: Ints, level: int, low: Ints, high: Ints) -> 
     # No sum of squares exceeds that of the farthest offsets, which are the first or the last.
     farthest = np.maximum(abs(states.offset[ptr[:-1]]), abs(states.offset[ptr[1:] - 1]))
     most = float(((farthest[1:] + farthest[:-1]) ** 2).sum())
-    if 2 * bits >= 53 or most * 4.0**bits >= _EXACT:
+    if 2 * bits >= 53 or most * 4.0**bits >= 2.0**53:  # floats have gaps from there on
         choose_exactly(sums, mean, states, least, choice, most)
     borders = [0]
     for stage in range(n_stages):
@@ -483,33 +454,15 @@ def even_borders(sums: Ints, bound: Ints, level: int, low: Ints, high: Ints) -> 
 # surplus is ``d`` have squares of at least ``d**2 / s``. Borders where that exceeds the squares of
 # any known split are not those of the best.
 
-#: Steps of the search for the level; any level is right, and a good one narrows ranges more.
-_LEVELS = 20
 #: Most possible borders in all; each takes 40 bytes, and about a tenth of a microsecond.
 _MOST_BORDERS = 20_000_000
 _EPS = float(np.finfo(np.float64).eps)
 
 
 def narrow_ranges(weights: Floats, sums: ExactSums, bound: Ints, low: Ints, high: Ints) -> int:
-    """Narrow ranges of borders to those of the most even split; return the level, in units.
+    """Narrow ``low`` and ``high`` to borders of the most even split; return the level, in units.
 
-    Ranges are changed in place.
-
-    Parameters
-    ----------
-    weights
-        Weights; shape ``(n_layers,)``.
-    sums
-        Their sums.
-    bound
-        Largest stage, as limbs.
-    low, high
-        Least and largest border after each number of stages; shape ``(n_stages + 1,)``.
-
-    Warns
-    -----
-    CostsWarning
-        If too many borders are possible. Then ranges around an even split are kept.
+    If too many borders are possible, warn, and keep ranges around an even split.
     """
     n_stages = len(low) - 1
     bits, _ = stage_units(bound)
@@ -546,7 +499,7 @@ def _level(shares: Floats, n_stages: int) -> float:
     """Return the mean of stages that have no layer heavier than this mean, if there is one."""
     total = float(shares.sum())
     level = total / n_stages
-    for _ in range(_LEVELS):
+    for _ in range(20):  # any level is right, and a good one narrows ranges more
         heavy = shares[shares > level]
         if len(heavy) >= n_stages:
             break

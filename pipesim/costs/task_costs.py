@@ -37,24 +37,6 @@ class CostTable(NamedTuple):
         For a bucket of gradients, the share of the seconds of the last backward after which the
         bucket is complete, 0 to 1; 1 for other tasks. Shape ``(n_rows,)``. None stands for ones:
         buckets are complete at the end of the backward.
-
-    Raises
-    ------
-    TypeError
-        For a missing column. Values are not checked.
-
-    See Also
-    --------
-    pipesim.TaskCosts : Costs of each task of a graph, of which this is the table.
-    pipesim.Costs.of : Return the costs of each task of a graph.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=2))
-    >>> table = ps.Costs(forward=1, backward=2, launch=0.1).of(graph).table
-    >>> float(table.duration.max()), float(table.launch.max())
-    (2.0, 0.1)
     """
 
     duration: NDArray[np.float64]
@@ -70,7 +52,7 @@ class TaskCosts:
     """Seconds, bytes and links of each task of a graph.
 
     The properties `duration`, `latency`, `launch`, `nbytes`, `links` and `share` have one value a
-    task.
+    task. `pipesim.simulate` checks them.
 
     Attributes
     ----------
@@ -86,18 +68,6 @@ class TaskCosts:
     issued
         Seconds at which each task is issued, used instead of the times that follow from ``launch``
         (rule 7), such as in a replay; shape ``(len(graph),)``, or None.
-
-    Raises
-    ------
-    CostsError
-        Not here, but by `pipesim.simulate`: for values that are negative or not finite, and for
-        another number of tasks than the graph has.
-
-    See Also
-    --------
-    pipesim.Costs : Costs of each stage.
-    pipesim.replay : Simulate the durations of a timeline.
-    pipesim.simulate : Predict a timeline from costs of stages or tasks.
 
     Examples
     --------
@@ -173,14 +143,6 @@ class TaskCosts:
         -------
         TaskCosts
             Equal costs, whose arrays may be changed task by task.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> tasks = ps.Costs(forward=1, backward=2).of(graph)
-        >>> len(tasks.table.duration), len(tasks.per_task().table.duration)
-        (10, 18)
         """
         table = CostTable(
             self.duration, self.latency, self.launch, self.nbytes, self.links, self.share

@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 class FirstCopy(NamedTuple):
     """The first of several copies, alone.
 
-    Attributes
-    ----------
-    graph
-        Its tasks, in the order of their ids. Its collectives have the members of this copy alone.
-        Devices and hosts keep their numbers.
-    twin
-        The task in ``graph`` that each task of the whole graph is a copy of.
+    Tasks keep their order; collectives have the members of this copy alone. Devices and hosts keep
+    their numbers.
     """
 
     graph: TaskGraph
+    #: The task in ``graph`` that each task of the whole graph is a copy of.
     twin: Ints
 
 
@@ -54,13 +50,8 @@ def copy_of_replicas(homes: Ints) -> Ints:
 def are_copies(labels: Ints) -> bool:
     """Return whether rows are equal except for the names of labels, and share no label.
 
-    Parameters
-    ----------
-    labels
-        Numbers from 0; shape ``(n_copies, n)``.
+    Labels are numbers from 0; shape ``(n_copies, n)``.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> are_copies(np.array([[0, 0, 1], [3, 3, 2]]))
     True

@@ -17,62 +17,10 @@ from numpy.typing import NDArray
 
 from pipesim.graph.options import Tied
 from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, segment_rules
-from pipesim.graph.tasks import Kinds
-from pipesim.ops import EXPERT_EXCHANGES, FETCHES, LISTED, SEGMENTED, Op, expert_exchange
+from pipesim.graph.tasks import Kinds, ListedTasks
+from pipesim.ops import EXPERT_EXCHANGES, FETCHES, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
-
-# Overlapped actions: an F and a B that run as one (``OVERLAP_F_B``), and their dependencies.
-#
-# They are two consecutive tasks on a stream. Both start when both can start, and the results of
-# both are ready when both have ended.
-
-
-def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
-    """Return the F and the B halves of overlapped actions; incomplete if they do not pair up.
-
-    The B of an overlapped F is the task after it on its stream.
-    """
-    halves = np.flatnonzero((kinds.overlapped > 0)[kind])
-    halves = halves[np.argsort(stream_of_kind[kind[halves]], kind="stable")]
-    first, second = halves[:-1], halves[1:]
-    is_pair = (
-        (stream_of_kind[kind[first]] == stream_of_kind[kind[second]])
-        & (kinds.op[kind[first]] == Op.F)
-        & (kinds.op[kind[second]] == Op.B)
-    )
-    return first[is_pair], second[is_pair]
-
-
-def with_starts(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
-    """Add to each overlapped F the dependencies of its B, so that it starts when both can."""
-    if not kinds.overlapped.any():
-        return needs
-    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
-    rows = np.repeat(forward, np.diff(needs.ptr)[backward])
-    return _joined(needs, rows, needs.gather(backward))
-
-
-def with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
-    """Add to each task that needs an overlapped F its B, as results come at the action's end."""
-    if not kinds.overlapped.any():
-        return needs
-    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
-    end_of = np.full(len(kind), -1, dtype=np.int64)
-    end_of[forward] = backward
-    ends = end_of[needs.values]
-    later = (ends >= 0) & (ends != needs.rows)
-    return _joined(needs, needs.rows[later], ends[later])
-
-
-def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
-    """Append values to rows of a CSR, without duplicates."""
-    all_rows = np.concatenate([needs.rows, rows])
-    all_values = np.concatenate([needs.values, values])
-    _, first = np.unique(all_rows * np.int64(len(needs)) + all_values, return_index=True)
-    first = np.sort(first)
-    return CSR.from_pairs(all_rows[first], all_values[first], len(needs))
-
 
 #: Padding for rules that have fewer `Via` than others: an operation that no kind has.
 _NO_VIA = Via(op=-1)  # type: ignore[arg-type]
@@ -86,41 +34,28 @@ class KindRules(NamedTuple):
 
     A rule of `RULES` is in the table once for each kind that it applies to. The rules of a kind
     have consecutive rows, in the order of `RULES`.
-
-    Attributes
-    ----------
-    base
-        Base of each kind; shape ``(n_kinds,)``.
-    pair
-        Base of the kind at the other end of a message; shape ``(n_kinds,)``.
-    ptr
-        Kind ``k`` has the rules ``ptr[k]`` to ``ptr[k + 1]``; shape ``(n_kinds + 1,)``.
-    via
-        Bases of the kinds needed in place of ``needs``, of which the first in the graph counts;
-        shape ``(n_rules, most)``.
-    needs
-        Bases of the needed kinds; shape ``(n_rules, 2)``.
-    every
-        Which micro-batches are needed: 0 for the task's own, 1 for several, up to the task's. 2
-        where the task of ``via`` is of several too, one for each ``group``. 3 for the slice
-        before in the same sequence, 4 for the slice after. Shape ``(n_rules,)``.
-    span
-        Number of those micro-batches: all of a mini-batch, or of a reduction; shape ``(n_rules,)``.
-    group
-        Micro-batches of one reduction of the task's stage, 0 for all of a mini-batch; shape
-        ``(n_rules,)``.
-    most
-        Most tasks that one task of each kind needs; shape ``(n_kinds,)``.
     """
 
+    #: Base of each kind, and of the kind at the other end of a message; shape ``(n_kinds,)``.
     base: Ints
     pair: Ints
+    #: Kind ``k`` has the rules ``ptr[k]`` to ``ptr[k + 1]``; shape ``(n_kinds + 1,)``.
     ptr: Ints
+    #: Bases of the kinds needed in place of ``needs``, of which the first in the graph counts;
+    #: shape ``(n_rules, most)``.
     via: Ints
+    #: Bases of the needed kinds; shape ``(n_rules, 2)``.
     needs: Ints
+    #: Which micro-batches are needed: 0 for the task's own, 1 for several, up to the task's. 2
+    #: where the task of ``via`` is of several too, one for each ``group``. 3 for the slice before
+    #: in the same sequence, 4 for the slice after. Shape ``(n_rules,)``.
     every: Ints
+    #: Number of those micro-batches: all of a mini-batch, or of a reduction; shape ``(n_rules,)``.
     span: Ints
+    #: Micro-batches of one reduction of the task's stage, 0 for all of a mini-batch; shape
+    #: ``(n_rules,)``.
     group: Ints
+    #: Most tasks that one task of each kind needs; shape ``(n_kinds,)``.
     most: Ints
 
 
@@ -132,27 +67,18 @@ def kind_rules(
     tied: Tied = (),
     has_slices: bool = False,
 ) -> tuple[KindRules, int]:
-    """Turn `RULES` into tables of bases for the kinds of a graph.
+    """Return `RULES` as tables of bases for the kinds of a graph, and the number of cells.
 
     Parameters
     ----------
-    kinds
-        Kinds of the graph.
     width
         Cells of a kind: the number of micro-batches, and 1 for tasks on a whole stage.
     batch_size
         Micro-batches of a mini-batch.
     groups
-        Micro-batches of a reduction of each stage, as `TaskGraph.reduction_groups`; None for 0.
-    tied
-        Groups of tied stages, as `TaskGraph.tied`.
+        As `TaskGraph.reduction_groups`; None for 0.
     has_slices
         Whether micro-batches are slices of sequences. Otherwise the tables have no `Rule.slice`.
-
-    Returns
-    -------
-    KindRules, int
-        The tables, and the number of cells.
 
     Examples
     --------
@@ -321,9 +247,8 @@ def _expanded_rules(kinds: Kinds, n_tied: int, has_slices: bool) -> list[tuple[R
     all_rules = RULES + segment_rules(1 + int(kinds.part[segments].max(initial=0)))
     for rule, group in [pair for one in all_rules for pair in _rules_of_groups(one, n_tied)]:
         needs = {*rule.needs, *(via.op for via in rule.via)}
-        if in_graph.isdisjoint(rule.ops) or in_graph.isdisjoint(needs):
-            continue
-        if rule.slice and not has_slices:
+        is_absent = in_graph.isdisjoint(rule.ops) or in_graph.isdisjoint(needs)
+        if is_absent or (rule.slice and not has_slices):
             continue
         if not (rule.skips or rule.buckets):
             rules.append((rule, group))
@@ -459,8 +384,7 @@ def _wire(
       there is one mini-batch.
     - Slice ``j`` of a sequence has a number that leaves ``j`` when divided by ``n_slices``.
 
-    The loop is longer than 40 lines: compiled code counts references to each column that a helper
-    gets, task by task, so that helpers would make it slower.
+    It is one loop: compiled code counts references to each column that a helper gets, task by task.
     """
     total = 0
     for task in range(len(kind)):
@@ -509,6 +433,58 @@ def _wire(
     return total
 
 
+# Overlapped actions: an F and a B that run as one (``OVERLAP_F_B``), and their dependencies.
+#
+# They are two consecutive tasks on a stream. Both start when both can start, and the results of
+# both are ready when both have ended.
+
+
+def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
+    """Return the F and the B halves of overlapped actions; incomplete if they do not pair up.
+
+    The B of an overlapped F is the task after it on its stream.
+    """
+    halves = np.flatnonzero((kinds.overlapped > 0)[kind])
+    halves = halves[np.argsort(stream_of_kind[kind[halves]], kind="stable")]
+    first, second = halves[:-1], halves[1:]
+    is_pair = (
+        (stream_of_kind[kind[first]] == stream_of_kind[kind[second]])
+        & (kinds.op[kind[first]] == Op.F)
+        & (kinds.op[kind[second]] == Op.B)
+    )
+    return first[is_pair], second[is_pair]
+
+
+def with_starts(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
+    """Add to each overlapped F the dependencies of its B, so that it starts when both can."""
+    if not kinds.overlapped.any():
+        return needs
+    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
+    rows = np.repeat(forward, np.diff(needs.ptr)[backward])
+    return _joined(needs, rows, needs.gather(backward))
+
+
+def with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
+    """Add to each task that needs an overlapped F its B, as results come at the action's end."""
+    if not kinds.overlapped.any():
+        return needs
+    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
+    end_of = np.full(len(kind), -1, dtype=np.int64)
+    end_of[forward] = backward
+    ends = end_of[needs.values]
+    later = (ends >= 0) & (ends != needs.rows)
+    return _joined(needs, needs.rows[later], ends[later])
+
+
+def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
+    """Append values to rows of a CSR, without duplicates."""
+    all_rows = np.concatenate([needs.rows, rows])
+    all_values = np.concatenate([needs.values, values])
+    _, first = np.unique(all_rows * np.int64(len(needs)) + all_values, return_index=True)
+    first = np.sort(first)
+    return CSR.from_pairs(all_rows[first], all_values[first], len(needs))
+
+
 # Fetches: RELOAD and UNSHARD bring data that a compute task needs, and start shortly before it.
 #
 # A fetch with ``prefetch=k`` needs the compute task that comes k + 1 places before its consumer on
@@ -525,26 +501,15 @@ def _wire(
 def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
     """Add to each fetch the compute task that its start waits for.
 
-    Parameters
-    ----------
-    needs
-        Dependencies by the rules. The consumer of a fetch is the first task that needs it.
-    kinds, kind
-        Kinds, and the kind of each task; tasks of a device's compute stream are in its order.
-    prefetch
-        Number of compute tasks (F, B, I, W, R) of the device that a fetch may run beside.
+    ``needs`` are those by the rules. The consumer of a fetch is the first task that needs it.
     """
     if kinds.ops.isdisjoint(FETCHES):
         return needs
     is_fetch = kinds.is_op(FETCHES)[kind]
-    tasks = np.flatnonzero(kinds.is_op(LISTED)[kind])
-    tasks = tasks[np.argsort(kinds.device[kind[tasks]], kind="stable")]
-    # The halves of an overlapped action share a place: that of its F, which comes first.
-    own = kind[tasks]
-    is_first = (kinds.overlapped[own] == 0) | (kinds.op[own] == Op.F)
+    order = ListedTasks.by_device(kinds, kind)
     place = np.full(len(kind), -1, dtype=np.int64)
-    place[tasks] = np.cumsum(is_first) - 1
-    tasks = tasks[is_first]
+    place[order.tasks] = order.place
+    tasks = order.first
     device = kinds.device[kind[tasks]]
     used = np.flatnonzero(is_fetch[needs.values] & (place[needs.rows] >= 0))
     consumer = np.full(len(kind), len(tasks), dtype=np.int64)

@@ -3,8 +3,7 @@
 A graph is arrays: one entry a task in each column, dependencies and stream queues as CSR (the
 entries of row ``i`` are ``values[ptr[i]:ptr[i + 1]]``). Task ids are the issue order, and a
 topological order: every task that a task waits for has a smaller id. A task is stored as its kind
-and its micro-batch; the other columns and `Task` objects are made on demand. The file is longer
-than most, as it is one class, and half of it is docstrings.
+and its micro-batch; the other columns and `Task` objects are made on demand.
 """
 
 from __future__ import annotations
@@ -37,15 +36,9 @@ from pipesim.graph.options import (
     group_sizes,
     host_of_devices,
 )
-from pipesim.graph.precedence import (
-    LevelInputs,
-    issued_first,
-    levels,
-    precedence,
-    stable_topological_order,
-)
+from pipesim.graph.precedence import issued_first, levels, precedence, stable_topological_order
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
-from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
+from pipesim.ops import Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
 from pipesim.scheduling.schedule import Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
@@ -63,7 +56,8 @@ _NO_OPTIONS = LoweringOptions()
 class TaskGraph:
     """All tasks of a step, their dependencies, and the order of each stream.
 
-    `pipesim.lower` makes a graph from a schedule, `build` from the user's columns.
+    `pipesim.lower` makes a graph from a schedule, `build` from the user's columns. Fields are not
+    checked: `pipesim.verify` does that.
 
     Attributes
     ----------
@@ -99,19 +93,6 @@ class TaskGraph:
         `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
         `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas` and
         `offload_shares`.
-
-    Raises
-    ------
-    GraphError
-        Not here: fields are not checked. `pipesim.verify` raises it if the graph breaks an
-        invariant.
-
-    See Also
-    --------
-    pipesim.lower : Turn a schedule into a graph.
-    pipesim.verify : Check every invariant of a graph.
-    pipesim.simulate : Predict when each task runs.
-    pipesim.audit : Time that each dependency costs.
 
     Examples
     --------
@@ -227,27 +208,8 @@ class TaskGraph:
         >>> ps.simulate(graph, ps.Costs(forward=1, backward=2)).makespan
         3.0
         """
-        return cls.wire(
-            tasks,
-            group=group,
-            name=name,
-            hosts=hosts,
-            host_threads=host_threads,
-            rendezvous=rendezvous,
-            recompute=recompute,
-            overlap=overlap,
-            n_batches=n_batches,
-            n_slices=n_slices,
-            grad_sync=grad_sync,
-            weight_versions=weight_versions,
-            skips=skips,
-            portals=portals,
-            forward_only=forward_only,
-            tied=tied,
-            prefetch=prefetch,
-            expert_replicas=expert_replicas,
-            offload_shares=offload_shares,
-        ).in_topological_order()
+        options = {name: value for name, value in locals().items() if name not in ("cls", "tasks")}
+        return cls.wire(tasks, **options).in_topological_order()
 
     @classmethod
     def wire(
@@ -272,22 +234,6 @@ class TaskGraph:
         -------
         TaskGraph
             Graph of the tasks, not verified.
-
-        Raises
-        ------
-        GraphError
-            For columns that hold no integers, differ in length or have a value out of range, and
-            for options that do not suit the tasks.
-        CapacityError
-            If the graph would not fit in memory.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> columns = {"device": [0, 0], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
-        >>> graph = ps.TaskGraph.wire(ps.Tasks(op=[ps.Op.B, ps.Op.F], **columns))
-        >>> [str(graph.task(k)) for k in range(2)]  # the B waits for the F behind it: a deadlock
-        ['0B0', '0F0']
         """
         check_text("name", name)
         tasks, group = checked_tasks(tasks, group)
@@ -331,20 +277,6 @@ class TaskGraph:
         -------
         TaskGraph
             Graph of the tasks, with ids as they are given.
-
-        Raises
-        ------
-        CapacityError
-            If the graph would not fit in memory.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import pipesim as ps
-        >>> zeros = np.zeros(2, dtype=np.int32)
-        >>> kinds, kind = ps.Tasks(np.array([ps.Op.F, ps.Op.B]), zeros, zeros, zeros, zeros).kinds()
-        >>> ps.TaskGraph.of_kinds(kinds, kind, microbatch=zeros)
-        <TaskGraph custom: 2 tasks, 1 devices, 1 stages, 1 micro-batches, recompute=never>
         """
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK, FEWER_TASKS)
         n_devices = int(kinds.device.max(initial=0)) + 1
@@ -352,15 +284,13 @@ class TaskGraph:
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         streams, stream_of_kind = kinds.streams
         stream_of_kind = stream_of_kind.copy()  # loops are compiled for arrays that can be written
-        groups = group_sizes(options.grad_sync, n_stages)
-        batch_size = n_microbatches // options.n_batches
         needs, pair = apply_rules(
             kinds,
             kind,
             microbatch,
-            batch_size,
+            n_microbatches // options.n_batches,
             stream_of_kind,
-            groups,
+            group_sizes(options.grad_sync, n_stages),
             options.tied,
             options.n_slices,
         )
@@ -399,17 +329,6 @@ class TaskGraph:
         TaskGraph
             A graph with other ids; this one if they are in order already, or if no order is
             topological.
-
-        Examples
-        --------
-        A message that is received before it is sent:
-
-        >>> import pipesim as ps
-        >>> tasks = ps.Tasks(op=[ps.Op.RECV_F, ps.Op.F, ps.Op.SEND_F], device=[1, 0, 0],
-        ...                  stage=[1, 0, 0], microbatch=[0, 0, 0], stream=[2, 0, 3])
-        >>> graph = ps.TaskGraph.wire(tasks).in_topological_order()
-        >>> [str(graph.task(k)) for k in range(3)]
-        ['0F0', '0SEND_F0', '1RECV_F0']
         """
         waits = self.precedence
         if (waits.values < waits.rows).all():
@@ -515,13 +434,6 @@ class TaskGraph:
         -------
         TaskGraph
             The graph itself.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> graph.as_verified() is graph, graph.verified
-        (True, True)
         """
         self.__dict__["_verified"] = True
         return self
@@ -553,21 +465,6 @@ class TaskGraph:
             File that ends in ``.html`` or ``.htm``.
         **options
             ``title``, as `pipesim.to_html` describes.
-
-        Raises
-        ------
-        CapacityError
-            If the graph has over 5,000,000 tasks.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     graph.to_html(f"{folder}/graph.html")
-        ...     [path.name for path in pathlib.Path(folder).iterdir()]
-        ['graph.html']
         """
         from pipesim.plot.page.save import to_html
 
@@ -709,11 +606,6 @@ class TaskGraph:
             - The graph has ``name``, ``n_devices``, ``n_stages``, ``n_microbatches`` and
               ``n_replicas``.
 
-        Raises
-        ------
-        CapacityError
-            If the graph would not fit in memory.
-
         Examples
         --------
         >>> import networkx
@@ -745,13 +637,6 @@ class TaskGraph:
         -------
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ax = ps.lower(ps.schedule("gpipe", 2, 2)).plot(messages="labels")
-        >>> ax.get_xlabel()
-        'Clock cycle'
         """
         from pipesim.plot.dependency_plot import dependencies
 
@@ -769,12 +654,6 @@ class TaskGraph:
         -------
         TaskGraph
             A copy with this name; `verified` if this graph is.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.lower(ps.schedule("gpipe", 2, 2)).with_name("baseline").name
-        'baseline'
         """
         graph = replace(self, name=check_text("name", name))
         graph.__dict__["_wired"] = self.wired
@@ -792,18 +671,6 @@ class TaskGraph:
         -------
         numpy.ndarray
             True for each such task; shape ``(len(graph),)``.
-
-        Raises
-        ------
-        TypeError
-            For a list or another set: the argument must be hashable.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> int(graph.is_op(frozenset({ps.Op.F, ps.Op.B})).sum())
-        8
         """
         marked: NDArray[np.bool_] = self.kinds.is_op(ops)[self.kind]
         return marked
@@ -919,23 +786,7 @@ class TaskGraph:
     @cached_property
     def levels(self) -> Ints:
         """Distance of each task from the first, in tasks; -1 for tasks that can never start."""
-        sizes = np.diff(self.collectives.ptr).astype(np.int64)
-        return levels(
-            LevelInputs(
-                self.kind,
-                self.stream_of_kind,
-                self.kinds.is_op(RECVS),
-                self.kinds.is_op(SENDS),
-                self.queues.ptr,
-                self.queues.values,
-                self.dependencies.ptr,
-                self.dependencies.values,
-                self.pair,
-                self.group if len(sizes) else np.empty(0, np.int32),
-                sizes,
-                self.rendezvous,
-            )
-        )
+        return levels(self)
 
 
 def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:

@@ -38,15 +38,10 @@ _ADVICE = "give the number of each device's host"
 
 
 def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
-    """Return the number of the host of each device; shape ``(n_devices,)``.
+    """Return the number of the host of each device, of all replicas; shape ``(n_devices,)``.
 
-    Parameters
-    ----------
-    hosts
-        ``"one"``, ``"per_device"``, or the number of each device's host: whole numbers from 0
-        without gaps. Also as text, ``"0,0,1,1"``.
-    n_devices
-        Number of devices, those of all replicas included.
+    ``hosts`` is ``"one"``, ``"per_device"``, or the number of each device's host: whole numbers
+    from 0 without gaps. Also as text, ``"0,0,1,1"``.
     """
     numbers, example = _host_numbers(hosts), [device // 2 for device in range(min(n_devices, 4))]
     if numbers is None:
@@ -94,6 +89,38 @@ def hosts_text(host: NDArray[np.int64]) -> str:
     return "per_device" if (host == np.arange(len(host))).all() else " ".join(map(str, host))
 
 
+#: Between the values of stages, as text.
+_BETWEEN = "/"
+
+
+def _values_of_stages(
+    name: str, value: object, n_stages: int, default: str, example: str
+) -> list[Any] | None:
+    """Return the values of a sequence or a mapping, one a stage; None for another value.
+
+    Stages that a mapping does not name have the ``default``.
+    """
+    if isinstance(value, Mapping):
+        if not value:
+            raise ArgumentError(
+                f"{name} is a mapping that names no stage; give such as {{0: {example!r}}}"
+            )
+        for stage in value:
+            if check_count(f"{name}: a stage", stage, 0) >= n_stages:
+                raise ArgumentError(
+                    f"{name} names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+                )
+        return [value.get(stage, default) for stage in range(n_stages)]
+    if not isinstance(value, (list, tuple)):
+        return None
+    if len(value) != n_stages:
+        raise ArgumentError(
+            f"{name} has {len(value)} values, and there are {n_stages} stages; give one "
+            "value for all, one a stage, or a mapping from stages"
+        )
+    return list(value)
+
+
 # Values of the option ``offload``: the activations that go to host memory, of all stages or each.
 #
 # A value is ``"none"``, ``"all"``, a share of the bytes of each micro-batch such as 0.5, or the
@@ -104,7 +131,6 @@ def hosts_text(host: NDArray[np.int64]) -> str:
 OffloadValue: TypeAlias = str | float
 #: As users give it for all stages.
 OffloadArgument: TypeAlias = OffloadValue | Sequence[OffloadValue] | Mapping[int, OffloadValue]
-_BETWEEN = "/"
 _LONGEST = "longest:"
 _ALLOWED = (
     '"none", "all", a share of the bytes of each micro-batch from 0 to 1, or the text '
@@ -114,17 +140,11 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class StageOffload:
-    """Activations to offload: of a stage, or of all stages together.
+    """Activations to offload: of a stage, or of all stages together."""
 
-    Attributes
-    ----------
-    share
-        Share of the bytes of each selected micro-batch, 0 to 1.
-    longest
-        Share of the micro-batches that is selected, those that live longest first; 1 for all.
-    """
-
+    #: Share of the bytes of each selected micro-batch, 0 to 1.
     share: float = 1.0
+    #: Share of the micro-batches that is selected, those that live longest first; 1 for all.
     longest: float = 1.0
 
     @property
@@ -148,37 +168,13 @@ def checked_offload(
     """Return the value for all stages together, or one a stage if they were given."""
     if isinstance(offload, str) and _BETWEEN in offload:
         offload = offload.split(_BETWEEN)
-    if isinstance(offload, Mapping):
-        return _of_mapping(offload, n_stages)
-    if isinstance(offload, (list, tuple)):
-        if len(offload) != n_stages:
-            raise ArgumentError(
-                f"offload has {len(offload)} values, and there are {n_stages} stages; give one "
-                "value for all, one a stage, or a mapping from stages"
-            )
-        return tuple(
-            _checked_offload_value(x, f"offload of stage {s}") for s, x in enumerate(offload)
-        )
-    return _checked_offload_value(offload, "offload")
-
-
-def _of_mapping(offload: Mapping[int, OffloadValue], n_stages: int) -> tuple[StageOffload, ...]:
-    """Return one value a stage; stages that a mapping does not name offload nothing."""
-    if not offload:
-        raise ArgumentError("offload is a mapping that names no stage; give such as {0: 'all'}")
-    for stage in offload:
-        if check_count("offload: a stage", stage, 0) >= n_stages:
-            raise ArgumentError(
-                f"offload names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
-            )
-    values = (offload.get(stage, "none") for stage in range(n_stages))
-    return tuple(
-        _checked_offload_value(value, f"offload of stage {s}") for s, value in enumerate(values)
-    )
+    values = _values_of_stages("offload", offload, n_stages, "none", "all")
+    if values is None:
+        return _checked_offload_value(offload, "offload")
+    return tuple(_checked_offload_value(x, f"offload of stage {s}") for s, x in enumerate(values))
 
 
 def _checked_offload_value(value: object, name: str) -> StageOffload:
-    """Return one value."""
     if isinstance(value, str):
         text = value.strip()
         if text in ("none", "all"):
@@ -229,55 +225,25 @@ GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
 GradSyncs: TypeAlias = str | int | tuple[str | int, ...]
 #: As users give it.
 GradSyncArgument: TypeAlias = str | int | Sequence[str | int] | Mapping[int, str | int]
-#: Between the values of stages, as text.
-_BETWEEN = "/"
 
 
 def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: int) -> GradSyncs:
     """Return when gradients are reduced: one value if all stages have the same, else one a stage.
 
-    Parameters
-    ----------
-    grad_sync
-        ``"last"``, ``"every"``, ``"bucketed"``, a number of micro-batches, or one of these a stage:
-        in a sequence, as text between slashes, or in a mapping from stages, whose other stages
-        have ``"last"``.
-    n_stages
-        Number of stages.
-    batch_size
-        Micro-batches of a mini-batch. This number means ``"last"``, and 1 means ``"every"``.
+    ``grad_sync`` is ``"last"``, ``"every"``, ``"bucketed"``, a number of micro-batches, or one of
+    these a stage: in a sequence, as text between slashes, or in a mapping from stages, whose other
+    stages have ``"last"``.
     """
     if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
         grad_sync = from_text(grad_sync)
-    if isinstance(grad_sync, Mapping):
-        grad_sync = [
-            grad_sync.get(stage, "last") for stage in _checked_times_of_stages(grad_sync, n_stages)
-        ]
-    elif isinstance(grad_sync, (list, tuple)):
-        if len(grad_sync) != n_stages:
-            raise ArgumentError(
-                f"grad_sync has {len(grad_sync)} values, and there are {n_stages} stages; give one "
-                "value for all, one a stage, or a mapping from stages"
-            )
-    else:
+    listed = _values_of_stages("grad_sync", grad_sync, n_stages, "last", "every")
+    if listed is None:
         return _checked_times(grad_sync, "grad_sync", batch_size)
     values = [
         _checked_times(value, f"grad_sync of stage {stage}", batch_size)
-        for stage, value in enumerate(grad_sync)
+        for stage, value in enumerate(listed)
     ]
     return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def _checked_times_of_stages(stages: Mapping[int, str | int], n_stages: int) -> range:
-    """Return all stages, if a mapping names one of them or several, and no others."""
-    if not stages:
-        raise ArgumentError("grad_sync is a mapping that names no stage; give such as {0: 'every'}")
-    for stage in stages:
-        if check_count("grad_sync: a stage", stage, 0) >= n_stages:
-            raise ArgumentError(
-                f"grad_sync names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
-            )
-    return range(n_stages)
 
 
 def _checked_times(value: object, name: str, batch_size: int) -> str | int:
@@ -323,7 +289,7 @@ def to_text(grad_sync: GradSyncs) -> str:
 
 
 def from_text(text: str) -> str | int | tuple[str | int, ...]:
-    """Read a value, or one a stage between slashes: ``"every"``, ``"2"``, ``"every/2/last"``."""
+    """Read a value, or one a stage: ``"every"``, ``"2"``, ``"every/2/last"``."""
     values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
     return values if len(values) > 1 else values[0]
 
@@ -373,7 +339,6 @@ def tied_text(tied: Tied) -> str:
 
 
 def _listed_groups(tied: Iterable[Iterable[int]] | str) -> list[object]:
-    """Return the groups as a list."""
     if isinstance(tied, str):
         return [part.strip() for part in tied.split(",")]
     try:
@@ -388,7 +353,6 @@ def _listed_groups(tied: Iterable[Iterable[int]] | str) -> list[object]:
 
 
 def _stages_of(group: object, tied: object) -> tuple[int, ...]:
-    """Return the stages of one group."""
     if isinstance(group, str):
         numbers = [parse_int(text) for text in group.split("-")]
         stages = tuple(number for number in numbers if number is not None)
@@ -425,67 +389,44 @@ class LoweredSchedule:
 class LoweringOptions:
     """Options of `pipesim.lower` that hold for a whole graph, checked and normalized.
 
-    Attributes
-    ----------
-    recompute, overlap
-        Labels: which micro-batches are recomputed, and whether transfers overlap compute. The tasks
-        show both.
-    rendezvous
-        Whether a SEND waits until its RECV is reached (rule 6).
-    host_threads
-        Whether hosts are threads of one process, which wait for each other (rule 7).
-    n_batches
-        Number of mini-batches, each with its own optimizer step.
-    n_slices
-        Number of slices of a sequence: micro-batches ``k * n_slices`` and the next
-        ``n_slices - 1`` are the slices of one sequence; 1 without slices.
-    grad_sync
-        When gradients are reduced, as `pipesim.lower` describes: one value, or one a stage if
-        stages differ. The backwards that a REDUCE_GRAD needs are, for ``"every"``, those of its
-        micro-batch; for a number k, those of the k micro-batches up to its own; otherwise those of
-        the whole mini-batch.
-    weight_versions
-        Which weights F uses, as `pipesim.Schedule` describes.
-    skips
-        ``(source, target)`` stages of each skip connection, sorted.
-    portals
-        Whether each skip has its own message. Otherwise one message carries all skips that cross
-        the border between two stages.
-    forward_only
-        Whether the graph is an evaluation: it has no backwards, so F keeps no activations.
-    tied
-        Stages of each group with copies of one parameter, in rising order.
-    prefetch
-        Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
-        its consumer; see `pipesim.graph.dependencies`.
-    expert_replicas
-        Number of consecutive replicas that exchange the tokens of experts; 0 for all.
-    offload_shares
-        Share of the bytes of a micro-batch's activations that an OFFLOAD moves, one a stage, above
-        0 and at most 1; empty if all are 1. The tasks show which micro-batches are offloaded.
-    source
-        Schedule and arguments of `pipesim.lower`; None for a graph from elsewhere. Not compared.
-    n_equal
-        Number of equal replicas for which the one of the graph stands; see
-        `pipesim.simulation.equal_replicas`.
+    `TaskGraph` describes those that are its attributes too.
     """
 
+    #: Labels: which micro-batches are recomputed, and whether transfers overlap compute. The tasks
+    #: show both.
     recompute: str = "never"
     overlap: bool = True
     rendezvous: bool = False
     host_threads: bool = False
     n_batches: int = 1
+    #: Micro-batches ``k * n_slices`` and the next ``n_slices - 1`` are the slices of one sequence.
     n_slices: int = 1
+    #: As `pipesim.lower` describes: one value, or one a stage if stages differ. The backwards that
+    #: a REDUCE_GRAD needs are, for ``"every"``, those of its micro-batch; for a number k, those of
+    #: the k micro-batches up to its own; otherwise those of the whole mini-batch.
     grad_sync: GradSyncs = "last"
     weight_versions: Versions = "one"
+    #: Source and target stage of each skip connection, sorted.
     skips: tuple[Skip, ...] = ()
+    #: Whether each skip has its own message. Otherwise one message carries all skips that cross the
+    #: border between two stages.
     portals: bool = True
+    #: Whether the graph is an evaluation: it has no backwards, so F keeps no activations.
     forward_only: bool = False
+    #: Stages of each group with copies of one parameter, in rising order.
     tied: Tied = ()
+    #: Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
+    #: its consumer; see `pipesim.graph.dependencies`.
     prefetch: int = 1
+    #: Number of consecutive replicas that exchange the tokens of experts; 0 for all.
     expert_replicas: int = 0
+    #: Share of the bytes of a micro-batch's activations that an OFFLOAD moves, one a stage, above
+    #: 0 and at most 1; empty if all are 1. The tasks show which micro-batches are offloaded.
     offload_shares: tuple[float, ...] = ()
+    #: None for a graph that `pipesim.lower` did not make. Not compared.
     source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
+    #: Number of equal replicas for which the one of the graph stands; see
+    #: `pipesim.simulation.equal_replicas`.
     n_equal: int = 1
 
     @classmethod
@@ -508,15 +449,7 @@ class LoweringOptions:
         offload_shares: Sequence[float] | str = (),
         **flags: bool,
     ) -> LoweringOptions:
-        """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`.
-
-        Raises
-        ------
-        GraphError
-            If a forward-only graph has tasks of a backward, if mini-batches have unequal numbers of
-            micro-batches, or parts of a sequence, a message carries none of the skips, or a
-            REDUCE_TIED is of no group.
-        """
+        """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
         for name, flag in (flags | {"portals": portals, "forward_only": forward_only}).items():
             check_flag(name, flag)
         if forward_only and kinds.is_op(_BACKWARDS).any():

@@ -86,23 +86,10 @@ def issued_first(graph: TaskGraph) -> CSR:
     return CSR.from_pairs(row[foreign], value[foreign], len(graph))
 
 
-class LevelInputs(NamedTuple):
-    """The columns of a graph from which levels are counted.
+class _LevelInputs(NamedTuple):
+    """The columns of a graph from which levels are counted; see `TaskGraph`.
 
-    Attributes
-    ----------
-    kind, pair, group
-        One entry a task; see `TaskGraph`. ``group`` is empty without collectives.
-    stream_of_kind, is_recv, is_send
-        One entry a kind.
-    queue_ptr, queue
-        CSR: the tasks of each stream, in order.
-    needs_ptr, needs
-        CSR: the dependencies of each task.
-    group_size
-        Number of members of each collective.
-    rendezvous
-        Whether a SEND waits until its RECV is reached.
+    ``group`` is empty without collectives.
     """
 
     kind: Ints
@@ -120,40 +107,43 @@ class LevelInputs(NamedTuple):
 
 
 class _LevelState(NamedTuple):
-    """Position of each stream in its queue, and the streams that wait.
+    """Position of each stream in its queue, and the streams that wait."""
 
-    Attributes
-    ----------
-    level
-        Level of each task, -1 before it is reached.
-    cursor, last
-        Position in the queue of each stream's head, and level of the task before the head.
-    first_waiter, next_waiter
-        Linked lists of the streams that wait for a task, or for a collective (numbered after the
-        tasks): the first stream of each list, and the stream behind each stream; -1 at the end.
-    arrived, group_level
-        Number of members of each collective that are heads or done, and the level before them.
-    has_arrived
-        Whether the head of each stream is among ``arrived``.
-    todo
-        Stack of the streams that can go on.
-    """
-
+    #: Level of each task, -1 before it is reached.
     level: Ints
+    #: Position in the queue of each stream's head, and level of the task before the head.
     cursor: Ints
     last: Ints
+    #: Linked lists of the streams that wait for a task, or for a collective (numbered after the
+    #: tasks): the first stream of each list, and the stream behind each stream; -1 at the end.
     first_waiter: Ints
     next_waiter: Ints
+    #: Number of members of each collective that are heads or done, and the level before them.
     arrived: Ints
     group_level: Ints
+    #: Whether the head of each stream is among ``arrived``.
     has_arrived: NDArray[np.bool_]
+    #: Stack of the streams that can go on.
     todo: Ints
 
 
-def levels(inputs: LevelInputs) -> NDArray[np.int32]:
-    """Return the distance of each task from the first, in tasks; -1 for tasks that never start."""
-    n_tasks, n_streams = len(inputs.kind), len(inputs.queue_ptr) - 1
-    n_groups = len(inputs.group_size)
+def levels(graph: TaskGraph) -> NDArray[np.int32]:
+    """Return `TaskGraph.levels`."""
+    n_tasks, n_streams, n_groups = len(graph), len(graph.streams), len(graph.collectives)
+    inputs = _LevelInputs(
+        graph.kind,
+        graph.stream_of_kind,
+        graph.kinds.is_op(RECVS),
+        graph.kinds.is_op(SENDS),
+        graph.queues.ptr,
+        graph.queues.values,
+        graph.dependencies.ptr,
+        graph.dependencies.values,
+        graph.pair,
+        graph.group if n_groups else np.empty(0, np.int32),
+        np.diff(graph.collectives.ptr).astype(np.int64),
+        graph.rendezvous,
+    )
     state = _LevelState(
         level=np.full(n_tasks, -1, np.int32),
         cursor=inputs.queue_ptr[:-1].copy(),
@@ -181,13 +171,13 @@ def _wake(first_waiter: Ints, next_waiter: Ints, todo: Ints, n_todo: int, blocke
 
 
 @kernel(_wake)
-def _fill_levels(inputs: LevelInputs, state: _LevelState) -> None:
+def _fill_levels(inputs: _LevelInputs, state: _LevelState) -> None:
     """Fill ``state.level``.
 
     Each stream walks along its queue until its head waits for another task. The stream is then
-    queued on that task, and resumes when it is done. Each task is visited once. The function is one
-    loop, longer than 40 lines: helpers that take all columns make it 30 times slower, since
-    compiled code counts references to each column for every task.
+    queued on that task, and resumes when it is done. Each task is visited once. Helpers that take
+    all columns make the loop 30 times slower, since compiled code counts references to each column
+    for every task.
     """
     kind, stream_of_kind, is_recv, is_send, queue_ptr, queue, needs_ptr, needs = inputs[:8]
     pair, group, group_size, rendezvous = inputs[8:]

@@ -1,8 +1,7 @@
 """The dependency rules: which tasks need the end of which other tasks (rule 3 of docs/time.md).
 
-This is the only copy. `pipesim.graph.dependencies` turns `RULES` into tables of one graph's kinds.
-`pipesim.graph.dependencies` applies these to all tasks. The executor derives the input of each task from
-`data_sources`.
+This is the only copy. `pipesim.graph.dependencies` applies `RULES` to all tasks of a graph. The
+executor derives the input of each task from `data_sources`.
 """
 
 from __future__ import annotations
@@ -38,62 +37,43 @@ class Via(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Tasks of ``ops`` need tasks of ``needs`` of the same replica and micro-batch.
-
-    Attributes
-    ----------
-    ops
-        Operations of the tasks that the rule is for.
-    needs
-        Operations of the needed tasks: alternatives, of which those in the graph apply.
-    stage
-        Offset of the needed task's stage from that of the task.
-    via
-        If one of these tasks is in the graph, the task needs it instead of ``needs``: the first in
-        the graph counts. Other rules have the needs of the task of ``via``.
-    every
-        Whether the tasks of all micro-batches of the mini-batch are needed, or of the reduction if
-        the stage reduces its gradients after every k micro-batches.
-    skips
-        Whether the rule stands for one rule a skip connection: the messages of all skips that
-        reach the stage are needed.
-    buckets
-        Whether the rule stands for one rule a bucket of gradients: all buckets of ``via`` are
-        needed.
-    over
-        Stages, beside its own, whose tasks are needed by the task; see `Over`.
-    tied
-        Whether the rule stands for one rule a group of tied stages. Its number is the part of
-        REDUCE_TIED, in ``ops`` or ``needs``.
-    part
-        Part of the tasks that the rule is for, -1 for those without. None for tasks of any part,
-        but of F, B and I only the first segment.
-    needs_part
-        Part of the needed task; -1 if it has none, or for its last segment.
-    carries
-        Whether the rule is a data edge: the result of the needed task, or of the task of ``via``
-        in its place, is the input of the task. Other rules only order tasks, or the task uses data
-        of its stage or replica: activations, gradients, parameters. If two data edges apply to a
-        task, the later rule in `RULES` delivers its input: F of a sharded stage needs the output of
-        the stage before, but its input is the keys of its exchange.
-    slice
-        Offset of the needed task's slice from that of the task: -1 for the slice before in the same
-        sequence, +1 for the slice after; 0 for rules that need no other slice. Rules with an
-        offset hold in graphs of several slices a sequence; the first or last slice needs none.
-    """
+    """Tasks of ``ops`` need tasks of ``needs`` of the same replica and micro-batch."""
 
     ops: tuple[Op, ...]
+    #: Alternatives, of which those in the graph apply.
     needs: tuple[Op, ...]
+    #: Offset of the needed task's stage from that of the task.
     stage: int = 0
+    #: If one of these tasks is in the graph, the task needs it instead of ``needs``: the first in
+    #: the graph counts. Other rules have the needs of the task of ``via``.
     via: tuple[Via, ...] = ()
+    #: Whether the tasks of all micro-batches of the mini-batch are needed, or of the reduction if
+    #: the stage reduces its gradients after every k micro-batches.
     every: bool = False
+    #: Whether the rule stands for one rule a skip connection: the messages of all skips that reach
+    #: the stage are needed.
     skips: bool = False
+    #: Whether the rule stands for one a bucket of gradients: all buckets of ``via`` are needed.
     buckets: bool = False
+    #: Stages, beside its own, whose tasks are needed by the task.
     over: Over = "stage"
+    #: Whether the rule stands for one rule a group of tied stages. Its number is the part of
+    #: REDUCE_TIED, in ``ops`` or ``needs``.
     tied: bool = False
+    #: Part of the tasks that the rule is for, -1 for those without. None for tasks of any part, but
+    #: of F, B and I only the first segment.
     part: int | None = None
+    #: Part of the needed task; -1 if it has none, or for its last segment.
     needs_part: int = -1
+    #: Whether the rule is a data edge: the result of the needed task, or of the task of ``via`` in
+    #: its place, is the input of the task. Other rules only order tasks, or the task uses data of
+    #: its stage or replica: activations, gradients, parameters. If two data edges apply to a task,
+    #: the later rule in `RULES` delivers its input: F of a sharded stage needs the output of the
+    #: stage before, but its input is the keys of its exchange.
     carries: bool = False
+    #: Offset of the needed task's slice from that of the task: -1 for the slice before in the same
+    #: sequence, +1 for the slice after; 0 for rules that need no other slice. Rules with an offset
+    #: hold in graphs of several slices a sequence; the first or last slice needs none.
     slice: int = 0
 
 
@@ -226,19 +206,10 @@ def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
     """Return the tasks that can deliver a task's input, the preferred one first.
 
     The input is the result of the first of these tasks that is among the task's dependencies and
-    has its micro-batch. A RECV takes the result of its SEND (`PAIRS`), which is no dependency.
-
-    Parameters
-    ----------
-    op, part
-        Those of the task; ``part`` as `pipesim.Action` has it.
-
-    Returns
-    -------
-    tuple of (Op, int)
-        Operation, and offset of its stage from that of the task. Empty for RECV, which takes the
-        result of its SEND, and for operations that use data of their stage: R, W, STEP, UNSHARD,
-        reductions, and exchanges of accumulated gradients.
+    has its micro-batch. The result has the operation of each, and the offset of its stage from that
+    of the task. It is empty for RECV, which takes the result of its SEND (`PAIRS`), no dependency,
+    and for operations that use data of their stage: R, W, STEP, UNSHARD, reductions, and exchanges
+    of accumulated gradients.
 
     >>> data_sources(Op.SEND_B)
     ((<Op.B: 1>, 0), (<Op.I: 2>, 0))

@@ -63,7 +63,6 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
 
 
 def _checked_pair(skip: object) -> Skip:
-    """Return source and target as Python integers."""
     if isinstance(skip, str):
         return skip_from_text(skip)
     stages = list(skip) if isinstance(skip, (tuple, list, np.ndarray)) else []
@@ -86,13 +85,7 @@ def border_crossings(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[in
 
 
 def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
-    """Return the skips of a graph: the given ones, or by default those of its messages.
-
-    Raises
-    ------
-    GraphError
-        For a message without any of these skips.
-    """
+    """Return the skips of a graph: the given ones, or by default those of its messages."""
     pairs = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
     is_message = kinds.peer_stage >= 0
     if not is_message.any():
@@ -110,13 +103,7 @@ def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, 
 
 
 def checked_skip_bytes(value: object) -> SkipBytes | None:
-    """Return bytes of skips in the form of `Costs`: a number, or pairs of stages with bytes.
-
-    Raises
-    ------
-    CostsError
-        For anything but a number of bytes, or a mapping from pairs of stages to bytes.
-    """
+    """Return bytes of skips in the form of `Costs`: a number, or pairs of stages with bytes."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -177,15 +164,7 @@ def _sizes(skip_bytes: SkipBytes | None, skips: tuple[Skip, ...]) -> NDArray[np.
 def message_bytes(
     kinds: Kinds, skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
 ) -> NDArray[np.float64]:
-    """Return the bytes of skips that each kind of message carries, 0 for other kinds.
-
-    Shape ``(n_kinds,)``.
-
-    Raises
-    ------
-    CostsError
-        If bytes are given for other skips than these.
-    """
+    """Return the bytes of skips of each kind of message, 0 for others; shape ``(n_kinds,)``."""
     nbytes = np.zeros(len(kinds))
     _sizes(skip_bytes, skips)  # for its error
     own = np.flatnonzero(kinds.peer_stage >= 0)
@@ -206,13 +185,7 @@ def message_bytes(
 def border_bytes(
     skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
 ) -> list[tuple[Skip, float]]:
-    """Return the stages between which tensors of skips go, and their bytes.
-
-    Raises
-    ------
-    CostsError
-        If bytes are given for other skips than these.
-    """
+    """Return the stages between which tensors of skips go, and their bytes."""
     sizes = _sizes(skip_bytes, skips)
     messages = border_crossings(skips, portals)
     return [(border, float(sizes[members].sum())) for border, members in messages.items()]

@@ -17,6 +17,7 @@ from pipesim.ops import (
     EXCHANGES,
     EXPERT_EXCHANGES,
     KEPT,
+    LISTED,
     NUMBERED,
     OF_STAGES,
     PASSES,
@@ -141,12 +142,6 @@ class Task(NamedTuple):
     part
         Bucket, exchange or another part of `pipesim.Action`; -1 for other tasks.
 
-    See Also
-    --------
-    pipesim.TaskGraph.task : View a task of a graph.
-    pipesim.Action : Operation, stage and micro-batch alone.
-    pipesim.Tasks : Columns of many tasks.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -178,7 +173,7 @@ class Task(NamedTuple):
 class Tasks:
     """Columns of tasks before they are wired into a graph; one entry a task.
 
-    `pipesim.graph.tasks.checked_tasks` checks them when they are wired.
+    `pipesim.TaskGraph.build` wires them, and checks them then.
 
     Attributes
     ----------
@@ -200,18 +195,6 @@ class Tasks:
     part
         Part of an operation that has several, as `pipesim.Action` describes, such as the bucket of
         a REDUCE_GRAD; -1 for any other task. None without such tasks.
-
-    Raises
-    ------
-    GraphError
-        Not here, but by `pipesim.TaskGraph.build`: for columns that hold no integers, differ in
-        length or have a value out of range.
-
-    See Also
-    --------
-    pipesim.TaskGraph.build : Wire the tasks into a graph.
-    pipesim.lower : Make a graph from a schedule instead.
-    pipesim.Op : Numbers of operations.
 
     Examples
     --------
@@ -250,23 +233,6 @@ class Tasks:
             A table of the kinds, sorted by device and stream.
         numpy.ndarray
             Index of each task's kind; shape ``(len(tasks),)``.
-
-        Raises
-        ------
-        GraphError
-            If numbers of devices, stages or replicas are too large to tell kinds apart.
-
-        Examples
-        --------
-        Two F of one stage are of one kind:
-
-        >>> import numpy as np
-        >>> import pipesim as ps
-        >>> zeros = np.zeros(3, dtype=int)
-        >>> op, microbatch = np.array([ps.Op.F, ps.Op.F, ps.Op.B]), np.array([0, 1, 0])
-        >>> kinds, kind = ps.Tasks(op, zeros, zeros, microbatch, stream=zeros).kinds()
-        >>> len(kinds), kind.tolist()
-        (2, [0, 0, 1])
         """
         replica, overlapped = (
             np.zeros_like(self.op) if column is None else column
@@ -302,24 +268,10 @@ class Tasks:
 class Kinds:
     """A table of kinds: tasks of one operation, stage, replica, device, stream, peer and part.
 
-    A graph of 10^8 tasks has a few thousand kinds. Costs and streams are per kind. Tables with
-    equal columns are equal, so that functions of a table can keep their results. Graphs share
-    tables: their arrays are read-only.
-
-    Attributes
-    ----------
-    op, device, stage, replica
-        One entry a kind.
-    stream
-        A `StreamKind` code.
-    overlapped
-        1 for halves of overlapped actions, else 0; zeros where it is not given.
-    peer_stage
-        The stage at the other end of a message of skip connections, else -1, also where it is not
-        given.
-    part
-        The bucket of a REDUCE_GRAD, the group of a REDUCE_TIED, or which exchange an ALL_TO_ALL is,
-        likewise.
+    Columns are those of `Tasks`, with one entry a kind; the last three may be omitted. A graph of
+    10^8 tasks has a few thousand kinds. Costs and streams are per kind. Tables with equal columns
+    are equal, so that functions of a table can keep their results. Graphs share tables: their
+    arrays are read-only.
     """
 
     op: Ints
@@ -343,7 +295,6 @@ class Kinds:
 
     @cached_property
     def _bytes(self) -> bytes:
-        """All columns."""
         return np.concatenate([getattr(self, name) for name in _COLUMNS]).tobytes()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -428,6 +379,29 @@ class Kinds:
         return number.ravel()
 
 
+class ListedTasks(NamedTuple):
+    """Listed compute tasks, device after device, each in its order."""
+
+    #: Position of each task in the issue order.
+    tasks: Ints
+    #: Number of each task among those of all devices; halves of an overlapped action share one.
+    place: Ints
+    #: Position of the first and the last task of each place.
+    first: Ints
+    last: Ints
+
+    @classmethod
+    def by_device(cls, kinds: Kinds, kind: Ints) -> ListedTasks:
+        """Return the listed ones among tasks in issue order, given the kind of each."""
+        tasks = np.flatnonzero(kinds.is_op(LISTED)[kind])
+        tasks = tasks[np.argsort(kinds.device[kind[tasks]], kind="stable")]
+        own = kind[tasks]
+        is_first = (kinds.overlapped[own] == 0) | (kinds.op[own] == Op.F)
+        begins = np.flatnonzero(is_first)
+        ends = np.append(begins[1:], len(tasks))[: len(begins)] - 1
+        return cls(tasks, np.cumsum(is_first) - 1, tasks[begins], tasks[ends])
+
+
 _COLUMNS = tuple(column.name for column in fields(Kinds))
 
 
@@ -439,7 +413,6 @@ def _read_only(array: NDArray[_T]) -> NDArray[_T]:
 
 @lru_cache
 def _marked(ops: frozenset[Op]) -> NDArray[np.bool_]:
-    """Return whether each operation is one of ``ops``."""
     marked = np.zeros(len(Op), dtype=bool)
     marked[list(ops)] = True
     return marked
@@ -469,17 +442,7 @@ _OPTIONAL = ("replica", "overlapped", "peer_stage", "part", "group")
 
 
 def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
-    """Return tasks, and the collective's number of each task, as columns of 64-bit integers.
-
-    Raises
-    ------
-    GraphError
-        For columns of another type than integers or of different lengths, and for values out of
-        range: an unknown operation, a number below 0 (below -1 for columns in which -1 means none),
-        the stream of a device that does not exist. The message has the column and the row.
-    CapacityError
-        If tables for the largest numbers of devices, stages and replicas would not fit in memory.
-    """
+    """Return tasks, and the collective's number of each task, as columns of 64-bit integers."""
     if not isinstance(tasks, Tasks):
         raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
     all_columns = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}

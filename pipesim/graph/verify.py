@@ -39,13 +39,7 @@ _MOST_CELLS_PER_ACTION = 1000
 
 
 def verify_listing(schedule: Schedule) -> None:
-    """Check all invariants of a schedule except deadlocks.
-
-    Raises
-    ------
-    ScheduleError
-        For a wrong schedule; the message shows the grid with the wrong cell marked.
-    """
+    """Check all invariants of a schedule except deadlocks."""
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
     if schedule.n_batches < 1:
         raise ScheduleError(
@@ -59,7 +53,11 @@ def verify_listing(schedule: Schedule) -> None:
             f"n_microbatches={n_microbatches} need at least {2 * n_stages * n_microbatches}; give "
             "the number of micro-batches that it has"
         )
-    _check_paths(schedule)
+    if n_microbatches < schedule.placement.n_paths:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {n_microbatches} micro-batches for the "
+            f"{schedule.placement.n_paths} paths of its placement; give each path one at least"
+        )
     listed = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
     columns = schedule.op, schedule.stage, schedule.microbatch, schedule.ptr
     paths = schedule.placement.path_of(n_microbatches)
@@ -128,17 +126,13 @@ def _check_cells(schedule: Schedule) -> None:
         of_path = f" for micro-batch {schedule.microbatch[index]}"
         _refuse(schedule, index, f"is misplaced: stage {schedule.stage[index]} lies on device "
                 f"{home[index]}{of_path if schedule.placement.n_paths > 1 else ''}")  # fmt: skip
-    _, first = np.unique(_keys(schedule), return_index=True)
+    cell = schedule.stage.astype(np.int64) * n_microbatches + schedule.microbatch
+    key = schedule.op * np.int64(n_stages * n_microbatches) + cell
+    _, first = np.unique(key, return_index=True)
     repeated = np.ones(len(schedule), dtype=bool)
     repeated[first] = False
     for index in np.flatnonzero(repeated):
         _refuse(schedule, index, "is a duplicate; it is listed before")
-
-
-def _keys(schedule: Schedule) -> NDArray[np.int64]:
-    """Number each (op, stage, micro-batch)."""
-    cell = schedule.stage.astype(np.int64) * schedule.n_microbatches + schedule.microbatch
-    return schedule.op * np.int64(schedule.n_stages * schedule.n_microbatches) + cell
 
 
 def _check_counts(schedule: Schedule) -> None:
@@ -149,14 +143,9 @@ def _check_counts(schedule: Schedule) -> None:
         of_op = schedule.op == op
         cells[schedule.stage[of_op], schedule.microbatch[of_op]] = True
     for half in (Op.I, Op.W):
-        both = present[Op.B] & present[half]
-        for stage, microbatch in np.argwhere(both):
-            cell = (stage, half, microbatch)
-            index = np.flatnonzero(
-                (schedule.stage == cell[0])
-                & (schedule.op == half)
-                & (schedule.microbatch == microbatch)
-            )[0]
+        for stage, microbatch in np.argwhere(present[Op.B] & present[half]):
+            of_cell = (schedule.stage == stage) & (schedule.microbatch == microbatch)
+            index = np.flatnonzero(of_cell & (schedule.op == half))[0]
             _refuse(schedule, index, f"is listed with {Action(int(stage), Op.B, int(microbatch))}, "
                                      "which is the whole backward")  # fmt: skip
     split = present[Op.I] | present[Op.W]
@@ -176,15 +165,6 @@ def _check_counts(schedule: Schedule) -> None:
                 f"{Action(int(stage), op, int(microbatch))} ({int(cells.sum())} {op.name} missing "
                 f"in all); add it to the order\n{schedule.grid(mark=(device, end))}"
             )
-
-
-def _check_paths(schedule: Schedule) -> None:
-    """Check that each path has a micro-batch."""
-    if schedule.n_microbatches < schedule.placement.n_paths:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.n_microbatches} micro-batches for the "
-            f"{schedule.placement.n_paths} paths of its placement; give each path one at least"
-        )
 
 
 def _check_slices(schedule: Schedule) -> None:
@@ -261,14 +241,12 @@ def _check_buffers(schedule: Schedule, batch: Ints, ends: Ints) -> None:
 # Task graphs: tasks, overlaps, collectives, messages and ids
 
 
-def check_tasks(graph: TaskGraph) -> None:
-    """Check all invariants of a graph except its ids and deadlocks.
+def _named(graph: TaskGraph, task: SupportsIndex) -> str:
+    return f"task {task} ({graph.task(int(task))})"
 
-    Raises
-    ------
-    GraphError
-        For a wrong graph; the message has the wrong tasks.
-    """
+
+def check_tasks(graph: TaskGraph) -> None:
+    """Check all invariants of a graph except its ids and deadlocks."""
     n, kinds = len(graph), graph.kinds
     if ((graph.dependencies.values < 0) | (graph.dependencies.values >= n)).any():
         raise GraphError(f"a dependency names a task outside 0..{n - 1}")
@@ -278,19 +256,19 @@ def check_tasks(graph: TaskGraph) -> None:
     homes = graph.homes[kinds.replica, kinds.stage]
     for task in np.flatnonzero((homes != kinds.device)[graph.kind]):
         raise GraphError(
-            f"task {task} ({graph.task(int(task))}) is on device {graph.device[task]}, but stage "
+            f"{_named(graph, task)} is on device {graph.device[task]}, but stage "
             f"{graph.stage[task]} lies on device {homes[graph.kind[task]]} as well; a stage lies "
             "on one"
         )
     for task in np.flatnonzero(graph.is_op(COMPUTE) & ~graph.on_compute):
         raise GraphError(
-            f"task {task} ({graph.task(int(task))}) is on stream "
-            f"{graph.task(int(task)).stream!r}; it belongs on 'compute'"
+            f"{_named(graph, task)} is on stream {graph.task(int(task)).stream!r}; it belongs on "
+            "'compute'"
         )
     members = graph.collectives.values
     for task in members[~graph.is_op(COLLECTIVES)[members]]:
         raise GraphError(
-            f"task {task} ({graph.task(int(task))}) is in a group; only collectives "
+            f"{_named(graph, task)} is in a group; only collectives "
             f"({', '.join(op.name for op in sorted(COLLECTIVES))}) have members"
         )
     _check_halves(graph)
@@ -299,13 +277,7 @@ def check_tasks(graph: TaskGraph) -> None:
 
 
 def check_ids(graph: TaskGraph) -> None:
-    """Check that ids are a topological order.
-
-    Raises
-    ------
-    GraphError
-        For another order; the message has a task and a predecessor that is issued later.
-    """
+    """Check that ids are a topological order."""
     waits = graph.precedence
     late = np.flatnonzero(waits.values >= waits.rows)
     if len(late):
@@ -325,8 +297,8 @@ def _check_halves(graph: TaskGraph) -> None:
     whole = graph.queue_predecessor[backward] == forward
     for half in np.setdiff1d(halves, np.concatenate([forward[whole], backward[whole]])):
         raise GraphError(
-            f"task {half} ({graph.task(int(half))}) is overlapped with nothing: an F overlaps "
-            "with the B right after it on its stream"
+            f"{_named(graph, half)} is overlapped with nothing: an F overlaps with the B right "
+            "after it on its stream"
         )
 
 
@@ -416,8 +388,7 @@ def _check_messages(graph: TaskGraph) -> None:
     """Check that transfers pair up and that each channel keeps its sender's order."""
     for lone in np.flatnonzero(graph.is_op(SENDS | RECVS) & (graph.pair < 0)):
         raise GraphError(
-            f"task {lone} ({graph.task(int(lone))}) has no counterpart at the other end; every "
-            "SEND needs its RECV"
+            f"{_named(graph, lone)} has no counterpart at the other end; every SEND needs its RECV"
         )
     recvs = np.flatnonzero(graph.is_op(RECVS))
     sends = graph.pair[recvs]
@@ -477,12 +448,6 @@ def verify(what: Schedule | TaskGraph) -> None:
         For a deadlock; the message has the next task of each blocked device and what blocks it.
     GraphError
         For a wrong graph; the message has the wrong tasks.
-
-    See Also
-    --------
-    pipesim.lower : Turn a schedule into a task graph, and verify both.
-    pipesim.Schedule.grid : Orders of a schedule as text.
-    pipesim.audit : Time that each dependency of a graph costs.
 
     Examples
     --------

@@ -24,19 +24,11 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import checked_memory_limit, limits_beyond_static
 from pipesim.timeline.task_bytes import workspaces
 
-# The user's arguments.
-
 Floats = NDArray[np.float64]
 
 
 def checked_costs(costs: object) -> Costs:
-    """Return the user's costs; for None, costs of one second for each F, I and W.
-
-    Raises
-    ------
-    CostsError
-        For an object of another type.
-    """
+    """Return the user's costs; for None, costs of one second for each F, I and W."""
     if costs is None:
         return Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)
     if not isinstance(costs, Costs):
@@ -74,20 +66,10 @@ def checked_limits(
     f_bytes: Floats,
     class_of: NDArray[np.int64],
 ) -> Floats:
-    """Return the bytes of activations that each device may hold.
+    """Return the bytes of activations that each device may hold, by the user's two limits.
 
-    Parameters
-    ----------
-    activation_limit, memory_limit
-        The user's arguments: bytes of activations, and all bytes; None for no limit.
-    placement
-        Which device holds which stage.
-    costs
-        Costs of each class of equal micro-batches.
-    f_bytes
-        Bytes that the F of a micro-batch takes; shape ``(n_classes, n_stages)``.
-    class_of
-        Which row of these each micro-batch has; shape ``(n_microbatches,)``.
+    ``costs`` are those of each class of equal micro-batches, ``f_bytes`` the bytes that its F takes
+    in each stage. ``class_of`` has the class of each micro-batch.
     """
     n = placement.n_devices
     limits = np.full(n, math.inf)
@@ -161,9 +143,6 @@ def _is_several(value: object) -> TypeGuard[Sequence[object] | NDArray[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-Floats = NDArray[np.float64]
-
-
 @lru_cache(maxsize=16)  # a search over configurations asks for the same placements
 def one_microbatch_graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph:
     """Return a graph of one micro-batch a path: all F down the stages, then all others up."""
@@ -182,20 +161,9 @@ def one_microbatch_graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph
 def activation_limits(graph: TaskGraph, costs: Sequence[Costs], memory_limit: object) -> Floats:
     """Return the bytes of activations that each device may hold, by a limit of all its bytes.
 
-    Parameters
-    ----------
-    graph
-        Tasks of the devices.
-    costs
-        Costs of each class of equal micro-batches.
-    memory_limit
-        All bytes of a device, as in `pipesim.simulate`.
-
-    Returns
-    -------
-    numpy.ndarray
-        The limit without parameters, gradients, optimizer, the largest workspace of the device's
-        tasks and the allocator's reserve; shape ``(n_devices,)``. Negative where these exceed it.
+    It is the limit without parameters, gradients, optimizer, the largest workspace of the device's
+    tasks and the allocator's reserve. Negative where these exceed it. ``costs`` are those of each
+    class of equal micro-batches.
     """
     workspace = np.zeros(graph.n_devices)
     for own in costs:

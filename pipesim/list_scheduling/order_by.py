@@ -114,16 +114,6 @@ def order_by(
     Schedule
         Order of the actions of each device.
 
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of an operation or are of another number of micro-batches, or if
-        sums of their seconds or bytes are not finite.
-    NetworkError
-        If a link names a device that the placement does not have.
-    CapacityError
-        If there is no memory for so many actions.
-
     Warns
     -----
     CostsWarning
@@ -134,7 +124,6 @@ def order_by(
     --------
     pipesim.optimize : Search for the order that takes the least time.
     pipesim.schedule : Build a schedule of the literature.
-    pipesim.linear : Place one stage on each device.
 
     Examples
     --------
@@ -228,17 +217,7 @@ Priority = Callable[[Action, float], Any]
 
 
 def action_ranks(priority: object, problem: Problem, ops: Sequence[Op]) -> Ranks:
-    """Return the ranks of all actions by a priority, which is a name or a user's function.
-
-    Parameters
-    ----------
-    priority
-        The user's argument: a name of `PRIORITIES`, or a `Priority`.
-    problem
-        Actions to order.
-    ops
-        Operation of each phase.
-    """
+    """Return the ranks of all actions by a name of `PRIORITIES`, or a user's `Priority`."""
     if callable(priority):
         _check_takes_two(priority)
         scores = cast(Floats, _UserScores(priority, problem, ops))

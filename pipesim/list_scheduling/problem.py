@@ -18,67 +18,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.host_memory import check_memory
 
-# Problems with other lengths, counts or orders of micro-batches.
-
-Floats = NDArray[np.float64]
-
-
-def first_values(problem: Problem, values: Floats) -> Floats:
-    """Return the values of the first micro-batch of each lane, or of each copy for bytes."""
-    first = problem.lane_ptr[:-1]
-    of_lanes: Floats = values[first[first < len(values)]]
-    return of_lanes
-
-
-def with_equal_lengths(problem: Problem) -> Problem:
-    """Return the same problem with a second for F, I and W, a byte from F to W, and no messages."""
-    return problem._replace(
-        seconds=np.ones_like(problem.seconds),
-        delay=np.zeros_like(problem.delay),
-        f_bytes=np.ones_like(problem.f_bytes),
-        w_bytes=np.ones_like(problem.w_bytes),
-        has_equal_bytes=True,
-    )
-
-
-def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
-    """Return a problem of equal micro-batches for another number of them."""
-    n_lanes, n_copies = len(problem.lane_ptr) - 1, len(problem.home)
-    count, lane_ptr, lane = lane_actions(n_microbatches, problem.n_paths, n_lanes)
-    copy = lane[: lane_ptr[n_copies]]
-    return problem._replace(
-        n_microbatches=n_microbatches,
-        first=np.cumsum(count) - count,
-        n_of_path=count,
-        lane_ptr=lane_ptr,
-        lane=lane,
-        seconds=first_values(problem, problem.seconds)[lane],
-        delay=first_values(problem, problem.delay)[lane],
-        f_bytes=first_values(problem, problem.f_bytes)[copy],
-        w_bytes=first_values(problem, problem.w_bytes)[copy],
-    )
-
-
-def in_order(problem: Problem, order: Ints) -> Problem:
-    """Return the problem whose micro-batch k is micro-batch ``order[k]`` of this one."""
-    _, _, microbatch = action_columns(problem)
-    # Within a lane, actions are numbered like the micro-batches of its path.
-    action = np.arange(len(microbatch)) + order[microbatch] - microbatch
-    forward = action[: len(problem.f_bytes)]
-    return problem._replace(
-        seconds=problem.seconds[action],
-        delay=problem.delay[action],
-        f_bytes=problem.f_bytes[forward],
-        w_bytes=problem.w_bytes[forward],
-    )
-
-
-def microbatch_seconds(problem: Problem) -> Floats:
-    """Return the length of each micro-batch: its seconds over all stages and phases."""
-    _, _, microbatch = action_columns(problem)
-    return bincount(microbatch, problem.seconds, problem.n_microbatches)
-
-
 Floats = NDArray[np.float64]
 #: Bytes of memory that ordering takes for each action, measured.
 _BYTES_PER_ACTION = 340
@@ -92,53 +31,27 @@ class Problem(NamedTuple):
     - A *copy* is a stage on one path: number ``stage * n_paths + path``.
     - A *lane* is one phase of a copy: number ``phase * n_copies + copy``. It has an action for each
       micro-batch of its path. On a lane, micro-batches are numbered from 0.
-    - Actions ``lane_ptr[lane]`` to ``lane_ptr[lane + 1]`` are those of a lane.
-
-    Attributes
-    ----------
-    n_stages, n_paths, n_devices, n_microbatches, n_phases
-        Counts; ``n_phases`` is 3 if the backward is split into I and W, else 2.
-    home
-        Device of each copy.
-    copies_ptr, copies
-        Copies of each device, as CSR, path after path.
-    first, n_of_path
-        First micro-batch of each path, and number of its micro-batches.
-    lane_ptr, lane
-        First action of each lane, shape ``(n_lanes + 1,)``; and the lane of each action.
-    seconds, delay
-        Seconds of each action, and from its end until its message is at the next stage (F) or at
-        the previous one (B or I).
-    f_bytes, w_bytes
-        Bytes that each F takes, and the part that is held from I to W. Actions of F come first, so
-        that they are numbered alike.
-    has_equal_bytes
-        Whether all F of a stage take as many bytes.
-    limits
-        Bytes of activations that each device may hold.
-    in_flight
-        Most micro-batches between F and their B or I; one number a stage.
     """
 
     n_stages: int
     n_paths: int
     n_devices: int
     n_microbatches: int
-    n_phases: int
-    home: Ints
-    copies_ptr: Ints
+    n_phases: int  # 3 if the backward is split into I and W, else 2
+    home: Ints  # device of each copy
+    copies_ptr: Ints  # CSR: copies of each device, path after path
     copies: Ints
-    first: Ints
-    n_of_path: Ints
-    lane_ptr: Ints
-    lane: Ints
-    seconds: Floats
-    delay: Floats
-    f_bytes: Floats
-    w_bytes: Floats
-    has_equal_bytes: bool
-    limits: Floats
-    in_flight: Floats
+    first: Ints  # micro-batch of each path
+    n_of_path: Ints  # number of micro-batches
+    lane_ptr: Ints  # actions ``lane_ptr[lane]`` to ``lane_ptr[lane + 1]`` are those of a lane
+    lane: Ints  # of each action
+    seconds: Floats  # of each action
+    delay: Floats  # from its end until its message is at the next stage (F) or the previous (B, I)
+    f_bytes: Floats  # that each F takes; actions of F come first, so that they are numbered alike
+    w_bytes: Floats  # the part of these that is held from I to W
+    has_equal_bytes: bool  # whether all F of a stage take as many
+    limits: Floats  # bytes of activations that each device may hold
+    in_flight: Floats  # most micro-batches between F and their B or I, of each stage
 
 
 def make_problem(
@@ -150,17 +63,7 @@ def make_problem(
     in_flight: object,
     memory_limit: object = None,
 ) -> Problem:
-    """Return the problem of these costs and limits; ``split``: I and W in place of B.
-
-    ``activation_limit`` is bytes of activations alone, and ``memory_limit`` all bytes of a device.
-
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of an operation, or if sums of seconds or bytes are not finite.
-    CapacityError
-        If there is no memory for so many actions.
-    """
+    """Return the problem of the arguments of `order_by`; ``split``: I and W in place of B."""
     n_stages, n_paths = placement.n_stages, placement.n_paths
     n_actions = 3 * n_stages * n_microbatches
     check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
@@ -307,3 +210,62 @@ def _message_seconds(
             f"{seconds[message]} s; check output_bytes, and latency and bandwidth of the network"
         )
     return seconds
+
+
+# Problems with other lengths, counts or orders of micro-batches.
+
+
+def first_values(problem: Problem, values: Floats) -> Floats:
+    """Return the values of the first micro-batch of each lane, or of each copy for bytes."""
+    first = problem.lane_ptr[:-1]
+    of_lanes: Floats = values[first[first < len(values)]]
+    return of_lanes
+
+
+def with_equal_lengths(problem: Problem) -> Problem:
+    """Return the same problem with a second for F, I and W, a byte from F to W, and no messages."""
+    return problem._replace(
+        seconds=np.ones_like(problem.seconds),
+        delay=np.zeros_like(problem.delay),
+        f_bytes=np.ones_like(problem.f_bytes),
+        w_bytes=np.ones_like(problem.w_bytes),
+        has_equal_bytes=True,
+    )
+
+
+def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
+    """Return a problem of equal micro-batches for another number of them."""
+    n_lanes, n_copies = len(problem.lane_ptr) - 1, len(problem.home)
+    count, lane_ptr, lane = lane_actions(n_microbatches, problem.n_paths, n_lanes)
+    copy = lane[: lane_ptr[n_copies]]
+    return problem._replace(
+        n_microbatches=n_microbatches,
+        first=np.cumsum(count) - count,
+        n_of_path=count,
+        lane_ptr=lane_ptr,
+        lane=lane,
+        seconds=first_values(problem, problem.seconds)[lane],
+        delay=first_values(problem, problem.delay)[lane],
+        f_bytes=first_values(problem, problem.f_bytes)[copy],
+        w_bytes=first_values(problem, problem.w_bytes)[copy],
+    )
+
+
+def in_order(problem: Problem, order: Ints) -> Problem:
+    """Return the problem whose micro-batch k is micro-batch ``order[k]`` of this one."""
+    _, _, microbatch = action_columns(problem)
+    # Within a lane, actions are numbered like the micro-batches of its path.
+    action = np.arange(len(microbatch)) + order[microbatch] - microbatch
+    forward = action[: len(problem.f_bytes)]
+    return problem._replace(
+        seconds=problem.seconds[action],
+        delay=problem.delay[action],
+        f_bytes=problem.f_bytes[forward],
+        w_bytes=problem.w_bytes[forward],
+    )
+
+
+def microbatch_seconds(problem: Problem) -> Floats:
+    """Return the length of each micro-batch: its seconds over all stages and phases."""
+    _, _, microbatch = action_columns(problem)
+    return bincount(microbatch, problem.seconds, problem.n_microbatches)

@@ -31,16 +31,11 @@ Floats = NDArray[np.float64]
 class Ranks(NamedTuple):
     """Ranks of actions: the lowest ``score`` goes first, then the lowest ``tie``.
 
-    Attributes
-    ----------
-    score, tie
-        One number an action. The scores of a user's priority are tuples of numbers.
-    by_arrival
-        Whether the score of an action depends on the time at which it is ready (s). The scheduler
-        then assigns this time to ``score[action]`` as soon as it is known.
+    If the score of an action depends on its arrival, the time at which it is ready (s), the
+    scheduler assigns this time to ``score[action]`` as soon as it is known.
     """
 
-    score: Floats
+    score: Floats  # of each action; of a user's priority: tuples of numbers
     tie: Ints
     by_arrival: bool
 
@@ -51,19 +46,10 @@ class Queues(NamedTuple):
     - Up to ``ready[lane]``: started, in the order of their starts.
     - Up to ``future[lane]``: ready, the lowest rank first.
     - Up to ``unknown[lane]``: ready at a known time, the earliest first, then the lowest rank.
-
-    Attributes
-    ----------
-    action
-        Actions, lane by lane.
-    arrival
-        Time at which each action is ready (s).
-    ready, future, unknown
-        Ends of the parts, as positions in ``action``; one a lane.
     """
 
     action: Ints
-    arrival: Floats
+    arrival: Floats  # time at which each action is ready (s)
     ready: Ints
     future: Ints
     unknown: Ints
@@ -137,47 +123,28 @@ def start_ready(queues: Queues, lane: int, action: int) -> None:
 
 # Bytes: how many more a device may take, so that no micro-batch gets stuck.
 
-ByteFloats = NDArray[np.float64]
 #: Share of a limit by which sums of bytes may exceed it, since sums of floats are rounded.
 _ROUNDING = 1e-9
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that devices hold. A row is a micro-batch on a device: ``device * n + microbatch``.
+    """Bytes that devices hold.
 
-    Attributes
-    ----------
-    limit
-        Bytes that each device may hold.
-    n_chunks
-        Number of stages of a path on a device: entry ``device * n_paths + path``.
-    most_needed
-        Most bytes that a micro-batch needs on each device at the same time.
-    most_later
-        Most bytes that one of a row's micro-batch and the later ones of its path needs there.
-    held, held_for_w
-        Bytes that each device holds until I or B, and until W. A W can run whenever its room is
-        needed.
-    row_held, to_come
-        Bytes that each micro-batch holds until I or B, and bytes that it will still take.
-    backwards
-        Backwards that each micro-batch has still to run on the device; -1 before its first F.
-    started_end, oldest
-        Numbers of micro-batches on a path: one more than the last one that has started on a
-        device; no more than the first one that has not ended there. Entries as in ``n_chunks``.
+    A row is a micro-batch on a device: ``device * n + microbatch``. An entry is a path on a device:
+    ``device * n_paths + path``.
     """
 
-    limit: ByteFloats
-    n_chunks: Ints
-    most_needed: ByteFloats
-    most_later: ByteFloats
-    held: ByteFloats
-    held_for_w: ByteFloats
-    row_held: ByteFloats
-    to_come: ByteFloats
-    backwards: Ints
-    started_end: Ints
-    oldest: Ints
+    limit: Floats  # of each device
+    n_chunks: Ints  # number of stages of each entry
+    most_needed: Floats  # that a micro-batch needs on each device at the same time
+    most_later: Floats  # that one of a row's micro-batch and the later ones of its path needs there
+    held: Floats  # by each device until I or B
+    held_for_w: Floats  # until W, which can run whenever its room is needed
+    row_held: Floats  # by each row until I or B
+    to_come: Floats  # that each row will still take
+    backwards: Ints  # that each row has still to run; -1 before its first F
+    started_end: Ints  # of each entry: one more than the last micro-batch that has started
+    oldest: Ints  # of each entry: no more than the first micro-batch that has not ended
 
 
 def new_held_bytes(problem: Problem) -> HeldBytes:
@@ -283,35 +250,20 @@ def count_backward(
 
 # The action that a free device starts: the first of those that are ready and fit.
 
-ProgressFloats = NDArray[np.float64]
 #: No action.
 NONE = -1
 
 
 class Progress(NamedTuple):
-    """Progress of devices and copies.
+    """Progress of devices and copies."""
 
-    Attributes
-    ----------
-    free, wake
-        Time at which each device is free, and at which it next looks for an action (s).
-    n_in_flight
-        Micro-batches between F and their backward, of each copy.
-    started, next_in_order
-        Whether each F has started, and the first micro-batch of each copy whose F has not.
-    end
-        End of the filled part of each device's order, in ``order``.
-    order
-        Actions, those of device 0 first.
-    """
-
-    free: ProgressFloats
-    wake: ProgressFloats
-    n_in_flight: Ints
-    started: NDArray[np.bool_]
-    next_in_order: Ints
-    end: Ints
-    order: Ints
+    free: Floats  # time at which each device is free (s)
+    wake: Floats  # time at which it next looks for an action (s)
+    n_in_flight: Ints  # micro-batches between F and their backward, of each copy
+    started: NDArray[np.bool_]  # whether each F has
+    next_in_order: Ints  # first micro-batch of each copy whose F has not started
+    end: Ints  # of the filled part of each device's order, in ``order``
+    order: Ints  # actions, those of device 0 first
 
 
 def _first_ready(problem: Problem, ranks: Ranks, queues: Queues, device: int, phase: int) -> int:
@@ -466,7 +418,6 @@ HELPERS = (
 # The loop over events.
 
 T = TypeVar("T")
-LoopFloats = NDArray[np.float64]
 
 
 def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[Ints, Ints]:
@@ -480,13 +431,9 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
       known to come has to wait for more than ``1 - patience`` of its seconds.
 
     No limit can make devices wait for each other forever: the oldest micro-batch that has not
-    passed the whole pipeline always finds room, and a place in flight is reserved for it
-    (`pipesim.list_scheduling.scheduler`).
+    passed the whole pipeline always finds room, and a place in flight is reserved for it.
 
-    Returns
-    -------
-    actions, ptr
-        Device ``d`` runs ``actions[ptr[d]:ptr[d + 1]]``.
+    Return ``actions`` and ``ptr``: device ``d`` runs ``actions[ptr[d]:ptr[d + 1]]``.
     """
     n_copies, n_actions = len(problem.home), len(problem.lane)
     n_of_device = np.bincount(problem.home[problem.lane % n_copies], minlength=problem.n_devices)

@@ -24,24 +24,15 @@ from pipesim.utils.host_memory import check_memory
 
 
 class _Messages(NamedTuple):
-    """Messages of one direction, and the kinds of compute task that produce or need them.
+    """Messages of one direction, and the kinds of compute task that produce or need them."""
 
-    Attributes
-    ----------
-    producer, produced
-        Kind ``producer[k]`` produces message ``produced[k]``.
-    consumer, consumed
-        Kind ``consumer[k]`` needs message ``consumed[k]``.
-    replica, stage, to
-        Replica, source stage and target stage of each message.
-    is_skip
-        Whether each message is of skip connections.
-    """
-
+    #: Kind ``producer[k]`` produces message ``produced[k]``.
     producer: Ints
     produced: Ints
+    #: Kind ``consumer[k]`` needs message ``consumed[k]``.
     consumer: Ints
     consumed: Ints
+    #: Replica, source stage and target stage of each message, and whether it is of skips.
     replica: Ints
     stage: Ints
     to: Ints
@@ -49,26 +40,16 @@ class _Messages(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """The collectives of a graph.
-
-    Attributes
-    ----------
-    grad_sync
-        When stages reduce their gradients; see `LoweringOptions`.
-    buckets
-        Number of REDUCE_GRADs in which each stage reduces its gradients; empty for no reductions.
-    groups
-        Number of micro-batches after which each stage reduces; 0 for once a mini-batch.
-    exchanges
-        Exchanges of sharded stages, which reduce no gradients.
-    unshards
-        Whether replicas gather the parameters after each has updated its share.
-    """
+    """The collectives of a graph."""
 
     grad_sync: GradSyncs
+    #: Number of REDUCE_GRADs in which each stage reduces its gradients; empty for no reductions.
     buckets: tuple[int, ...]
+    #: Number of micro-batches after which each stage reduces; 0 for once a mini-batch.
     groups: tuple[int, ...]
+    #: Exchanges of sharded stages, which reduce no gradients.
     exchanges: Exchanges
+    #: Whether replicas gather the parameters after each has updated its share.
     unshards: bool
 
     @property
@@ -87,21 +68,8 @@ def add_partners(
 ) -> tuple[Kinds, Partners]:
     """Add the kinds of collectives, and those of messages between stages on different devices.
 
-    Parameters
-    ----------
-    compute
-        Kinds of the compute tasks.
-    overlap, streams
-        As in `pipesim.lower`.
-    collectives
-        Collectives to add.
-    borders
-        Pairs of stages between which skips have messages.
-
-    Returns
-    -------
-    Kinds, Partners
-        The kinds of ``compute`` followed by the new kinds; the new kinds of each kind of task.
+    The kinds of ``compute`` come first. ``borders`` are the pairs of stages between which skips
+    have messages.
     """
     kinds, messages = _add_messages(compute, overlap, streams, borders)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
@@ -248,28 +216,15 @@ def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[n
 
 def _channels(kinds: Kinds) -> Ints:
     """Return the number of the pair of devices of each kind of RECV; -1 for other kinds."""
-    n_stages = int(kinds.stage.max(initial=0)) + 1
-    homes = np.zeros((int(kinds.replica.max(initial=0)) + 1, n_stages), dtype=np.int64)
-    homes[kinds.replica, kinds.stage] = kinds.device
     channels = np.full(len(kinds), -1, dtype=np.int64)
     for recv, (_, offset) in PAIRS.items():
         own = np.flatnonzero(kinds.op == recv)
         peer = kinds.peer_stage[own]
         peer = np.where(peer < 0, kinds.stage[own] + offset, peer)
-        source = homes[kinds.replica[own], peer]
+        source = kinds.homes[kinds.replica[own], peer]
         channels[own] = source * (int(kinds.device.max()) + 1) + kinds.device[own]
     return channels
 
-
-# Split the copy stream of each peer and direction into one stream for each micro-batch.
-#
-# torchgpipe copies each micro-batch on its own stream (arXiv 2004.09910, section 3.2.2), so that a
-# message waits for no message of another micro-batch:
-#
-#     per_peer             per_microbatch
-#     send:1   |a0|a1|a2|  send:1/0  |a0|
-#                          send:1/1  |a1|
-#                          send:1/2  |a2|
 
 #: A kind and its costs, and a stream with its queue, by measurement.
 _BYTES_PER_STREAM = 1000
@@ -278,21 +233,15 @@ _BYTES_PER_STREAM = 1000
 def with_streams_of_microbatches(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
 ) -> tuple[Kinds, NDArray[np.int32]]:
-    """Return kinds and tasks with separate kinds for messages of each micro-batch.
+    """Split the copy stream of each peer and direction into one stream for each micro-batch.
 
-    Each such kind is on the stream of its peer, direction and micro-batch.
+    torchgpipe copies each micro-batch on its own stream (arXiv 2004.09910, section 3.2.2), so that
+    a message waits for no message of another micro-batch::
 
-    Parameters
-    ----------
-    kinds
-        Messages on streams of their peer and direction.
-    kind, microbatch
-        One entry a task.
-
-    Raises
-    ------
-    CapacityError
-        If so many streams would not fit in memory.
+        per_peer             per_microbatch
+        send:1   |a0|a1|a2|  send:1/0  |a0|
+                             send:1/1  |a1|
+                             send:1/2  |a2|
     """
     is_message = kinds.is_op(TRANSFERS)
     others = np.flatnonzero(~is_message)

@@ -65,18 +65,11 @@ def with_device_collectives(
 ) -> tuple[Kinds, Issued]:
     """Add the collectives to the tasks of one replica; return all kinds and tasks.
 
-    Parameters
-    ----------
-    collectives
-        Collectives to add.
-    kinds, issued
-        Kinds and tasks without them.
-    overlap
-        As in `pipesim.lower`: whether sums are on the stream of collectives.
+    With ``overlap``, sums are on the stream of collectives.
     """
     if not (collectives.tied or collectives.grad_norm):
         return kinds, issued
-    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    phase = issued.phase
     late = kinds.is_op(_STEPS)[issued.kind]
     phase[late] += len(issued.ends)
     tables, added, places = [kinds], list[Ints](), list[int]()
@@ -92,9 +85,14 @@ def with_device_collectives(
                 place = _next_phase(early_phase, place)  # messages first, as before reductions
             places.append(place)
             tables.append(_tied_kinds(kinds.homes, replica, group, stages, stream))
-    if collectives.grad_norm:
+    if collectives.grad_norm:  # the lowest stage of the lowest replica on each device
         places.append(len(early_phase))
-        tables.append(_norm_kinds(kinds.homes))
+        devices, first = np.unique(kinds.homes, return_index=True)
+        replicas, lowest = np.divmod(first, kinds.homes.shape[1])
+        same = np.ones_like(lowest)
+        tables.append(
+            Kinds(Op.GRAD_NORM * same, devices, lowest, replicas, StreamKind.COMPUTE * same)
+        )
     number = len(kinds)
     for table in tables[1:]:
         added.append(number + np.arange(len(table)))
@@ -120,9 +118,7 @@ def _inserted(
     new_phases = np.repeat(-1 - np.arange(len(added)), sizes)
     kind = np.insert(issued.kind[order], where, np.concatenate(added))
     microbatch = np.insert(issued.microbatch[order], where, -1)
-    phase = np.insert(phase[order], where, new_phases)
-    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
-    return Issued(kind, microbatch, ends)
+    return Issued.of_phases(kind, microbatch, np.insert(phase[order], where, new_phases))
 
 
 def _tied_kinds(
@@ -135,11 +131,3 @@ def _tied_kinds(
     return Kinds(
         Op.REDUCE_TIED * same, devices, stage, replica * same, stream * same, part=group * same
     )
-
-
-def _norm_kinds(homes: Ints) -> Kinds:
-    """Return the members of GRAD_NORM: the lowest stage of the lowest replica on each device."""
-    devices, first = np.unique(homes, return_index=True)
-    replica, stage = np.divmod(first, homes.shape[1])
-    same = np.ones_like(stage)
-    return Kinds(Op.GRAD_NORM * same, devices, stage, replica, StreamKind.COMPUTE * same)

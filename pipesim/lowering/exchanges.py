@@ -36,23 +36,14 @@ _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
 
 
 class Exchanges(NamedTuple):
-    """Options of the exchanges of sharded stages.
-
-    Attributes
-    ----------
-    sharded
-        Numbers of the sharded stages.
-    dispatches
-        Whether tasks on the compute stream group keys and put vectors in order.
-    prefetches
-        Whether the first stage exchanges keys of a micro-batch before the F of the previous one.
-    accumulates
-        Whether one exchange at the end has the gradients of all micro-batches.
-    """
+    """Options of the exchanges of sharded stages."""
 
     sharded: tuple[int, ...] = ()
+    #: Whether tasks on the compute stream group keys and put vectors in order.
     dispatches: bool = False
+    #: Whether the first stage exchanges keys of a micro-batch before the F of the previous one.
     prefetches: bool = False
+    #: Whether one exchange at the end has the gradients of all micro-batches.
     accumulates: bool = False
 
 
@@ -96,8 +87,6 @@ def exchange_kinds(
     Exchanges of accumulated gradients are in neither: `ordered_exchanges` adds their tasks.
     Vectors are put in order when the next stage needs them, if no message takes them elsewhere;
     ``borders`` are the pairs of stages between which skips have messages.
-
-    The function is longer than 40 lines, because both sides number the added kinds in one table.
     """
     before: list[tuple[int, int]] = []
     after: list[tuple[int, int]] = []
@@ -155,8 +144,7 @@ def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Iss
     """
     if not (exchanges.prefetches or exchanges.accumulates):
         return issued
-    kind, microbatch = issued.kind, issued.microbatch
-    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    kind, microbatch, phase = issued.kind, issued.microbatch, issued.phase
     if exchanges.prefetches:
         order = _prefetched(kinds, kind, microbatch)
         kind, microbatch, phase = kind[order], microbatch[order], phase[order]
@@ -167,8 +155,7 @@ def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Iss
         (own,) = np.flatnonzero(is_exchange & (kinds.stage == stage))
         kind, microbatch = np.insert(kind, end, own), np.insert(microbatch, end, -1)
         phase = np.insert(phase, end, -1 - stage)
-    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
-    return Issued(kind, microbatch, ends)
+    return Issued.of_phases(kind, microbatch, phase)
 
 
 def _prefetched(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:

@@ -38,7 +38,11 @@ def checked_expert_layers(
     """Return the layers with experts of each stage, from the argument of `pipesim.lower`."""
     values = _values(expert_layers, n_stages)
     layers = tuple(
-        check_count(f"expert_layers of stage {stage}", _whole(value), 0)
+        check_count(  # costs have whole floats
+            f"expert_layers of stage {stage}",
+            int(value) if isinstance(value, float) and value.is_integer() else value,
+            0,
+        )
         for stage, value in enumerate(values)
     )
     for stage, n in enumerate(layers):
@@ -74,11 +78,6 @@ def _values(expert_layers: object, n_stages: int) -> list[object]:
     return values
 
 
-def _whole(value: object) -> object:
-    """Return a whole float, such as those of costs, as an integer; other values as they are."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int:
     """Return the number of replicas that exchange tokens; 0 for all."""
     if expert_replicas is None:
@@ -94,15 +93,7 @@ def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int
 def with_segments(
     layers: ExpertLayers, kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
 ) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
-    """Return compute tasks with F, B and I of stages with experts in segments.
-
-    Parameters
-    ----------
-    layers
-        Layers with experts of each stage.
-    kinds, kind, microbatch
-        Compute tasks, in the order of each device.
-    """
+    """Return compute tasks, given in the order of each device, with segments."""
     if not layers:
         return kinds, kind, microbatch
     n_segments = np.where(kinds.is_op(SEGMENTED), 2 * np.array(layers)[kinds.stage] + 1, 1)[kind]
@@ -134,23 +125,10 @@ def with_segments(
 def expert_exchange_kinds(
     compute: Kinds, kinds: Kinds, after: CSR, overlap: bool
 ) -> tuple[CSR, Kinds]:
-    """Add the kinds of exchanges of experts' tokens, which come after segments.
+    """Add the kinds of exchanges of experts' tokens to ``after`` and ``kinds``.
 
-    Parameters
-    ----------
-    compute
-        Kinds of the compute tasks.
-    kinds
-        Kinds so far, which begin with those of ``compute``.
-    after
-        Exchanges that come after a task of each kind of ``compute``.
-    overlap
-        Whether exchanges have a stream of their own.
-
-    Returns
-    -------
-    CSR, Kinds
-        ``after`` and ``kinds`` with the new exchanges.
+    ``kinds`` begin with those of ``compute``. ``after`` has the exchanges that come after a task of
+    each kind of ``compute``.
     """
     own = np.flatnonzero(compute.is_op(SEGMENTED) & (compute.part >= 0) & ~compute.completes)
     if not len(own):
@@ -158,7 +136,7 @@ def expert_exchange_kinds(
     layer, second = np.divmod(compute.part[own], 2)
     direction = np.where(compute.op[own] == Op.F, 0, 2)
     part = expert_exchange(EXPERT_EXCHANGES[0], 0) + layer * len(EXPERT_EXCHANGES)
-    part = part + direction + second
+    part += direction + second
     # B and I of a stage share the kinds of their exchanges.
     place = np.stack([compute.replica[own], compute.stage[own], part])
     _, first, number = np.unique(place, axis=1, return_index=True, return_inverse=True)

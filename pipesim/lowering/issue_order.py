@@ -22,34 +22,19 @@ from pipesim.utils.jit import kernel
 
 
 class LoopInputs(NamedTuple):
-    """The columns that the loop over cycles reads.
+    """The columns that the loop over cycles reads."""
 
-    Attributes
-    ----------
-    starts_ptr, starts, runs_ptr, runs, finishes_ptr, finishes
-        CSR: the compute tasks of each cycle, those that start in it, run in it, and end in it.
-    kind, microbatch
-        One entry a compute task.
-    out_ptr, out, into_ptr, into, before_ptr, before, after_ptr, after
-        CSR: those of `pipesim.lowering.issue_order.Partners`.
-    send, recv, channel, adds_to, reduce
-        Those of `Partners` too; channels are numbered from 0 without gaps.
-    row_size
-        Number of micro-batches of a reduction, for each row of ``reduce``.
-    numbered
-        Whether the reductions of a row have the number of their last micro-batch; else -1.
-    overlap
-        Whether transfers overlap compute.
-    """
-
+    #: CSR: the compute tasks of each cycle, those that start in it, run in it, and end in it.
     starts_ptr: Ints
     starts: Ints
     runs_ptr: Ints
     runs: Ints
     finishes_ptr: Ints
     finishes: Ints
+    #: One entry a compute task.
     kind: Ints
     microbatch: Ints
+    #: The columns of `Partners`.
     out_ptr: Ints
     out: Ints
     into_ptr: Ints
@@ -63,55 +48,41 @@ class LoopInputs(NamedTuple):
     channel: Ints
     adds_to: Ints
     reduce: Ints
+    #: Number of micro-batches of a reduction, for each row of ``reduce``.
     row_size: Ints
+    #: Whether the reductions of a row have the number of their last micro-batch; else -1.
     numbered: NDArray[np.bool_]
     overlap: bool
 
 
 class LoopState(NamedTuple):
-    """State of the loop over cycles.
+    """State of the loop over cycles."""
 
-    Attributes
-    ----------
-    left
-        Number of tasks that each row of ``reduce`` and mini-batch, or group, still waits for.
-    sent, received
-        Positions in ``messages`` of the next message that each channel sends, and receives.
-    messages
-        Number and micro-batch of each message sent, channel after channel; empty with overlap.
-    position
-        Position in ``messages`` of each message and micro-batch; empty with overlap.
-    """
-
+    #: Number of tasks that each row of ``reduce`` and mini-batch, or group, still waits for.
     left: Ints
+    #: Positions in ``messages`` of the next message that each channel sends, and receives.
     sent: Ints
     received: Ints
+    #: Number and micro-batch of each message sent, channel after channel; empty with overlap.
     messages: Ints
+    #: Position in ``messages`` of each message and micro-batch; empty with overlap.
     position: Ints
 
 
 class LoopOutput(NamedTuple):
-    """The columns that the loop over cycles fills.
-
-    Attributes
-    ----------
-    kind, microbatch
-        One entry a task, in issue order.
-    ends
-        Positions at which the three phases of each cycle end: receives, compute tasks, sends.
-    joined
-        Positions at which collectives end, and at which exchanges begin: each member is a phase.
-    """
+    """The columns that the loop over cycles fills: tasks in issue order, and their phases."""
 
     kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
+    #: Positions at which the three phases of each cycle end: receives, compute tasks, sends.
     ends: Ints
+    #: Positions at which collectives end, and at which exchanges begin: each member is a phase.
     joined: Ints
 
 
 @kernel()
 def issue_tasks(inputs: LoopInputs, state: LoopState, output: LoopOutput) -> None:
-    """Fill ``output``; see `pipesim.lowering.issue_order.issue`.
+    """Fill ``output``; see `issue`.
 
     One loop over cycles: receives, exchanges and compute tasks, then exchanges and sends, then
     reductions. Compiled code counts references to each column that a helper gets, task by task, so
@@ -188,52 +159,49 @@ def issue_tasks(inputs: LoopInputs, state: LoopState, output: LoopOutput) -> Non
 
 
 class Partners(NamedTuple):
-    """Kinds of task that accompany each kind of compute task.
+    """Kinds of task that accompany each kind of compute task."""
 
-    Attributes
-    ----------
-    send, recv
-        Kinds of the two ends of each message.
-    channel
-        Number of each message's pair of devices, from 0 without gaps.
-    out, into
-        CSR: row ``k`` has the messages of the result of kind ``k``, and those that kind ``k``
-        needs.
-    adds_to
-        Row of ``reduce`` that waits for all tasks of a kind, -1 for none.
-    reduce
-        ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s`` over
-        all paths. If replicas share the optimizer steps, ``reduce[n_stages + s, 0]`` are the kinds
-        that gather the parameters of stage ``s``. -1 where a stage has fewer buckets.
-    before, after
-        CSR: row ``k`` has the exchanges that come before a task of kind ``k``, and after it.
-    """
-
+    #: Kinds of the two ends of each message.
     send: Ints
     recv: Ints
+    #: Number of each message's pair of devices, from 0 without gaps.
     channel: Ints
+    #: Row ``k`` has the messages of the result of kind ``k``, and those that kind ``k`` needs.
     out: CSR
     into: CSR
+    #: Row of ``reduce`` that waits for all tasks of a kind, -1 for none.
     adds_to: Ints
+    #: ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s`` over
+    #: all paths. If replicas share the optimizer steps, ``reduce[n_stages + s, 0]`` are the kinds
+    #: that gather the parameters of stage ``s``. -1 where a stage has fewer buckets.
     reduce: Ints
+    #: Row ``k`` has the exchanges that come before a task of kind ``k``, and after it.
     before: CSR
     after: CSR
 
 
 class Issued(NamedTuple):
-    """Tasks in issue order.
+    """Tasks in issue order, and the position at which each phase ends.
 
-    Attributes
-    ----------
-    kind, microbatch
-        One entry a task.
-    ends
-        Position at which each phase ends: the phases of each clock cycle, and each collective.
+    Phases are those of each clock cycle, and the members of each collective.
     """
 
     kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     ends: Ints
+
+    @classmethod
+    def of_phases(
+        cls, kind: NDArray[np.int32], microbatch: NDArray[np.int32], phase: Ints
+    ) -> Issued:
+        """Return tasks of which consecutive ones with one number are a phase."""
+        ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
+        return cls(kind, microbatch, ends)
+
+    @property
+    def phase(self) -> Ints:
+        """Number of the phase of each task."""
+        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
 
 
 def issue(
@@ -252,25 +220,9 @@ def issue(
     - Without overlap, a SEND follows its producer. A RECV comes right before its consumer, or
       before the consumer of a message that its sender sends later.
 
-    Parameters
-    ----------
-    compute
-        The compute tasks.
-    cycle
-        Clock cycle of each.
-    partners
-        Kinds of the tasks to add.
-    overlap
-        Whether transfers overlap compute.
-    n_replicas
-        Number of replicas, for which the tasks must fit in memory.
-    groups
-        Micro-batches after which each stage reduces its gradients, 0 for those of a mini-batch.
-
-    Raises
-    ------
-    CapacityError
-        If the tasks of all replicas would not fit in memory.
+    ``cycle`` is the clock cycle of each compute task, and ``groups`` the number of micro-batches
+    after which each stage reduces its gradients, 0 for those of a mini-batch. The tasks of all
+    replicas must fit in memory.
     """
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
@@ -284,7 +236,12 @@ def issue(
     n_tasks = len(compute) + 2 * int(sent.sum()) + n_reductions + n_exchanges
     check_graph(n_tasks * n_replicas)
     starts, runs, finishes = _cycles(compute, cycle)
-    output = _new_output(n_tasks, len(runs), n_reductions + 2 * n_exchanges)
+    output = LoopOutput(
+        np.empty(n_tasks, np.int32),
+        np.empty(n_tasks, np.int32),
+        ends=np.empty((len(runs), 3), dtype=np.int64),
+        joined=np.zeros(n_reductions + 2 * n_exchanges, dtype=np.int64),
+    )
     issue_tasks(
         LoopInputs(
             *(starts.ptr, starts.values, runs.ptr, runs.values, finishes.ptr, finishes.values),
@@ -302,16 +259,6 @@ def issue(
     )
     ends = np.sort(np.concatenate([output.ends.ravel(), output.joined]))
     return Issued(output.kind, output.microbatch, ends)
-
-
-def _new_output(n_tasks: int, n_cycles: int, n_joined: int) -> LoopOutput:
-    """Return empty columns for the loop over cycles."""
-    return LoopOutput(
-        np.empty(n_tasks, np.int32),
-        np.empty(n_tasks, np.int32),
-        np.empty((n_cycles, 3), dtype=np.int64),
-        np.zeros(n_joined, dtype=np.int64),
-    )
 
 
 def _new_state(left: Ints, channel: Ints, sent: Ints, n_microbatches: int) -> LoopState:
@@ -394,9 +341,8 @@ def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:
 
     Kinds of replica ``r`` are those of replica 0 plus ``r * n_kinds``.
     """
-    starts = np.concatenate([[0], issued.ends[:-1]])
+    starts, phase = np.concatenate([[0], issued.ends[:-1]]), issued.phase
     sizes = issued.ends - starts
-    phase = np.repeat(np.arange(len(sizes)), sizes)
     offset = np.arange(len(issued.kind)) - starts[phase]
     kind = np.empty(n_replicas * len(issued.kind), dtype=np.int32)
     microbatch = np.empty_like(kind)
@@ -422,12 +368,11 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     - ``"stage_major"``: position.
 
     A pass is the forward of a micro-batch through all stages (F and its RESHARD, DISPATCH, REORDER
-    of vectors), or
-    its backward (R, B, I, W, REORDER of gradients), or the STEPs of a mini-batch. Passes come in
-    the order in which their first F, B or I, or STEP is issued by clock cycle. The position is that
-    on the way forward and back through ``n`` stages: ``s`` for the forward of stage ``s``,
-    ``2 * n - 1 - s`` for all others. Ties keep the order by clock cycle, in which replicas
-    alternate, task by task.
+    of vectors), or its backward (R, B, I, W, REORDER of gradients), or the STEPs of a mini-batch.
+    Passes come in the order in which their first F, B or I, or STEP is issued by clock cycle. The
+    position is that on the way forward and back through ``n`` stages: ``s`` for the forward of
+    stage ``s``, ``2 * n - 1 - s`` for all others. Ties keep the order by clock cycle, in which
+    replicas alternate, task by task.
 
     The complexity is O(n log n) for n tasks and dependencies.
     """
@@ -440,7 +385,11 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     by_rank = np.lexsort([*(np.where(is_compute, key, -1) for key in keys), is_compute])
     rank = np.empty(len(graph), dtype=np.int64)
     rank[by_rank] = np.arange(len(graph))
-    return reordered(graph, _topological_order(graph.precedence, rank, by_rank))
+    followers = graph.precedence.transpose()
+    remaining = np.diff(graph.precedence.ptr).astype(np.int64)
+    order, heap = np.empty((2, len(graph)), dtype=np.int64)
+    _fill_order(remaining, followers.ptr, followers.values, rank, by_rank, heap, order)
+    return reordered(graph, order)
 
 
 def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
@@ -462,16 +411,6 @@ def _passes(graph: TaskGraph) -> Ints:
     return passes
 
 
-def _topological_order(waits: CSR, rank: Ints, by_rank: Ints) -> Ints:
-    """Return a topological order with the smallest rank among ready tasks first."""
-    followers = waits.transpose()
-    order = np.empty(len(rank), dtype=np.int64)
-    heap = np.empty(len(rank), dtype=np.int64)
-    remaining = np.diff(waits.ptr).astype(np.int64)
-    _fill_order(remaining, followers.ptr, followers.values, rank, by_rank, heap, order)
-    return order
-
-
 @kernel()
 def _fill_order(
     remaining: Ints,
@@ -482,9 +421,9 @@ def _fill_order(
     heap: Ints,
     order: Ints,
 ) -> None:
-    """Fill ``order``; ``heap`` holds the ranks of the tasks that can be issued, as a binary heap.
+    """Fill ``order``, topological, with the smallest rank among ready tasks first.
 
-    The function is long because push and pop are part of its loop.
+    ``heap`` holds the ranks of the tasks that can be issued, as a binary heap.
     """
     size, n_issued = 0, 0
     for k in range(len(rank)):  # ranks in order are a heap
@@ -524,19 +463,8 @@ def issue_times(
 ) -> NDArray[np.float64]:
     """Return the time at which the host has issued each task, in seconds (rule 7).
 
-    Parameters
-    ----------
-    graph
-        Graph; a host issues its tasks in the order of their ids.
-    launch
-        Seconds to issue each task, or a task of each row.
-    row
-        Row of each task in ``launch``; by default, each task has its own.
-
-    Returns
-    -------
-    ndarray
-        Shape ``(len(graph),)``.
+    A host issues its tasks in the order of their ids. ``launch`` are the seconds to issue each
+    task, or a task of each ``row``.
     """
     issued = np.empty(len(graph))
     host, n_hosts = graph.host[graph.kinds.device], int(graph.host.max()) + 1

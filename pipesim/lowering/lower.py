@@ -76,8 +76,7 @@ from pipesim.scheduling.schedule import Schedule, forward_actions
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
 STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
-#: Values of each option of `pipesim.lower` that is a name. All others that `check_options` takes
-#: are True or False.
+#: Values of each option of `pipesim.lower` that is a name.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("listed", *RECOMPUTE),
     "streams": STREAMS,
@@ -85,17 +84,21 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "step": ("flush", "none"),
     "layout": LAYOUTS,
 }
+#: Options that are True or False.
+_FLAGS = (
+    *("overlap", "rendezvous", "host_threads", "shard_optimizer", "prefetch_keys", "portals"),
+    *("recompute_first", "recompute_waits", "forward_only"),
+)
 #: Buckets that a stage may have; each is a task.
 _MOST_BUCKETS = 1000
 
 
-def check_options(**options: object) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Check options that are names or flags, and their combinations."""
-    for name, value in options.items():
-        if name in _NAMES:
-            check_name("recompute mode" if name == "recompute" else name, value, _NAMES[name])
-        else:
-            check_flag(name, value)
+    for name, allowed in _NAMES.items():
+        check_name("recompute mode" if name == "recompute" else name, options[name], allowed)
+    for name in _FLAGS:
+        check_flag(name, options[name])
     if options["recompute_waits"] and options["overlap"]:
         raise ArgumentError(
             "recompute_waits=True, but transfers overlap: a gradient is received on its own "
@@ -118,7 +121,12 @@ def checked_collectives(
         raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
     batch_size = schedule.n_microbatches // schedule.n_batches
     syncs = checked_grad_sync(grad_sync, n_stages, batch_size)
-    _check_reduced_stages(grad_sync, exchanges.sharded)
+    named = set(grad_sync) & set(exchanges.sharded) if isinstance(grad_sync, Mapping) else ()
+    if named:
+        raise ArgumentError(
+            f"grad_sync names stage {min(named)}, which is sharded and reduces no gradients: it "
+            'exchanges them; leave it out, and give sparse_grad_sync="every" or "last"'
+        )
     reduces = n_replicas * schedule.placement.n_paths > 1
     collectives = Collectives(
         grad_sync=syncs,
@@ -170,16 +178,6 @@ def checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[i
     if len(set(stages)) < len(stages):
         raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
     return stages
-
-
-def _check_reduced_stages(grad_sync: GradSyncArgument, sharded: tuple[int, ...]) -> None:
-    """Raise if ``grad_sync`` is a mapping with a sharded stage."""
-    named = set(grad_sync) & set(sharded) if isinstance(grad_sync, Mapping) else set()
-    if named:
-        raise ArgumentError(
-            f"grad_sync names stage {min(named)}, which is sharded and reduces no gradients: it "
-            'exchanges them; leave it out, and give sparse_grad_sync="every" or "last"'
-        )
 
 
 def _check_collectives(
@@ -445,13 +443,6 @@ def lower(
     CapacityError
         If the graph and its times would not fit in memory.
 
-    See Also
-    --------
-    pipesim.schedule : Build a named schedule.
-    pipesim.simulate : Predict when each task of a graph runs.
-    pipesim.verify : Check a schedule or a graph.
-    pipesim.TaskGraph.build : Make a graph from your own tasks.
-
     Examples
     --------
     Four F, four B and two STEP, and a SEND and a RECV for each output and each gradient:
@@ -464,22 +455,7 @@ def lower(
     ['0F0', '0SEND_F0', '1RECV_F0', '0F1']
     """
     arguments = {name: value for name, value in locals().items() if name != "schedule"}
-    check_options(
-        recompute=recompute,
-        streams=streams,
-        issue_order=issue_order,
-        step=step,
-        layout=layout,
-        overlap=overlap,
-        rendezvous=rendezvous,
-        host_threads=host_threads,
-        shard_optimizer=shard_optimizer,
-        prefetch_keys=prefetch_keys,
-        portals=portals,
-        recompute_first=recompute_first,
-        recompute_waits=recompute_waits,
-        forward_only=forward_only,
-    )
+    check_options(arguments)
     n_replicas = check_count("n_replicas", n_replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
@@ -560,24 +536,10 @@ def lower(
 
 
 def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
-    """Return the graph of one replica.
+    """Lower one of several equal replicas alone, with its part in their collectives.
 
-    Parameters
-    ----------
-    schedule
-        Schedule; verified first.
-    replicated
-        Whether there are several replicas. The graph then has the member of this replica in each
-        collective.
-    shard_optimizer
-        As in `pipesim.lower`.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule is wrong; see `pipesim.verify`.
-    CapacityError
-        If the graph would not fit in memory.
+    The tasks are those of the first copy (`pipesim.graph.copies`) of
+    ``lower(schedule, n_replicas=n)`` for any ``n`` above 1 if ``replicated``, else of one replica.
     """
     verify_listing(schedule)
     check_tasks(len(schedule))

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
 from pipesim.graph.options import StageOffload, checked_offload
-from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
-from pipesim.ops import KEPT, LISTED, RECVS, SENDS, Op
+from pipesim.ops import KEPT, RECVS, SENDS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
@@ -33,20 +33,12 @@ _INPUT = KEPT.index("input")
 
 
 class Offloads(NamedTuple):
-    """Activations to offload: of all stages together, or of each.
-
-    Attributes
-    ----------
-    values
-        One value of all stages of a device together, or one a stage.
-    prefetch
-        Compute tasks that a RELOAD may run beside.
-    sharded
-        Stages whose rows are spread over the replicas; they offload nothing.
-    """
+    """Activations to offload: of all stages of a device together, or of each stage."""
 
     values: StageOffload | tuple[StageOffload, ...] = StageOffload(share=0.0)
+    #: Compute tasks that a RELOAD may run beside.
     prefetch: int = 1
+    #: Stages whose rows are spread over the replicas; they offload nothing.
     sharded: tuple[int, ...] = ()
 
     @property
@@ -97,41 +89,13 @@ class _Activations(NamedTuple):
     is_input: Bools
 
 
-class _DeviceOrder(NamedTuple):
-    """Listed compute tasks, device after device, each in its order.
-
-    Attributes
-    ----------
-    tasks
-        Position of each task in the issue order.
-    place
-        Number of each task among those of all devices; halves of an overlapped action share one.
-    first, last
-        Position of the first and the last task of each place.
-    """
-
-    tasks: Ints
-    place: Ints
-    first: Ints
-    last: Ints
-
-
 def with_offloads(
     offloads: Offloads, kinds: Kinds, issued: Issued, overlap: bool, name: str
 ) -> tuple[Kinds, Issued, tuple[float, ...]]:
     """Add the copies to the tasks of one replica.
 
-    Parameters
-    ----------
-    offloads
-        Activations to offload.
-    kinds, issued
-        Kinds and tasks without copies.
-    overlap
-        As in `pipesim.lower`: whether copies have streams of their own. Otherwise an OFFLOAD
-        follows the SENDs of its F, and a RELOAD comes before the RECVs of its consumer.
-    name
-        Name of the schedule, for errors.
+    With ``overlap``, copies have streams of their own. Otherwise an OFFLOAD follows the SENDs of
+    its F, and a RELOAD comes before the RECVs of its consumer. ``name`` is that of the schedule.
 
     Returns
     -------
@@ -140,7 +104,7 @@ def with_offloads(
     """
     if offloads.is_none:
         return kinds, issued, ()
-    order = _device_order(kinds, issued)
+    order = ListedTasks.by_device(kinds, issued.kind)
     held = _activations(offloads, kinds, issued, order)
     n_stages = kinds.homes.shape[1]
     chosen = _chosen(offloads, held, n_stages)
@@ -173,19 +137,8 @@ def with_offloads(
     )
 
 
-def _device_order(kinds: Kinds, issued: Issued) -> _DeviceOrder:
-    """Return the listed compute tasks of each device."""
-    tasks = np.flatnonzero(kinds.is_op(LISTED)[issued.kind])
-    tasks = tasks[np.argsort(kinds.device[issued.kind[tasks]], kind="stable")]
-    own = issued.kind[tasks]
-    is_first = (kinds.overlapped[own] == 0) | (kinds.op[own] == Op.F)
-    begins = np.flatnonzero(is_first)
-    ends = np.append(begins[1:], len(tasks)) - 1
-    return _DeviceOrder(tasks, np.cumsum(is_first) - 1, tasks[begins], tasks[ends])
-
-
 def _activations(
-    offloads: Offloads, kinds: Kinds, issued: Issued, order: _DeviceOrder
+    offloads: Offloads, kinds: Kinds, issued: Issued, order: ListedTasks
 ) -> _Activations:
     """Return the activations of all forwards that keep any.
 
@@ -264,7 +217,7 @@ def _copy_kinds(kinds: Kinds, held: _Activations, overlap: bool) -> tuple[Kinds,
 def _places(
     kinds: Kinds,
     issued: Issued,
-    order: _DeviceOrder,
+    order: ListedTasks,
     held: _Activations,
     prefetch: int,
     overlap: bool,

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
-from pipesim.ops import LISTED, PASSES, Op
+from pipesim.ops import PASSES, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -36,21 +36,13 @@ _USES = frozenset({Op.F, Op.R, Op.B, Op.I})
 
 
 class ParameterShards(NamedTuple):
-    """Stages whose parameters are sharded, and how long a device keeps gathered parameters.
-
-    Attributes
-    ----------
-    stages
-        Numbers of the stages; empty if no parameters are sharded.
-    window
-        A device keeps the parameters of this number of stages that it uses next. 0 frees them after
-        each use.
-    prefetch
-        Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.dependencies`.
-    """
+    """Stages whose parameters are sharded, and how long a device keeps gathered parameters."""
 
     stages: tuple[int, ...] = ()
+    #: A device keeps the parameters of this number of stages that it uses next. 0 frees them after
+    #: each use.
     window: int = 0
+    #: Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.dependencies`.
     prefetch: int = 1
 
 
@@ -117,67 +109,46 @@ def with_parameter_shards(
     - UNSHARD comes right after the compute task that it waits for, ``prefetch + 1`` places before
       the use, in the order of uses of its device. Without ``overlap`` it comes right before the
       use, on the compute stream.
-
-    Parameters
-    ----------
-    shards
-        Stages, and how long their parameters are kept.
-    kinds, issued
-        Kinds and tasks without these operations.
-    overlap
-        As in `pipesim.lower`: whether UNSHARD is on a stream of its own.
     """
     if not shards.stages:
         return kinds, issued
-    tasks = np.flatnonzero(kinds.is_op(LISTED)[issued.kind])
-    tasks = tasks[np.argsort(kinds.device[issued.kind[tasks]], kind="stable")]
-    own, microbatch = issued.kind[tasks], issued.microbatch[tasks]
+    order = ListedTasks.by_device(kinds, issued.kind)
+    own, microbatch = issued.kind[order.tasks], issued.microbatch[order.tasks]
     device, stage, op = kinds.device[own], kinds.stage[own], kinds.op[own]
-    # The halves of an overlapped action share a place.
-    starts = np.flatnonzero((kinds.overlapped[own] == 0) | (op == Op.F))
-    place = np.zeros(len(tasks), dtype=np.int64)
-    place[starts[1:]] = 1
-    place = np.cumsum(place)
-    ends = np.append(starts[1:], len(tasks)) - 1
     is_use = kinds.is_op(_USES)[own] & np.isin(stage, shards.stages)
     is_first, is_last = _spans(
-        is_use, _opens(kinds, own, microbatch), place, device, stage, shards.window
+        is_use, _opens(kinds, own, microbatch), order.place, device, stage, shards.window
     )
     part = np.where(op == Op.F, _FORWARD, _BACKWARD)
     freed, gathered = np.flatnonzero(is_last), np.flatnonzero(is_first)
-    after_end = tasks[ends] + 1  # of each place
-    where = (
-        _early_places(shards, place, device, stage, starts, after_end, gathered, freed)
-        if overlap
-        else tasks[starts[place[gathered]]]
-    )
+    where = order.first[order.place[gathered]]
+    if overlap:
+        of_place = kinds.device[issued.kind[order.first]]
+        on_device = np.searchsorted(of_place, device[gathered])  # first place of the device
+        where = _early_places(shards, order, stage, on_device, gathered, freed)
     rows = np.concatenate([freed, gathered])
-    places = np.concatenate([after_end[place[freed]], where])
+    places = np.concatenate([order.last[order.place[freed]] + 1, where])
     ops = np.repeat([Op.RESHARD, Op.UNSHARD], [len(freed), len(gathered)])
     return _inserted(kinds, issued, rows, places, (ops, device, stage, part, microbatch), overlap)
 
 
 def _early_places(
     shards: ParameterShards,
-    place: Ints,
-    device: Ints,
+    order: ListedTasks,
     stage: Ints,
-    starts: Ints,
-    after_end: Ints,
+    on_device: Ints,
     gathered: Ints,
     freed: Ints,
 ) -> Ints:
     """Return the position of each UNSHARD among the tasks, if it is on a stream of its own.
 
     ``gathered`` and ``freed`` are the compute tasks before which parameters are gathered, and after
-    which they are freed. ``starts`` is the first task of each place, ``after_end`` the position
-    after its last one.
+    which they are freed. ``on_device`` is the first place of each gather's device.
     """
-    gate = place[gathered] - 1 - min(shards.prefetch, len(place))
-    on_device = np.searchsorted(device[starts], device[gathered])  # first place of the device
-    where = np.where(gate >= on_device, after_end[np.maximum(gate, 0)], 0)
+    gate = order.place[gathered] - 1 - min(shards.prefetch, len(order.place))
+    where = np.where(gate >= on_device, order.last[np.maximum(gate, 0)] + 1, 0)
     previous = _previous_frees(stage, gathered, freed)
-    freed_at = after_end[place[np.maximum(previous, 0)]]
+    freed_at = order.last[order.place[np.maximum(previous, 0)]] + 1
     where = np.where(previous >= 0, np.maximum(where, freed_at), where)
     for first in np.unique(on_device):
         rows = on_device == first
@@ -280,10 +251,9 @@ def _inserted(
     gathers = StreamKind.UNSHARD if overlap else StreamKind.COMPUTE
     stream = np.where(ops == Op.UNSHARD, gathers, StreamKind.COMPUTE)
     added = Kinds(ops, devices, stages, np.zeros_like(stages), stream, part=parts)
-    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    phase = issued.phase
     own = np.where(op == Op.RESHARD, phase[np.maximum(places - 1, 0)], -1 - np.arange(len(op)))
     kind = np.insert(issued.kind, places, (len(kinds) + number.ravel()).astype(np.int32))
     of_microbatch = np.insert(issued.microbatch, places, microbatch[rows])
     phase = np.insert(phase, places, own)
-    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
-    return kinds.joined(added), Issued(kind, of_microbatch, ends)
+    return kinds.joined(added), Issued.of_phases(kind, of_microbatch, phase)

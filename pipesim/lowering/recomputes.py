@@ -131,7 +131,7 @@ def _first_backwards(
     """
     place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
     first = np.full(int(place.max()) + 1, len(kind))
-    backward = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.I}))[kind])
+    backward = np.flatnonzero(kinds.is_op(_BACKWARD)[kind])
     np.minimum.at(first, place[backward], backward)
     cell = place * np.int64(schedule.n_microbatches) + schedule.microbatch
     forward = np.flatnonzero(kinds.op[kind] == Op.F)
@@ -213,11 +213,6 @@ def clock_cycles(schedule: Schedule, compute: TaskGraph) -> Ints:
     """Return the clock cycle of each compute task: its distance from the first, in tasks.
 
     On several paths, a STEP comes after the gradients of its stage on all paths.
-
-    Raises
-    ------
-    DeadlockError
-        If tasks wait for each other in a circle; the message names them.
     """
     cycles = compute.levels
     if cycles.min() < 0:

@@ -48,28 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Nominal rates and memory of a GPU, and the shares that kernels reach.
-
-    Attributes
-    ----------
-    summary
-        Vendor, product and memory.
-    flops, bandwidth, memory
-        Nominal FLOP/s, bytes/s and bytes.
-    multiprocessors
-        Number of streaming multiprocessors, or compute units.
-    flops_efficiency
-        Share of ``flops`` that kernels reach.
-    basis
-        Measurement or assumption behind ``flops_efficiency``.
-    source
-        Number of the source of the nominal values in `SOURCES`.
-    bandwidth_efficiency
-        Share of ``bandwidth`` that kernels reach.
-    attention_efficiency
-        Share of ``flops`` that fused attention with deep heads reaches; None for
-        ``flops_efficiency``.
-    """
+    """Nominal rates and memory of a GPU, and the shares that kernels reach; see `gpus`."""
 
     summary: str
     flops: float
@@ -78,9 +57,9 @@ class DataSheet:
     multiprocessors: int
     flops_efficiency: float
     basis: str
-    source: int
+    source: int  # number in `SOURCES`
     bandwidth_efficiency: float = 0.85
-    attention_efficiency: float | None = None
+    attention_efficiency: float | None = None  # None for flops_efficiency
 
     @property
     def attention_ratio(self) -> float:
@@ -156,12 +135,6 @@ def gpus() -> pd.DataFrame:
         ``bandwidth_efficiency``, the shares of these rates that kernels reach (0..1);
         ``attention_efficiency``, that of fused attention if it has its own; ``basis`` of the
         efficiencies; ``source`` of the nominal values.
-
-    See Also
-    --------
-    pipesim.GPU.preset : A GPU of this list.
-    pipesim.machines : List the machines.
-    pipesim.transformers : List the models.
 
     Examples
     --------

@@ -29,8 +29,6 @@ class Kernel(NamedTuple):
 
     Attributes
     ----------
-    name
-        Name of the computation.
     flops
         Floating-point operations of matrix products, two per multiply-add. Other operations are
         bound by memory, and count as none.
@@ -38,8 +36,6 @@ class Kernel(NamedTuple):
         Bytes read and written, each tensor once.
     depth
         Size that the matrix products sum over; 0 for other kernels.
-    n_kernels
-        Number of kernels.
     is_attention
         Whether it is a fused attention core.
     share
@@ -156,12 +152,6 @@ class GPU:
     name
         Name for tables; empty for none.
 
-    See Also
-    --------
-    pipesim.gpus : The GPUs that `preset` has.
-    pipesim.Transformer.costs : Costs of a transformer on a GPU.
-    pipesim.Cluster : GPUs and network of a training run.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -235,13 +225,6 @@ class GPU:
         -------
         GPU
             With the rates that kernels reach, and the memory of the data sheet.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpu = ps.GPU.preset("h100_sxm")
-        >>> gpu.memory, gpu.multiprocessors
-        (80000000000.0, 132)
         """
         sheet = DATA_SHEETS[check_name("GPU", name, DATA_SHEETS)]
         return cls(
@@ -341,21 +324,12 @@ class GPU:
         -------
         GPU
             With other ``flops`` and ``bandwidth``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.GPU(flops=300e12, bandwidth=2e12, launch=5e-6).scaled(0.5).flops
-        150000000000000.0
         """
         factor = checked_value("part", part, "share of the rates", above_zero=True)
         return replace(self, flops=self.flops * factor, bandwidth=self.bandwidth * factor)
 
     def kernel_shares(self, kernel: Kernel) -> dict[str, float]:
         """Return the seconds of a kernel's matrix products, of its memory, and its overhead.
-
-        The keys are ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap, unless
-        the kernel is of a group.
 
         Parameters
         ----------
@@ -367,14 +341,6 @@ class GPU:
         dict
             Seconds by ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap, unless
             the kernel is of a group.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> from pipesim.models import Kernel
-        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, overhead=1e-3)
-        >>> gpu.kernel_shares(Kernel("product", flops=2e12, nbytes=10e9))
-        {'compute': 0.02, 'memory': 0.01, 'overhead': 0.001}
         """
         check_type("kernel", kernel, Kernel)
         half_depth, flops = self.half_depth, self.flops * kernel.share
@@ -414,16 +380,6 @@ class GPU:
         -------
         float
             Seconds.
-
-        Examples
-        --------
-        The product takes 20 ms, during which memory is read; the overhead is 1 ms.
-
-        >>> import pipesim as ps
-        >>> from pipesim.models import Kernel
-        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, overhead=1e-3)
-        >>> gpu.kernel_seconds(Kernel("product", flops=2e12, nbytes=10e9))
-        0.021
         """
         shares = self.kernel_shares(kernel)
         work = (shares["compute"], shares["memory"])
@@ -441,16 +397,6 @@ class GPU:
         -------
         float
             Seconds.
-
-        Examples
-        --------
-        Two kernels of 1 us each, whose launches take 5 us each:
-
-        >>> import pipesim as ps
-        >>> from pipesim.models import Kernel
-        >>> gpu = ps.GPU(flops=100e12, bandwidth=1e12, launch=5e-6)
-        >>> gpu.seconds([Kernel("norm", nbytes=1e6), Kernel("dropout", nbytes=1e6)])
-        1e-05
         """
         operation: list[Kernel] = check_list("kernels", kernels, "kernels")
         busy = sum(map(self.kernel_seconds, operation))
@@ -460,12 +406,7 @@ class GPU:
 def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
     """Return a GPU from any form that `pipesim.Transformer.costs` and `GPU.fit` take.
 
-    Parameters
-    ----------
-    gpu
-        A GPU; the name of a preset; a mapping of fields; the path of a JSON file that
-        ``pipesim calibrate --json`` or `Calibration.save` wrote, with the ending ``.json``; or the
-        mapping in such a file. Factors of the network in it do not matter here.
+    Factors of the network in a file do not matter here.
     """
     if has_gpu_table(gpu):
         values = gpu_table(gpu).fields
@@ -485,8 +426,6 @@ def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
 
 #: Factors of a network in a file.
 _FACTORS = ("network_efficiency", "network_latency")
-#: Keys of a saved calibration.
-_SAVED = ("gpu", *_FACTORS, "constants", "errors", "checksum")
 
 
 class GpuTable(NamedTuple):
@@ -512,11 +451,8 @@ def has_gpu_table(gpu: object) -> TypeGuard[Mapping[str, Any] | os.PathLike[str]
 def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
     """Return the fields of a GPU and the factors of its network, from a file or a mapping.
 
-    Parameters
-    ----------
-    gpu
-        Path of a JSON file, such as ``pipesim calibrate --json`` and `Calibration.save` write; or
-        its content; or fields of a GPU alone, whose network has factors of 1.
+    ``gpu`` is the path of a JSON file, such as ``pipesim calibrate --json`` and `Calibration.save`
+    write; or its content; or fields of a GPU alone, whose network has factors of 1.
     """
     values, place = gpu, "gpu"
     if not isinstance(gpu, Mapping):
@@ -529,7 +465,8 @@ def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
     if table is values:
         return GpuTable(table)
     for key in values:
-        check_name("key of a fitted GPU", key, _SAVED)
+        saved = ("gpu", *_FACTORS, "constants", "errors", "checksum")
+        check_name("key of a fitted GPU", key, saved)
     factors = []
     for name in _FACTORS:
         factor = number(values.get(name, 1.0))
@@ -544,17 +481,10 @@ def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
 def fitted_preset(
     name: str, gpu: object, efficiency: float | None = None, gpus_per_device: int = 1
 ) -> Network:
-    """Return the network of a machine, with the factors of a GPU's file.
+    """Return `Network.preset` of a machine, with the factors of a GPU's file, if ``gpu`` is one.
 
-    Parameters
-    ----------
-    name, gpus_per_device
-        As for `Network.preset`.
-    gpu
-        A GPU in any form. Only the file of a fitted one, or its content, has factors.
-    efficiency
-        Share of the nominal bandwidths, in place of the file's; None for that of the file, or of
-        `Network.preset` where there is none: a file has 1 if none was fitted.
+    ``efficiency`` is used in place of the file's; None for that of the file, or of `Network.preset`
+    where there is none: a file has 1 if none was fitted.
     """
     table = gpu_table(gpu) if has_gpu_table(gpu) else GpuTable({})
     share = table.network_efficiency

@@ -47,18 +47,10 @@ if TYPE_CHECKING:
     from pipesim.models.shard import Shard
 
 
-# Matrix products and sums of gradients of a shard, as kernels
-
-
 class OperationKernels(NamedTuple):
-    """Kernels of one layer, of the embedding, or of the head, by operation.
+    """Kernels of F, I and W of one layer, of the embedding, or of the head; B has those of I and W.
 
-    Attributes
-    ----------
-    forward, input_grad, weight_grad
-        Kernels of F, I and W. B has those of I and W.
-    recompute
-        Kernels that a backward runs again with the ``recompute`` of the shard.
+    ``recompute`` are those that a backward runs again with the ``recompute`` of the shard.
     """
 
     forward: tuple[Kernel, ...]
@@ -151,8 +143,6 @@ class KernelSizes:
         return Kernel(f"{name} accumulation", nbytes=nbytes, n_kernels=n_kernels)
 
 
-# Layer, embedding and head
-
 #: Share of the bandwidth of element-wise kernels that a fused loss reaches, forward and backward
 #: together: Transformer Engine's, on B200 (SimuMax, see `pipesim.models.data_sheets`): the five
 #: reads and writes of `head_kernels` are at 0.375 of nominal; 0.85 is that of element-wise kernels.
@@ -162,22 +152,11 @@ _TO_LATENT = ("query down", "kv down")
 
 
 class LayerSegments(NamedTuple):
-    """Kernels of a layer with experts, divided by its exchanges of tokens.
+    """Kernels of a layer with experts, divided by its exchanges of tokens."""
 
-    Attributes
-    ----------
-    attention
-        Before the tokens are sent to their experts: attention, norms, router, permutation, and
-        shared experts.
-    experts
-        Between both exchanges.
-    rest
-        After the results are back: sum over the experts of a token, and the residual.
-    """
-
-    attention: OperationKernels
+    attention: OperationKernels  # attention, norms, router, permutation, and shared experts
     experts: OperationKernels
-    rest: OperationKernels
+    rest: OperationKernels  # sum over the experts of a token, and the residual
 
 
 def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
@@ -194,7 +173,7 @@ def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
     core = attention_core(sizes)
     norm, residual = _norm_and_residual(sizes)
     first = _attention(sizes, core)
-    second = _mlp(sizes)
+    second = _mlp(sizes, layer_matrices(shard))
     # The backward of a norm also adds the gradient of its parameters; that of a residual comes
     # before the branch.
     forward = (
@@ -276,23 +255,23 @@ def _attention(sizes: KernelSizes, core: OperationKernels) -> OperationKernels:
     )
 
 
-def _mlp(sizes: KernelSizes) -> OperationKernels:
-    """Return the kernels of the MLP of a dense layer."""
-    maps, e = layer_matrices(sizes.shard), sizes.shard.model.bytes_per_activation
-    up, down = maps["up"], maps["down"]
-    width, f = up.outputs, down.inputs
+def _mlp(sizes: KernelSizes, maps: Mapping[str, Matrix], prefix: str = "") -> OperationKernels:
+    """Return the kernels of an MLP, of a dense layer or of the shared experts."""
+    up_name, down_name, activation = f"{prefix}up", f"{prefix}down", f"{prefix}activation"
+    up, down = maps[up_name], maps[down_name]
+    e, width, f = sizes.shard.model.bytes_per_activation, up.outputs, down.inputs
     return OperationKernels(
         (
-            sizes.forward_product("up", up),
-            Kernel("activation", nbytes=e * (width + f) * sizes.tokens),
-            sizes.forward_product("down", down),
+            sizes.forward_product(up_name, up),
+            Kernel(activation, nbytes=e * (width + f) * sizes.tokens),
+            sizes.forward_product(down_name, down),
         ),
         (
-            sizes.input_grad("down", down),
-            Kernel("activation", nbytes=e * (2 * width + f) * sizes.tokens),
-            sizes.input_grad("up", up),
+            sizes.input_grad(down_name, down),
+            Kernel(activation, nbytes=e * (2 * width + f) * sizes.tokens),
+            sizes.input_grad(up_name, up),
         ),
-        (*sizes.weight_grad("down", down), *sizes.weight_grad("up", up)),
+        (*sizes.weight_grad(down_name, down), *sizes.weight_grad(up_name, up)),
     )
 
 
@@ -354,9 +333,9 @@ def head_kernels(shard: Shard) -> OperationKernels:
 
 # Kernels of attention between its linear maps: rotary positions, and the attention core.
 #
-# Letters are those of `pipesim.models.layer_kernels`. A GPU of a context-parallel group
-# computes the scores of its own tokens, with keys of the whole sequence of s tokens; or, with
-# ``"all_to_all"``, those of all tokens and its part of the heads, which are as many.
+# A GPU of a context-parallel group computes the scores of its own tokens, with keys of the whole
+# sequence of s tokens; or, with ``"all_to_all"``, those of all tokens and its part of the heads,
+# which are as many.
 #
 # The core has 2 products forward, of depth d and s, and 4 backward. Fused (FlashAttention) it is
 # one kernel of depth d, which computes the half of the scores that the causal mask leaves, and 5
@@ -379,21 +358,18 @@ _LATENT_SHARE = 0.8
 
 
 def rotary_kernels(sizes: KernelSizes) -> list[Kernel]:
-    """Return the kernels that rotate queries and keys, or their gradients, if positions do."""
-    model, t = sizes.shard.model, sizes.shard.tensor_parallel
-    if model.kv_rank:
-        return _latent_rotary(sizes)
-    if model.learned_positions:
-        return []
-    rotated = (model.query_size + model.kv_size) / t
-    nbytes = 2 * model.bytes_per_activation * rotated * sizes.tokens
-    return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
+    """Return the kernels that rotate queries and keys, or their gradients, if positions do.
 
-
-def _latent_rotary(sizes: KernelSizes) -> list[Kernel]:
-    """Return the kernels that rotate a part of the queries, and make keys and values."""
+    With latent attention, a kernel makes keys and values, too.
+    """
     model, t = sizes.shard.model, sizes.shard.tensor_parallel
     e, kernels = model.bytes_per_activation, []
+    if not model.kv_rank:
+        if model.learned_positions:
+            return []
+        rotated = (model.query_size + model.kv_size) / t
+        nbytes = 2 * e * rotated * sizes.tokens
+        return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
     if model.rope_head_size:
         rotated = model.rope_head_size * model.n_heads / t
         kernels.append(Kernel("rotary positions", nbytes=2 * e * rotated * sizes.tokens))
@@ -472,9 +448,9 @@ def _fused_core(sizes: KernelSizes) -> OperationKernels:
 
 # Kernels of a mixture of experts on one GPU: router, permutation, grouped products, sum.
 #
-# Letters are those of `pipesim.models.transformer`, with e bytes an element. A GPU has T tokens
-# before the exchange (T/t with sequence parallelism), and R tokens for its E/x experts after it,
-# where x is the expert-parallel size: R = Tk on average, times the imbalance of the busiest GPU.
+# A GPU has T tokens before the exchange (T/t with sequence parallelism), and R tokens for its E/x
+# experts after it, where x is the expert-parallel size: R = Tk on average, times the imbalance of
+# the busiest GPU.
 # Transformer Engine runs one product for each expert, several at a time. Kernels are those of
 # Megatron-LM with it (``--moe-grouped-gemm --moe-permute-fusion``,
 # ``megatron/core/transformer/moe``):
@@ -501,26 +477,16 @@ _SCORE_KERNELS = (30, 15)
 _PERMUTATION_SHARE = 0.64
 
 
-class ExpertKernels(NamedTuple):
-    """Kernels before the exchange of tokens, between both exchanges, and after."""
-
-    before: OperationKernels
-    experts: OperationKernels
-    after: OperationKernels
-
-
-def expert_kernels(sizes: KernelSizes) -> ExpertKernels:
+def expert_kernels(sizes: KernelSizes) -> LayerSegments:
     """Return the kernels of a layer's second half, from its norm to the sum with the residual."""
-    shared = _shared(sizes)
-    router = _router(sizes)
+    router, maps = _router(sizes), shared_matrices(sizes.shard)
+    shared = _mlp(sizes, maps, "shared ") if maps else OperationKernels((), (), ())
     before = OperationKernels(
         router.forward + shared.forward,
         shared.input_grad + router.input_grad,
         shared.weight_grad + router.weight_grad,
     )
-    return ExpertKernels(
-        before, _experts(sizes), _combination(sizes, has_shared=bool(shared.forward))
-    )
+    return LayerSegments(before, _experts(sizes), _combination(sizes, has_shared=bool(maps)))
 
 
 def _router(sizes: KernelSizes) -> OperationKernels:
@@ -538,28 +504,6 @@ def _router(sizes: KernelSizes) -> OperationKernels:
         (sizes.forward_product("router", matrix, tokens), top_k, permutation),
         (permutation, top_k_back, sizes.input_grad("router", matrix, tokens), added),
         sizes.weight_grad("router", matrix, bias=False, rows=tokens),
-    )
-
-
-def _shared(sizes: KernelSizes) -> OperationKernels:
-    """Return the shared experts, which are one MLP."""
-    maps = shared_matrices(sizes.shard)
-    if not maps:
-        return OperationKernels((), (), ())
-    up, down = maps.values()
-    e, width, u = sizes.shard.model.bytes_per_activation, up.outputs, down.inputs
-    return OperationKernels(
-        (
-            sizes.forward_product("shared up", up),
-            Kernel("shared activation", nbytes=e * (width + u) * sizes.tokens),
-            sizes.forward_product("shared down", down),
-        ),
-        (
-            sizes.input_grad("shared down", down),
-            Kernel("shared activation", nbytes=e * (2 * width + u) * sizes.tokens),
-            sizes.input_grad("shared up", up),
-        ),
-        (*sizes.weight_grad("shared down", down), *sizes.weight_grad("shared up", up)),
     )
 
 
@@ -614,8 +558,6 @@ def _combination(sizes: KernelSizes, *, has_shared: bool) -> OperationKernels:
     return OperationKernels((unpermutation, *added), (unpermutation,), ())
 
 
-# Kernels of a shard with their seconds on a GPU
-
 #: Operation of each field of `OperationKernels`.
 _OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
 
@@ -637,7 +579,6 @@ def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFra
 
 
 def _bound(kernel: Kernel, gpu: GPU) -> str:
-    """Return the longest share of a kernel's seconds."""
     shares = gpu.kernel_shares(kernel)
     return max(shares, key=shares.__getitem__)
 

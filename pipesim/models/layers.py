@@ -32,14 +32,13 @@ from pipesim.errors import (
 from pipesim.models.placed_split import LayerModel, Placed, placed_sizes
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path, read_text
-from pipesim.utils.texts import Bytes, csv_rows, parse_float
+from pipesim.utils.texts import csv_rows, parse_float
+from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-#: Columns in which the value of a stage is that of its last layer, not a sum.
-_LAST_LAYER = ("output_bytes", "output_seconds")
 #: Columns of bytes that a layer holds beyond what it and the layers before it keep.
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
@@ -60,19 +59,6 @@ class Layers:
         column ``b`` for a stage of layers ``a`` to ``b``. Tensors that several of its layers keep
         count once. Values with ``a > b`` have no meaning. None (the default): sums of
         ``activation_bytes`` of the layers.
-
-    Raises
-    ------
-    CostsError
-        For a missing or unknown column; for columns that are no sequences, have different lengths
-        or no values; and for values that are negative, NaN or infinite. Messages name source, layer
-        and column. For joint bytes of another shape.
-
-    See Also
-    --------
-    pipesim.Costs.from_layers : Costs from a file or a DataFrame at once.
-    pipesim.plan : Rank the configurations of a training; takes layers as a model.
-    pipesim.Transformer : A model by its sizes.
 
     Examples
     --------
@@ -172,19 +158,6 @@ class Layers:
         -------
         Layers
             Layers in the order of the rows.
-
-        Raises
-        ------
-        CostsError
-            If ``frame`` is no such table; naming layer and column, and the nearest known column.
-
-        Examples
-        --------
-        >>> import pandas as pd
-        >>> import pipesim as ps
-        >>> frame = pd.DataFrame({"forward": [1, 4], "backward": [2, 8]})
-        >>> ps.Layers.from_frame(frame).seconds
-        array([ 3., 12.])
         """
         from pipesim.utils.packages import pandas as pd
 
@@ -300,16 +273,9 @@ class Layers:
         CostsError
             If no split is found that fits in memory, or the values of a stage are too large to be
             added.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]}).split(2)
-        (2, 1)
         """
 
         def stage_costs(sizes: Sequence[int]) -> Costs:
-            """Return the costs of stages of these sizes."""
             return self._stage_costs(sizes, 0.0, network)
 
         if network is not None:
@@ -326,11 +292,14 @@ class Layers:
     def _stage_costs(
         self, sizes: Sequence[int], launch: PerStage, network: Network | None
     ) -> Costs:
-        """Return the costs of stages with these many layers."""
         activations = self.columns.get("activation_bytes", (0.0,) * len(self))
         values: dict[str, Any] = {
             name: tuple(
-                _workspace(part, kept) if name in _WORKSPACES else _stage_value(name, stage, part)
+                _workspace(part, kept)
+                if name in _WORKSPACES
+                else part[-1]  # of the last layer
+                if name in ("output_bytes", "output_seconds")
+                else _sum(f"{name} of stage {stage}", part)
                 for stage, (part, kept) in enumerate(
                     zip(_parts(column, sizes), _parts(activations, sizes), strict=True)
                 )
@@ -362,11 +331,6 @@ def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:
     )
 
 
-def _stage_value(name: str, stage: int, part: Sequence[float]) -> float:
-    """Return the value of a stage, from those of its layers."""
-    return part[-1] if name in _LAST_LAYER else _sum(f"{name} of stage {stage}", part)
-
-
 def _workspace(part: Sequence[float], kept: Sequence[float]) -> float:
     """Return the most bytes of any layer beyond what all layers of a stage keep."""
     most = later = 0.0
@@ -377,7 +341,6 @@ def _workspace(part: Sequence[float], kept: Sequence[float]) -> float:
 
 
 def _sum(what: str, values: Sequence[float]) -> float:
-    """Return the exact sum of values; raise `CostsError` if it is too large for a float."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -394,8 +357,6 @@ def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[f
         yield column[first : first + size]
         first += size
 
-
-# Tables of layers: their columns, their checks, and CSV files
 
 #: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
 #: `input_grad` and `weight_grad`.
@@ -453,7 +414,7 @@ def check_header(where: str, names: list[str], allowed: Sequence[str] = (NAMES, 
 
 
 def column_values(where: str, name: str, values: object) -> tuple[object, ...]:
-    """Return the values of a column as a tuple; raise `CostsError` if they are no sequence."""
+    """Return the values of a column as a tuple."""
     try:
         if isinstance(values, (str, bytes, Mapping)):
             raise TypeError  # their elements are letters, numbers and keys
@@ -466,7 +427,7 @@ def column_values(where: str, name: str, values: object) -> tuple[object, ...]:
 
 
 def checked_value(where: str, name: str, value: object) -> float:
-    """Return a value, or the number in a text, as a float; raise `CostsError` for others."""
+    """Return a value, or the number in a text, as a float."""
     result = number(parse_float(value) if isinstance(value, str) else value)
     if result is None or not 0 <= result < math.inf:
         unit = "bytes" if name.endswith("bytes") else "seconds"
@@ -475,7 +436,7 @@ def checked_value(where: str, name: str, value: object) -> float:
 
 
 def joint_values(where: str, rows: object, n: int) -> tuple[tuple[float, ...], ...]:
-    """Return the bytes of stages by first and last layer; raise `CostsError` for others."""
+    """Return the bytes of stages by first and last layer."""
     name = "joint_activation_bytes"
     checked = tuple(
         tuple(

@@ -77,7 +77,6 @@ def model_costs(
     shards = microbatch_shards(shard, lengths, slices)
 
     def costs_of(own: Shard) -> ShardCosts:
-        """Return the costs of the stages of a shard, for many splits."""
         return ShardCosts(
             own, rates, flops_per_second, network, launch=launch, optimizer_step=optimizer_step
         )
@@ -86,7 +85,6 @@ def model_costs(
     seconds = stage_costs.seconds
 
     def least_costs(sizes: Sequence[int]) -> Costs:
-        """Return the seconds of the same stages without launches, as costs."""
         values: dict[str, Any] = {**seconds.without_launches.stages(sizes)}
         return Costs(**values)
 
@@ -121,33 +119,24 @@ def model_costs(
 
 
 def _lists(value: Any) -> Any:
-    """Return lengths or slices as values of JSON."""
     return [_lists(x) for x in value] if hasattr(value, "__len__") else int(value)
 
 
 def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None) -> dict[str, Any]:
     """Return the arguments of `Costs.transformer` that give model, shard and rates again."""
     model = {k: v for k, v in _plain(shard.model).items() if k not in SIZES_OF_SOME or v}
-    settings = {**model, **_shard_settings(shard)}
+    values = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"}
+    defaults = {f.name: f.default for f in fields(shard)}
+    own = {name: x for name, x in values.items() if name in _ALWAYS or x != defaults[name]}
+    if "routing" in own:
+        own["routing"] = shard.routing.to_dict()
+    settings = {**model, **own}
     if gpu is None:
         return {**settings, "flops_per_second": flops_per_second}
     return {**settings, "gpu": {k: v for k, v in _plain(gpu).items() if v is not None}}
 
 
-def _shard_settings(shard: Shard) -> dict[str, Any]:
-    """Return the arguments of a shard; those of context and expert parallelism if it has them."""
-    values = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"}
-    defaults = {f.name: f.default for f in fields(shard)}
-    values = {
-        name: value for name, value in values.items() if name in _ALWAYS or value != defaults[name]
-    }
-    if "routing" in values:
-        values["routing"] = shard.routing.to_dict()
-    return values
-
-
 def _plain(record: GPU | Transformer) -> dict[str, Any]:
-    """Return the fields of a record of plain values."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
@@ -164,21 +153,18 @@ def microbatch_shards(shard: Shard, lengths: Lengths | None, slices: Slices) -> 
 
     Empty if all micro-batches are those of ``shard``.
     """
-    wholes = [shard] if lengths is None else _of_lengths(shard, lengths)
+    wholes = [shard]
+    if lengths is not None:
+        if isinstance(lengths, (str, bytes)) or not hasattr(lengths, "__len__") or not len(lengths):
+            raise ArgumentError(
+                "lengths must be, for each micro-batch, the tokens of its sequences, or a list of "
+                f"the tokens of each document packed into one; got {lengths!r:.60}"
+            )
+        wholes = [_of_length(shard, f"lengths[{k}]", value) for k, value in enumerate(lengths)]
     is_sliced = not (isinstance(slices, Integral) and not isinstance(slices, bool) and slices == 1)
     if not is_sliced:
         return [] if lengths is None else wholes
     return [part for whole in wholes for part in _of_slices(whole, slices)]
-
-
-def _of_lengths(shard: Shard, lengths: Lengths) -> list[Shard]:
-    """Return the shard of each micro-batch with these lengths."""
-    if isinstance(lengths, (str, bytes)) or not hasattr(lengths, "__len__") or not len(lengths):
-        raise ArgumentError(
-            "lengths must be, for each micro-batch, the tokens of its sequences, or a list of the "
-            f"tokens of each document packed into one; got {lengths!r:.60}"
-        )
-    return [_of_length(shard, f"lengths[{k}]", value) for k, value in enumerate(lengths)]
 
 
 def _of_length(shard: Shard, name: str, value: Any) -> Shard:
@@ -227,54 +213,25 @@ def _of_slices(shard: Shard, slices: Slices) -> list[Shard]:
 
 
 def _with_length(shard: Shard, length: int) -> Any:
-    """Return the model of a shard with another length of sequences."""
     return replace(shard.model, sequence_length=length)
 
 
 def costs_of_shards(
     costs: Costs, shards: Sequence[Shard], costs_of: Callable[[Shard], Costs]
 ) -> Costs:
-    """Return costs whose fields of one micro-batch are those of each of several shards.
-
-    Parameters
-    ----------
-    costs
-        Costs with the fields of whole stages.
-    shards
-        Shard of each micro-batch.
-    costs_of
-        Returns the costs of the same stages for a shard.
-    """
+    """Return ``costs`` with the fields of one micro-batch from ``costs_of`` each of ``shards``."""
     distinct = list(dict.fromkeys(shards))
     parts = [costs_of(shard) for shard in distinct]
     position = {shard: k for k, shard in enumerate(distinct)}
     return joined_microbatches(costs, parts, np.array([position[shard] for shard in shards]))
 
 
-# Costs of one shard
-
-
 class ShardCosts:
     """Costs of the stages of a shard on its devices, called with the layers of each stage.
 
     A stage's values depend on its layers, and on whether it is the first or the last one. They are
-    computed once.
-
-    Parameters
-    ----------
-    shard
-        One GPU's share of a transformer.
-    gpu, flops_per_second, network
-        As in `pipesim.models.stage_seconds.stage_seconds`, with its errors and warnings.
-    launch, optimizer_step
-        As in `pipesim.Transformer.costs`.
-    memory_reserve
-        As in `pipesim.Costs`.
-
-    Attributes
-    ----------
-    seconds
-        Seconds of the stages.
+    computed once. Arguments are those of `stage_seconds`, `pipesim.Transformer.costs` and
+    `pipesim.Costs`.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ projection     awh
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
 
@@ -39,7 +39,7 @@ SIZES_OF_SOME = ("n_experts", *_OF_EXPERTS, "kv_rank", *_OF_LATENT)
 
 
 def attention_matrices(model: Transformer) -> int:
-    """Return the parameters of a layer's linear maps of attention: h(q + 2k) + qh, or as above."""
+    """Return the parameters of attention's linear maps: h(q + 2k) + qh, or those of MLA above."""
     h, q = model.hidden_size, model.query_size
     if not model.kv_rank:
         return h * (2 * q + 2 * model.kv_size)
@@ -74,7 +74,7 @@ def active_matrices(model: Transformer) -> int:
 
 
 def check_experts(model: Transformer) -> None:
-    """Raise `ArgumentError` if sizes of experts do not suit each other."""
+    """Check that sizes of experts suit each other."""
     n, k = model.n_experts, model.experts_per_token
     if not n:
         for name in _OF_EXPERTS:
@@ -97,7 +97,7 @@ def check_experts(model: Transformer) -> None:
 
 
 def _check_groups(model: Transformer) -> None:
-    """Raise `ArgumentError` if the groups of experts that a router picks do not suit the rest."""
+    """Check the groups of experts that a router picks."""
     n, k = model.n_experts, model.experts_per_token
     groups, picked = model.expert_groups, model.groups_per_token
     if (groups == 0) != (picked == 0):
@@ -119,7 +119,7 @@ def _check_groups(model: Transformer) -> None:
 
 
 def check_latent_attention(model: Transformer) -> None:
-    """Raise `ArgumentError` if sizes of latent attention do not suit each other."""
+    """Check that sizes of latent attention suit each other."""
     if not model.kv_rank:
         for name in _OF_LATENT:
             if getattr(model, name):
@@ -145,8 +145,6 @@ def check_latent_attention(model: Transformer) -> None:
         )
 
 
-# Checks of one size or rate
-
 #: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
 _LARGEST, _LARGEST_VALUE = 10**15, 1e100
 
@@ -160,12 +158,10 @@ def check_size(name: str, value: object, minimum: int = 1) -> int:
 
 
 def _shortened(value: int) -> str:
-    """Return an integer as text; those of more than 30 digits are not written out."""
     return f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
 
 
 def _text(value: object) -> str:
-    """Return any value as a short text."""
     return _shortened(value) if isinstance(value, int) else f"{value!r:.60}"
 
 
@@ -189,7 +185,7 @@ def checked_documents(shard: Shard) -> tuple[int, ...]:
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
-    """Raise `ArgumentError` if ``value`` does not divide ``whole``."""
+    """Check that ``value`` divides ``whole``."""
     if whole % value:
         raise ArgumentError(
             f"{name}={value} does not divide {whole_name}={whole}; choose {name} such that it does"
@@ -208,13 +204,12 @@ def checked_value(name: str, value: object, unit: str, *, above_zero: bool = Fal
 
 
 ContextExchange = Literal["ring", "all_gather", "all_to_all"]
-CONTEXT_EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 
 def check_context(shard: Shard) -> None:
-    """Raise `ArgumentError` if context parallelism does not suit the sizes that it splits."""
+    """Check that context parallelism suits the sizes that it splits."""
     c, length = shard.context_parallel, shard.model.sequence_length
-    check_name("context_exchange", shard.context_exchange, CONTEXT_EXCHANGES)
+    check_name("context_exchange", shard.context_exchange, get_args(ContextExchange))
     check_flag("context_balance", shard.context_balance)
     check_flag("context_shards_optimizer", shard.context_shards_optimizer)
     if c == 1:
@@ -245,15 +240,14 @@ def check_context(shard: Shard) -> None:
 
 
 ExpertExchange = Literal["direct", "hierarchical"]
-EXCHANGE_WAYS = ("direct", "hierarchical")
 
 
 def check_expert_parallel(shard: Shard) -> None:
-    """Raise `ArgumentError` if expert parallelism does not suit the sizes that it splits."""
+    """Check that expert parallelism suits the sizes that it splits."""
     model, x, t = shard.model, shard.expert_parallel, shard.tensor_parallel
     parts = check_size("expert_tensor_parallel", shard.expert_tensor_parallel, 0)
     object.__setattr__(shard, "expert_tensor_parallel", parts)
-    check_name("expert_exchange", shard.expert_exchange, EXCHANGE_WAYS)
+    check_name("expert_exchange", shard.expert_exchange, get_args(ExpertExchange))
     nbytes = checked_value("dispatch_element_bytes", shard.dispatch_element_bytes, "bytes")
     object.__setattr__(shard, "dispatch_element_bytes", nbytes)
     if not model.n_experts:
@@ -290,7 +284,6 @@ def check_expert_parallel(shard: Shard) -> None:
 
 
 def _check_unused(shard: Shard) -> None:
-    """Raise `ArgumentError` for arguments of experts of a model that has none."""
     arguments = {
         "expert_parallel": (shard.expert_parallel, 1),
         "expert_tensor_parallel": (shard.expert_tensor_parallel, 0),

@@ -35,12 +35,8 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.texts import Bytes, format_bytes
 
-# Stages of a transformer, whose last one has the LM head as well
-
 #: Seconds of each layer, of the embedding and of the LM head.
 _Seconds = tuple[Sequence[float], float, float]
-#: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.
-_UNEVEN = 1.05
 
 
 def stage_sizes(
@@ -64,7 +60,7 @@ def stage_sizes(
     if is_number and partition is None:
         balanced = _balanced_sizes(layers_per_stage, n_layers, seconds)
         slowest, least = _slowest(sizes, seconds), _slowest(balanced, seconds)
-        if slowest > _UNEVEN * least:
+        if slowest > 1.05 * least:
             warn_caller(
                 f"layers_per_stage={layers_per_stage} has as many layers on each stage; with "
                 f"the LM head, the last takes {slowest / least:.2f} times as long as the slowest "
@@ -89,7 +85,6 @@ def _balanced_sizes(n_stages: object, n_layers: int, seconds: _Seconds) -> tuple
 
 
 def _slowest(sizes: tuple[int, ...], seconds: _Seconds) -> float:
-    """Return the seconds of the slowest stage."""
     layers, embedding, head = seconds
     borders = [0, *itertools.accumulate(sizes)]
     stages = [_sum(layers[a:b]) for a, b in itertools.pairwise(borders)]
@@ -127,8 +122,6 @@ class LayerModel:
 
     Attributes
     ----------
-    n_layers
-        Number of layers.
     stage_costs
         Costs of stages with these many layers. The search takes sums over layers for those of a
         stage, which are estimates: a GPU waits for its host in some layers, but not in the sum.
@@ -158,21 +151,11 @@ class LayerModel:
 
 
 class _Work(NamedTuple):
-    """Work of devices.
+    """Work of devices."""
 
-    Attributes
-    ----------
-    load
-        Share of micro-batches of each stage; shape ``(n_devices, n_stages)``.
-    ops
-        Mean number of each operation, for one F.
-    least_ops
-        Least number of each operation on any device, for one F of a stage.
-    """
-
-    load: Floats
-    ops: dict[Op, float]
-    least_ops: dict[Op, float]
+    load: Floats  # share of micro-batches of each stage; shape (n_devices, n_stages)
+    ops: dict[Op, float]  # mean number of each operation, for one F
+    least_ops: dict[Op, float]  # least number on any device, for one F of a stage
 
 
 def split_problem(
@@ -186,8 +169,10 @@ def split_problem(
     if isinstance(target, TaskGraph):
         work = _graph_work(target)
     else:
-        ops = {Op.F: 1.0, Op.B: 1.0}
-        work = _Work(_placement_load(target), ops, ops)
+        load, ops = np.zeros((target.n_devices, target.n_stages)), {Op.F: 1.0, Op.B: 1.0}
+        for path in target.paths:
+            load[path, np.arange(target.n_stages)] += 1 / target.n_paths
+        work = _Work(load, ops, ops)
     finest, n_stages = model.stage_costs(model.finest_sizes), work.load.shape[1]
     n = len(model.finest_sizes)
     rows = _values(finest, n, work.ops, target, limits is not None)
@@ -221,16 +206,7 @@ def first_borders(problem: SplitProblem) -> Ints:
     return np.concatenate([[0], sizes.cumsum()])
 
 
-def _placement_load(placement: Placement) -> Floats:
-    """Return the share of micro-batches of each stage that each device computes."""
-    load = np.zeros((placement.n_devices, placement.n_stages))
-    for path in placement.paths:
-        load[path, np.arange(placement.n_stages)] += 1 / placement.n_paths
-    return load
-
-
 def _graph_work(graph: TaskGraph) -> _Work:
-    """Return the work of the devices of a graph."""
     op, stage, device = graph.kinds.op[graph.kind], graph.stage, graph.device
     forwards = op == Op.F
     load = np.zeros((graph.n_devices, graph.n_stages))
@@ -324,7 +300,6 @@ def _held_of_device(graph: TaskGraph, tasks: NDArray[np.int64], device: int) -> 
     row = np.arange(len(tasks))
 
     def change(table: Floats, marked: NDArray[np.bool_], value: int, step: int) -> None:
-        """Add to one value of the stages of marked tasks."""
         table[row[marked], value * n + stage[marked]] += step
 
     change(at_start, (op == Op.F) & ~keeps_input, 1, 1)
@@ -361,25 +336,8 @@ _SIMULATIONS, _TASKS = 1000, 600_000
 def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) -> tuple[int, ...]:
     """Return the layers of each stage with which a graph takes the least time.
 
-    Parameters
-    ----------
-    model
-        Model to split.
-    graph
-        Tasks of a step.
-    limits
-        Most bytes of each device. None for the memory of the GPU, if the costs know it. That does
-        not count if no split fits.
-
-    Raises
-    ------
-    CostsError
-        If no split is found that fits within ``limits``.
-
-    Warns
-    -----
-    CostsWarning
-        If no split is found that fits in the memory of the GPU.
+    ``limits`` are the most bytes of each device; an error says that no split was found that fits.
+    Without them the memory of the GPU counts, if the costs know it: then that is a warning.
     """
     simulations = _Simulations(model, graph, limits)
     first = first_borders(split_problem(model, graph))
@@ -400,7 +358,6 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
 
 
 def _excess(timeline: Timeline) -> Floats:
-    """Return the bytes of each device beyond those that it may hold."""
     needed, limits = reserved_memory(timeline), memory_limit(timeline)
     return needed if limits is None else needed - limits
 
@@ -426,7 +383,7 @@ def _excess_text(timeline: Timeline, sizes: tuple[int, ...], limit: str) -> str:
 
 @dataclass(frozen=True)
 class _Simulations:
-    """Simulations of the splits of a model; see `fastest_split` for ``limits``."""
+    """Simulations of the splits of a model, within the ``limits`` of `fastest_split`."""
 
     model: LayerModel
     graph: TaskGraph
@@ -434,7 +391,6 @@ class _Simulations:
     is_limited: bool = True
 
     def timeline(self, borders: Ints) -> Timeline:
-        """Return the timeline of a split."""
         from pipesim.simulation.simulate import predict_timeline
 
         costs = self.model.stage_costs(layer_counts(borders))
@@ -508,7 +464,13 @@ def placed_sizes(
     ``name`` is the name of the argument ``split``. `Layers.costs` has the arguments and errors.
     """
     if placement is None:
-        _check_unplaced(split, name, memory_limit)
+        if is_word(split):
+            raise ArgumentError(
+                f"{name}={split!r} needs the number of stages: give placement=, such as "
+                f"schedule.placement, or {name}=4 with partition={split!r}"
+            )
+        if memory_limit is not None:
+            raise ArgumentError(_NO_ORDER)
         return None
     if not isinstance(placement, Placed):
         raise ArgumentTypeError(
@@ -538,17 +500,6 @@ def placed_sizes(
     return sizes
 
 
-def _check_unplaced(split: object, name: str, memory_limit: object) -> None:
-    """Raise `ArgumentError` for a word or a memory limit, which need a placement."""
-    if is_word(split):
-        raise ArgumentError(
-            f"{name}={split!r} needs the number of stages: give placement=, such as "
-            f"schedule.placement, or {name}=4 with partition={split!r}"
-        )
-    if memory_limit is not None:
-        raise ArgumentError(_NO_ORDER)
-
-
 def _word(split: object, name: str, partition: str | None, n_stages: int) -> str | None:
     """Return how layers are divided, or None if the layers of each stage are given."""
     if is_word(split):
@@ -565,7 +516,6 @@ def _word(split: object, name: str, partition: str | None, n_stages: int) -> str
 
 
 def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tuple[int, ...]:
-    """Return the balanced split."""
     if not isinstance(placement, Placement):
         graph = placement if isinstance(placement, TaskGraph) else lower(placement)
         return fastest_split(model, graph, limits)
@@ -579,7 +529,6 @@ def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tu
 
 
 def _check_stages(model: LayerModel, n_stages: int, name: str) -> None:
-    """Raise `ArgumentError` unless a model has as many layers as stages need."""
     needed = int(model.least(n_stages).sum())
     if needed > model.n_layers:
         raise ArgumentError(

@@ -50,10 +50,7 @@ def _llama(
 def _experts(
     dense: _Published, n: int, k: int, u: int, *, shared: int = 0, n_dense: int = 0, **others: int
 ) -> _Published:
-    """Return a model whose layers, but for the first, have experts.
-
-    ``others`` are sizes of latent attention and of groups of experts.
-    """
+    """Return a model whose layers, but for the first, have experts."""
     sizes = {
         **dense.sizes, "n_experts": n, "experts_per_token": k, "expert_ffn_size": u,
         "shared_experts": shared, "n_dense_layers": n_dense, **others,
@@ -129,12 +126,6 @@ def transformers() -> pd.DataFrame:
         Indexed by name: ``summary``, ``source`` (the paper), and the sizes of a `Transformer` that
         the model has, given or by default.
 
-    See Also
-    --------
-    pipesim.Transformer.preset : A model of this list.
-    pipesim.gpus : List the GPUs.
-    pipesim.machines : List the machines.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -148,7 +139,6 @@ def transformers() -> pd.DataFrame:
 
 
 def _row(name: str, published: _Published) -> dict[str, Any]:
-    """Return a row of the table of models."""
     from pipesim.models.transformer import Transformer
 
     model, columns = Transformer.preset(name), [*_MODELS["deepseek_v3"].sizes]

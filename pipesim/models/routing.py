@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 Distribution = Literal["uniform", "zipf", "dirichlet", "counts"]
-_DISTRIBUTIONS = ("uniform", "zipf", "dirichlet", "counts")
 #: Most experts of a layer.
 _MOST_EXPERTS = 10**6
-#: Fields of a mapping that stands for a routing.
-_KEYS = ("distribution", "parameter", "seed", "counts")
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,6 @@ class Routing:
     counts
         Assignments of each expert.
 
-    See Also
-    --------
-    pipesim.Transformer.costs : Costs of a model with experts; takes a routing.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -69,7 +62,7 @@ class Routing:
     counts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_name("distribution", self.distribution, _DISTRIBUTIONS)
+        check_name("distribution", self.distribution, get_args(Distribution))
         object.__setattr__(self, "parameter", self._checked_parameter())
         object.__setattr__(self, "seed", check_count("seed", self.seed, 0))
         object.__setattr__(self, "counts", _checked_counts(self.counts))
@@ -94,14 +87,6 @@ class Routing:
         -------
         Routing
             For any number of experts.
-
-        Examples
-        --------
-        Shares are in the ratio of 1, 1/2, 1/3 and 1/4.
-
-        >>> import pipesim as ps
-        >>> sorted(ps.Routing.zipf(1.0).shares(4).round(2).tolist())
-        [0.12, 0.16, 0.24, 0.48]
         """
         return cls("zipf", exponent, seed)
 
@@ -120,14 +105,6 @@ class Routing:
         -------
         Routing
             For any number of experts.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> even = ps.Routing.dirichlet(1000.0).imbalance(8, n_ranks=8)
-        >>> uneven = ps.Routing.dirichlet(1.0).imbalance(8, n_ranks=8)
-        >>> 1 < even < uneven
-        True
         """
         return cls("dirichlet", concentration, seed)
 
@@ -144,12 +121,6 @@ class Routing:
         -------
         Routing
             For as many experts as there are counts.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Routing.from_counts([3, 1]).shares(2)
-        array([0.75, 0.25])
         """
         return cls("counts", counts=counts)  # type: ignore[arg-type]  # checked in __post_init__
 
@@ -205,14 +176,6 @@ class Routing:
         -------
         float
             1 if all ranks get as many.
-
-        Examples
-        --------
-        Two ranks get 3 and 1 of 4 assignments, 2 on average.
-
-        >>> import pipesim as ps
-        >>> ps.Routing.from_counts([3, 1]).imbalance(2, n_ranks=2)
-        1.5
         """
         n_ranks = check_count("n_ranks", n_ranks)
         shares = self.shares(n_experts, experts_per_token)
@@ -229,12 +192,6 @@ class Routing:
         -------
         dict
             Fields by name; `pipesim.Transformer.costs` takes such a mapping as ``routing``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Routing.zipf(0.5).to_dict()
-        {'distribution': 'zipf', 'parameter': 0.5, 'seed': 0}
         """
         values: dict[str, Any] = {"distribution": self.distribution}
         if self.distribution in ("zipf", "dirichlet"):
@@ -244,7 +201,6 @@ class Routing:
         return values
 
     def _checked_parameter(self) -> float:
-        """Return ``parameter`` as a float."""
         value = number(self.parameter)
         least, most = {"zipf": (0.0, 100.0), "dirichlet": (0.0, 1e6)}.get(
             self.distribution, (0.0, 0.0)
@@ -263,13 +219,7 @@ class Routing:
 
 
 def as_routing(value: Routing | Mapping[str, Any] | str) -> Routing:
-    """Return a routing from any form that `pipesim.Transformer.costs` takes.
-
-    Parameters
-    ----------
-    value
-        A `Routing`; ``"uniform"``; or a mapping of its fields.
-    """
+    """Return a routing from a `Routing`, ``"uniform"``, or a mapping of its fields."""
     if isinstance(value, Routing):
         return value
     if isinstance(value, str) and value == "uniform":
@@ -280,12 +230,11 @@ def as_routing(value: Routing | Mapping[str, Any] | str) -> Routing:
             "pipesim.Routing.zipf(0.5, seed=0), or leave it out for an even one"
         )
     for name in value:
-        check_name("field of a routing", name, _KEYS)
+        check_name("field of a routing", name, [field.name for field in fields(Routing)])
     return Routing(**value)
 
 
 def _checked_counts(counts: object) -> tuple[float, ...]:
-    """Return counts as floats; raise `ArgumentError` unless they are finite and not all 0."""
     values = [number(x) for x in check_list("counts", counts, "numbers")]
     if any(x is None or not 0 <= x < math.inf for x in values) or (values and not any(values)):
         raise ArgumentError(
@@ -333,8 +282,6 @@ def _cut(shares: NDArray[np.float64], most: float) -> NDArray[np.float64]:
 UNIFORM = Routing()
 
 
-# `reached`: the share of tokens with an expert on a GPU or a node, for routers limited to groups.
-#
 # A router spreads k of E experts over the tokens. With G groups of consecutive experts it first
 # picks M groups for each token, and the k experts among those (DeepSeek-AI, "DeepSeek-V3 Technical
 # Report", arXiv 2412.19437, section 2.1.2, "node-limited routing": a group is a node's experts,

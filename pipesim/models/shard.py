@@ -26,13 +26,12 @@ from pipesim.models.shard_sizes import (
     Matrix,
     attention_matrices,
     copied_bytes,
-    dense_parameters,
     layer_matrices,
     optimizer_parameters,
     per_stage,
     routed_matrices,
-    routed_parameters,
     shared_matrices,
+    stage_parameters,
 )
 from pipesim.models.stage_memory import (
     embedding_operations,
@@ -81,14 +80,14 @@ class Shard:
     context_parallel
         c: groups of t GPUs that share each sequence, s/c tokens each. It divides s.
     context_exchange
-        How a GPU gets keys and values of the other tokens:
+        How a GPU gets keys and values of the other tokens (sources:
+        `pipesim.models.shard_collectives`):
 
         - ``"ring"`` (the default): they go around a ring, while attention to those that arrived
-          last is computed (Liu et al., "Ring Attention", arXiv 2310.01889).
-        - ``"all_gather"``: they are gathered before attention (Llama 3, arXiv 2407.21783, section
-          3.3.2).
-        - ``"all_to_all"``: GPUs exchange tokens for heads before attention, and back after it
-          (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). tc divides all heads.
+          last is computed.
+        - ``"all_gather"``: they are gathered before attention.
+        - ``"all_to_all"``: GPUs exchange tokens for heads before attention, and back after it. tc
+          divides all heads.
     context_balance
         Whether GPU i has the parts i and 2c - 1 - i of 2c parts of a sequence, so that the causal
         mask leaves each as many scores; 2c then divides s. Otherwise it has the i-th of c parts,
@@ -117,8 +116,7 @@ class Shard:
 
         - ``"direct"`` (the default): once for each of its experts, as with an all-to-all of NCCL.
         - ``"hierarchical"``: once to each other node that has any of them, and from there to each
-          GPU of the node that has any. Both overlap (DeepSeek-AI, arXiv 2412.19437, section 3.2.2;
-          DeepEP).
+          GPU of the node that has any. Both overlap (DeepEP).
     dispatch_element_bytes
         Bytes of an element of tokens on the way to their experts, scales included; 0 (the default)
         for ``bytes_per_activation``. In the backward pass, gradients on the way to experts have as
@@ -137,11 +135,6 @@ class Shard:
 
         Megatron-LM does so (``param_and_grad_buffer.py``, ``clip_grads.py``), while norms are above
         the limit. False (the default): STEP reads and writes gradients three times in all.
-
-    See Also
-    --------
-    pipesim.Transformer.shard : Return the shard of a model.
-    pipesim.Transformer.costs : Costs of stages, with the seconds of kernels on a GPU.
 
     Examples
     --------
@@ -178,11 +171,9 @@ class Shard:
         check_type("model", self.model, Transformer)
         for name in ("microbatch_size", "tensor_parallel", "context_parallel", "expert_parallel"):
             object.__setattr__(self, name, check_size(name, getattr(self, name)))
-        check_flag("sequence_parallel", self.sequence_parallel)
-        check_flag("flash_attention", self.flash_attention)
-        check_flag("scatter_gather", self.scatter_gather)
-        check_flag("fused_loss", self.fused_loss)
-        check_flag("gradient_passes", self.gradient_passes)
+        for name in ("sequence_parallel", "flash_attention", "scatter_gather", "fused_loss",
+                     "gradient_passes"):  # fmt: skip
+            check_flag(name, getattr(self, name))
         check_name("recompute", self.recompute, RECOMPUTE)
         has_dense = self.model.n_expert_layers < self.model.n_layers
         for name in ("n_heads", "n_kv_heads", *(("ffn_size",) if has_dense else ())):
@@ -337,11 +328,17 @@ class Shard:
         32sbh with GPT-3's shape (arXiv 2401.10241, table 1), sbh(8 + 24/t) with tensor
         parallelism, and 32sbh/t with sequence parallelism, if gathered tensors are not kept.
         """
-        if self.model.kv_rank:
+        model = self.model
+        if model.kv_rank:
             return self._kept_by_maps(layer_matrices(self), self.tokens)
-        whole = 4 * self.model.hidden_size  # inputs of QKV and MLP, outputs of projection and down
-        split = self._split_inputs / self.tensor_parallel
-        return self._tokens * self.model.bytes_per_activation * (whole / self._whole + split)
+        whole = 4 * model.hidden_size  # inputs of QKV and MLP, outputs of projection and down
+        # Q, K and V, and the inputs of projection, activation and down.
+        split = 2 * model.query_size + 2 * model.kv_size + (model.mlp_inputs + 1) * model.ffn_size
+        return (
+            self.tokens
+            * model.bytes_per_activation
+            * (whole / self._whole + split / self.tensor_parallel)
+        )
 
     @property
     def expert_layer_weight_grad_bytes(self) -> float:
@@ -424,20 +421,8 @@ class Shard:
         -------
         tuple
             Parameters of one GPU, one number a stage.
-
-        Examples
-        --------
-        Tensor parallelism leaves an eighth of the parameters, but for norms and some biases.
-
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b", tied_embeddings=False)
-        >>> parameters = gpt3.shard(tensor_parallel=8).stage_parameters(4)
-        >>> round(sum(parameters) / gpt3.n_parameters, 2)
-        0.13
         """
-        sizes = self._sizes(layers_per_stage)
-        dense, routed = dense_parameters(self, sizes), routed_parameters(self, sizes)
-        return tuple(a + b for a, b in zip(dense, routed, strict=True))
+        return stage_parameters(self, self._sizes(layers_per_stage))
 
     def stages(
         self,
@@ -517,15 +502,6 @@ class Shard:
         -------
         dict
             Tuples of bytes of one GPU, by name of the field.
-
-        Examples
-        --------
-        Parameters have 2 bytes, and Adam's state has 12 bytes a parameter.
-
-        >>> import pipesim as ps
-        >>> nbytes = ps.Transformer.preset("gpt3_175b").shard(tensor_parallel=8).stage_bytes(4)
-        >>> nbytes["optimizer_bytes"][1] / nbytes["parameter_bytes"][1]
-        6.0
         """
         sizes = self._sizes(layers_per_stage)
         model, parameters = self.model, self.stage_parameters(sizes)
@@ -558,14 +534,8 @@ class Shard:
         }
 
     def _sizes(self, layers_per_stage: Split) -> tuple[int, ...]:
-        """Return the layers of each stage."""
         n_layers = self.model.n_layers
         return checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens of a micro-batch on one GPU."""
-        return self.tokens
 
     @property
     def _latent_parameters(self) -> int:
@@ -589,23 +559,13 @@ class Shard:
     @property
     def _input_bytes(self) -> float:
         """Bytes of a layer's input, and of a stage's output, on one GPU: 2sbh or 2sbh/t."""
-        return self._tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
-
-    @property
-    def _split_inputs(self) -> int:
-        """Elements a token that B needs and the group splits.
-
-        They are Q, K and V, and the inputs of projection, activation and down. The gradients of
-        outputs, and the inputs, that W needs have the same size.
-        """
-        model = self.model
-        return 2 * model.query_size + 2 * model.kv_size + (model.mlp_inputs + 1) * model.ffn_size
+        return self.tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
 
     @property
     def _logit_bytes(self) -> float:
         """Bytes of the gradient of the logits on one GPU, in 32 bits unless the loss is fused."""
         size = self.model.bytes_per_activation if self.fused_loss else FP32_BYTES
-        return self._tokens * size * self.model.vocabulary_size / self.tensor_parallel
+        return self.tokens * size * self.model.vocabulary_size / self.tensor_parallel
 
     @property
     def copied_parameters(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.models.routing import reached
 from pipesim.models.shard_sizes import FP32_BYTES, dense_parameters, routed_parameters, stage_keys
@@ -39,24 +39,13 @@ if TYPE_CHECKING:
 
 
 class ContextCollective(NamedTuple):
-    """The exchange around one attention core, forward or backward.
+    """The exchange around one attention core, forward or backward."""
 
-    Attributes
-    ----------
-    is_backward
-        Whether gradients are exchanged too.
-    n_collectives
-        Number of collectives or messages.
-    """
-
-    is_backward: bool
-    n_collectives: int
+    is_backward: bool  # gradients are exchanged too
+    n_collectives: int  # or messages
 
     def seconds(self, shard: Shard, network: Network, core: tuple[float, float]) -> float:
-        """Return the seconds in which no kernel runs.
-
-        ``core`` are the seconds of the core's kernels, forward and backward.
-        """
+        """Return the seconds in which no kernel runs, given those of the core, of F and of B."""
         if network.nodes is None:
             return 0.0
         return _EXCHANGES[shard.context_exchange](
@@ -75,7 +64,6 @@ def context_collectives(shard: Shard) -> tuple[ContextCollective, ContextCollect
 
 
 def _kv_bytes(shard: Shard) -> float:
-    """Return the bytes of keys and values of a GPU's tokens."""
     model = shard.model
     width = (model.kv_size + model.value_size) / shard.tensor_parallel
     return model.bytes_per_activation * width * shard.tokens
@@ -120,19 +108,9 @@ _EXCHANGES = {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_al
 
 
 class Collective(NamedTuple):
-    """All-reduces, or halves of one: all-gathers and reduce-scatters.
+    """Equal all-reduces, or halves of one: all-gathers and reduce-scatters."""
 
-    Attributes
-    ----------
-    nbytes
-        Bytes of the whole tensor.
-    is_half
-        Whether it is an all-gather or a reduce-scatter.
-    n_collectives
-        Number of equal collectives.
-    """
-
-    nbytes: float
+    nbytes: float  # of the whole tensor
     is_half: bool = False
     n_collectives: int = 1
 
@@ -143,20 +121,10 @@ class Collective(NamedTuple):
 
 
 class ExpertCollective(NamedTuple):
-    """All-gather and reduce-scatter of tokens between the GPUs that share experts.
+    """All-gather and reduce-scatter of tokens between the GPUs that share experts."""
 
-    Attributes
-    ----------
-    nbytes
-        Bytes of the gathered tokens.
-    n_gpus
-        GPUs that share each expert.
-    n_collectives
-        Number of collectives.
-    """
-
-    nbytes: float
-    n_gpus: int
+    nbytes: float  # of the gathered tokens
+    n_gpus: int  # that share each expert
     n_collectives: int = 2
 
     def seconds(self, network: Network, n_gpus: int) -> float:
@@ -178,19 +146,12 @@ class PartCollectives(NamedTuple):
 
 
 class GroupCollectives(NamedTuple):
-    """Collectives between the GPUs of a device, by part of the model.
+    """Collectives between the GPUs of a device, by part of the model."""
 
-    Attributes
-    ----------
-    layer, embedding, head
-        Those of one dense layer, of the embedding, and of head and loss.
-    attention, experts, rest
-        Those of a layer with experts before, between and after its exchanges of tokens.
-    """
-
-    layer: PartCollectives = PartCollectives()
+    layer: PartCollectives = PartCollectives()  # dense
     embedding: PartCollectives = PartCollectives()
     head: PartCollectives = PartCollectives()
+    # Of a layer with experts: before, between and after its exchanges of tokens.
     attention: PartCollectives = PartCollectives()
     experts: PartCollectives = PartCollectives()
     rest: PartCollectives = PartCollectives()
@@ -319,9 +280,6 @@ def _expert_collectives(shard: Shard, half: Collective) -> tuple[PartCollectives
 # The x GPUs have consecutive numbers, every t-th with experts that t GPUs share (Megatron-LM's
 # order tp-cp-ep-dp-pp), and fill nodes.
 
-#: For each stage, shares of F, of B and of I between its exchanges.
-Segments: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
-
 
 def exchange_bytes(shard: Shard) -> tuple[float, float]:
     """Return the bytes that a GPU contributes to a dispatch, and to a combine.
@@ -359,7 +317,6 @@ def exchange_seconds(shard: Shard, network: Network) -> tuple[float, float]:
         latency += group.nic_latency
 
     def seconds(nbytes: float) -> float:
-        """Return the seconds of an exchange of so many bytes of a GPU."""
         token = nbytes / copies
         return max(token * port_copies / nodes.port_bandwidth, token * nic_copies / nic) + latency
 
@@ -414,7 +371,6 @@ def copy_seconds(shard: Shard, sizes: Sequence[int], network: Network) -> dict[s
     of_experts = group_of_gpus(nodes, copies, stride)
 
     def seconds(n_dense: float, n_routed: float) -> float:
-        """Return the seconds of so many parameters of both kinds."""
         total = 0.0
         for n, own in ((n_dense, group), (n_routed, of_experts)):
             if own.n_members > 1 and n:
@@ -438,16 +394,9 @@ def segment_shares(
 ) -> tuple[float, ...]:
     """Return the shares of an operation of a stage between its exchanges; they sum to 1.
 
-    Parameters
-    ----------
-    n_layers
-        Layers with experts; there are two exchanges each.
-    before, after
-        Seconds of the stage's embedding and dense layers, and of its LM head.
-    parts
-        Seconds of each layer before, between and after its exchanges.
-    is_backward
-        Whether the operation runs from the last layer to the first.
+    Each of ``n_layers`` with experts has two exchanges, and ``parts`` seconds before, between and
+    after them. ``before`` and ``after`` are the seconds of embedding and dense layers, and of the
+    LM head.
 
     Examples
     --------

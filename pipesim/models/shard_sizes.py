@@ -18,16 +18,10 @@ MASK_BYTES = 1
 
 
 class Matrix(NamedTuple):
-    """Elements a token that a linear map takes and gives, on one GPU.
+    """Elements a token that a linear map takes and gives, on one GPU."""
 
-    Attributes
-    ----------
-    inputs, outputs
-        Columns and rows of its weight.
-    """
-
-    inputs: float
-    outputs: float
+    inputs: float  # columns of its weight
+    outputs: float  # rows of its weight
 
 
 def layer_matrices(shard: Shard) -> dict[str, Matrix]:
@@ -92,24 +86,13 @@ def fuses_weight_grads(model: Transformer) -> bool:
     return model.bytes_per_gradient > model.bytes_per_parameter
 
 
-# Layers of a stage, without and with experts
-
-
 class StageKey(NamedTuple):
-    """Layers of a stage on which its values depend.
+    """Layers of a stage on which its values depend."""
 
-    Attributes
-    ----------
-    n_dense, n_experts
-        Number of layers without and with experts.
-    is_first, is_last
-        Whether it has the embedding, and the LM head.
-    """
-
-    n_dense: int
-    n_experts: int
-    is_first: bool
-    is_last: bool
+    n_dense: int  # layers without experts
+    n_experts: int  # layers with experts
+    is_first: bool  # has the embedding
+    is_last: bool  # has the LM head
 
     def total(
         self, layer: float, first: float = 0.0, last: float = 0.0, experts: float = 0.0

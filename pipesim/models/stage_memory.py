@@ -52,16 +52,10 @@ if TYPE_CHECKING:
 class Operation(NamedTuple):
     """Bytes of an operation of one micro-batch on one GPU.
 
-    Attributes
-    ----------
-    name
-        Such as ``"qkv"``.
-    kept
-        Bytes of tensors that it keeps from its forward to its backward.
-    forward, backward
-        Bytes of further tensors that exist while it runs, besides those that it and the operations
-        before it keep: outputs, gradients, gathered tensors. The gradient of the residual stream,
-        which bypasses attention and MLP, is among them.
+    ``kept`` are those of tensors that it keeps from its forward to its backward. ``forward`` and
+    ``backward`` are those of further tensors that exist while it runs, besides those that it and
+    the operations before it keep: outputs, gradients, gathered tensors. The gradient of the
+    residual stream, which bypasses attention and MLP, is among them.
     """
 
     name: str
@@ -92,7 +86,7 @@ class Tensors(NamedTuple):
 
 
 def shard_tensors(shard: Shard) -> Tensors:
-    """Return the bytes of the tensors of a shard."""
+    """Return the `Tensors` of a shard."""
     model, t = shard.model, shard.tensor_parallel
     tokens, e = shard.tokens, model.bytes_per_activation
     share = t if shard.sequence_parallel else 1
@@ -294,7 +288,6 @@ def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
 
     @cache
     def workspaces(key: StageKey) -> tuple[float, float]:
-        """Return the workspace of F and of B of a stage."""
         operations = (
             *(ends[0] if key.is_first else ()),
             *_layers(shard, key.n_dense, experts=False),
@@ -381,57 +374,39 @@ def context_bytes(shard: Shard, x: Tensors) -> Operation:
 # positions, and the probabilities of R tokens, are not counted.
 
 
-class _ExpertTensors(NamedTuple):
-    """Bytes of the tensors of the table above; ``up`` are gate and up."""
-
-    scores: float
-    sent: float
-    received: float
-    inner: float
-    up: float
-
-
-def _expert_tensors(shard: Shard) -> _ExpertTensors:
-    """Return the bytes of the tensors of a mixture of experts."""
-    model, e = shard.model, shard.model.bytes_per_activation
-    inner = e * shard.routed_tokens * model.expert_ffn_size / shard.expert_tensor_size
-    return _ExpertTensors(
-        scores=2 * FP32_BYTES * shard.expert_tokens * model.n_experts,
-        sent=e * shard.expert_tokens * model.experts_per_token * model.hidden_size,
-        received=e * shard.routed_tokens * model.hidden_size,
-        inner=inner,
-        up=model.mlp_inputs * inner,
-    )
-
-
 def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     """Return the operations of the second half of a layer with experts."""
-    y, branch = _expert_tensors(shard), branch_bytes(shard, x)
+    model, e, branch = shard.model, shard.model.bytes_per_activation, branch_bytes(shard, x)
+    scores = 2 * FP32_BYTES * shard.expert_tokens * model.n_experts
+    sent = e * shard.expert_tokens * model.experts_per_token * model.hidden_size
+    received = e * shard.routed_tokens * model.hidden_size
+    inner = e * shard.routed_tokens * model.expert_ffn_size / shard.expert_tensor_size
+    up = model.mlp_inputs * inner
     weight = weight_grad_bytes(shard, routed_matrices(shard))
     # Without fusion, each expert's gradient is a tensor until it was added to the sum.
     grads = {name: nbytes * shard.local_experts for name, nbytes in weight.items()}
-    output = x.hidden * (shard.model.shared_experts > 0)  # of the shared experts, until the sum
-    moved = y.received if shard.expert_parallel * shard.expert_tensor_size > 1 else 0.0
+    output = x.hidden * (model.shared_experts > 0)  # of the shared experts, until the sum
+    moved = received if shard.expert_parallel * shard.expert_tensor_size > 1 else 0.0
     return (
         norm_operation(x),
         *_shared_operations(shard, x),
-        Operation("router", x.hidden + y.scores, output + y.sent, y.sent + y.scores + 3 * x.hidden),
-        Operation("dispatch", 0.0, output + y.sent + moved, y.sent + moved + 2 * x.hidden),
+        Operation("router", x.hidden + scores, output + sent, sent + scores + 3 * x.hidden),
+        Operation("dispatch", 0.0, output + sent + moved, sent + moved + 2 * x.hidden),
         Operation(
             "experts up",
-            y.received,
-            output + moved + y.up,
-            y.up + y.received + 2 * x.hidden + grads["experts up"],
+            received,
+            output + moved + up,
+            up + received + 2 * x.hidden + grads["experts up"],
         ),
-        Operation("experts activation", y.up, output + y.inner, y.inner + y.up + 2 * x.hidden),
+        Operation("experts activation", up, output + inner, inner + up + 2 * x.hidden),
         Operation(
             "experts down",
-            y.inner,
-            output + y.received,
-            y.received + y.inner + 2 * x.hidden + grads["experts down"],
+            inner,
+            output + received,
+            received + inner + 2 * x.hidden + grads["experts down"],
         ),
-        Operation("combine", 0.0, output + y.received + y.sent, y.sent + y.received + 2 * x.hidden),
-        Operation("sum", 0.0, output + y.sent + x.hidden, y.sent + branch + x.hidden),
+        Operation("combine", 0.0, output + received + sent, sent + received + 2 * x.hidden),
+        Operation("sum", 0.0, output + sent + x.hidden, sent + branch + x.hidden),
         Operation("residual", x.mask, x.hidden, branch),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pipesim.costs.cost_fields import Segments
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
 from pipesim.models.gpu import GPU
 from pipesim.models.layer_kernels import (
@@ -27,7 +28,6 @@ from pipesim.models.shard_collectives import (
     Collective,
     ContextCollective,
     PartCollectives,
-    Segments,
     copy_seconds,
     exchange_seconds,
     expert_fields,
@@ -59,25 +59,24 @@ class RateSeconds:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of F and B of a layer, of the embedding (0), and of the head."""
+        """See `StageSeconds`; the embedding takes 0."""
         model, b = self.shard.model, self.shard.microbatch_size
         layer = mean_layer(model, self._both(experts=False), self._both(experts=True))
         return layer / self._rate, 0.0, 3 * model.head_flops(b) / self._rate
 
     @property
     def layers(self) -> list[float]:
-        """Seconds of F and B of each layer."""
+        """See `StageSeconds`."""
         model = self.shard.model
         dense = [self._both(experts=False) / self._rate] * (model.n_layers - model.n_expert_layers)
         return dense + [self._both(experts=True) / self._rate] * model.n_expert_layers
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the fields of `Costs` in seconds; see `StageSeconds`."""
+        """See `StageSeconds`."""
         model, b, rate = self.shard.model, self.shard.microbatch_size, self._rate
         head = model.head_flops(b) / rate
 
         def stage_values(cores: int, linears: int, last: float, again: bool) -> tuple[float, ...]:
-            """Return seconds of so many passes of cores and of linear maps, and of the head."""
             dense, expert = (
                 (linears * linear + cores * core + again * recomputed) / rate
                 for linear, core, recomputed in map(self._flops, (False, True))
@@ -134,12 +133,9 @@ class RateSeconds:
 def stage_seconds(
     shard: Shard, gpu: GPU | None, flops_per_second: float | None, network: Network | None
 ) -> StageSeconds:
-    """Return the seconds of stages from a GPU, or from one rate; see `Shard.stages` for errors.
+    """Return the seconds of stages from a GPU, or from one rate.
 
-    Warns
-    -----
-    CostsWarning
-        If GPUs share layers, but the network has no rate between them.
+    Warn if GPUs share layers, but the network has no rate between them.
     """
     if (gpu is None) == (flops_per_second is None):
         choice = 'gpu=..., such as pipesim.GPU.preset("h100_sxm"), or flops_per_second=...'
@@ -167,12 +163,11 @@ def stage_seconds(
 
 @lru_cache(maxsize=256)
 def _gpu_seconds(shard: Shard, gpu: GPU, network: Network) -> GpuSeconds:
-    """Return the seconds of stages on a GPU; all splits of a model share those of its layers."""
+    """Return `GpuSeconds`, which all splits of a model share."""
     return GpuSeconds(shard, gpu, network)
 
 
 def _sizes_text(shard: Shard) -> str:
-    """Return the sizes whose product is the number of GPUs of a device."""
     text = f"tensor_parallel={shard.tensor_parallel}"
     if shard.context_parallel == 1:
         return text
@@ -180,7 +175,6 @@ def _sizes_text(shard: Shard) -> str:
 
 
 def _check_gpus(gpus_per_device: int, shard: Shard) -> None:
-    """Raise `NetworkError` unless the GPUs of a device are those that share a layer."""
     if gpus_per_device != shard.n_gpus:
         gpus = "1 GPU" if gpus_per_device == 1 else f"{gpus_per_device} GPUs"
         raise NetworkError(
@@ -212,18 +206,10 @@ class StageSeconds(Protocol):
 
 
 class _Work(NamedTuple):
-    """Work of an operation on a layer, on the embedding, on the head, or on a stage.
+    """Work of an operation on a layer, on the embedding, on the head, or on a stage."""
 
-    Attributes
-    ----------
-    busy
-        Seconds of kernels and collectives.
-    launches
-        Number of launches of the host.
-    """
-
-    busy: float
-    launches: float
+    busy: float  # seconds of kernels and collectives
+    launches: float  # number of launches of the host
 
 
 #: Fields of `Costs`, and the fields of `OperationKernels` whose kernels each runs.
@@ -250,7 +236,7 @@ class GpuSeconds:
 
     @cached_property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of F and B of a layer, of the embedding, and of head and loss."""
+        """See `StageSeconds`."""
         layer, embedding, head = (
             sum(self._seconds(work[name]) for name in ("forward", "backward"))
             for work in (self._layer, self._embedding, self._head)
@@ -259,7 +245,7 @@ class GpuSeconds:
 
     @property
     def layers(self) -> list[float]:
-        """Seconds of F and B of each layer, exchanges of experts included."""
+        """See `StageSeconds`."""
         model = self.shard.model
         layer = sum(self._seconds(self._layer[name]) for name in ("forward", "backward"))
         n_dense = model.n_layers - model.n_expert_layers
@@ -274,7 +260,7 @@ class GpuSeconds:
         return busy + 2 * sum(exchange_seconds(self.shard, self.network))
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the fields of `Costs` in seconds; see `StageSeconds`."""
+        """See `StageSeconds`."""
         kept, rows = self._kept, []
         for key in stage_keys(self.shard.model, sizes):
             if key not in kept:
@@ -290,37 +276,31 @@ class GpuSeconds:
 
     def segments(self, sizes: Sequence[int]) -> Segments | None:
         """Return ``segments`` of `pipesim.Costs`; None without exchanges of experts."""
-        shard = self.shard
-        if not shard.model.n_expert_layers or shard.expert_parallel == 1:
+        model = self.shard.model
+        if not model.n_expert_layers or self.shard.expert_parallel == 1:
             return None
-        keys = stage_keys(shard.model, sizes)
-        return tuple(self._stage_segments(key) for key in keys)
+        return tuple(map(self._stage_segments, stage_keys(model, sizes)))
 
     def _stage_segments(self, key: StageKey) -> tuple[tuple[float, ...], ...]:
         """Return the shares of F, of B and of I of a stage between its exchanges."""
-        parts = {name: self._segment_works[name] for name in ("forward", "backward", "input_grad")}
         return tuple(
             segment_shares(
                 key.n_experts,
                 before=self._embedding[name].busy * key.is_first
                 + self._layer[name].busy * key.n_dense,
                 after=self._head[name].busy * key.is_last,
-                parts=works,
+                parts=self._segment_works[name],
                 is_backward=name != "forward",
             )
-            for name, works in parts.items()
+            for name in ("forward", "backward", "input_grad")
         )
 
     @cached_property
     def _segment_works(self) -> dict[str, tuple[float, float, float]]:
         """Seconds of attention, experts and rest of a layer with experts, by field."""
-        attention, experts, rest = layer_segments(self.shard)
         collectives = group_collectives(self.shard)
-        works = (
-            self._works(attention, collectives.attention),
-            self._works(experts, collectives.experts),
-            self._works(rest, collectives.rest),
-        )
+        exchanged = (collectives.attention, collectives.experts, collectives.rest)
+        works = list(map(self._works, layer_segments(self.shard), exchanged))
         return {
             name: (works[0][name].busy, works[1][name].busy, works[2][name].busy)
             for name in _FIELDS
@@ -346,8 +326,8 @@ class GpuSeconds:
         nbytes += model.bytes_per_parameter
         if has_passes and model.bytes_per_parameter < FP32_BYTES:
             nbytes += FP32_BYTES
-        steps = [n * nbytes / self.gpu.bandwidth for n in optimizer_parameters(self.shard, sizes)]
-        return tuple(steps)
+        stepped = optimizer_parameters(self.shard, sizes)
+        return tuple(n * nbytes / self.gpu.bandwidth for n in stepped)
 
     def _unshared_steps(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return ``reduce_copies`` of `pipesim.Costs`: seconds of STEP that replicas do not share.
@@ -381,13 +361,11 @@ class GpuSeconds:
         return {}
 
     def _of_stage(self, name: str, key: StageKey) -> _Work:
-        """Return the work of a stage in one field of `Costs`."""
         works = [self._layer[name], self._embedding[name], self._head[name]]
         works.append(self._experts[name] if key.n_experts else _Work(0.0, 0.0))
         return _Work(*(key.total(*x) for x in zip(*works, strict=True)))
 
     def _seconds(self, work: _Work) -> float:
-        """Return the seconds of an operation: of its work, or of its launches if longer."""
         return max(work.busy, work.launches * self.gpu.launch)
 
     @cached_property
@@ -409,7 +387,6 @@ class GpuSeconds:
         return self._works(head_kernels(self.shard), group_collectives(self.shard).head)
 
     def _works(self, kernels: OperationKernels, collectives: PartCollectives) -> dict[str, _Work]:
-        """Return the work of each field of `Costs`."""
         works = {}
         for name, parts in _FIELDS.items():
             busy = launches = 0.0
@@ -424,7 +401,6 @@ class GpuSeconds:
         return works
 
     def _collective_seconds(self, collective: AnyCollective) -> float:
-        """Return the seconds of collectives; 0 if the network has no rate inside a device."""
         if self.network.nodes is None:
             return 0.0
         if isinstance(collective, ContextCollective):

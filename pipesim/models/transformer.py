@@ -1,11 +1,11 @@
 """`Transformer`: parameters, FLOPs and `Costs` of a decoder-only transformer, from its sizes.
 
-Letters of the formulas, here and in `pipesim.models.shard`: s tokens a sequence, b
-sequences a micro-batch (B a batch), h hidden size, a heads, q size of all queries of a token (h,
-unless the size of a head is given), k that of all keys (q, unless heads share them), f inner size
-of the MLP, g matrices of the MLP that read its input (1, or 2 if it is gated), v vocabulary, L
-layers, t tensor-parallel size. Of layers with experts: E experts, k experts a token, m shared
-experts, u inner size of an expert.
+Letters of the formulas, in all files of this room: s tokens a sequence, b sequences a micro-batch
+(B a batch), h hidden size, a heads, q size of all queries of a token (h, unless the size of a head
+is given), k that of all keys (q, unless heads share them), f inner size of the MLP, g matrices of
+the MLP that read its input (1, or 2 if it is gated), v vocabulary, L layers, t tensor-parallel
+size. Of layers with experts: E experts, k experts a token, m shared experts, u inner size of an
+expert.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -125,12 +125,6 @@ class Transformer:
         before it picks experts among those ("node-limited routing", arXiv 2412.19437, section
         2.1.2); 0 (the default) for no groups.
 
-    See Also
-    --------
-    pipesim.transformers : The models that `preset` has.
-    pipesim.GPU : Rates of a GPU, from which seconds follow.
-    pipesim.plan : Rank the configurations of a training of this model.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -214,12 +208,6 @@ class Transformer:
         -------
         Transformer
             The model.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> f"{ps.Transformer.preset('llama3_70b').n_parameters:.4g}"
-        '7.055e+10'
         """
         sizes = published_sizes(name)
         for attribute in changes:
@@ -338,13 +326,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
-        >>> gpt3.linear_flops() / (gpt3.sequence_length * gpt3.hidden_size**2)
-        24.0
         """
         return 2 * self._tokens(microbatch_size) * self.layer_matrices
 
@@ -364,13 +345,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
-        >>> gpt3.core_flops() / (gpt3.sequence_length**2 * gpt3.hidden_size)
-        4.0
         """
         sizes = self.query_size + self.core_output_size
         return 2 * self._tokens(microbatch_size) * self.sequence_length * sizes
@@ -389,13 +363,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
-        >>> gpt3.layer_flops() == gpt3.linear_flops() + gpt3.core_flops()
-        True
         """
         return self.linear_flops(microbatch_size) + self.core_flops(microbatch_size)
 
@@ -413,19 +380,9 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Transformer.preset("llama3_8b").expert_layer_flops()
-        0
-        >>> ps.Transformer.preset("mixtral_8x22b").expert_layer_flops() > 0
-        True
         """
         linear = 2 * self._tokens(microbatch_size) * active_matrices(self)
-        if not self.n_experts:
-            return 0
-        return linear + self.core_flops(microbatch_size)
+        return linear + self.core_flops(microbatch_size) if self.n_experts else 0
 
     def head_flops(self, microbatch_size: int = 1) -> int:
         """Return the FLOPs of the LM head in the forward: 2bshv.
@@ -441,13 +398,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
-        >>> gpt3.head_flops() == 2 * 2048 * 12288 * gpt3.vocabulary_size
-        True
         """
         return 2 * self._tokens(microbatch_size) * self.hidden_size * self.vocabulary_size
 
@@ -465,13 +415,6 @@ class Transformer:
         -------
         int
             FLOPs, two per multiply-add.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> gpt3 = ps.Transformer.preset("gpt3_175b")
-        >>> gpt3.recomputed_flops(recompute="full") == gpt3.layer_flops()
-        True
         """
         check_name("recompute", recompute, RECOMPUTE)
         core, linear = self.core_flops(microbatch_size), self.linear_flops(microbatch_size)
@@ -516,10 +459,8 @@ class Transformer:
         layers += self.n_expert_layers * self.expert_layer_flops(batch_size)
         again = n_dense * self.recomputed_flops(batch_size, recompute)
         if self.n_expert_layers:
-            layer = self.expert_layer_flops(batch_size)
-            core = self.core_flops(batch_size)
-            recomputed = {"none": 0, "selective": core, "full": layer}[recompute]
-            again += self.n_expert_layers * recomputed
+            layer, core = self.expert_layer_flops(batch_size), self.core_flops(batch_size)
+            again += self.n_expert_layers * {"none": 0, "selective": core, "full": layer}[recompute]
         return 3 * (layers + self.head_flops(batch_size)) + again
 
     def shard(
@@ -562,13 +503,6 @@ class Transformer:
         -------
         Shard
             Bytes, parameters and FLOPs of the GPU.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> shard = ps.Transformer.preset("gpt3_175b").shard(tensor_parallel=8, context_parallel=2)
-        >>> shard.n_gpus, shard.tokens  # GPUs of a device, and tokens of one of them
-        (16, 1024)
         """
         from pipesim.models.shard import Shard
 
@@ -620,7 +554,7 @@ class Transformer:
         microbatch_size
             Sequences of a micro-batch.
         tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
-            As in `pipesim.models.shard.Shard`.
+            As in `pipesim.Shard`.
         context_parallel, context_exchange, context_balance
             Likewise.
         expert_parallel, expert_tensor_parallel, routing
@@ -719,24 +653,18 @@ class Transformer:
             compare configurations by it: measured against 240 steps on a node of A100, the best
             configuration by such costs is slower than one chosen at random.
         tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
-            As in `pipesim.models.shard.Shard`, whose ``stages`` has the formulas of all
-            values.
+            As in `pipesim.Shard`, whose ``stages`` has the formulas of all values.
         context_parallel, context_exchange, context_balance, context_shards_optimizer
-            Likewise: GPUs that share each sequence, and how they exchange keys and values. A device
-            of the pipeline has ``tensor_parallel * context_parallel`` GPUs.
+            Likewise.
         expert_parallel, expert_tensor_parallel, routing
-            Likewise: GPUs among which the experts of a layer are divided, and how tokens spread
-            over experts. The GPUs are those of several replicas: lower the graph with
-            ``n_replicas`` that are a multiple of ``costs.expert_replicas``. `Layout` says which
-            GPU has what. With a network of nodes, the seconds of exchanges are those between
-            neighbours in Megatron-LM's order, ``lower(layout="stage_major")``.
+            Likewise. The GPUs are those of several replicas: lower the graph with ``n_replicas``
+            that are a multiple of ``costs.expert_replicas``. `Layout` says which GPU has what. With
+            a network of nodes, the seconds of exchanges are those between neighbours in
+            Megatron-LM's order, ``lower(layout="stage_major")``.
         expert_exchange, dispatch_element_bytes
-            Likewise: how tokens travel between nodes, and the bytes of an element on the way to
-            experts, such as ``1 + 4 / 128`` of FP8.
+            Likewise; an element of FP8 has ``1 + 4 / 128`` bytes.
         gradient_passes
-            Likewise: whether the framework scales, checks and clips gradients, and copies
-            parameters, in passes of their own, as Megatron-LM does. With ``gpu``, STEP takes longer
-            by them.
+            Likewise. With ``gpu``, STEP takes longer by them.
         lengths
             Micro-batches of other lengths: for each, the tokens of its ``microbatch_size``
             sequences, padded to it (``[512, 2048, ...]``), or a list of the tokens of each document
@@ -837,5 +765,4 @@ class Transformer:
         )
 
     def _tokens(self, microbatch_size: int) -> int:
-        """Tokens of a micro-batch."""
         return check_size("microbatch_size", microbatch_size) * self.sequence_length

@@ -12,9 +12,11 @@ from numpy.typing import ArrayLike
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
+from pipesim.list_scheduling.problem import first_values
 from pipesim.list_scheduling.order_by import PRIORITIES
-from pipesim.list_scheduling.problem import Problem, first_values
-from pipesim.list_scheduling.scheduler import Ranks, list_orders
+from pipesim.list_scheduling.problem import Problem
+from pipesim.list_scheduling.scheduler import Ranks
+from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.lowering.lower import lower
 from pipesim.ops import Op
 from pipesim.order_search import (
@@ -46,20 +48,12 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class CostedOrders:
-    """Orders of F, I and W of one placement, and their times under costs.
+    """Orders of F, I and W of one placement (with one path), and their times under costs.
 
     Times are those of a simulation without skips or replicas. The makespan includes optimizer
-    steps, and the span does not.
-
-    Attributes
-    ----------
-    placement
-        Which device holds which stage; one path.
-    problem
-        Seconds of F, I, W, messages and STEPs.
-    simulated_costs
-        Costs that the compiled evaluator does not count in full: those with launches, or with
-        links that several channels share. None: it counts all.
+    steps, and the span does not. ``problem`` has seconds of F, I, W, messages and STEPs.
+    ``simulated_costs`` are those that the compiled evaluator does not count in full: with launches,
+    or with links that several channels share. None: it counts all.
     """
 
     placement: Placement
@@ -101,11 +95,6 @@ def with_equal_microbatches(costs: Costs, n_microbatches: int) -> Costs:
 
     Named schedules repeat one pattern, which is thus made for the average micro-batch. It keeps a
     memory limit for any order of micro-batches.
-
-    Raises
-    ------
-    CostsError
-        If the costs are of another number of micro-batches.
     """
     n = costs.n_microbatches
     if n is None:
@@ -137,16 +126,9 @@ def list_lanes(
 ) -> LaneOrder:
     """Return the list scheduler's order of a placement with one path.
 
-    Parameters
-    ----------
-    problem
-        Actions to order; its own ``in_flight`` is not read.
-    ranks
-        Ranks of the actions, which start the micro-batches of a stage in order.
-    in_flight
-        Most micro-batches between F and I; one number a stage.
-    patience
-        As for `pipesim.order_by`.
+    ``in_flight`` is the most micro-batches between F and I, one number a stage; that of ``problem``
+    is not read. ``ranks`` start the micro-batches of a stage in order. ``patience`` is that of
+    `pipesim.order_by`.
     """
     limited = problem._replace(in_flight=np.asarray(in_flight, float))
     actions, ptr = list_orders(limited, ranks, patience)
@@ -177,22 +159,10 @@ def shortest_order(
 ) -> LaneOrder:
     """Return an order of less makespan than ``first``, or ``first`` if none is found.
 
-    The list scheduler makes orders with several priorities, numbers of micro-batches in flight and
+    The list scheduler makes orders of ``problem`` with several priorities, those of ``own_ranks``
+    among them, numbers of micro-batches in flight (``in_flight`` a stage, and one more) and
     patience of W. A local search improves the shortest one. The search is short, and always makes
-    the same moves.
-
-    Parameters
-    ----------
-    times
-        Times by which orders are compared.
-    problem
-        Actions to order, with seconds, bytes and limits.
-    own_ranks
-        Priorities of the schedule itself.
-    in_flight
-        Most micro-batches between F and I, one number a stage. One more is tried too.
-    first
-        An order that keeps the limits.
+    the same moves. ``first`` keeps the limits.
     """
     orders = {first.lanes.tobytes(): first}
     ranks = [*own_ranks, *(PRIORITIES[name](problem) for name in _PRIORITIES)]

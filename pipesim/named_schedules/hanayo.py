@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
+from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import waves
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -18,16 +19,9 @@ from pipesim.utils.jit import kernel
 _F, _B = int(Op.F), int(Op.B)
 
 
-def _idle(p: int, m: int, w: int) -> int:
-    """Return a lower bound on the idle time of a device, in forwards of a chunk.
-
-    It is exact for one wave.
-    """
-    return max(3 * (p - 1), 6 * w * (p - 1) - (6 * w - 4) * (m - 1))
-
-
 def _bubble(p: int, m: int, n_waves: int = 1) -> float:
-    idle = _idle(p, m, n_waves)
+    # A lower bound on the idle time of a device, in forwards of a chunk; exact for one wave.
+    idle = max(3 * (p - 1), 6 * n_waves * (p - 1) - (6 * n_waves - 4) * (m - 1))
     return idle / (6 * n_waves * m + idle)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
+from pipesim.scheduling.registry import ClosedForm, Counts
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import looped
-from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
@@ -119,11 +120,6 @@ def interleaved_zb(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Sc
     ``i`` turns after their I, which leaves work for the time when the last gradients go up. With
     one chunk a device it is ZB-H1. For ``m >= p`` and F, I, W of equal length the bubble is
     ``(p - 1)/(3 v m + p - 1)``.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches, n_chunks
-        As for `interleaved_1f1b`.
     """
     orders = _Rounds(_round_size(n_devices, n_microbatches), 1, np.arange(n_devices))
     return _build("interleaved_zb", n_devices, n_microbatches, n_chunks, orders)
@@ -282,14 +278,9 @@ def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedu
 class _Rounds(NamedTuple):
     """How interleaved 1F1B orders the micro-batches.
 
-    Attributes
-    ----------
-    size
-        Micro-batches that pass a chunk before any passes the next chunk.
-    per_hop
-        Forwards that a device's warm-up has more than that of the next device.
-    w_delay
-        Of each device: number of I after an I before its W; None for whole backwards.
+    ``size`` of them pass a chunk before any passes the next chunk. ``per_hop`` is the number of
+    forwards that a device's warm-up has more than that of the next device. ``w_delay`` is, of each
+    device, the number of I after an I before its W; None for whole backwards.
     """
 
     size: int
@@ -298,7 +289,6 @@ class _Rounds(NamedTuple):
 
 
 def _build(name: str, p: int, m: int, n_chunks: int, rounds: _Rounds) -> Schedule:
-    """Build interleaved 1F1B, with whole or split backwards."""
     n = check_count("n_chunks", n_chunks) * m
     check_schedule(name, (2 if rounds.w_delay is None else 3) * p * n)
     chunk = (np.arange(n) // rounds.size % n_chunks).astype(np.int32)

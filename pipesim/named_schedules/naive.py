@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipesim.named_schedules.patterns import alternating_schedule
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import ClosedForm
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 
@@ -25,10 +26,5 @@ def naive(n_devices: int, n_microbatches: int) -> Schedule:
 
     A micro-batch goes forward through all stages and back before the next one starts. The makespan
     is ``m p (f + b)``, and every device holds the activations of one micro-batch.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts.
     """
     return alternating_schedule("naive", n_devices, n_microbatches, warm_up_per_hop=0)

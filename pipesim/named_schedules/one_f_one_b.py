@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from pipesim.named_schedules.patterns import alternating_schedule
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import ClosedForm
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1))
@@ -32,11 +33,6 @@ def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
     and one backward, then runs the backwards that are left. For stages of equal cost and free
     transfers: makespan ``(m + p - 1)(f + b)``, bubble ``(p - 1)/(m + p - 1)``, and device ``i``
     holds the activations of at most ``min(p - i, m)`` micro-batches.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts; fewer micro-batches than devices are allowed.
     """
     return alternating_schedule("1f1b", n_devices, n_microbatches, warm_up_per_hop=1)
 
@@ -62,10 +58,5 @@ def eager_1f1b(n_devices: int, n_microbatches: int) -> Schedule:
     action to travel before the next device needs it. With free transfers the times are those of
     1F1B: makespan ``(m + p - 1)(f + b)``. Device ``i`` holds ``min(2(p - 1 - i) + 1, m)``
     micro-batches.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts; fewer micro-batches than devices are allowed.
     """
     return alternating_schedule("eager_1f1b", n_devices, n_microbatches, warm_up_per_hop=2)

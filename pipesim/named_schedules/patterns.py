@@ -31,18 +31,9 @@ def alternate(
 ) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
     """Return ``n`` forwards and ``n`` backwards: a warm-up, then one of each, then a cool-down.
 
-    Parameters
-    ----------
-    n
-        Number of forwards.
-    warm_up
-        Number of forwards before the steady state. Backward ``k`` comes right after forward
-        ``warm_up + k``, if there is one, and else after the backward before it.
-    w_delay
-        Split the backwards into I and W. W number ``k`` comes right after I number
-        ``k + w_delay``; W without such an I come last. None: whole backwards (B).
-
-    ``warm_up`` and ``w_delay`` may have one number a device.
+    Backward ``k`` comes right after forward ``warm_up + k``, if there is one, and else after the
+    backward before it. With ``w_delay``, backwards are split: W number ``k`` comes right after I
+    number ``k + w_delay``, and W without such an I come last. Both may have one number a device.
 
     Returns
     -------
@@ -67,23 +58,9 @@ def alternating_schedule(
 ) -> Schedule:
     """Build a schedule of one stage a device, whose forwards and backwards alternate.
 
-    Parameters
-    ----------
-    name
-        Name of the schedule.
-    n_devices, n_microbatches
-        Any positive counts.
-    warm_up_per_hop
-        Forwards that each device's warm-up has more than that of the next device; the last
-        device has no warm-up.
-    split
-        Split the backwards into I and W. Device ``i`` runs its W ``warm_up_per_hop * i`` turns
-        after their I.
-
-    Raises
-    ------
-    CapacityError
-        If the actions of split backwards would not fit in memory.
+    The warm-up of each device has ``warm_up_per_hop`` forwards more than that of the next device;
+    the last one has none. With ``split``, backwards are I and W, and device ``i`` runs its W
+    ``warm_up_per_hop * i`` turns after their I.
     """
     if split:
         check_schedule(name, 3 * n_devices * n_microbatches)
@@ -128,12 +105,8 @@ def expand_phases(phases: Iterable[Phase]) -> NDArray[np.int8]:
 def v_shaped_columns(phases: Sequence[Iterable[Phase]]) -> list[tuple[NDArray[Any], ...]]:
     """Return the columns of devices that hold two stages each in V shape, given their phases.
 
-    Chunk 0 is the stage on the way down, chunk 1 that on the way up.
-
-    Returns
-    -------
-    ops, stages, microbatches, overlapped
-        Of each device, as `Schedule.from_columns` takes them.
+    Chunk 0 is the stage on the way down, chunk 1 that on the way up. The columns of each device are
+    ops, stages, microbatches and overlapped, as `Schedule.from_columns` takes them.
     """
     devices = [expand_phases(rows) for rows in phases]
     ends = np.cumsum([columns.shape[1] for columns in devices])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipesim.errors import check_count
 from pipesim.named_schedules.one_f_one_b import one_f_one_b
-from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.registry import ClosedForm, Counts
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm(
@@ -39,11 +40,6 @@ def pipedream(n_devices: int, n_microbatches: int) -> Schedule:
 
     For stages of equal cost, free transfers and optimizer steps of no time, the makespan is
     ``(m + p - 1)(f + b)``: the pipeline fills and drains once, and between, no device idles.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts.
     """
     orders: Schedule = one_f_one_b(n_devices, n_microbatches)
     return orders.with_name("pipedream").with_updates(n_microbatches, "stashed")

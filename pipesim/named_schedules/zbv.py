@@ -14,9 +14,10 @@ from pipesim.named_schedules.costed_orders import (
 )
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.order_search import lane_order
+from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 
@@ -57,11 +58,6 @@ def zbv(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sche
         scheduler and a short local search then look for an order that takes less time than the one
         above. It holds no more activations, counted in micro-batches. By default the order above.
         Of costs that differ between micro-batches, the averages count.
-
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of F, I or W, or are for another number of stages.
     """
     p, m = n_devices, n_microbatches
     schedule = _handmade(p, m)

@@ -6,7 +6,8 @@ The paper writes B for the gradient of the input alone, which is I here.
 from __future__ import annotations
 
 from pipesim.named_schedules.patterns import alternating_schedule
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import ClosedForm
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 
 
@@ -40,11 +41,6 @@ def zb_h1(n_devices: int, n_microbatches: int) -> Schedule:
     Device ``i`` delays ``i`` of its W, to run them while the last gradients go up the pipeline.
     A device idles for ``(p - 1)(f + i - w)``. Device ``i`` holds ``p - i`` micro-batches of
     activations, and the bytes that are held from I to W of ``i`` more.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts.
     """
     return alternating_schedule("zb_h1", n_devices, n_microbatches, 1, split=True)
 
@@ -71,10 +67,5 @@ def zb_h2(n_devices: int, n_microbatches: int) -> Schedule:
     ``(p - 1)(f + i - 2 w)``; the bubble in the registry counts from the start of the step to its
     end, as for all schedules. Device ``i`` holds ``2(p - 1 - i) + 1`` micro-batches of
     activations, and the bytes that are held from I to W of ``2 i`` more.
-
-    Parameters
-    ----------
-    n_devices, n_microbatches
-        Any positive counts.
     """
     return alternating_schedule("zb_h2", n_devices, n_microbatches, 2, split=True)

@@ -23,14 +23,9 @@ import numpy as np
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsWarning
 from pipesim.list_scheduling.limits import check_weight_bytes, checked_costs
+from pipesim.list_scheduling.problem import first_values, with_equal_lengths, with_microbatches
 from pipesim.list_scheduling.order_by import PRIORITIES
-from pipesim.list_scheduling.problem import (
-    Problem,
-    first_values,
-    make_problem,
-    with_equal_lengths,
-    with_microbatches,
-)
+from pipesim.list_scheduling.problem import Problem, make_problem
 from pipesim.named_schedules.costed_orders import (
     CostedOrders,
     Score,
@@ -39,8 +34,9 @@ from pipesim.named_schedules.costed_orders import (
     with_equal_microbatches,
 )
 from pipesim.order_search import LaneOrder, meets
+from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.placement import linear
-from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.registry import register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.texts import Bytes
 
@@ -65,14 +61,8 @@ def best_variant(
 ) -> LaneOrder | None:
     """Return the order with the shortest span; None if all are worse than ``longest``.
 
-    Parameters
-    ----------
-    problem
-        Actions to order, with seconds, bytes and limits.
-    times
-        Times by which variants are compared; of the same costs.
-    longest
-        Span and makespan of which the order may exceed neither.
+    Variants are compared by ``times`` of the same costs. The order may exceed neither span nor
+    makespan of ``longest``.
     """
     m = problem.n_microbatches
     compared = min(m, _COMPARED * problem.n_devices)
@@ -102,13 +92,11 @@ def _ranked(problem: Problem, times: CostedOrders, longest: Score | None) -> lis
 
 
 def _order_maker(problem: Problem) -> Callable[[_Variant], LaneOrder]:
-    """Return the function that makes the order of a variant."""
     ranks = PRIORITIES["forward_first"](problem)
     return lambda variant: list_lanes(problem, ranks, *variant)
 
 
 def _variants(problem: Problem) -> Iterator[_Variant]:
-    """Yield the values to try."""
     seconds = first_values(problem, problem.seconds).reshape(3, -1)
     forward, backward, _ = seconds.mean(axis=1).tolist()
     after = np.arange(problem.n_devices)[::-1]
@@ -139,7 +127,7 @@ def _least_span(problem: Problem) -> float:
     return float((m * (forward + backward + weight) + wait).max())
 
 
-# Schedules
+# The schedules
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
 
@@ -197,7 +185,6 @@ def _automatic_schedule(
 
 
 def _has_static_bytes(costs: Costs) -> bool:
-    """Return whether costs have bytes of parameters, gradients or optimizers."""
     names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     return any(np.any(getattr(costs, name) or 0.0) for name in names)
 
@@ -309,11 +296,6 @@ def zb_2p(
     ----------
     n_devices, n_microbatches, costs, memory_limit, activation_limit
         As for `zb_1p`, but the limit is by default that of ``2 * n_devices`` micro-batches.
-
-    Warns
-    -----
-    CostsWarning
-        As for `zb_1p`.
     """
     return _automatic_schedule(
         "zb_2p", n_devices, n_microbatches, costs, memory_limit, activation_limit, 2

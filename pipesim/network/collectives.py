@@ -58,26 +58,14 @@ from pipesim.utils.host_memory import check_memory
 
 
 class Group(NamedTuple):
-    """Members of a collective, as their nodes see them.
-
-    Attributes
-    ----------
-    n_members, n_nodes
-        Number of members, and of the nodes on which they are.
-    largest
-        Most members on one node.
-    bandwidth
-        Bytes a second of all rings together; may be infinite.
-    port_latency, nic_latency
-        Seconds of a step inside a node, and of one between nodes.
-    """
+    """Members of a collective, as their nodes see them."""
 
     n_members: int
     n_nodes: int
-    largest: int
-    bandwidth: float
-    port_latency: float
-    nic_latency: float
+    largest: int  # most members on one node
+    bandwidth: float  # bytes a second of all rings together; may be infinite
+    port_latency: float  # seconds of a step inside a node
+    nic_latency: float  # seconds of a step between nodes
 
 
 def group_of_devices(nodes: Nodes, devices: NDArray[np.int64]) -> Group:
@@ -358,13 +346,7 @@ def _slowest(paths: Paths, free: int) -> float:
 
 
 def _tree_hops(n: int) -> tuple[Devices, Devices]:
-    """Return the positions at both ends of each hop of both trees: all hops up, then all down."""
-    child, parent = _double_tree(n)
-    return np.concatenate([child, parent]), np.concatenate([parent, child])
-
-
-def _double_tree(n: int) -> tuple[Devices, Devices]:
-    """Return child and parent of each edge of both trees, as positions below ``n``.
+    """Return the positions at both ends of each hop of both trees: all hops up, then all down.
 
     The first tree visits the positions in order: its leaves are odd. The second is its mirror
     image for even n, and the first tree shifted by one for odd n, so that its leaves are even.
@@ -374,7 +356,8 @@ def _double_tree(n: int) -> tuple[Devices, Devices]:
     parent = np.where(child & (2 * low), child - low, child + low)
     parent = np.where(parent < n, parent, child - low)
     second = [(end + 1) % n if n % 2 else n - 1 - end for end in (child, parent)]
-    return np.concatenate([child, second[0]]), np.concatenate([parent, second[1]])
+    child, parent = np.concatenate([child, second[0]]), np.concatenate([parent, second[1]])
+    return np.concatenate([child, parent]), np.concatenate([parent, child])
 
 
 def _named_pairs(router: Router, devices: Devices) -> tuple[Devices, Devices, Devices]:
@@ -415,13 +398,7 @@ def _between_nodes(nodes: Nodes, devices: Devices, i: Devices, j: Devices) -> tu
 def checked_members(
     what: str, nbytes: object, devices: Iterable[Any]
 ) -> tuple[float, NDArray[np.int64]]:
-    """Return the bytes and the members of the collective ``what``, checked.
-
-    Raises
-    ------
-    NetworkError
-        For bytes that are negative or not finite, and members that are no devices or named twice.
-    """
+    """Return the bytes and the members of the collective ``what``, checked."""
     size = number(nbytes)
     if size is None or not 0 <= size < math.inf:
         raise NetworkError(f"{what}: bytes must be finite and >= 0, got {nbytes!r}")
@@ -446,13 +423,7 @@ def checked_members(
 
 
 def checked_matrix(nbytes: ArrayLike, n: int) -> NDArray[np.float64]:
-    """Return the bytes of each pair of ``n`` members, shape ``(n, n)``, checked.
-
-    Raises
-    ------
-    NetworkError
-        For another shape, and bytes that are negative or not finite.
-    """
+    """Return the bytes of each pair of ``n`` members, shape ``(n, n)``, checked."""
     sizes: NDArray[np.float64]
     try:
         sizes = np.asarray(nbytes, dtype=np.float64)
@@ -477,13 +448,7 @@ def finite_seconds(
     nbytes: float | NDArray[np.float64],
     members: NDArray[np.int64],
 ) -> float:
-    """Return the seconds that ``formula`` gives; 0 for one member.
-
-    Raises
-    ------
-    NetworkError
-        If they are not finite.
-    """
+    """Return the seconds that ``formula`` gives; 0 for one member."""
     if len(members) == 1:
         return 0.0
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):

@@ -29,17 +29,6 @@ class Link:
     pairs
         ``(sender, receiver)`` pairs. Several pairs of one link share it (rule 8).
 
-    Raises
-    ------
-    NetworkError
-        For a negative or non-finite latency, a bandwidth that is not positive, pairs that are none,
-        or a pair that leads from a device to itself.
-
-    See Also
-    --------
-    pipesim.Network : Links between all devices, of which some are named.
-    pipesim.Network.from_csv : Read links from a file.
-
     Examples
     --------
     Two messages from device 0 share a link of 25 GB/s:
@@ -83,17 +72,6 @@ class Link:
         -------
         Link
             Equal to a link that was checked.
-
-        Raises
-        ------
-        TypeError
-            For a missing argument. Wrong values raise nothing here, and fail later.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Link.unchecked(0.0, 25e9, ((0, 1),)) == ps.Link(0, 25e9, [(0, 1)])
-        True
         """
         link = object.__new__(cls)
         object.__setattr__(link, "latency", latency)
@@ -108,12 +86,6 @@ class Link:
         -------
         dict
             ``latency`` (s), ``bandwidth`` (bytes/s) and ``pairs``, as lists.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Link(2e-6, 25e9, ((0, 1),)).to_dict()
-        {'latency': 2e-06, 'bandwidth': 25000000000.0, 'pairs': [[0, 1]]}
         """
         return {
             "latency": self.latency,
@@ -134,17 +106,6 @@ class Link:
         -------
         Link
             The link.
-
-        Raises
-        ------
-        NetworkError
-            Naming an unknown key, a missing one, or one that is out of range.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Link.from_dict({"pairs": [[0, 1]]})
-        Link(latency=0.0, bandwidth=inf, pairs=((0, 1),))
         """
         check_keys("link", values, ("latency", "bandwidth", "pairs"))
         if "pairs" not in values:
@@ -186,17 +147,6 @@ class Nodes:
         are. Port and NIC are those of each GPU, and bytes those of one GPU. A device on several
         nodes has them to itself: ``devices_per_node`` is 1 then.
 
-    Raises
-    ------
-    NetworkError
-        For latencies or bandwidths out of range, and counts that do not divide each other, naming
-        the field.
-
-    See Also
-    --------
-    pipesim.Network : A network of such nodes, or of links.
-    pipesim.machines : Nodes of common machines.
-
     Examples
     --------
     Nodes of eight devices and four NICs, each shared by two devices:
@@ -237,7 +187,6 @@ class Nodes:
             object.__setattr__(self, bandwidth, rate)
 
     def _check_gpus(self) -> None:
-        """Check the GPUs and the nodes of a device."""
         for name in ("gpus_per_device", "nodes_per_device"):
             count = check_count(f"nodes: {name}", getattr(self, name))
             object.__setattr__(self, name, count)
@@ -273,13 +222,6 @@ class Nodes:
         NetworkError
             For GPUs that neither divide those of a node nor are a multiple of them, and for nodes
             that are grouped already.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> nodes = ps.Nodes(8, port_bandwidth=300e9).grouped(4)
-        >>> nodes.devices_per_node, nodes.gpus_per_device
-        (2, 4)
         """
         size, per_node = check_count("gpus_per_device", gpus_per_device), self.devices_per_node
         if self.gpus_per_device > 1 and size != self.gpus_per_device:
@@ -338,18 +280,6 @@ class Nodes:
         -------
         numpy.ndarray
             Number of the node of each device; the same shape.
-
-        Raises
-        ------
-        TypeError
-            For anything but numbers. Values are not checked.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import pipesim as ps
-        >>> ps.Nodes(2).node_of(np.arange(6))
-        array([0, 0, 1, 1, 2, 2])
         """
         return np.floor_divide(devices, self.devices_per_node)
 
@@ -365,20 +295,6 @@ class Nodes:
         -------
         numpy.ndarray
             Number of the NIC of each device; the same shape.
-
-        Raises
-        ------
-        TypeError
-            For anything but numbers. Values are not checked.
-
-        Examples
-        --------
-        Nodes of four devices, of which two share a NIC:
-
-        >>> import numpy as np
-        >>> import pipesim as ps
-        >>> ps.Nodes(4, n_nics=2).nic_of(np.arange(8))
-        array([0, 0, 1, 1, 2, 2, 3, 3])
         """
         local = devices % self.devices_per_node
         first = self.node_of(devices) * self.nics_per_node
@@ -391,13 +307,6 @@ class Nodes:
         -------
         dict
             Fields by name. Latencies are in seconds, bandwidths in bytes a second.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> values = ps.Nodes(8, port_bandwidth=300e9).to_dict()
-        >>> values["port_bandwidth"], values["nic_bandwidth"]
-        (300000000000.0, None)
         """
         return {k: bandwidth_to_json(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
 
@@ -414,17 +323,6 @@ class Nodes:
         -------
         Nodes
             Equal to the nodes that `to_dict` was called on.
-
-        Raises
-        ------
-        NetworkError
-            Naming an unknown key, a missing one, or one that is out of range.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Nodes.from_dict({"devices_per_node": 8, "n_nics": 4}).nics_per_node
-        4
         """
         check_keys("nodes", values, [f.name for f in fields(cls)])
         if "devices_per_node" not in values:
@@ -437,13 +335,7 @@ class Nodes:
 def checked_speed(
     where: object, latency: object, bandwidth: object, prefix: str = ""
 ) -> tuple[float, float]:
-    """Return a latency and a bandwidth as floats, from any kind of numbers.
-
-    Raises
-    ------
-    NetworkError
-        For a latency that is negative or not finite, and a bandwidth that is not positive.
-    """
+    """Return a latency and a bandwidth as floats, from any kind of numbers."""
     seconds, rate = number(latency), number(bandwidth)
     if seconds is None or not 0 <= seconds < math.inf:
         raise NetworkError(f"{where}: {prefix}latency must be finite and >= 0 s, got {latency!r}")
@@ -476,7 +368,6 @@ def bandwidth_from_json(bandwidth: Any) -> Any:
 
 
 def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
-    """Return pairs of device numbers as tuples."""
     if not isinstance(pairs, (tuple, list)) or not all(
         isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
     ):
@@ -487,7 +378,6 @@ def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
 
 
 def _device(end: str, value: object) -> int:
-    """Return the number of a device at one end of a link."""
     if type(value) is int and value >= 0:  # most values, which need no slower check
         device = value
     else:
@@ -513,16 +403,6 @@ class HostLink:
         Bytes a second in each direction; ``math.inf`` (the default) for latency alone.
     devices_per_link
         Devices that share a link, such as the GPUs of one PCIe switch.
-
-    Raises
-    ------
-    NetworkError
-        For a latency or a bandwidth out of range.
-
-    See Also
-    --------
-    pipesim.Network : A network, which may have a host link.
-    pipesim.lower : Lower a schedule with activations in host memory.
 
     Examples
     --------
@@ -565,12 +445,6 @@ class HostLink:
         ------
         NetworkError
             If groups and links of several GPUs do not fit into each other.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.HostLink(bandwidth=32e9, devices_per_link=2).grouped(4).bandwidth
-        16000000000.0
         """
         size, per_link = check_count("gpus_per_device", gpus_per_device), self.devices_per_link
         if size % per_link and per_link % size:
@@ -589,12 +463,6 @@ class HostLink:
         -------
         dict
             ``latency`` (s), ``bandwidth`` (bytes/s) and ``devices_per_link``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.HostLink(latency=1e-05).to_dict()
-        {'latency': 1e-05, 'bandwidth': None, 'devices_per_link': 1}
         """
         return asdict(self) | {"bandwidth": bandwidth_to_json(self.bandwidth)}
 
@@ -611,17 +479,6 @@ class HostLink:
         -------
         HostLink
             Equal to the link that `to_dict` was called on.
-
-        Raises
-        ------
-        NetworkError
-            Naming an unknown key, or one that is out of range.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.HostLink.from_dict({"latency": 1e-5, "bandwidth": 64e9})
-        HostLink(latency=1e-05, bandwidth=64000000000.0, devices_per_link=1)
         """
         check_keys("host", values, [f.name for f in fields(cls)])
         bandwidth = bandwidth_from_json(values.get("bandwidth"))

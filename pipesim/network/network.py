@@ -1,7 +1,7 @@
 """`Network`: latency and bandwidth of messages, links that they share, seconds of collectives.
 
-One class; most of the file is its docstrings. Tables and presets are read in
-`pipesim.network.sources`, closed forms of collectives are in `pipesim.network.collectives`.
+Tables and presets are read in `pipesim.network.sources`, closed forms of collectives are in
+`pipesim.network.collectives`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from pipesim.network.sources import (
     EFFICIENCY,
     matrix_links,
     network_fields,
-    preset_host,
-    preset_nodes,
+    preset_fields,
     read_links,
 )
 from pipesim.utils.files import check_path
@@ -95,20 +94,6 @@ class Network:
         Share of the nominal bandwidths of a machine that these bandwidths are, the ``efficiency``
         of `preset`; None (the default) if unknown. No time depends on it: bandwidths are those
         that messages reach. `pipesim.Cluster` needs it to take another efficiency.
-
-    Raises
-    ------
-    NetworkError
-        For a negative or non-finite latency, a bandwidth that is not positive, a pair that is
-        named twice or leads from a device to itself, a latency or bandwidth together with
-        ``nodes``.
-
-    See Also
-    --------
-    pipesim.machines : The machines that `preset` has.
-    pipesim.Link : Link of particular pairs of devices.
-    pipesim.Nodes : Nodes with ports and NICs.
-    pipesim.Costs : Seconds and bytes of operations, which have a network.
 
     Examples
     --------
@@ -170,8 +155,7 @@ class Network:
                 f"leave out the one or the other (latency = 0, bandwidth = inf)"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for copies and pickles: equal networks have equal pickles."""
+    def __getstate__(self) -> dict[str, Any]:  # equal networks have equal pickles
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def _repr_html_(self) -> str:
@@ -181,7 +165,6 @@ class Network:
 
     @functools.cached_property
     def _router(self) -> Router:
-        """The links as arrays, which are prepared once."""
         return Router(self.links, self.nodes, self.latency, self.bandwidth)
 
     def resolve(self, source: NDArray[Any], target: NDArray[Any], n_devices: int) -> Routes:
@@ -198,11 +181,6 @@ class Network:
         -------
         Routes
             Links, latency (s) and bandwidth (bytes/s) of each message, in the order of ``source``.
-
-        Raises
-        ------
-        NetworkError
-            If a message or a link has an end that is none of these devices.
 
         Examples
         --------
@@ -274,13 +252,9 @@ class Network:
     ) -> float:
         """Return the seconds of an all-reduce that holds its links (rule 9); 0 for one member.
 
-        Ring: ``2(n-1)/n * nbytes / bandwidth + 2(n-1) * latency``. Double binary tree:
-        ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both use the slowest latency and
-        bandwidth of their hops. Hops that hold the same link share its bandwidth. See
-        `pipesim.network.collectives` for the sources.
-
-        Between nodes, rings use all NICs of the members, as in NCCL, in any order of the members;
-        see `pipesim.network.collectives`.
+        `pipesim.network.collectives` has the formulas and sources. Hops that hold the same link
+        share its bandwidth. Between nodes, rings use all NICs of the members, as in NCCL, in any
+        order of the members.
 
         Parameters
         ----------
@@ -295,12 +269,6 @@ class Network:
         -------
         float
             Seconds.
-
-        Raises
-        ------
-        NetworkError
-            For bytes that are not finite or negative, members that are no devices, and seconds that
-            are not finite.
 
         Examples
         --------
@@ -317,8 +285,7 @@ class Network:
     def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
         """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
 
-        The faster of ring and tree; see `pipesim.network.collectives`. Inside a node that is
-        the ring.
+        The faster of ring and tree. Inside a node that is the ring.
 
         Parameters
         ----------
@@ -364,18 +331,6 @@ class Network:
         -------
         float
             Seconds; 0 for one GPU.
-
-        Raises
-        ------
-        NetworkError, ArgumentError
-            As `group_all_reduce`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> network = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=8)
-        >>> round(network.group_all_gather(450e6, 8) * 1e3, 2)  # 7/8 ms and 7 steps of 3.4 us
-        0.9
         """
         group = self._group(nbytes, n_gpus)
         return 0.0 if group is None else ring(group, nbytes) / 2
@@ -425,12 +380,6 @@ class Network:
         float
             Seconds.
 
-        Raises
-        ------
-        NetworkError
-            For bytes that are not finite or negative, or have another shape, members that are no
-            devices, and seconds that are not finite.
-
         Examples
         --------
         Each device keeps half of its 20 bytes, and sends the other half at 10 bytes a second.
@@ -471,11 +420,6 @@ class Network:
         numpy.ndarray
             Numbers of links, shape ``(len(devices), most links of a member)``, padded with -1.
 
-        Raises
-        ------
-        NetworkError
-            For members, or ends of links, that are none of these devices.
-
         Examples
         --------
         In a ring of two devices, each holds the link to the other.
@@ -506,13 +450,6 @@ class Network:
         -------
         Network
             With the same latencies and links; those of infinite bandwidth are never held.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> network = ps.Network(latency=1e-6, bandwidth=100e9).unlimited()
-        >>> network.latency, network.bandwidth
-        (1e-06, inf)
         """
         return self._times(1.0, math.inf)
 
@@ -534,13 +471,6 @@ class Network:
         NetworkError
             For a network with named links, or without nodes, unless the group is one GPU; and as
             `Nodes.grouped`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> network = ps.Network.preset("dgx_h100").grouped(4)
-        >>> network.nodes.devices_per_node
-        2
         """
         if check_count("gpus_per_device", gpus_per_device) == 1 and self.nodes is None:
             return self
@@ -571,17 +501,6 @@ class Network:
         -------
         Network
             With the same links, nodes and host.
-
-        Raises
-        ------
-        NetworkError
-            For factors out of range, or too large for a bandwidth or latency.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Network(latency=1e-6, bandwidth=100e9).scaled(bandwidth=0.1).bandwidth
-        10000000000.0
         """
         slower, faster = number(latency), number(bandwidth)
         if slower is None or not 0 <= slower < math.inf:
@@ -598,13 +517,11 @@ class Network:
         return scaled
 
     def _bandwidths(self) -> list[float]:
-        """Return the bandwidths of the network, of its links, ports, NICs and hosts."""
         nodes = [] if self.nodes is None else [self.nodes.port_bandwidth, self.nodes.nic_bandwidth]
         nodes += [] if self.host is None else [self.host.bandwidth]
         return [self.bandwidth, *nodes, *(link.bandwidth for link in self.links)]
 
     def _times(self, latency: float, bandwidth: float) -> Network:
-        """Return this network with all latencies and bandwidths times factors."""
         nodes = self.nodes
         if nodes is not None:
             nodes = replace(
@@ -647,12 +564,6 @@ class Network:
         Network
             Its ``nodes``, ``host`` and ``nominal_share`` are set; it fits any number of devices.
 
-        Raises
-        ------
-        NetworkError
-            For an efficiency out of range, and GPUs that neither divide those of a node nor are a
-            multiple of them.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -660,11 +571,7 @@ class Network:
         >>> network.nodes.port_bandwidth, network.nodes.nic_bandwidth
         (150000000000.0, 12500000000.0)
         """
-        return cls(
-            nodes=preset_nodes(name, efficiency, gpus_per_device),
-            host=preset_host(name, efficiency, gpus_per_device),
-            nominal_share=efficiency,
-        )
+        return cls(**preset_fields(name, efficiency, gpus_per_device))
 
     @classmethod
     def from_csv(
@@ -722,18 +629,6 @@ class Network:
         -------
         Network
             One link for each pair of different devices.
-
-        Raises
-        ------
-        NetworkError
-            For other shapes, and for values out of range, naming the pair.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> network = ps.Network.from_matrix(latency=1e-6, bandwidth=[[0, 10e9], [20e9, 0]])
-        >>> [link.bandwidth for link in network.links]
-        [10000000000.0, 20000000000.0]
         """
         return cls(links=matrix_links(latency, bandwidth))
 
@@ -745,12 +640,6 @@ class Network:
         dict
             Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host`` and
             ``nominal_share`` only if set.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Network(latency=1e-6).to_dict()
-        {'latency': 1e-06, 'bandwidth': None, 'links': []}
         """
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         host = {} if self.host is None else {"host": self.host.to_dict()}
@@ -781,35 +670,20 @@ class Network:
         -------
         Network
             Equal to the network that `to_dict` was called on.
-
-        Raises
-        ------
-        NetworkError
-            Naming an unknown key, a missing one, or one that is out of range.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Network.from_dict({"preset": "dgx_h100"}) == ps.Network.preset("dgx_h100")
-        True
         """
-        return cls(*network_fields(values))
+        return cls(**network_fields(values))
 
 
 def all_reduce_seconds(
     network: Network, devices: Sequence[int] | NDArray[Any], algorithm: str
 ) -> Callable[[float], float]:
-    """Return `Network.all_reduce` of some devices as a function of bytes.
-
-    Members are checked and counted once. Arguments and errors are those of `Network.all_reduce`.
-    """
+    """Return `Network.all_reduce` of some devices as a function of bytes; they are counted once."""
     _, members = checked_members("all-reduce", 0, devices)
     router = network._router  # of this module
     formula = all_reduce_formula(router, members, check_name("all-reduce", algorithm, ALL_REDUCE))
     is_plain = len(members) > 1 and network.nodes is not None and not network.links  # no arrays
 
     def seconds(nbytes: float) -> float:
-        """Return the seconds for this number of bytes."""
         if 0 <= nbytes < math.inf and is_plain:
             try:
                 plain = formula(nbytes)

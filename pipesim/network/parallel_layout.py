@@ -1,7 +1,4 @@
-"""`Layout`: which GPU has which part of a model, for all kinds of parallelism together.
-
-One class of short methods; most of it is docstrings.
-"""
+"""`Layout`: which GPU has which part of a model, for all kinds of parallelism together."""
 
 from __future__ import annotations
 
@@ -66,12 +63,6 @@ class Layout:
     available_gpus
         GPUs of the cluster; None (the default) for as many as needed.
 
-    See Also
-    --------
-    pipesim.Cluster : GPUs and nodes without a layout.
-    pipesim.lower : Takes the arguments in `lowering`.
-    pipesim.Transformer.costs : Takes the arguments in `sharding`.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -102,7 +93,12 @@ class Layout:
             object.__setattr__(self, name, size)
         shared = check_count("expert_tensor_parallel", self.expert_tensor_parallel, 0)
         object.__setattr__(self, "expert_tensor_parallel", shared or self.tensor_parallel)
-        self._check_order()
+        kinds = self.order.split("-") if isinstance(self.order, str) else []
+        if sorted(kinds) != sorted(_SIZES):
+            raise ArgumentError(
+                f"order must name {', '.join(_SIZES)} once each, such as 'tp-cp-ep-dp-pp', got "
+                f"{self.order!r:.60}"
+            )
         if self.n_gpus > _MOST:
             sizes = ", ".join(f"{_SIZES[kind]}={self._size(kind)}" for kind in _DENSE_KINDS)
             raise ArgumentError(f"a layout may have at most {_MOST:,} GPUs, got {sizes}")
@@ -116,17 +112,8 @@ class Layout:
                 )
         self._check_experts()
 
-    def _check_order(self) -> None:
-        """Raise `ArgumentError` unless the order names each kind once."""
-        kinds = self.order.split("-") if isinstance(self.order, str) else []
-        if sorted(kinds) != sorted(_SIZES):
-            raise ArgumentError(
-                f"order must name {', '.join(_SIZES)} once each, such as 'tp-cp-ep-dp-pp', got "
-                f"{self.order!r:.60}"
-            )
-
     def _check_experts(self) -> None:
-        """Raise `ArgumentError` unless experts divide the GPUs of a stage."""
+        """Check that experts divide the GPUs of a stage."""
         shared, x = self.expert_tensor_parallel, self.expert_parallel
         if self.tensor_parallel % shared:
             raise ArgumentError(
@@ -250,15 +237,6 @@ class Layout:
         -------
         int
             The number, as in a graph of ``lower(schedule, **layout.lowering)``.
-
-        Examples
-        --------
-        Replicas of a stage are neighbours.
-
-        >>> import pipesim as ps
-        >>> layout = ps.Layout(data_parallel=2, pipeline_parallel=2)
-        >>> layout.device(stage=0, replica=1), layout.device(stage=1, replica=0)
-        (1, 2)
         """
         stage, replica = check_count("stage", stage, 0), check_count("replica", replica, 0)
         for name, value, n in (
@@ -283,12 +261,6 @@ class Layout:
         -------
         tuple
             Numbers of GPUs, ascending.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Layout(data_parallel=6, gpus_per_node=4).gpus_of_node(1)
-        (4, 5)
         """
         if check_count("node", node, 0) >= self.n_nodes:
             raise ArgumentError(f"node must be 0 to {self.n_nodes - 1}, got {node}")
@@ -309,12 +281,6 @@ class Layout:
         -------
         range
             Consecutive numbers of experts.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.Layout(expert_parallel=2, data_parallel=2).experts(gpu=1, n_experts=8)
-        range(4, 8)
         """
         n = check_count("n_experts", n_experts)
         if check_count("gpu", gpu, 0) >= self.n_gpus:
@@ -358,18 +324,6 @@ class Layout:
         -------
         Network
             One device for each group of ``tensor_parallel * context_parallel`` GPUs.
-
-        Raises
-        ------
-        NetworkError
-            As `Network.preset` and `Network.grouped`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> layout = ps.Layout(tensor_parallel=4, context_parallel=2)
-        >>> layout.network("dgx_h100").nodes.gpus_per_device
-        8
         """
         _ = self.lowering
         if isinstance(machine, str):
@@ -384,7 +338,6 @@ class Layout:
 
     @cached_property
     def _coordinates(self) -> dict[str, NDArray[np.int64]]:
-        """Coordinates of each GPU, by kind."""
         coordinates: dict[str, NDArray[np.int64]] = {}
         for experts in (False, True):
             axes = self._axes(experts=experts)
@@ -395,7 +348,7 @@ class Layout:
         return {name: coordinates[name] for name in names}
 
     def _axes(self, *, experts: bool) -> list[str]:
-        """Return the kinds with coordinates, the last of the order first."""
+        """Return the kinds that have coordinates, the last of the order first."""
         kinds = reversed(self.order.split("-"))
         if not experts:
             return [kind for kind in kinds if kind != "ep"]
@@ -403,7 +356,6 @@ class Layout:
         return [names[kind] for kind in kinds if kind != "cp"]
 
     def _size(self, kind: str) -> int:
-        """Return the number of coordinates of a kind."""
         if kind == "etp":
             return self.expert_tensor_parallel
         if kind == "edp":

@@ -25,25 +25,6 @@ class Routes(NamedTuple):
         Seconds, shape ``(n,)``.
     bandwidth
         Bytes a second, shape ``(n,)``: those of the message's slowest link; may be infinite.
-
-    Raises
-    ------
-    TypeError
-        For a missing column. Values are not checked.
-
-    See Also
-    --------
-    pipesim.Network.resolve : Return the routes of messages.
-
-    Examples
-    --------
-    Two nodes of one device: the message holds a port and a NIC at each end.
-
-    >>> import pipesim as ps
-    >>> network = ps.Network(nodes=ps.Nodes(1, port_bandwidth=4e9, nic_bandwidth=1e9))
-    >>> routes = network.resolve([0], [1], n_devices=2)
-    >>> routes.links.shape, routes.bandwidth
-    ((1, 4), array([1.e+09]))
     """
 
     links: NDArray[np.int64]
@@ -52,20 +33,10 @@ class Routes(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Routes with the bandwidth of each link, instead of the slowest only.
+    """Routes with the bandwidth of each link, instead of the slowest only."""
 
-    Attributes
-    ----------
-    links
-        As in `Routes`, shape ``(n, k)``; -1 for none, in any column.
-    capacity
-        Bytes a second of each link, shape ``(n, k)``; infinite for none.
-    latency
-        Seconds of each message, shape ``(n,)``.
-    """
-
-    links: NDArray[np.int64]
-    capacity: NDArray[np.float64]
+    links: NDArray[np.int64]  # as in `Routes`, with -1 for none in any column
+    capacity: NDArray[np.float64]  # bytes a second of each of `links`; infinite for none
     latency: NDArray[np.float64]
 
 

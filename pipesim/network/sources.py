@@ -65,7 +65,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -102,26 +102,12 @@ _GEN4, _GEN5 = HostLink(10e-6, 32e9, 2), HostLink(10e-6, 64e9)
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of node.
+    """One kind of node, at nominal rates."""
 
-    Attributes
-    ----------
-    summary
-        Name and network, in words.
-    nodes
-        Devices, ports and NICs of a node, at nominal rates.
-    memory
-        Bytes of each device.
-    gpu
-        Name of its GPU, as in `pipesim.gpus`.
-    host
-        Link of its devices to the memory of the host, at nominal rates.
-    """
-
-    summary: str
+    summary: str  # name and network
     nodes: Nodes
-    memory: float
-    gpu: str
+    memory: float  # bytes of each device
+    gpu: str  # as in `pipesim.gpus`
     host: HostLink
 
 
@@ -161,12 +147,6 @@ def machines() -> pd.DataFrame:
         Indexed by name: ``summary``, ``gpu`` (a name for `GPU.preset`), ``memory`` of a GPU, fields
         of `Nodes`, and with the prefix ``host_`` those of `HostLink`; seconds, bytes and bytes/s.
 
-    See Also
-    --------
-    pipesim.Network.preset : Network of a machine of this list.
-    pipesim.Cluster : GPUs, nodes, network and memory of a machine.
-    pipesim.gpus : List the GPUs.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -197,20 +177,11 @@ KEYS = ("latency", "bandwidth", "links", "nodes", "host", "nominal_share", "pres
         *_PRESET_OPTIONS)  # fmt: skip
 
 
-class NetworkFields(NamedTuple):
-    """The fields of a `Network`, in their order."""
-
-    latency: float
-    bandwidth: float
-    links: tuple[Link, ...]
-    nodes: Nodes | None
-    host: HostLink | None
-    nominal_share: float | None
-
-
-def preset_nodes(name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> Nodes:
-    """Return the nodes of a common machine; see `Network.preset` for arguments and errors."""
-    nodes = machine(name).nodes
+def preset_fields(
+    name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1
+) -> dict[str, Any]:
+    """Return the fields of the network of a common machine; see `Network.preset`."""
+    nodes, host = machine(name).nodes, machine(name).host
     part = number(efficiency)
     if part is None or not 0 < part <= 1:
         raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
@@ -219,22 +190,20 @@ def preset_nodes(name: str, efficiency: float = EFFICIENCY, gpus_per_device: int
         port_bandwidth=nodes.port_bandwidth * part,
         nic_bandwidth=nodes.nic_bandwidth * part,
     )
-    return nodes.grouped(gpus_per_device)
+    return {
+        "nodes": nodes.grouped(gpus_per_device),
+        "host": scaled_link(host, 1.0, part).grouped(gpus_per_device),
+        "nominal_share": part,
+    }
 
 
-def preset_host(name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> HostLink:
-    """Return the host link of a common machine; arguments were checked by `preset_nodes`."""
-    host = machine(name).host
-    return scaled_link(host, 1.0, efficiency).grouped(gpus_per_device)
-
-
-def network_fields(values: Mapping[str, Any]) -> NetworkFields:
+def network_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a network in a table of settings; see `Network.from_dict`."""
     check_keys("network", values, KEYS)
     links = values.get("links", ())
     if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
         raise NetworkError(f"links must be a list of tables, got {links!r}")
-    nodes, host, share = None, None, values.get("nominal_share")
+    fields = {"nodes": None, "host": None, "nominal_share": values.get("nominal_share")}
     if "preset" in values and values.get("nodes") is not None:
         raise NetworkError("network has both preset and nodes; leave out one of them")
     options = {key: values[key] for key in _PRESET_OPTIONS if key in values}
@@ -244,21 +213,17 @@ def network_fields(values: Mapping[str, Any]) -> NetworkFields:
             'preset = "dgx_h100", or say in latency, bandwidth or nodes what messages reach'
         )
     if "preset" in values:
-        nodes = preset_nodes(values["preset"], **options)
-        host = preset_host(values["preset"], **options)
-        share = number(options.get("efficiency", EFFICIENCY))
+        fields = preset_fields(values["preset"], **options)
     elif values.get("nodes") is not None:
-        nodes = Nodes.from_dict(values["nodes"])
+        fields["nodes"] = Nodes.from_dict(values["nodes"])
     if values.get("host") is not None:
-        host = HostLink.from_dict(values["host"])
-    return NetworkFields(
-        values.get("latency", 0.0),
-        bandwidth_from_json(values.get("bandwidth")),
-        tuple(Link.from_dict(link) for link in links),
-        nodes,
-        host,
-        share,
-    )
+        fields["host"] = HostLink.from_dict(values["host"])
+    return {
+        "latency": values.get("latency", 0.0),
+        "bandwidth": bandwidth_from_json(values.get("bandwidth")),
+        "links": tuple(Link.from_dict(link) for link in links),
+        **fields,
+    }
 
 
 # Links of many pairs, read from a CSV file or from square arrays
@@ -268,13 +233,7 @@ Pair = tuple[int, int]
 
 
 def read_links(path: Path) -> tuple[Link, ...]:
-    """Return the links of a CSV file; see `pipesim.Network.from_csv`.
-
-    Raises
-    ------
-    NetworkError
-        Naming file, line and column.
-    """
+    """Return the links of a CSV file; see `pipesim.Network.from_csv`."""
     table = _Table(path)
     a, b = table.devices("source"), table.devices("target")
     latency, bandwidth = table.latencies(), table.bandwidths()
@@ -338,7 +297,6 @@ class _Table:
         return cells
 
     def where(self, row: int, column: str) -> str:
-        """Return the place of a cell, for messages."""
         return f"{self.path}, line {self.lines[row]}, column {column}"
 
     def refuse(self, column: str, wrong: NDArray[np.bool_], allowed: str) -> None:
@@ -348,20 +306,17 @@ class _Table:
             raise NetworkError(f"{self.where(row, column)}: must be {allowed}, got {text!r}")
 
     def devices(self, column: str) -> NDArray[np.int64]:
-        """Return a column of device numbers."""
         values = _numbers(self.columns[column])
         good = (values >= 0) & (values <= MAX_DEVICE) & (values == np.floor(values))
         self.refuse(column, ~good, f"a device number, 0 to {MAX_DEVICE}")
         return values.astype(np.int64)
 
     def latencies(self) -> NDArray[np.float64]:
-        """Return the latency of each row; seconds."""
         values = _numbers(self.columns["latency"])
         self.refuse("latency", ~((values >= 0) & (values < math.inf)), "finite and >= 0 s")
         return values
 
     def bandwidths(self) -> NDArray[np.float64]:
-        """Return the bandwidth of each row; bytes a second."""
         values = _numbers([text if text.strip() else "inf" for text in self.columns["bandwidth"]])
         self.refuse("bandwidth", ~(values > 0), "> 0 bytes/s (inf, or nothing, for pure latency)")
         return values
@@ -387,13 +342,7 @@ def _numbers(texts: Sequence[str]) -> NDArray[np.float64]:
 
 
 def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
-    """Return one link a pair from square arrays; see `pipesim.Network.from_matrix`.
-
-    Raises
-    ------
-    NetworkError
-        For other shapes, and for values out of range, naming the pair.
-    """
+    """Return one link a pair from square arrays; see `pipesim.Network.from_matrix`."""
     lag, speed = _array("latency", latency), _array("bandwidth", bandwidth)
     n = max(len(lag) if lag.ndim else 0, len(speed) if speed.ndim else 0)
     if {lag.shape, speed.shape} not in ({(n, n)}, {(n, n), ()}):
@@ -410,13 +359,7 @@ def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
 
 
 def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    """Return an array of floats; NaN stands for an object that is no number.
-
-    Raises
-    ------
-    NetworkError
-        For rows of different lengths, and for texts, booleans and other values.
-    """
+    """Return an array of floats; NaN stands for an object that is no number."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:

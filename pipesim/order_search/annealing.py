@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.order_search.evaluate import receivers
-from pipesim.order_search.lane_order import LaneOrder, occurrences, rows_of
-from pipesim.order_search.problem import OrderProblem, has_equal_microbatches
+from pipesim.order_search.lane_order import LaneOrder, first_tasks, occurrences, rows_of
+from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
@@ -28,108 +28,51 @@ Floats = NDArray[np.float64]
 
 
 class Lanes(NamedTuple):
-    """Lanes, and the limits of their devices.
-
-    Attributes
-    ----------
-    device
-        As in `OrderProblem`; shape ``(n_lanes,)``.
-    seconds, allocated, workspace
-        As in `OrderProblem`; shape ``(n_rows,)``.
-    source, receiver, own
-        Offset from a task to the task whose data it needs, to the task that needs its data, and to
-        the F or I of its stage that it needs; 0 for none. Shape ``(n_lanes,)``.
-    latency
-        Seconds of the latency of the message from ``source``, of each row.
-    hold, channel
-        Message to the ``receiver``: seconds for which it holds its channel, of each row, and the
-        channel of each lane; -1 for none.
-    net
-        Bytes allocated less bytes released, of each row.
-    lane, row
-        Lane and row of each task; shape ``(n_tasks,)``.
-    ptr
-        Positions ``ptr[d]`` to ``ptr[d + 1]`` are device ``d``'s.
-    sender
-        Device that sends on each channel; empty if no message holds its channel.
-    limit, tail
-        As in `OrderProblem`; shape ``(n_devices,)``.
-    """
+    """Lanes, and the limits of their devices; as in `OrderProblem`, where nothing else is said."""
 
     device: Ints
     seconds: Floats
     allocated: Floats
     workspace: Floats
-    source: Ints
-    receiver: Ints
-    own: Ints
-    latency: Floats
-    hold: Floats
-    channel: Ints
-    net: Floats
-    lane: Ints
-    row: Ints
-    ptr: Ints
-    sender: Ints
+    # Offsets from a task of each lane; 0 for none.
+    source: Ints  # to the task whose data it needs
+    receiver: Ints  # to the task that needs its data
+    own: Ints  # to the F or I of its stage that it needs
+    latency: Floats  # of the message from ``source``, of each row (s)
+    hold: Floats  # seconds for which the message to ``receiver`` holds its channel, of each row
+    channel: Ints  # of this message, of each lane; -1 for none
+    net: Floats  # bytes allocated less bytes released, of each row
+    lane: Ints  # of each task
+    row: Ints  # of each task
+    ptr: Ints  # positions ``ptr[d]`` to ``ptr[d + 1]`` are device ``d``'s
+    sender: Ints  # device that sends on each channel; empty if no message holds its channel
     limit: Floats
     tail: Floats
 
 
 class State(NamedTuple):
-    """The current order, its times, and what a kernel needs to change it and to undo a change.
+    """The current order, its times, and data of kernels that change it and undo a change."""
 
-    Attributes
-    ----------
-    task, position
-        Task at each position, and position of each task; shape ``(n_tasks,)``.
-    start, sent
-        Start of each task, and when its message has left its channel; without message its end (s).
-    held, rest
-        Bytes that the device holds before each position, and seconds of its tasks from there on.
-    sequence, rank
-        All tasks in an order in which times can be computed, and the place of each task there.
-    changed, old_start, old_sent
-        Tasks whose times were computed by the last change, in that order, and their times before.
-    next, free, channel_free
-        Next position of each device, when the device is free, and when the channel is (s).
-    stack, is_stacked
-        Devices that may go on.
-    critical
-        Tasks of a longest path.
-    best
-        Task at each position of the best order.
-    counts
-        Length of ``critical``, state of the random numbers, evaluations, accepted changes.
-    values
-        Current value of the objective, that of the best order, first and last temperature.
-    """
-
-    task: Ints
-    position: Ints
-    start: Floats
-    sent: Floats
-    held: Floats
-    rest: Floats
-    sequence: Ints
-    rank: Ints
-    changed: Ints
-    old_start: Floats
+    task: Ints  # at each position
+    position: Ints  # of each task
+    start: Floats  # of each task (s)
+    sent: Floats  # when its message has left its channel; without message its end (s)
+    held: Floats  # bytes that the device holds before each position
+    rest: Floats  # seconds of the device's tasks from each position on
+    sequence: Ints  # all tasks in an order in which times can be computed
+    rank: Ints  # place of each task there
+    changed: Ints  # tasks whose times were computed by the last change, in that order
+    old_start: Floats  # their times before
     old_sent: Floats
-    next: Ints
-    free: Floats
-    channel_free: Floats
-    stack: Ints
+    next: Ints  # position of each device
+    free: Floats  # when each device is free (s)
+    channel_free: Floats  # when each channel is free (s)
+    stack: Ints  # devices that may go on
     is_stacked: Ints
-    critical: Ints
-    best: Ints
-    counts: Ints
-    values: Floats
-
-
-def first_tasks(problem: OrderProblem) -> Ints:
-    """Return the first task of each lane; shape ``(n_lanes,)``."""
-    first: Ints = np.cumsum(problem.count) - problem.count
-    return first
+    critical: Ints  # tasks of a longest path
+    best: Ints  # task at each position of the best order
+    counts: Ints  # length of ``critical``, state of the random numbers, evaluations, acceptances
+    values: Floats  # of the objective, now and of the best order; first and last temperature
 
 
 def lanes_of(problem: OrderProblem, order: LaneOrder) -> Lanes:
@@ -162,7 +105,7 @@ def lanes_of(problem: OrderProblem, order: LaneOrder) -> Lanes:
         channel=channel if len(sender) else np.full_like(channel, -1),
         net=problem.allocated - problem.released,
         lane=lane,
-        row=lane if has_equal_microbatches(problem) else rows_of(problem, order.microbatches),
+        row=rows_of(problem, order.microbatches),
         ptr=order.ptr,
         sender=sender,
         limit=problem.limit,
@@ -346,13 +289,9 @@ def _resume(lanes: Lanes, state: State, first: int) -> None:
 def propagate(lanes: Lanes, state: State, first: int, most: float, span: bool) -> int:
     """Compute the times of all tasks whose rank is ``first`` or more.
 
-    It stops early if a device must end later than ``most`` seconds, or, for a span, must take
-    longer than that from its first task on.
-
-    Returns
-    -------
-    int
-        Number of tasks computed; all of them unless some wait for each other, or it stopped.
+    Return their number: less than all if some wait for each other. It stops early, with -1 less
+    that number, if a device must end later than ``most`` seconds, or, for a span, must take longer
+    than that from its first task on.
     """
     _resume(lanes, state, first)
     n_stacked, n_changed = len(state.next), 0

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.order_search.lane_order import LaneOrder, rows_of
+from pipesim.order_search.lane_order import LaneOrder, first_tasks, rows_of
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -16,35 +16,27 @@ Floats = NDArray[np.float64]
 
 
 class Times(NamedTuple):
-    """Times of an order's tasks.
+    """Times of an order's tasks (s), in the order of ``LaneOrder.lanes``.
 
-    Attributes
-    ----------
-    start, end
-        Seconds of each task, in the order of ``LaneOrder.lanes``; NaN for tasks that never start.
-    makespan
-        Seconds at which the last device ends, its STEPs included; infinity for a deadlock.
-    span
-        Longest time of a device from its first start to its last end, without STEPs; infinity for
-        a deadlock.
+    In a deadlock, they are NaN for tasks that never start, and makespan and span are infinity.
     """
 
     start: Floats
     end: Floats
-    makespan: float
-    span: float
+    makespan: float  # end of the last device, its STEPs included
+    span: float  # longest time of a device from its first start to its last end, without STEPs
 
 
 def evaluate(problem: OrderProblem, order: LaneOrder) -> Times:
     """Return when the tasks of an order run: rules 1 to 4 of docs/time.md.
 
     They are the times of `pipesim.simulate` if no link is shared by several channels, and
-    launches take no time. A deadlock is no error here: its makespan is infinite.
+    launches take no time.
     """
     lanes, ptr, _ = order
     start, end = np.full(len(lanes), np.nan), np.full(len(lanes), np.nan)
     done = np.zeros(len(problem.count), dtype=np.int64)
-    first = np.cumsum(problem.count) - problem.count
+    first = first_tasks(problem)
     ready = np.zeros(len(lanes))
     channel_free = np.zeros(int(problem.channel.max(initial=-1)) + 1)
     receiver, row = receivers(problem), rows_of(problem, order.microbatches)
@@ -131,8 +123,7 @@ def peak_bytes(problem: OrderProblem, order: LaneOrder) -> Floats:
     The sum is that of `Timeline.peak_memory`, number by number.
     """
     peak, row = np.zeros(problem.n_devices), rows_of(problem, order.microbatches)
-    following = np.cumsum(problem.count) - problem.count
-    _peak_bytes(problem, order.lanes, order.ptr, row, following, peak)
+    _peak_bytes(problem, order.lanes, order.ptr, row, first_tasks(problem), peak)
     return peak
 
 
@@ -171,11 +162,8 @@ def meets(value: float, bound: float) -> bool:
 def checked_bound(bound: float, value: float, source: str) -> float:
     """Return a lower bound that is at most a time that an order reaches (s).
 
-    Raises
-    ------
-    AssertionError
-        If the bound is above the time by more than rounding. Then the bound is false, and proves
-        nothing; ``source`` says where it is from.
+    A bound that is above the time by more than rounding is false, and proves nothing: raise
+    `AssertionError`. ``source`` says where it is from.
     """
     if bound > value * (1.0 + ROUNDING):
         raise AssertionError(

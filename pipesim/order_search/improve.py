@@ -235,23 +235,14 @@ def improve(
 
     Parameters
     ----------
-    problem
-        Lanes, costs and limits.
-    order
-        An order that keeps the limits.
+    problem, order, seed, objective, temperature
+        As for `LocalSearch`. Without a deadline, the answer is the same for the same arguments.
     evaluations
         Number of moves to try.
-    seed
-        Seed of the random numbers; with the same number of evaluations and no deadline the answer
-        is the same.
-    objective
-        ``"makespan"``, or ``"span"``: the longest time of a device from first start to last end.
     deadline
         Value of `time.perf_counter` at which to stop; None for none.
     target
-        Value of the objective at which to stop, such as a lower bound.
-    temperature
-        As for `LocalSearch`.
+        Value of the objective (s) at which to stop, such as a lower bound.
     """
     most = check_count("evaluations", evaluations, 0)
     search = LocalSearch(
@@ -316,19 +307,8 @@ def period_copy(
     """Return the best order that leaves out a period of another order, and repeats a second one.
 
     A local search improves one part of the steady state at a time. A copy carries a gain to
-    another part. The length of both is random. None: no order that was tried runs and keeps the
-    limits.
-
-    Parameters
-    ----------
-    problem, order
-        Lanes, and an order of them.
-    objective
-        ``"makespan"`` or ``"span"``.
-    n_pairs
-        Pairs of periods that are tried.
-    random
-        Generator of the length and of the pairs.
+    another part. The length of both periods and the pairs that are tried are random. None: no order
+    that was tried runs and keeps the limits.
     """
     length = int(random.choice(_PERIOD_LENGTHS))
     begins = periods_of(problem, order, length)
@@ -411,8 +391,8 @@ def best_copy(
 
 # Orders of micro-batches that differ.
 
-#: Temperature at which annealing ends, in mean seconds of a task, and share of swaps among moves.
-_FINAL_TEMPERATURE, _SHARE_OF_SWAPS = 0.02, 0.5
+#: Share of swaps among moves.
+_SHARE_OF_SWAPS = 0.5
 
 
 def first_microbatch_orders(problem: OrderProblem) -> list[Ints]:
@@ -448,21 +428,7 @@ def anneal_microbatches(
 
     Simulated annealing, as `pipesim.order_search.annealing`, with two moves: two micro-batches of a
     path change places, or one moves to another place. The lanes of each device stay as they are.
-
-    Parameters
-    ----------
-    problem, order
-        Lanes of micro-batches that differ, and an order that keeps the limits.
-    n_moves
-        Number of moves to try.
-    random
-        Generator of the moves.
-    objective
-        ``"makespan"`` or ``"span"``.
-    temperature
-        Temperature at which it begins, in mean seconds of a task.
-    target
-        Value of the objective (s) at which to stop.
+    Arguments are as for `improve`.
     """
     counts = path_counts(problem)
     first_of_path = np.cumsum(counts) - counts
@@ -481,7 +447,10 @@ def anneal_microbatches(
                 current.microbatches, place, other, kind < _SHARE_OF_SWAPS
             )
         )
-        most = value - mean * _cooled(temperature, move / n_moves) * math.log(1.0 - threshold)
+        now = 0.0
+        if temperature > 0.0:
+            now = temperature * (min(_COLD, temperature) / temperature) ** (move / n_moves)
+        most = value - mean * now * math.log(1.0 - threshold)
         result = float(getattr(evaluate(problem, changed), objective))
         if place == other or result > most or not keeps_limit(problem, changed):
             continue
@@ -489,11 +458,6 @@ def anneal_microbatches(
         if value < least:
             best, least = current, value
     return best
-
-
-def _cooled(hot: float, share: float) -> float:
-    """Return the temperature after a share of the moves."""
-    return hot * (min(_FINAL_TEMPERATURE, hot) / hot) ** share if hot > 0.0 else 0.0
 
 
 def _with_moved_microbatch(microbatches: Ints | None, place: int, other: int, swap: bool) -> Ints:

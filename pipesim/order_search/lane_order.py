@@ -17,20 +17,13 @@ from pipesim.utils.csr import Ints
 class LaneOrder(NamedTuple):
     """The order of each device: the lanes of its tasks; and the order of micro-batches.
 
-    Attributes
-    ----------
-    lanes
-        Lane of each task, the tasks of device 0 first; shape ``(n_tasks,)``. The k-th task of a
-        lane is of the k-th micro-batch of its path.
-    ptr
-        Device ``d`` runs ``lanes[ptr[d]:ptr[d + 1]]``; shape ``(n_devices + 1,)``.
-    microbatches
-        The micro-batches of path 0 in the order in which all lanes run them, then those of path 1,
-        and so on; None for their own order.
+    The k-th task of a lane is of the k-th micro-batch of its path.
     """
 
-    lanes: Ints
-    ptr: Ints
+    lanes: Ints  # lane of each task
+    ptr: Ints  # device ``d`` runs ``lanes[ptr[d]:ptr[d + 1]]``
+    # The micro-batches of path 0 in the order in which all lanes run them, then those of path 1,
+    # and so on; None for their own order.
     microbatches: Ints | None = None
 
 
@@ -39,12 +32,6 @@ def lane_order(problem: OrderProblem, schedule: Schedule) -> LaneOrder:
 
     If they differ, all lanes take them in the order of F of stage 0. So the times of a schedule in
     which stages take them in other orders change.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule has other tasks than the problem: another placement, other operations,
-        another number of micro-batches, recomputes, slices, or overlapped actions.
     """
     columns = ("device", "path", "stage", "op")
     size = [max(problem.n_devices, schedule.n_devices), 0, 0, len(Op)]
@@ -64,15 +51,12 @@ def lane_order(problem: OrderProblem, schedule: Schedule) -> LaneOrder:
             f"schedule {schedule.name!r} has {schedule.n_microbatches} micro-batches, but the "
             f"problem has {n_microbatches(problem)}"
         )
-    microbatches = None if has_equal_microbatches(problem) else _first_forwards(schedule)
-    return LaneOrder(lanes, schedule.ptr.astype(np.int64), microbatches)
-
-
-def _first_forwards(schedule: Schedule) -> Ints:
-    """Return the micro-batches in the order of F of stage 0, path after path."""
+    ptr = schedule.ptr.astype(np.int64)
+    if has_equal_microbatches(problem):
+        return LaneOrder(lanes, ptr)
     forwards = np.flatnonzero((schedule.op == Op.F) & (schedule.stage == 0))
     by_path = forwards[np.argsort(schedule.path[forwards], kind="stable")]
-    return schedule.microbatch[by_path].astype(np.int64)
+    return LaneOrder(lanes, ptr, schedule.microbatch[by_path].astype(np.int64))
 
 
 def path_counts(problem: OrderProblem) -> Ints:
@@ -80,6 +64,12 @@ def path_counts(problem: OrderProblem) -> Ints:
     _, first = np.unique(problem.path, return_index=True)
     counts: Ints = problem.count[first]
     return counts
+
+
+def first_tasks(problem: OrderProblem) -> Ints:
+    """Return the first task of each lane, the tasks of lane 0 first; shape ``(n_lanes,)``."""
+    first: Ints = np.cumsum(problem.count) - problem.count
+    return first
 
 
 def rows_of(problem: OrderProblem, microbatches: Ints | None) -> Ints:
@@ -90,9 +80,7 @@ def rows_of(problem: OrderProblem, microbatches: Ints | None) -> Ints:
         return lane
     counts = path_counts(problem)
     offset = np.cumsum(counts) - counts
-    number = np.arange(len(lane)) - np.repeat(np.cumsum(problem.count) - problem.count,
-                                              problem.count)  # fmt: skip
-    place = offset[problem.path[lane]] + number
+    place = offset[problem.path[lane]] + np.arange(len(lane)) - first_tasks(problem)[lane]
     microbatch = place if microbatches is None else microbatches[place]
     rows: Ints = problem.class_of[microbatch] * n_lanes + lane
     return rows

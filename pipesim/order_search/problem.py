@@ -25,47 +25,6 @@ from pipesim.timeline.memory_limit import limits_beyond_static
 from pipesim.timeline.task_bytes import kind_bytes, workspaces
 from pipesim.utils.csr import Ints, bincount
 
-# Messages between lanes: their channels, latency and time on a channel.
-
-Floats = NDArray[np.float64]
-
-
-def kind_numbers(graph: TaskGraph) -> Ints:
-    """Return the kind of each operation, path and stage of a graph; -1 for none."""
-    kinds = graph.kinds
-    numbers = np.full((len(Op), graph.n_replicas, graph.n_stages), -1, dtype=np.int64)
-    numbers[kinds.op, kinds.replica, kinds.stage] = np.arange(len(kinds))
-    return numbers
-
-
-def _received_lanes(graph: TaskGraph, needs: Ints, kind: Ints) -> Ints:
-    """Return the lanes whose need a message delivers."""
-    device = graph.kinds.device[kind]
-    return np.flatnonzero((needs[:, 0] >= 0) & (device[needs[:, 0]] != device))
-
-
-def channels(graph: TaskGraph, needs: Ints, kind: Ints) -> Ints:
-    """Return the channel of the messages that deliver the needs."""
-    device, channel = graph.kinds.device[kind], np.full_like(needs, -1)
-    lanes = _received_lanes(graph, needs, kind)
-    pairs = device[needs[lanes, 0]].astype(np.int64) * graph.n_devices + device[lanes]
-    channel[lanes, 0] = np.unique(pairs, return_inverse=True)[1]
-    return channel
-
-
-def messages(graph: TaskGraph, table: CostTable, needs: Ints, kind: Ints) -> tuple[Floats, Floats]:
-    """Return latency and hold of the messages that deliver the needs."""
-    kinds, numbers = graph.kinds, kind_numbers(graph)
-    replica, stage = (x[kind] for x in (kinds.replica, kinds.stage))
-    latency, hold = np.zeros(needs.shape), np.zeros(needs.shape)
-    lanes = _received_lanes(graph, needs, kind)
-    source = needs[lanes, 0]
-    send = np.where(kinds.op[kind[lanes]] == Op.F, Op.SEND_F, Op.SEND_B)
-    message = numbers[send, replica[source], stage[source]]
-    latency[lanes, 0], hold[lanes, 0] = table.latency[message], table.duration[message]
-    return latency, hold
-
-
 Floats = NDArray[np.float64]
 
 
@@ -80,63 +39,38 @@ class OrderProblem(NamedTuple):
     A *row* has the values of a lane for a class of equal micro-batches: row ``k * n_lanes + lane``
     those of class k. If all are identical, rows are lanes.
 
-    Attributes
-    ----------
-    n_devices
-        Number of devices.
-    device, op, stage, path, count
-        Device, operation (`pipesim.Op`), stage and path of each lane, and the number of its
-        micro-batches; shape ``(n_lanes,)``. Lanes are in order of path, stage and operation.
-    class_of
-        Class of each micro-batch, numbered over all paths; shape ``(n_microbatches,)``.
-    seconds
-        Seconds of a task of each row; shape ``(n_rows,)``.
-    needs
-        Lanes whose task of the same number must have ended, -1 for none; shape ``(n_lanes, 2)``.
-        The first is the data from another stage, the second the F or I of the same stage.
-    latency, hold
-        Message that delivers the need: seconds of its latency, and seconds for which it holds its
-        channel; shape ``(n_rows, 2)``.
-    channel
-        Number of the channel of this message; shape ``(n_lanes, 2)``. Channel -1: both tasks are
-        on one device, and no message is sent. A channel is an ordered pair of devices.
-    allocated, released, workspace
-        Bytes that a task takes at its start, gives back at its end, and holds while it runs; shape
-        ``(n_rows,)``.
-    limit
-        Most bytes of these that each device may hold; shape ``(n_devices,)``. A device that holds
-        as many fits exactly in the user's limit, with static bytes and reserve.
-    tail
-        Seconds of the STEPs behind the last task of each device; shape ``(n_devices,)``.
+    Lanes are in order of path, stage and operation. A *channel* is an ordered pair of devices.
     """
 
     n_devices: int
+    # Shape ``(n_lanes,)``.
     device: Ints
     op: Ints
     stage: Ints
     path: Ints
-    count: Ints  # type: ignore[assignment]  # shadows the method of tuples
-    class_of: Ints
-    seconds: Floats
+    count: Ints  # type: ignore[assignment]  # of micro-batches; shadows the method of tuples
+    class_of: Ints  # of each micro-batch, numbered over all paths
+    seconds: Floats  # of a task of each row
+    # Lanes whose task of the same number must have ended, -1 for none; shape ``(n_lanes, 2)``. The
+    # first is the data from another stage, the second the F or I of the same stage.
     needs: Ints
+    # Message that delivers the need: seconds of its latency, and those for which it holds its
+    # channel; shape ``(n_rows, 2)``.
     latency: Floats
     hold: Floats
-    channel: Ints
+    channel: Ints  # of this message, -1 for none, on one device; shape ``(n_lanes, 2)``
+    # Bytes that a task takes at its start, gives back at its end, and holds while it runs; of rows.
     allocated: Floats
     released: Floats
     workspace: Floats
+    # Most bytes of these that each device may hold. One that holds as many fits exactly in the
+    # user's limit, with static bytes and reserve.
     limit: Floats
-    tail: Floats
+    tail: Floats  # seconds of the STEPs behind the last task of each device
 
 
 def is_split(costs: Costs, split_backward: bool | None) -> bool:
-    """Return whether the backward is I and W; by default if the costs have both.
-
-    Raises
-    ------
-    CostsError
-        If it shall be split, and the costs lack seconds of I or W.
-    """
+    """Return whether the backward is I and W; by default if the costs have both."""
     has_both = costs.input_grad is not None and costs.weight_grad is not None
     if split_backward is None:
         return has_both
@@ -158,25 +92,8 @@ def order_problem(
 ) -> OrderProblem:
     """Return the lanes of a placement, with the costs and limits that `pipesim.simulate` counts.
 
-    Parameters
-    ----------
-    placement
-        Which device holds which stage.
-    n_microbatches
-        Micro-batches of a step, at least one for each path of the placement.
-    costs
-        Seconds and bytes of the operations, also of each micro-batch. ``launch`` is not counted.
-    split_backward
-        Whether the backward is I and W, or B. None: I and W if the costs have both.
-    memory_limit
-        All bytes that a device may hold, one number or one a device, as in `pipesim.simulate`. By
-        default the memory of a GPU in the workload of the costs, if any.
-
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of an operation, or are for another number of stages or of
-        micro-batches.
+    Arguments are as for `pipesim.lower_bound`, without ``launch`` of the costs. If
+    ``split_backward`` is None, the backward is I and W if the costs have both.
     """
     check_type("placement", placement, Placement)
     check_type("costs", costs, Costs)
@@ -192,9 +109,14 @@ def order_problem(
     different, class_of = distinct_costs(costs, m)
     values = [_row_values(graph, own, needs, kind) for own in different]
     rows = _RowValues(*map(np.concatenate, zip(*values, strict=True)))
+    first, kinds = different[0], graph.kinds
+    if memory_limit is None:
+        memory = None if first.work is None else first.work.memory
+        memory_limit = math.inf if memory is None else memory
+    seconds = first.of(graph).table.duration
     return OrderProblem(
         n_devices=placement.n_devices,
-        device=graph.kinds.device[kind].astype(np.int64),
+        device=kinds.device[kind].astype(np.int64),
         op=op,
         stage=stage,
         path=path,
@@ -203,8 +125,10 @@ def order_problem(
         needs=needs,
         channel=channels(graph, needs, kind),
         **rows._asdict(),
-        limit=_limits(graph, different[0], memory_limit),
-        tail=_tail(graph, different[0].of(graph).table.duration),
+        limit=limits_beyond_static(graph, first, memory_limit),
+        tail=bincount(
+            kinds.device, np.where(kinds.op == Op.STEP, seconds, 0.0), placement.n_devices
+        ),
     )
 
 
@@ -278,15 +202,40 @@ def _finite(seconds: Floats, graph: TaskGraph, kind: Ints) -> Floats:
     return seconds
 
 
-def _limits(graph: TaskGraph, costs: Costs, memory_limit: object) -> Floats:
-    """Return the most bytes beyond the static ones with which each device still fits."""
-    if memory_limit is None:
-        memory = None if costs.work is None else costs.work.memory
-        memory_limit = math.inf if memory is None else memory
-    return limits_beyond_static(graph, costs, memory_limit)
+# Messages between lanes: their channels, latency and time on a channel.
 
 
-def _tail(graph: TaskGraph, duration: Floats) -> Floats:
-    """Return the seconds of the STEPs of each device."""
+def kind_numbers(graph: TaskGraph) -> Ints:
+    """Return the kind of each operation, path and stage of a graph; -1 for none."""
     kinds = graph.kinds
-    return bincount(kinds.device, np.where(kinds.op == Op.STEP, duration, 0.0), graph.n_devices)
+    numbers = np.full((len(Op), graph.n_replicas, graph.n_stages), -1, dtype=np.int64)
+    numbers[kinds.op, kinds.replica, kinds.stage] = np.arange(len(kinds))
+    return numbers
+
+
+def _received_lanes(graph: TaskGraph, needs: Ints, kind: Ints) -> Ints:
+    """Return the lanes whose need a message delivers."""
+    device = graph.kinds.device[kind]
+    return np.flatnonzero((needs[:, 0] >= 0) & (device[needs[:, 0]] != device))
+
+
+def channels(graph: TaskGraph, needs: Ints, kind: Ints) -> Ints:
+    """Return the channel of the messages that deliver the needs."""
+    device, channel = graph.kinds.device[kind], np.full_like(needs, -1)
+    lanes = _received_lanes(graph, needs, kind)
+    pairs = device[needs[lanes, 0]].astype(np.int64) * graph.n_devices + device[lanes]
+    channel[lanes, 0] = np.unique(pairs, return_inverse=True)[1]
+    return channel
+
+
+def messages(graph: TaskGraph, table: CostTable, needs: Ints, kind: Ints) -> tuple[Floats, Floats]:
+    """Return latency and hold of the messages that deliver the needs."""
+    kinds, numbers = graph.kinds, kind_numbers(graph)
+    replica, stage = (x[kind] for x in (kinds.replica, kinds.stage))
+    latency, hold = np.zeros(needs.shape), np.zeros(needs.shape)
+    lanes = _received_lanes(graph, needs, kind)
+    source = needs[lanes, 0]
+    send = np.where(kinds.op[kind[lanes]] == Op.F, Op.SEND_F, Op.SEND_B)
+    message = numbers[send, replica[source], stage[source]]
+    latency[lanes, 0], hold[lanes, 0] = table.latency[message], table.duration[message]
+    return latency, hold

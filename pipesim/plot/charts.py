@@ -14,9 +14,11 @@ from pipesim.errors import ArgumentError, check_list, check_name, check_numbers,
 from pipesim.ops import Op
 from pipesim.plot.paper_figure import (
     FONT,
+    GREY,
     SMALL,
     add_legend,
     axes_or_new,
+    axes_size,
     check_drawable,
     end_of_axis,
     figure,
@@ -52,15 +54,8 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     ----------
     timeline
         A timeline with costs.
-    ax
-        Axes to draw into; its limits are set. New axes by default.
-    unit
-        Unit of the time axis, as for `pipesim.plot.timeline`.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs.
+    ax, unit
+        As for `pipesim.plot.timeline`.
     """
     held = check_drawable(timeline, Timeline).memory()
     sign, scale = time_unit(timeline.makespan, unit)
@@ -173,19 +168,10 @@ def idle(
     ----------
     timeline
         A complete timeline, simulated or measured. `pipesim.analysis.idle` defines the causes.
-    ax
-        Axes to draw into; its limits are set. New axes by default.
+    ax, unit, title
+        As for `pipesim.plot.timeline`.
     legend
         Whether to draw a legend of the causes that occur.
-    unit
-        Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
-    title
-        No title by default.
-
-    Raises
-    ------
-    TimelineError
-        If tasks of the timeline did not run.
     """
     table = idle_by_cause(check_drawable(timeline, Timeline))
     longest = float(timeline.idle.max(initial=0.0))
@@ -251,12 +237,10 @@ def accuracy(
         Seconds of each step.
     ax
         Axes to draw into; its scales and limits are set. New axes, a column wide, by default.
-    unit
-        Unit of both axes: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
-    title
-        No title by default.
+    unit, title
+        As for `pipesim.plot.timeline`; the unit is that of both axes.
     """
-    true, guess = _checked("measured", measured), _checked("predicted", predicted)
+    true, guess = _positive_seconds("measured", measured), _positive_seconds("predicted", predicted)
     if len(true) != len(guess) or not len(true):
         raise ArgumentError(
             f"measured and predicted must have one value a step each, got {len(true)} and "
@@ -306,8 +290,9 @@ def _set_ticks(ax: Axes, ratio: float) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _checked(name: str, values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return values as an array, checked to be finite and above 0."""
+def _positive_seconds(
+    name: str, values: Sequence[float]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     array = np.array(check_numbers(name, values))
     wrong = array[~((array > 0) & np.isfinite(array))]
     if len(wrong):
@@ -327,7 +312,6 @@ _COLOURS = tuple(PALETTE[op] for op in (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.RE
 BOLD_LETTER = 0.65
 #: Points of the front that are labelled, and the height of new axes (inches).
 _LABELS, _PLAN_HEIGHT = 6, 3.4
-_GREY = "#5A5A5A"
 
 
 def plan_front(
@@ -357,12 +341,8 @@ def plan_front(
         Label of each rank to be labelled.
     memory_limit
         Bytes that a device may hold; None for no line.
-    ax
-        Axes to draw into. New axes, two columns wide, by default.
-    unit
-        Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default one that fits.
-    title
-        No title by default.
+    ax, unit, title
+        As for `pipesim.plot.timeline`.
     """
     if not set(_PLAN_COLUMNS) <= set(getattr(table, "columns", ())) or not len(table):
         raise ArgumentError(
@@ -422,12 +402,11 @@ def _draw_points(ax: Axes, points: pd.DataFrame, front: list[int]) -> dict[str, 
 
 
 def _draw_limit(ax: Axes, height: float, text: str) -> None:
-    """Draw the memory limit as a dashed line with its value."""
-    line = ax.axhline(height, color=_GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
+    line = ax.axhline(height, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
     line.set_gid("plan:limit")
     ax.annotate(
         f"limit {text}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2),
-        textcoords="offset points", ha="right", fontsize=SMALL, color=_GREY,
+        textcoords="offset points", ha="right", fontsize=SMALL, color=GREY,
     )  # fmt: skip
 
 
@@ -440,14 +419,13 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     ranks = [int(rank) for rank in best.index if rank in names]
     if not ranks:
         return
-    box = ax.bbox
-    per_pixel = 72.0 / ax.figure.dpi
+    width, height = axes_size(ax)
     x, y = best["x"].to_dict(), best["y"].to_dict()
     right = ax.get_xlim()[1]
-    room = (len(names[ranks[0]]) * SMALL * BOLD_LETTER + 2 * SMALL) / (box.width * per_pixel)
+    room = (len(names[ranks[0]]) * SMALL * BOLD_LETTER + 2 * SMALL) / width
     share = min(room, 0.5)
     ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
-    line = 1.5 * SMALL / (box.height * per_pixel) * ax.get_ylim()[1]
+    line = 1.5 * SMALL / height * ax.get_ylim()[1]
     kept = [ranks[0]]
     while len(kept) < _LABELS:
         distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.precedence import Edges, ancestors
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.ops import (
     COMPUTE,
@@ -86,24 +86,12 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """Positions of the nodes and their arrows; arrays have one entry a node.
+    """Nodes and arrows of a figure; arrays have one entry a node.
 
-    Attributes
-    ----------
-    tasks
-        Ids of the tasks that have a node.
-    x, y, width, height
-        Centre and size of each node, in columns and rows.
-    is_main
-        Whether the node is in a column, on a compute stream; else it is a side node.
-    texts
-        Text of each node, as `pipesim.plot.dependencies` lists them.
-    codes
-        Texts without the number of the micro-batch, for small nodes.
-    arrows
-        All arrows.
-    n_columns
-        Number of columns.
+    ``tasks`` are the ids of the tasks that have a node. ``x``, ``y``, ``width`` and ``height`` are
+    in columns and rows. ``is_main`` tells a node in a column, on a compute stream, from a side
+    node. ``texts`` are as `pipesim.plot.dependencies` lists them, ``codes`` without the number of
+    the micro-batch, for small nodes.
     """
 
     tasks: Ints
@@ -127,15 +115,8 @@ class GraphLayout:
 def lay_out(graph: TaskGraph, *, messages: bool, order: bool) -> GraphLayout:
     """Return the positions of a graph's nodes and arrows.
 
-    Parameters
-    ----------
-    graph
-        The graph to draw.
-    messages
-        Whether messages are nodes; else an arrow leads from the producer of each message to its
-        consumer.
-    order
-        Whether to have arrows for the order of compute streams.
+    With ``messages``, messages are nodes; else an arrow leads from the producer of each to its
+    consumer. With ``order``, there are arrows for the order of compute streams.
     """
     is_message = graph.is_op(TRANSFERS)
     main = graph.is_op(COMPUTE) | (graph.on_compute & (messages | ~is_message))
@@ -333,10 +314,8 @@ def dependencies(
         (``<0``) are nodes.
     order
         Whether to draw the order of compute streams, dashed.
-    legend
-        Whether to draw a legend.
-    title
-        No title by default.
+    legend, title
+        As for `pipesim.plot.timeline`.
 
     Warns
     -----
@@ -347,7 +326,13 @@ def dependencies(
     check_name("messages", messages, ("arrows", "labels", "nodes"))
     check_flag("order", order)
     check_flag("legend", legend)
-    _check_size(graph)
+    n_tasks = int(graph.on_compute.sum())
+    if n_tasks > MOST_NODES:
+        raise ArgumentError(
+            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
+            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
+            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
+        )
     from pipesim.plot import graph_figure
 
     layout = lay_out(graph, messages=messages == "nodes", order=order)
@@ -370,14 +355,3 @@ def dependencies(
     if title:
         set_title(ax, title, height=height)
     return ax
-
-
-def _check_size(graph: TaskGraph) -> None:
-    """Raise `ArgumentError` for a graph of more nodes than a figure has room for."""
-    n_tasks = int(graph.on_compute.sum())
-    if n_tasks > MOST_NODES:
-        raise ArgumentError(
-            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
-            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
-            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
-        )

@@ -42,16 +42,9 @@ class BoxLabels(Artist):
     """Numbers in the middle of boxes, each drawn only if it fits its box.
 
     The choice is made when drawing, so that numbers appear and disappear as a figure is resized or
-    zoomed. All have one size, between 6 and 8 points.
-
-    Parameters
-    ----------
-    x, y, width, height
-        Centre and size of each box, in data coordinates.
-    texts, colours
-        Number of each box, and its colour.
-    kinds
-        Kind of each number. All or none of a kind are drawn, apart from the few that do not fit.
+    zoomed. All have one size, between 6 and 8 points. Centre and size of boxes are in data
+    coordinates. All or none of the numbers of one of ``kinds`` are drawn, apart from the few that
+    do not fit.
     """
 
     #: Smallest size (points).
@@ -114,19 +107,8 @@ class BoxLabels(Artist):
 class NodeTexts(BoxLabels):
     """Texts in the middle of nodes, or shorter codes where the texts do not fit.
 
-    Parameters
-    ----------
-    x, y, width, height
-        Centre and size of each node, in data coordinates.
-    texts, colours
-        Text of each node, and its colour.
-    codes
-        Shorter texts. All nodes have them if any of ``texts`` does not fit.
-
-    Warns
-    -----
-    LegibilityWarning
-        When drawn, if neither fits into a node.
+    All nodes have ``codes`` if any of ``texts`` does not fit. Drawing gives a `LegibilityWarning`
+    for nodes into which neither fits.
     """
 
     #: Graphs have more texts than timelines of the same width.
@@ -163,7 +145,6 @@ class NodeTexts(BoxLabels):
         super().draw(renderer)
 
     def _warn(self, missing: int) -> None:
-        """Warn of ``missing`` nodes without text, and name the size of a figure that has room."""
         assert self.axes is not None
         figure = self.axes.figure.figure
         x, y = points_per_unit(self.axes)
@@ -186,18 +167,9 @@ class NodeTexts(BoxLabels):
 
 
 class DeviceTicks(Locator):
-    """Ticks of a vertical axis with a row a device.
+    """Ticks of a vertical axis with a row a device, whose labels have lines of ``line`` points.
 
     A layout may change the height of the axes after their ticks were set.
-
-    Parameters
-    ----------
-    ax
-        Axes of the ticks.
-    n_devices
-        Number of rows.
-    line
-        Height of a line of labels (points).
     """
 
     def __init__(self, ax: Axes, n_devices: int, line: float) -> None:

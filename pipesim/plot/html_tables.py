@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import Costs, n_stages_of_costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.costs import n_stages_of_costs
+from pipesim.models.model_sizes import SIZES_OF_SOME
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
-from pipesim.models.model_sizes import SIZES_OF_SOME
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 TABLE = "border-collapse:separate;border-spacing:1px;font-size:11px;line-height:1.5"
 CELL = "text-align:center;min-width:1.7em;padding:0 2px"
 HEAD = "text-align:left;padding:0 8px 0 0;font-weight:normal"
-_NOTE = "margin:2px 0 4px;font-size:12px"
 
 
 def figure_png(figure: Figure) -> bytes:
@@ -62,7 +62,7 @@ def figure_html(figure: Figure, text: str) -> str:
 
 def note_html(text: str) -> str:
     """Return a line of text."""
-    return f'<div style="{_NOTE}">{escape(text)}</div>'
+    return f'<div style="margin:2px 0 4px;font-size:12px">{escape(text)}</div>'
 
 
 def omitted_text(count: int, shown: int, noun: str) -> list[str]:
@@ -162,14 +162,7 @@ def layers_html(layers: Layers) -> str:
 def _values_html(title: str, names: list[str], values: Mapping[str, Sequence[float]]) -> str:
     """Return a table of fields of `Costs`, a row for each name; columns of 0 are left out.
 
-    Parameters
-    ----------
-    title
-        Head of the first column.
-    names
-        First cell of each row.
-    values
-        Values of each field, for as many rows or more; or for fewer, whose cells stay empty.
+    A column with more values than names is cut; one with fewer ends in empty cells.
     """
     columns = {}
     for name, column in values.items():
@@ -184,12 +177,10 @@ def _values_html(title: str, names: list[str], values: Mapping[str, Sequence[flo
 
 
 def _count(value: float) -> str:
-    """Return a whole number with separators."""
     return f"{value:,}"
 
 
 def _flag(value: bool) -> str:
-    """Return a switch in a word."""
     return "yes" if value else "no"
 
 
@@ -258,7 +249,6 @@ def transformer_html(model: Transformer) -> str:
 
 
 def _part_cells(parameters: int, flops: int) -> list[str]:
-    """Return parameters and FLOPs as text."""
     return [_count(parameters), format_decimal(flops, "FLOP") if flops else "0"]
 
 
@@ -356,7 +346,6 @@ def network_html(network: Network) -> str:
 
 
 def _title(network: Network) -> str:
-    """Return the parts of a network in words."""
     n, nodes = len(network.links), network.nodes
     parts = [f"{n:,} link{'s' * (n > 1)} of particular pairs"] if n else []
     if nodes is not None:
@@ -367,7 +356,6 @@ def _title(network: Network) -> str:
 
 
 def _nodes_text(nodes: Nodes) -> str:
-    """Return the devices, ports and NICs of nodes in words."""
     size, nics = nodes.devices_per_node, nodes.nics_per_node
     text = f"nodes of {size} device{'s' * (size > 1)}"
     if nodes.gpus_per_device > 1:
@@ -425,7 +413,6 @@ def _other_rows(network: Network) -> list[list[str]]:
 
 
 def _host_rows(network: Network) -> list[list[str]]:
-    """Return the row of copies to and from the memory of hosts, if there is a link for them."""
     host = network.host
     if host is None:
         return []
@@ -435,7 +422,6 @@ def _host_rows(network: Network) -> list[list[str]]:
 
 
 def _held(links: list[str]) -> str:
-    """Return the links that a message holds."""
     return ", ".join(links) or "none"
 
 
@@ -458,7 +444,6 @@ def _routes_html(network: Network, devices: list[int]) -> str:
 
 
 def _bandwidth(value: float) -> str:
-    """Return a bandwidth as text."""
     return "unlimited" if math.isinf(value) else format_decimal(value, "B/s")
 
 

@@ -31,7 +31,8 @@ FONT, SMALL = 8.0, 7.0
 ROW, MARGIN, MAX_ROWS = 0.25, 0.75, 5.0
 #: Width of a letter relative to its size, and of a legend's entry without its letters (points).
 LETTER, HANDLE = 0.56, 24.0
-_GREY = "#5A5A5A"
+#: Colour of notes.
+GREY = "#5A5A5A"
 _T = TypeVar("_T")
 
 
@@ -216,7 +217,7 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
     """Put titles above a legend of ``height`` points."""
     pad = 3.0 + height
     ax.set_title(left, loc="left", fontsize=FONT, pad=pad, fontweight="bold")
-    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY, fontweight="normal")
+    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=GREY, fontweight="normal")
 
 
 def titles_fit(ax: Axes, *texts: str) -> bool:
@@ -237,7 +238,6 @@ _LINES: tuple[tuple[str, Any, str], ...] = (
     (PALETTE[Op.W], (0, (8, 2)), "P"),
     (PALETTE[Op.STEP], (0, (3, 1)), "X"),
 )
-_THIN = 0.6
 
 
 def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
         **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize",
                          "legend.title_fontsize"), SMALL),
         **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width",
-                         "grid.linewidth", "patch.linewidth"), _THIN),
+                         "grid.linewidth", "patch.linewidth"), 0.6),
         **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 2.5),
         **dict.fromkeys(("xtick.minor.size", "ytick.minor.size"), 1.5),
         "lines.linewidth": 1.2,

@@ -1,4 +1,4 @@
-"""Look of tasks in figures and tables: the palette, shades of chunks; units are re-exported."""
+"""Look of tasks in figures and tables: the palette, shades of chunks."""
 
 from __future__ import annotations
 
@@ -106,14 +106,9 @@ def whiteness(chunk: NDArray[Any]) -> Floats:
 
 
 def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
-    """Return red, green, blue (0..1) of each task.
+    """Return red, green, blue (0..1) of each task, of its operation and its chunk (see `chunks`).
 
-    Parameters
-    ----------
-    op, chunk
-        One entry a task; see `chunks`.
-    tint
-        Share of white to mix in besides, 0..1.
+    ``tint`` is the share of white to mix in besides, 0..1.
     """
     table = np.zeros((len(Op), 3))
     for operation, colour in PALETTE.items():

@@ -16,8 +16,8 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
 from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 from pipesim.plot.style import (
@@ -51,18 +51,12 @@ MIN_WITH_GAP, MIN_WITH_HATCH = 1.5, 3.0
 class TaskBoxes:
     """The tasks of a timeline as rectangles, one entry a task; times in units of the axis.
 
-    A task that never ended reaches beyond the axes.
-
-    Attributes
-    ----------
-    start, end
-        Of every task; NaN for tasks that never started.
-    lasting, instant, unfinished
-        Ids of tasks that took time, of transfers that took none, and of tasks that never ended.
-    colours
-        Red, green, blue (0..1) of every task.
-    points
-        Least width of nine in ten compute boxes (points).
+    - ``start`` and ``end`` are NaN for tasks that never started. A task that never ended reaches
+      beyond the axes.
+    - ``lasting``, ``instant``, ``unfinished``: ids of tasks that took time, of transfers that took
+      none, and of tasks that never ended.
+    - ``colours``: red, green, blue (0..1).
+    - ``points``: least width of nine in ten compute boxes (points).
     """
 
     graph: TaskGraph
@@ -129,23 +123,11 @@ def draw_boxes(
     tint: float = 0.0,
     numbers: bool = True,
 ) -> dict[Op, str | None]:
-    """Draw the tasks of a timeline into axes whose limits are set.
+    """Draw the tasks of a timeline; return the hatch of each operation that was drawn, or None.
 
-    Parameters
-    ----------
-    scale
-        Units of the time axis in a second.
-    name
-        Each operation's collection has the gid ``name:op``, the numbers have ``name:numbers``.
-    tint
-        Share of white to mix in, 0..1. Above 0, boxes are outlined in the full colour.
-    numbers
-        Whether boxes carry the number of their micro-batch.
-
-    Returns
-    -------
-    dict
-        Hatch of each operation that was drawn, or None.
+    The limits of the axes are set. ``scale`` is the units of the time axis in a second. Each
+    operation's collection has the gid ``name:op``, the numbers have ``name:numbers``. ``tint`` is
+    the share of white to mix in, 0..1; above 0, boxes are outlined in the full colour.
     """
     boxes = TaskBoxes.lay_out(ax, timeline, lanes, scale, tint)
     drawn: dict[Op, str | None] = {}
@@ -168,7 +150,6 @@ def draw_boxes(
 def _draw_op(
     ax: Axes, boxes: TaskBoxes, op: Op, members: Indices, hatch: str | None, gid: str, pale: bool
 ) -> None:
-    """Draw the boxes of one operation."""
     gaps = boxes.points >= MIN_WITH_GAP
     # matplotlib reads the hatch's width only when it creates a collection.
     with mpl.rc_context({"hatch.linewidth": 0.5}):
@@ -233,7 +214,6 @@ def _draw_numbers(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
 
 
 def _texts(graph: TaskGraph, members: Indices) -> list[str]:
-    """Return the texts in the boxes of tasks."""
     shown = [str(number) for number in graph.microbatch[members].tolist()]
     for k in np.flatnonzero(graph.peer_stage[members] >= 0).tolist():
         task = graph.task(int(members[k]))
@@ -276,7 +256,6 @@ def legend_entries(
 
 # Frames around an F and a B that run as one action
 
-Floats = NDArray[np.float64]
 
 #: Width of a frame's line (points).
 LINE = 0.9
@@ -287,18 +266,7 @@ def draw_frames(
 ) -> None:
     """Frame each F and B of one action, from the F's start to the B's end, if both ended.
 
-    Parameters
-    ----------
-    ax
-        Axes whose limits are set.
-    timeline
-        Timeline of the tasks.
-    y, height
-        Centre and height of each task's box, in rows; NaN for tasks left out.
-    scale
-        Units of the time axis in a second.
-    gid
-        Identifier of the collection of frames. It is not added if nothing is overlapped.
+    ``y`` and ``height`` are centre and height of each task's box, in rows; NaN for tasks left out.
     """
     graph, start, end = timeline.graph, timeline.start * scale, timeline.end * scale
     first, second = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
@@ -306,13 +274,9 @@ def draw_frames(
     first, second = first[framed], second[framed]
     if not len(first):
         return
-    half = height[first] / 2
-    left, right, top, bottom = start[first], end[second], y[first] - half, y[first] + half
-    around = ((left, top), (right, top), (right, bottom), (left, bottom))
-    corners: Any = np.stack([np.stack(corner, axis=-1) for corner in around], axis=1)
+    corners = _corners(start[first], end[second], y[first], height[first])
     frames = PolyCollection(corners, facecolors="none", edgecolors=INK, linewidths=LINE, zorder=2.2)
-    frames.set_gid(gid)
-    ax.add_collection(frames, autolim=False)
+    _add(ax, frames, gid)
 
 
 def frame_entry(graph: TaskGraph) -> dict[str, Patch]:
@@ -323,8 +287,6 @@ def frame_entry(graph: TaskGraph) -> dict[str, Patch]:
 
 
 # Arrows between boxes: results that another device needs
-
-Indices = NDArray[np.int64]
 
 
 def draw_dependencies(ax: Axes, timeline: Timeline, lanes: TaskLanes, *, scale: float) -> None:

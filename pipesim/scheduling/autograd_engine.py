@@ -29,17 +29,7 @@ def newest_first(
 ) -> list[tuple[Op, int, int]]:
     """Return the backward of some forwards in reverse order, each R right before its B.
 
-    Parameters
-    ----------
-    cells
-        Micro-batch and stage of each forward, in their order.
-    recomputed
-        Whether each micro-batch is recomputed.
-
-    Returns
-    -------
-    list
-        Operation (R or B), micro-batch and stage of each task.
+    ``cells`` are the micro-batch and stage of each forward, in their order.
 
     >>> [(str(op), i, j) for op, i, j in newest_first([(0, 0), (1, 0)], [True, False])]
     [('B', 1, 0), ('R', 0, 0), ('B', 0, 0)]
@@ -62,26 +52,9 @@ def engine_order(
         stage 0 |                R3    R2 B3    R1 B2    R0 B1 B0
         stage 1 | R3 R2 R1 R0 B3    B2       B1       B0
 
-    Parameters
-    ----------
-    n_stages, n_microbatches
-        One or more.
-    n_recomputed
-        Number of micro-batches that are recomputed: the first ones.
-    dependencies
-        Whether torchgpipe's fork and join put the micro-batches in order (arXiv 2004.09910,
-        section 3.2.1).
-
-    Returns
-    -------
-    tuple
-        All R and B, in the order in which the engine runs them. The first step of a process may
-        differ, since its caller's thread may have created fewer nodes than the worker.
-
-    Raises
-    ------
-    CapacityError
-        If the nodes would not fit in memory.
+    The first ``n_recomputed`` micro-batches are recomputed. With ``dependencies``, torchgpipe's
+    fork and join put the micro-batches in order (arXiv 2004.09910, section 3.2.1). The first step
+    of a process may differ, since its caller's thread may have created fewer nodes than the worker.
     """
     check_memory(
         f"autograd's graph of {n_stages} stages and {n_microbatches} micro-batches",

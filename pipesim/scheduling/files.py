@@ -61,18 +61,6 @@ def unsigned(text: str) -> tuple[str, str]:
     return text[: match.start()] + text[match.end() :], match[1]
 
 
-def check_signature(where: str, text: str, signature: str) -> None:
-    """Raise if the checksum of a file does not match its content.
-
-    Raises
-    ------
-    ScheduleError
-        The message tells how to read the file all the same.
-    """
-    if signature and signature != _signature(text):
-        raise ScheduleError(checksum_mismatch(where, f"delete {signature!r} from it"))
-
-
 def _csv(rows: Sequence[Sequence[str]]) -> str:
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows(rows)
@@ -106,14 +94,14 @@ class CsvCell(NamedTuple):
     column: int
 
 
-def refuse(where: str, cell: CsvCell, problem: str) -> NoReturn:
-    """Raise `ScheduleError` for a cell of the file ``where``."""
-    raise ScheduleError(f"{cell_place(where, cell)}: {cell.text.strip()!r} {problem}")
-
-
 def cell_place(where: str, cell: CsvCell) -> str:
-    """Return the place of a cell, as error messages name it."""
+    """Return the place of a cell of the file ``where``, as error messages name it."""
     return f"{where}: row {cell.row} (device {cell.device}), column {cell.column}"
+
+
+def refuse(where: str, cell: CsvCell, problem: str) -> NoReturn:
+    """Raise `ScheduleError` for a cell."""
+    raise ScheduleError(f"{cell_place(where, cell)}: {cell.text.strip()!r} {problem}")
 
 
 def check_messages(
@@ -122,21 +110,7 @@ def check_messages(
     """Check that messages pair up, are on the device of their stage, and on the right side of it.
 
     A SEND comes after the action that computes its content, and a RECV before the action that
-    uses it.
-
-    Parameters
-    ----------
-    where
-        Name of the file in errors.
-    messages
-        Cell of each message.
-    computed
-        Cell where a device first lists a compute action.
-
-    Raises
-    ------
-    ScheduleError
-        The message names row and column.
+    uses it. ``computed`` has the cell where a device first lists a compute action.
     """
     stages = {(device, action.stage) for device, action in computed}
     for message, cell in messages.items():
@@ -155,11 +129,7 @@ def check_messages(
 def _check_side(
     where: str, message: Action, cell: CsvCell, action: Action, action_cell: CsvCell | None
 ) -> None:
-    """Check that a SEND comes after the action that computes its content, a RECV before its use.
-
-    `pipesim.verify` reports an action that the row lacks.
-    """
-    if action_cell is None:
+    if action_cell is None:  # `pipesim.verify` reports an action that the row lacks
         return
     if message.op in SENDS and cell.column < action_cell.column:
         refuse(where, cell, f"comes before {action} in column {action_cell.column}, which "
@@ -212,7 +182,8 @@ def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
     path = check_path("path", path, needs=_NEEDS)
     text, signature = unsigned(_content(path))
     schedule = _build(str(path), _rows(str(path), text), name or path.stem)
-    check_signature(str(path), text, signature)  # last: an error that names a cell is more useful
+    if signature and signature != _signature(text):  # last: an error that names a cell says more
+        raise ScheduleError(checksum_mismatch(path, f"delete {signature!r} from it"))
     return schedule
 
 
@@ -232,7 +203,6 @@ def schedule_from_texts(
 
 
 def _content(path: Path) -> str:
-    """Return the text of a file."""
     try:
         text = read_bytes(path, "schedule", ScheduleError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -258,7 +228,6 @@ def _rows(where: str, text: str) -> list[list[CsvCell]]:
 
 
 def _table_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the cells of each row of a CSV."""
     try:
         yield from csv_rows(text, "row")
     except ValueError as error:

@@ -28,13 +28,7 @@ _TASKS_PER_ACTION = 3
 
 
 def check_schedule(name: str, n_actions: int) -> None:
-    """Raise if there is no memory to build a schedule of at least ``n_actions``.
-
-    Raises
-    ------
-    CapacityError
-        The message also has the bytes of its graph.
-    """
+    """Raise if there is no memory to build a schedule of at least ``n_actions``."""
     available = host_memory.available_memory()
     nbytes = n_actions * _BYTES_PER_ACTION
     if nbytes > available:
@@ -48,13 +42,7 @@ def check_schedule(name: str, n_actions: int) -> None:
 
 
 def check_stages(n_stages: int) -> None:
-    """Raise if a placement of ``n_stages``, copies counted, would not fit.
-
-    Raises
-    ------
-    CapacityError
-        The message has the number of stages and their bytes.
-    """
+    """Raise if a placement of ``n_stages``, copies counted, would not fit."""
     if n_stages <= _FEW:  # called often, and reading the available memory takes longer than this
         return
     nbytes = n_stages * _BYTES_PER_STAGE
@@ -63,13 +51,7 @@ def check_stages(n_stages: int) -> None:
 
 
 def check_microbatches(n_microbatches: int) -> None:
-    """Raise if an array of ``n_microbatches`` would not fit.
-
-    Raises
-    ------
-    CapacityError
-        The message has the number of micro-batches and their bytes.
-    """
+    """Raise if an array of ``n_microbatches`` would not fit."""
     if n_microbatches <= _FEW:  # as for stages
         return
     nbytes = n_microbatches * _BYTES_PER_MICROBATCH
@@ -77,27 +59,14 @@ def check_microbatches(n_microbatches: int) -> None:
 
 
 def check_tasks(n_actions: int) -> None:
-    """Raise if the graph of ``n_actions`` compute actions would not fit, by an estimate.
-
-    Raises
-    ------
-    CapacityError
-        The message has the number of tasks and their bytes.
-    """
+    """Raise if the graph of ``n_actions`` compute actions would not fit, by an estimate."""
     check_graph(_TASKS_PER_ACTION * n_actions)
 
 
 def check_graph(n_tasks: int) -> None:
-    """Raise if a graph of ``n_tasks``, with their times, would not fit.
-
-    Raises
-    ------
-    CapacityError
-        The message has the number of tasks and their bytes.
-    """
+    """Raise if a graph of ``n_tasks``, with their times, would not fit."""
     check_memory(f"a graph of {count_text(n_tasks)} tasks", _graph_bytes(n_tasks), FEWER_TASKS)
 
 
 def _graph_bytes(n_tasks: int) -> int:
-    """Return the bytes of a graph and its times."""
     return n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)

@@ -23,20 +23,7 @@ _EXAMPLE = "such as '0F0'"
 
 
 def parse_orders(orders: object) -> list[list[Action | Overlapped]]:
-    """Return the actions of each device, with texts parsed and each action checked.
-
-    Parameters
-    ----------
-    orders
-        The user's argument: an iterable of iterables, one a device.
-
-    Raises
-    ------
-    ScheduleError
-        If a schedule may not list an action of this kind.
-    CapacityError
-        If an order does not end before its actions fill the memory.
-    """
+    """Return the actions of each device, with texts parsed and each action checked."""
     if not isinstance(orders, Iterable) or isinstance(orders, str):
         raise ArgumentError(
             f"orders must be a sequence of orders, one a device, got {_description(orders)}; "
@@ -60,19 +47,15 @@ def _device_actions(device: int, order: object) -> list[Action | Overlapped]:
                 "make sure that it ends, or list fewer actions",
             )
         try:
-            actions.append(_action(entry))
+            action = parse_action(entry) if isinstance(entry, str) else entry
+            actions.append(
+                Overlapped(_checked(action.forward), _checked(action.backward))
+                if isinstance(action, Overlapped)
+                else _checked(action)
+            )
         except (ArgumentError, ScheduleError) as error:
             raise type(error)(f"device {device}, position {position}: {error}") from error
     return actions
-
-
-def _action(entry: object) -> Action | Overlapped:
-    """Return one entry of an order, parsed and checked."""
-    if isinstance(entry, str):
-        entry = parse_action(entry)
-    if isinstance(entry, Overlapped):
-        return Overlapped(_checked(entry.forward), _checked(entry.backward))
-    return _checked(entry)
 
 
 def _checked(action: object) -> Action:
@@ -198,13 +181,7 @@ def _actions(orders: Iterable[Order]) -> Iterator[tuple[int, Action]]:
 
 
 def infer_placement(orders: Sequence[Order]) -> Placement:
-    """Return the placement in which each stage lies on the first device that lists it.
-
-    Raises
-    ------
-    ScheduleError
-        For a number that no stage has, and for a device without an action or without a stage.
-    """
+    """Return the placement in which each stage lies on the first device that lists it."""
     home: dict[int, int] = {}
     for device, action in _actions(orders):
         home.setdefault(action.stage, device)
@@ -231,11 +208,6 @@ def infer_file_placement(where: str, orders: Sequence[Order]) -> Placement | Non
     it, and `pipesim.verify` shows actions that are elsewhere. With two paths, each half of the
     micro-batches has one. If no two paths fit, and F and B of a stage and micro-batch are on two
     devices, some action is misplaced; a stage then lies where most of its actions are.
-
-    Raises
-    ------
-    ScheduleError
-        If stages lie on two devices each, and no two paths fit; ``where`` names the file.
     """
     home: dict[tuple[int, int], int] = {}
     devices_of: dict[int, set[int]] = {}
@@ -321,7 +293,6 @@ def grid_text(
 
 
 def _checked_mark(mark: object, n_devices: int) -> tuple[int, int]:
-    """Return the device and the position of a cell."""
     if not isinstance(mark, (tuple, list)) or len(mark) != 2:
         raise ArgumentError(f"mark must be (device, position) of a cell, got {mark!r:.60}")
     device = check_count("device of mark", mark[0], 0)

@@ -37,18 +37,6 @@ class Placement:
     paths
         ``paths[k][s]`` is the device of stage ``s`` on path ``k``.
 
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.linear : One stage a device.
-    pipesim.looped : Several stages a device, round and round.
-    pipesim.v_shaped : Two stages a device, down and up.
-    pipesim.bidirectional : Two paths in opposite directions.
-
     Examples
     --------
     Stages 0 and 3 on device 0, stages 1 and 2 on device 1:
@@ -168,11 +156,6 @@ class Placement:
         numpy.ndarray
             Number of the path of each micro-batch; shape ``(n_microbatches,)``.
 
-        Raises
-        ------
-        CapacityError
-            If so many micro-batches would not fit in memory.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -195,22 +178,6 @@ def linear(n_devices: int) -> Placement:
     -------
     Placement
         One stage a device.
-
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.looped : Several stages a device.
-    pipesim.order_by : Order actions on a placement.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> ps.linear(3).device_of
-    (0, 1, 2)
     """
     return looped(n_devices, 1)
 
@@ -231,16 +198,6 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
     -------
     Placement
         ``n_devices * n_chunks`` stages.
-
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.linear : One stage a device.
-    pipesim.waves : Several stages a device, down and up.
 
     Examples
     --------
@@ -266,16 +223,6 @@ def v_shaped(n_devices: int) -> Placement:
     -------
     Placement
         ``2 * n_devices`` stages.
-
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.waves : Down and up several times.
-    pipesim.looped : Round and round instead of down and up.
 
     Examples
     --------
@@ -303,16 +250,6 @@ def waves(n_devices: int, n_waves: int) -> Placement:
     Placement
         ``2 * n_devices * n_waves`` stages.
 
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.v_shaped : Down and up once.
-    pipesim.schedule : ``"hanayo"`` is a schedule of waves.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -328,7 +265,6 @@ def waves(n_devices: int, n_waves: int) -> Placement:
 
 @lru_cache(maxsize=32)
 def _placement(device_of: tuple[int, ...]) -> Placement:
-    """Return a placement of one path."""
     return Placement(device_of)
 
 
@@ -344,16 +280,6 @@ def bidirectional(n_devices: int) -> Placement:
     -------
     Placement
         ``n_devices`` stages on two paths.
-
-    Raises
-    ------
-    CapacityError
-        If so many stages would not fit in memory.
-
-    See Also
-    --------
-    pipesim.Placement : A placement of your own.
-    pipesim.schedule : ``"chimera"`` is a schedule of two paths.
 
     Examples
     --------

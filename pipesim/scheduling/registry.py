@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,11 +49,6 @@ class ClosedForm:
     exact
         Whether a simulation gives exactly this value; else it is a bound or an approximation.
 
-    See Also
-    --------
-    pipesim.register : Register a schedule with its closed forms.
-    pipesim.schedules : List the closed forms of all schedules, with their values.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -70,8 +65,6 @@ class ClosedForm:
     def of(self, n_devices: int, n_microbatches: int, **options: Any) -> float:
         """Return the value; NaN if the formula fails, so that others can still be listed.
 
-        It raises no error.
-
         Parameters
         ----------
         n_devices, n_microbatches
@@ -82,14 +75,7 @@ class ClosedForm:
         Returns
         -------
         float
-            The value; NaN if the formula raises, or returns no number.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> form = ps.ClosedForm("(p - 1) / v", lambda p, m, n_chunks: (p - 1) / n_chunks)
-        >>> form.of(5, 8, n_chunks=2), form.of(5, 8)  # the second lacks an option
-        (2.0, nan)
+            The value; NaN if the formula raises, lacks an option, or returns no number.
         """
         try:
             value = number(call_with_known(self.value, n_devices, n_microbatches, options))
@@ -109,11 +95,6 @@ class Counts(NamedTuple):
         ``allow(n_devices, n_microbatches, **options)`` returns whether a schedule takes these
         numbers; options that it does not have are left out. By default any.
 
-    See Also
-    --------
-    pipesim.register : Register a schedule with the counts that it takes.
-    pipesim.ClosedForm : A formula of the same numbers.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -132,22 +113,12 @@ def call_with_known(function: Callable[..., Any], p: int, m: int, options: dict[
     return function(p, m, **{name: value for name, value in options.items() if name in parameters})
 
 
-def check_form(where: str, form: object) -> None:
-    """Raise `ArgumentError` unless ``form`` is a `ClosedForm` of a text and a function."""
-    _check_kind(where, form, ClosedForm, ("text", "value"))
-
-
-def check_counts(where: str, counts: object) -> None:
-    """Raise `ArgumentError` unless ``counts`` is a `Counts` of a text and a function."""
-    _check_kind(where, counts, Counts, ("text", "allow"))
-
-
-def _check_kind(where: str, value: object, kind: type, fields: tuple[str, str]) -> None:
-    text, function = fields
+def _check_kind(where: str, value: object, kind: type, function: str) -> None:
+    """Raise unless a `ClosedForm` or `Counts` has a text, and a function of this name."""
     if not isinstance(value, kind):
         got = f"{value!r} ({type(value).__name__})"
-    elif not isinstance(getattr(value, text), str):
-        got = f"one with {text}={getattr(value, text)!r}"
+    elif not isinstance(value.text, str):  # type: ignore[attr-defined]
+        got = f"one with text={value.text!r}"  # type: ignore[attr-defined]
     elif not callable(getattr(value, function)):
         got = f"one with {function}={getattr(value, function)!r}, which is no function"
     else:
@@ -186,13 +157,7 @@ def checked_name(name: object) -> str:
 def builder(
     name: str, function: Callable[..., Any], placement: PlacementLike = None
 ) -> tuple[Build, tuple[str, ...]]:
-    """Return a function that builds the schedule, and the options that it takes.
-
-    Parameters
-    ----------
-    name, function, placement
-        As in `pipesim.register`.
-    """
+    """Return a function that builds the schedule, and the options that it takes."""
     parameters = _parameters(function)
     by_device = parameters[:1] == ("device",)
     first = (*(["device"] if by_device else []), "n_devices", "n_microbatches")
@@ -227,7 +192,8 @@ def builder(
                 name=name,
             )
         except (ArgumentError, ScheduleError) as error:
-            raise _with_name(name, error) from error.__cause__ or error
+            named = type(error)(f"schedule {name!r}: {error}")
+            raise named from error.__cause__ or error
 
     return build, parameters[3:]
 
@@ -250,10 +216,7 @@ def _placement(placement: PlacementLike, n_devices: int) -> Placement | None:
 def name_user_errors(where: str) -> Iterator[None]:
     """Add ``where`` to errors of a user's function that makes a schedule.
 
-    Raises
-    ------
-    ScheduleError
-        With the error as ``__cause__``; errors of pipesim keep their type.
+    Errors of pipesim keep their type; others become a `ScheduleError`.
     """
     try:
         yield
@@ -272,13 +235,7 @@ def name_user_errors(where: str) -> Iterator[None]:
 
 
 def _device_order(name: str, device: int, m: int, make_order: Callable[[], Any]) -> Any:
-    """Return one device's order, as an iterable that ends.
-
-    Raises
-    ------
-    ScheduleError
-        If the user's function raises, with its error as ``__cause__``.
-    """
+    """Return one device's order, as an iterable that ends."""
     with name_user_errors(f"device {device}"):
         order = make_order()
     if not isinstance(order, Iterable) or isinstance(order, str | Action | Overlapped):
@@ -312,35 +269,8 @@ def _parameters(function: object) -> tuple[str, ...]:
     return tuple(k for k, parameter in parameters.items() if parameter.kind not in _VARIADIC)
 
 
-def _with_name(name: str, error: PipeError) -> PipeError:
-    return type(error)(f"schedule {name!r}: {error}")
-
-
-def required_options(build: Build, options: Iterable[str]) -> tuple[str, ...]:
-    """Return the options of a schedule's function that have no default."""
-    parameters = inspect.signature(build).parameters
-    empty = inspect.Parameter.empty
-    return tuple(x for x in options if x in parameters and parameters[x].default is empty)
-
-
-def check_required(name: str, required: Iterable[str], user_options: Container[str]) -> None:
-    """Raise `ArgumentError` if the user left out an option that has no default."""
-    for option in required:
-        if option not in user_options:
-            raise ArgumentError(
-                f"schedule {name!r} needs its option {option!r}, which has no default; "
-                f"give {option}=..."
-            )
-
-
 def check_built(name: str, built: object, n_devices: int, n_microbatches: int) -> Schedule:
-    """Return the result of a schedule's function, if it is a schedule of these counts.
-
-    Raises
-    ------
-    ScheduleError
-        The message has the counts that were requested and the result.
-    """
+    """Return the result of a schedule's function, if it is a schedule of these counts."""
     requested = f"{n_devices} devices and {n_microbatches} micro-batches"
     if not isinstance(built, Schedule):
         raise ScheduleError(
@@ -364,43 +294,34 @@ _ANY = Counts()
 
 @dataclass(frozen=True)
 class ScheduleInfo:
-    """Entry of the registry: a named schedule.
-
-    Attributes
-    ----------
-    name, summary, source
-        Its name, one line of description, and the paper.
-    build
-        ``build(n_devices, n_microbatches, **options)`` makes the schedule.
-    options
-        Names of the options that ``build`` takes.
-    bubble
-        Idle share of the devices, 0..1, for stages of equal cost and free transfers; F, I and W of
-        equal length, B of two, unless the formula assumes otherwise.
-    activations
-        Most activations that a device holds, without recompute. The unit is the activations of
-        one micro-batch through ``1 / p`` of the model. If backwards are split, all of them are
-        held until W.
-    parameters
-        Sets of weights that a device holds. The unit is the weights of ``1 / p`` of the model.
-    counts
-        Numbers of devices and micro-batches that it takes.
-    """
+    """Entry of the registry: a named schedule."""
 
     name: str
+    #: One line of description.
     summary: str
+    #: The paper.
     source: str
+    #: ``build(n_devices, n_microbatches, **options)`` makes the schedule.
     build: Build
+    #: Names of the options that ``build`` takes.
     options: tuple[str, ...]
+    #: Idle share of the devices, 0..1, for stages of equal cost and free transfers; F, I and W of
+    #: equal length, B of two, unless the formula assumes otherwise.
     bubble: ClosedForm = _UNKNOWN
+    #: Most activations that a device holds, without recompute. The unit is the activations of one
+    #: micro-batch through ``1 / p`` of the model. If backwards are split, all are held until W.
     activations: ClosedForm = _UNKNOWN
+    #: Sets of weights that a device holds. The unit is the weights of ``1 / p`` of the model.
     parameters: ClosedForm = _ONE
+    #: Numbers of devices and micro-batches that it takes.
     counts: Counts = _ANY
 
     @cached_property
     def _required(self) -> tuple[str, ...]:
         """Options without a default."""
-        return required_options(self.build, self.options)
+        parameters = inspect.signature(self.build).parameters
+        empty = inspect.Parameter.empty
+        return tuple(x for x in self.options if x in parameters and parameters[x].default is empty)
 
     def check_options(self, options: Iterable[str]) -> None:
         """Raise `UnknownNameError` for an option that ``build`` does not take."""
@@ -425,7 +346,12 @@ class ScheduleInfo:
     def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
         """Build the schedule; arguments and errors are those of `schedule`."""
         self.check_options(options)
-        check_required(self.name, self._required, options)
+        for option in self._required:
+            if option not in options:
+                raise ArgumentError(
+                    f"schedule {self.name!r} needs its option {option!r}, which has no default; "
+                    f"give {option}=..."
+                )
         n_devices = check_count("n_devices", n_devices)
         n_microbatches = check_count("n_microbatches", n_microbatches)
         check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
@@ -494,13 +420,6 @@ def register(
     callable
         The decorator, which returns the function unchanged.
 
-    See Also
-    --------
-    pipesim.schedule : Build a registered schedule by its name.
-    pipesim.schedules : List the registered schedules.
-    pipesim.ClosedForm : A formula of the numbers of devices and micro-batches.
-    pipesim.Counts : Numbers of devices and micro-batches that a schedule takes.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -515,8 +434,8 @@ def register(
     name = checked_name(name)
     forms = {"bubble": bubble, "activations": activations, "parameters": parameters}
     for argument, form in forms.items():
-        check_form(f"schedule {name!r}: {argument}", form)
-    check_counts(f"schedule {name!r}: counts", counts)
+        _check_kind(f"schedule {name!r}: {argument}", form, ClosedForm, "value")
+    _check_kind(f"schedule {name!r}: counts", counts, Counts, "allow")
     check_text("summary", summary)
     check_text("source", source)
     if not (placement is None or isinstance(placement, Placement) or callable(placement)):
@@ -575,13 +494,6 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     CapacityError
         If the schedule would not fit in memory, or if a device's actions do not end.
 
-    See Also
-    --------
-    pipesim.schedules : List the named schedules.
-    pipesim.register : Add a schedule of your own to them.
-    pipesim.Schedule.from_orders : Make a schedule without a name from your own orders.
-    pipesim.lower : Turn a schedule into a task graph.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -615,12 +527,6 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
         ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
         if the schedule does not take these counts.
-
-    See Also
-    --------
-    pipesim.schedule : Build one of these schedules.
-    pipesim.register : Add a schedule of your own.
-    pipesim.compare : Compare simulated schedules in a table.
 
     Examples
     --------

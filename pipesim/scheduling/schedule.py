@@ -36,22 +36,6 @@ from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
 
 
-def with_microbatch_order(schedule: Schedule, order: object) -> Schedule:
-    """Return `Schedule.with_microbatch_order`."""
-    m = schedule.n_microbatches
-    numbers = _permutation(order, m)
-    places = np.arange(m)
-    path = schedule.placement.path_of(m)
-    _check_groups(numbers, path, "path", "paths take the micro-batches that they took before")
-    batch = places * schedule.n_batches // m
-    _check_groups(numbers, batch, "mini-batch", "a step follows each mini-batch")
-    _check_slices(numbers, schedule.n_slices)
-    if np.array_equal(numbers, places):
-        return schedule
-    microbatch = numbers[schedule.microbatch].astype(np.int32)
-    return schedule._ordered_anew(microbatch=microbatch, recipe=None)
-
-
 def _check_slices(numbers: Ints, n_slices: int) -> None:
     """Raise if an order takes the slices of a sequence apart."""
     slices = numbers.reshape(-1, n_slices)
@@ -150,19 +134,6 @@ class Schedule:
     recipe
         Name and options with which `pipesim.schedule` built it, whatever its name is now; None for
         your own orders. It is not compared.
-
-    Raises
-    ------
-    ScheduleError
-        Not here, but by `pipesim.verify`: if an action is missing, listed twice, or on another
-        device than its stage, and if the order has a deadlock.
-
-    See Also
-    --------
-    pipesim.schedule : Build a named schedule.
-    pipesim.order_by : Put actions in order by a priority.
-    pipesim.lower : Turn a schedule into a task graph.
-    pipesim.verify : Check a schedule.
 
     Examples
     --------
@@ -271,8 +242,6 @@ class Schedule:
         ScheduleError
             If a schedule may not list an action of this kind. If the placement is inferred: also
             if a device lists nothing, or no stage that is not on an earlier device.
-        CapacityError
-            If an order does not end before its actions fill the memory.
 
         Examples
         --------
@@ -335,8 +304,6 @@ class Schedule:
             - If it has a cell that is no action, or a SEND without its RECV, naming row and column
               (from 1).
             - If it was changed after it was written.
-        CapacityError
-            For a file that is too large for memory.
 
         Examples
         --------
@@ -370,16 +337,6 @@ class Schedule:
         ScheduleError
             If there are several mini-batches, weight versions or slices of a sequence, which
             neither form can hold. For a CSV, if there are recomputes, which only a grid can hold.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> import pipesim as ps
-        >>> schedule = ps.schedule("1f1b", 2, 2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     schedule.save(f"{folder}/orders.csv")
-        ...     ps.Schedule.load(f"{folder}/orders.csv") == schedule
-        True
         """
         from pipesim.scheduling.files import write_schedule
 
@@ -397,12 +354,6 @@ class Schedule:
         -------
         Schedule
             A copy with this name.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> ps.schedule("1f1b", 2, 2).with_name("mine").name
-        'mine'
         """
         return replace(self, name=check_text("name", name))
 
@@ -421,11 +372,6 @@ class Schedule:
         -------
         Schedule
             A copy with these mini-batches and weight versions.
-
-        Raises
-        ------
-        ScheduleError
-            If the micro-batches cannot be divided evenly into ``n_batches`` mini-batches.
 
         Examples
         --------
@@ -462,20 +408,6 @@ class Schedule:
         -------
         Schedule
             A copy whose micro-batches are slices.
-
-        Raises
-        ------
-        ScheduleError
-            If the micro-batches are no whole number of sequences.
-
-        Examples
-        --------
-        One sequence in two slices. Backwards go from the last slice to the first:
-
-        >>> import pipesim as ps
-        >>> orders = [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
-        >>> ps.Schedule.from_orders(orders).with_slices(2).n_slices
-        2
         """
         if self.n_microbatches % check_count("n_slices", n_slices):
             raise ScheduleError(
@@ -504,12 +436,6 @@ class Schedule:
         Schedule
             A copy with this order; the schedule itself if the order is that of the numbers.
 
-        Raises
-        ------
-        ScheduleError
-            If it moves a micro-batch to another path or mini-batch, or takes the slices of a
-            sequence apart.
-
         Examples
         --------
         1F1B, the short micro-batches first:
@@ -521,7 +447,17 @@ class Schedule:
         device 0 | 0F1 0F0 0B1 0F2 0B0 0B2
         device 1 | 1F1 1B1 1F0 1B0 1F2 1B2
         """
-        return with_microbatch_order(self, order)
+        m = self.n_microbatches
+        numbers, places = _permutation(order, m), np.arange(m)
+        path = self.placement.path_of(m)
+        _check_groups(numbers, path, "path", "paths take the micro-batches that they took before")
+        batch = places * self.n_batches // m
+        _check_groups(numbers, batch, "mini-batch", "a step follows each mini-batch")
+        _check_slices(numbers, self.n_slices)
+        if np.array_equal(numbers, places):
+            return self
+        microbatch = numbers[self.microbatch].astype(np.int32)
+        return self._ordered_anew(microbatch=microbatch, recipe=None)
 
     def _ordered_anew(self, **changes: Any) -> Schedule:
         """Return the schedule with other fields; subclasses drop the time that they predict."""
@@ -654,20 +590,6 @@ class Schedule:
             File that ends in ``.html`` or ``.htm``.
         **options
             ``title``, as `pipesim.to_html` describes.
-
-        Raises
-        ------
-        CapacityError
-            If the schedule has over 5,000,000 actions.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile
-        >>> import pipesim as ps
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ps.schedule("1f1b", 2, 2).to_html(f"{folder}/orders.html")
-        ...     [path.name for path in pathlib.Path(folder).iterdir()]
-        ['orders.html']
         """
         from pipesim.plot.page.save import to_html
 
@@ -721,11 +643,6 @@ def fewer_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
     >>> print(fewer_microbatches(ps.schedule("gpipe", 2, 3), 2).grid())
     device 0 | 0F0 0F1 0B1 0B0
     device 1 | 1F0 1F1 1B1 1B0
-
-    Raises
-    ------
-    ScheduleError
-        For more micro-batches than the schedule has, or fewer than its placement has paths.
     """
     n_paths, most = schedule.placement.n_paths, schedule.n_microbatches
     if not n_paths <= check_count("n_microbatches", n_microbatches) <= most:

@@ -48,12 +48,6 @@ class Normal:
     std
         Standard deviation of the factors, at least 0, such as 0.02 for 2 %.
 
-    See Also
-    --------
-    pipesim.LogNormal : Factors that are never below 0, with a longer tail.
-    pipesim.Empirical : Factors from measured values.
-    pipesim.Noise : Variation of tasks, devices and messages by such factors.
-
     Examples
     --------
     Factors of two devices in scenario 0:
@@ -81,11 +75,6 @@ class Normal:
         numpy.ndarray
             Factors, of the shape of ``level``.
 
-        Raises
-        ------
-        statistics.StatisticsError
-            For a level of 0 or less, or 1 or more.
-
         Examples
         --------
         >>> import numpy as np
@@ -106,20 +95,6 @@ class LogNormal:
     ----------
     sigma
         Standard deviation of the logarithm, 0 to 3. Small ones are relative: 0.02 is about 2 %.
-
-    See Also
-    --------
-    pipesim.Normal : Factors without a long tail.
-    pipesim.Empirical : Factors from measured values.
-    pipesim.Noise : Variation of tasks, devices and messages by such factors.
-
-    Examples
-    --------
-    Factors of two devices in scenario 0:
-
-    >>> import pipesim as ps
-    >>> ps.Noise(device=ps.LogNormal(0.1), seed=0).device_factors(2, [0]).round(3)
-    array([[0.909, 1.027]])
     """
 
     sigma: float
@@ -139,11 +114,6 @@ class LogNormal:
         -------
         numpy.ndarray
             Factors, of the shape of ``level``.
-
-        Raises
-        ------
-        statistics.StatisticsError
-            For a level of 0 or less, or 1 or more.
 
         Examples
         --------
@@ -165,11 +135,6 @@ class Empirical:
     ----------
     samples
         Measured values, such as the seconds of an operation in each step.
-
-    See Also
-    --------
-    pipesim.LogNormal : Factors by a formula, if no values are measured.
-    pipesim.Noise : Variation of tasks, devices and messages by such factors.
 
     Examples
     --------
@@ -204,18 +169,6 @@ class Empirical:
         -------
         numpy.ndarray
             Measured values over their mean, of the shape of ``level``.
-
-        Raises
-        ------
-        IndexError
-            For a level far below 0. Levels are not checked otherwise.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import pipesim as ps
-        >>> ps.Empirical([1, 2, 3]).quantile(np.array([0.1, 0.5, 0.9]))
-        array([0.5, 1. , 1.5])
         """
         values = np.array(self.samples)
         values = np.ldexp(values, -int(np.frexp(values.max())[1]))  # exact; no sum overflows
@@ -237,11 +190,6 @@ class Failures:
         probability d / every.
     pause
         Seconds from a failure until the device continues.
-
-    See Also
-    --------
-    pipesim.Noise : Variation of the durations, which has failures.
-    pipesim.simulate_many : Simulate many scenarios of noise.
 
     Examples
     --------

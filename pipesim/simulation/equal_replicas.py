@@ -26,8 +26,8 @@ are reached at one moment:
 
 Times are computed by ``max`` and ``+`` of equal values, so that they are equal to the last bit.
 
-`OneOfReplicas` simulates a graph of `pipesim.lowering.lower`, which stands for any number
-of replicas, for many costs. Collectives are priced for all members on their devices.
+`OneOfReplicas` simulates a graph of `lower_replica`, which stands for any number of replicas, for
+many costs. Collectives are priced for all members on their devices.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.kind_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import GroupRoutes, KindRoutes
+from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.compute_tasks import compute_kinds
@@ -58,218 +59,6 @@ from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.compiled import run_plan
 from pipesim.simulation.engines.plan import Plan, make_plan, with_several_streams
 from pipesim.utils.csr import Ints
-
-
-@dataclass(eq=False)
-class ReplicaRoutes:
-    """Rows of the kinds of a replica, and the links that all replicas hold.
-
-    Attributes
-    ----------
-    kinds
-        Routes of the kinds of one replica.
-    """
-
-    kinds: KindRoutes
-    _links: dict[bytes, Ints | None] = field(default_factory=dict)
-
-    def are_equal(self) -> bool:
-        """Return whether messages of all replicas have the same latency and bandwidth.
-
-        Messages between the first and the last stage count too: a tied matrix is summed there.
-        """
-        routes = self.kinds
-        devices, ends = _devices(routes), routes.graph.homes[0, [0, -1]]
-        messages = [routes.all_messages]
-        if ends[0] != ends[1]:
-            source, target = devices[:, ends], devices[:, ends[::-1]]
-            messages.append(
-                routes.network.resolve(source.ravel(), target.ravel(), routes.n_devices)
-            )
-        return all(_have_equal_rows(x, len(devices)) for x in messages)
-
-    def links(self, table: CostTable) -> tuple[bytes, Ints | None]:
-        """Return the links of each kind, those of collectives also of other replicas.
-
-        They depend on which kinds take any time and have any bytes, of which the first value is
-        the key. The links are None if replicas hold links differently.
-        """
-        pattern = (table.duration > 0).tobytes() + (table.nbytes > 0).tobytes()
-        if pattern not in self._links:
-            self._links[pattern] = self._links_of(table)
-        return pattern, self._links[pattern]
-
-    def _links_of(self, table: CostTable) -> Ints | None:
-        """Return `links`, made anew."""
-        routes, devices = self.kinds, _devices(self.kinds)
-        lasts = table.duration > 0  # a task of 0 s holds no link
-        links = routes.all_messages.links
-        sent = links.reshape(len(devices), len(routes.transfers), links.shape[1])
-        held = routes.is_send & lasts[routes.transfers]
-        holding = [
-            x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]
-        ]
-        width = max((x.group.links.shape[1] for x in holding), default=0)
-        members = np.concatenate([np.empty(0, np.int64), *(x.members for x in holding)])
-        joined = np.full((len(devices), len(members), width), -1, dtype=np.int64)
-        column = 0
-        for route in holding:
-            own = devices[:, routes.graph.kinds.device[route.members]]
-            links = route.group.links_of(own)
-            joined[:, column : column + len(route.members), : links.shape[2]] = links
-            column += len(route.members)
-        return links_of_first_copy(
-            HeldLinks(routes.transfers[held], sent[:, held], members, joined),
-            routes.graph.stream_of_kind,
-        )
-
-
-@dataclass(eq=False)
-class SharedRoutes:
-    """Routes that graphs share.
-
-    Attributes
-    ----------
-    n_replicas, layout
-        Number of equal replicas, and the order of their devices.
-    network
-        Links between the devices of all replicas.
-    groups
-        Networks between members of collectives; see `KindRoutes`.
-    """
-
-    n_replicas: int
-    layout: Layout
-    network: Network
-    groups: GroupRoutes = field(default_factory=dict)
-    _of_kinds: dict[tuple[Kinds, str], ReplicaRoutes | None] = field(default_factory=dict)
-
-    def routes(self, graph: TaskGraph, all_reduce: str) -> ReplicaRoutes | None:
-        """Return the routes of a replica; None if messages of replicas differ.
-
-        They are kept by the kinds of ``graph`` and by ``all_reduce``.
-        """
-        key = graph.kinds, all_reduce
-        if key not in self._of_kinds:
-            devices = replica_devices(self.n_replicas, graph.n_devices, self.layout)
-            routes = ReplicaRoutes(
-                KindRoutes(graph, self.network, all_reduce, devices, self.groups)
-            )
-            self._of_kinds[key] = routes if routes.are_equal() else None
-        return self._of_kinds[key]
-
-
-def _devices(routes: KindRoutes) -> Ints:
-    """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
-    return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
-
-
-def _have_equal_rows(messages: Routes, n_rows: int) -> bool:
-    """Return whether equal parts of messages have the same latencies and bandwidths."""
-    columns: list[NDArray[np.float64]] = [messages.latency, messages.bandwidth]
-    rows = [column.reshape(n_rows, -1) for column in columns]
-    return all(bool((row == row[0]).all()) for row in rows)
-
-
-Floats = NDArray[np.float64]
-
-
-def replica_memory_graph(schedule: Schedule) -> TaskGraph:
-    """Return a graph without tasks, whose kinds are those of one replica that hold bytes.
-
-    The kinds are compute and gathers of parameters. The optimizer has `LoweringOptions.n_equal`
-    shares. The graph stands for any order of tasks in one mini-batch.
-    """
-    kinds = _with_gathers(compute_kinds(schedule)[0])
-    options = LoweringOptions(weight_versions=schedule.weight_versions)
-    none = np.empty(0, dtype=np.int32)
-    return TaskGraph.of_kinds(kinds, none, none, options=options)
-
-
-@lru_cache(maxsize=32)
-def _with_gathers(kinds: Kinds) -> Kinds:
-    """Add the kinds of UNSHARD, of each stage of the first replica."""
-    device = kinds.homes[0]
-    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
-    return kinds.joined(Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero))
-
-
-class ReplicaTimes(NamedTuple):
-    """Start and end of each task of a replica (s), and seconds that all its devices compute."""
-
-    start: Floats
-    end: Floats
-    busy: float
-
-
-@dataclass(eq=False)
-class OneOfReplicas:
-    """One replica that stands for several equal ones on their devices.
-
-    Attributes
-    ----------
-    graph
-        Tasks of the replica; its ``options.n_equal`` is the number of replicas.
-    replica_routes
-        Network between the devices of all replicas.
-    """
-
-    graph: TaskGraph
-    replica_routes: ReplicaRoutes
-    _plans: dict[bytes, Plan] = field(default_factory=dict)
-
-    @classmethod
-    def make(
-        cls,
-        graph: TaskGraph,
-        shared: SharedRoutes,
-        all_reduce: str,
-    ) -> OneOfReplicas | None:
-        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
-
-        ``shared`` has the number of replicas, and the routes of other graphs.
-        """
-        graph = replace(graph, options=replace(graph.options, n_equal=shared.n_replicas))
-        routes = shared.routes(graph, all_reduce)
-        return None if routes is None else cls(graph, routes)
-
-    @property
-    def routes(self) -> KindRoutes:
-        """Rows of the kinds of the replica."""
-        return self.replica_routes.kinds
-
-    @cached_property
-    def _compute_counts(self) -> Floats:
-        """Number of tasks of each kind that computes, 0 for others."""
-        kinds = self.graph.kinds
-        counts = np.bincount(self.graph.kind, minlength=len(kinds))
-        return np.asarray(counts * kinds.is_op(COMPUTE), dtype=np.float64)
-
-    def run(self, costs: Costs) -> ReplicaTimes | None:
-        """Return the times of the tasks, or None if nothing proves the replicas equal.
-
-        ``costs`` must have the network and the all-reduce of ``routes``.
-        """
-        table = cost_table(costs, self.routes, with_links=False)
-        if table.launch.any():
-            return None
-        plan = self._plan(costs, table)
-        if plan is None:
-            return None
-        plan = plan._replace(latency=table.latency, duration=table.duration)
-        times = run_plan(self.graph, plan)
-        return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
-
-    def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
-        """Return the engine's columns, whose links depend on which tasks take any time."""
-        pattern, links = self.replica_routes.links(table)
-        if links is None:
-            return None
-        if pattern not in self._plans:
-            tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
-            self._plans[pattern] = make_plan(self.graph, tasks)
-        return self._plans[pattern]
-
 
 Floats = NDArray[np.float64]
 Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]
@@ -362,20 +151,13 @@ def _links_of_first_copy(graph: TaskGraph, kinds: Ints, table: CostTable) -> Int
 
 
 class HeldLinks(NamedTuple):
-    """Links that tasks of all copies hold, padded with -1.
+    """Links that tasks of all copies hold, padded with -1."""
 
-    Attributes
-    ----------
-    sends, members
-        Kinds of the first copy that are SENDs, OFFLOADs, RELOADs or members of collectives inside a
-        copy, and members of collectives of all copies.
-    sent, joined
-        Links of the kinds of ``sends`` and of ``members`` in each copy; shape
-        ``(n_copies, n, most)``.
-    """
-
+    #: Kinds of the first copy that are SENDs, OFFLOADs, RELOADs or members of collectives inside a
+    #: copy; and their links in each copy, shape ``(n_copies, n, most)``.
     sends: Ints
     sent: Ints
+    #: Kinds that are members of collectives of all copies, and their links.
     members: Ints
     joined: Ints
 
@@ -383,8 +165,7 @@ class HeldLinks(NamedTuple):
 def links_of_first_copy(links: HeldLinks, stream_of_kind: Ints) -> Ints | None:
     """Return the links of each kind of the first copy, padded with -1; None if links differ.
 
-    ``stream_of_kind`` has the streams of the first copy. Arguments and result are those of the
-    checks in this module.
+    ``stream_of_kind`` has the streams of the first copy.
     """
     n_held = len(links.joined) * links.joined.shape[2]
     held = np.moveaxis(links.joined, 0, 1).reshape(len(links.members), n_held)
@@ -441,3 +222,194 @@ def _without_links_of_one_stream(links: Ints, stream_of_kind: Ints) -> Ints:
     rows = np.full((len(links), max(1, int(sizes.max(initial=0)))), -1, dtype=np.int64)
     rows[kind, np.arange(len(kind)) - (np.cumsum(sizes) - sizes)[kind]] = number
     return rows
+
+
+@dataclass(eq=False)
+class ReplicaRoutes:
+    """The network between the devices of equal replicas, and the links that all replicas hold.
+
+    Nothing in it depends on the order of tasks, so that it serves all graphs of the same kinds.
+    """
+
+    #: Routes of the kinds of one replica.
+    kinds: KindRoutes
+    _links: dict[bytes, Ints | None] = field(default_factory=dict)
+
+    def are_equal(self) -> bool:
+        """Return whether messages of all replicas have the same latency and bandwidth.
+
+        Messages between the first and the last stage count too: a tied matrix is summed there.
+        """
+        routes = self.kinds
+        devices, ends = _devices(routes), routes.graph.homes[0, [0, -1]]
+        messages = [routes.all_messages]
+        if ends[0] != ends[1]:
+            source, target = devices[:, ends], devices[:, ends[::-1]]
+            messages.append(
+                routes.network.resolve(source.ravel(), target.ravel(), routes.n_devices)
+            )
+        return all(_have_equal_rows(x, len(devices)) for x in messages)
+
+    def links(self, table: CostTable) -> tuple[bytes, Ints | None]:
+        """Return the links of each kind, those of collectives also of other replicas.
+
+        They depend on which kinds take any time and have any bytes, of which the first value is
+        the key. The links are None if replicas hold links differently.
+        """
+        pattern = (table.duration > 0).tobytes() + (table.nbytes > 0).tobytes()
+        if pattern not in self._links:
+            self._links[pattern] = self._links_of(table)
+        return pattern, self._links[pattern]
+
+    def _links_of(self, table: CostTable) -> Ints | None:
+        routes, devices = self.kinds, _devices(self.kinds)
+        lasts = table.duration > 0  # a task of 0 s holds no link
+        links = routes.all_messages.links
+        sent = links.reshape(len(devices), len(routes.transfers), links.shape[1])
+        held = routes.is_send & lasts[routes.transfers]
+        holding = [
+            x for x in routes.collectives if lasts[x.members[0]] and table.nbytes[x.members[0]]
+        ]
+        width = max((x.group.links.shape[1] for x in holding), default=0)
+        members = np.concatenate([np.empty(0, np.int64), *(x.members for x in holding)])
+        joined = np.full((len(devices), len(members), width), -1, dtype=np.int64)
+        column = 0
+        for route in holding:
+            own = devices[:, routes.graph.kinds.device[route.members]]
+            links = route.group.links_of(own)
+            joined[:, column : column + len(route.members), : links.shape[2]] = links
+            column += len(route.members)
+        return links_of_first_copy(
+            HeldLinks(routes.transfers[held], sent[:, held], members, joined),
+            routes.graph.stream_of_kind,
+        )
+
+
+@dataclass(eq=False)
+class SharedRoutes:
+    """Routes that graphs share."""
+
+    n_replicas: int
+    layout: Layout
+    #: Links between the devices of all replicas.
+    network: Network
+    #: Networks between members of collectives; see `KindRoutes`.
+    groups: GroupRoutes = field(default_factory=dict)
+    _of_kinds: dict[tuple[Kinds, str], ReplicaRoutes | None] = field(default_factory=dict)
+
+    def routes(self, graph: TaskGraph, all_reduce: str) -> ReplicaRoutes | None:
+        """Return the routes of a replica; None if messages of replicas differ.
+
+        They are kept by the kinds of ``graph`` and by ``all_reduce``.
+        """
+        key = graph.kinds, all_reduce
+        if key not in self._of_kinds:
+            devices = replica_devices(self.n_replicas, graph.n_devices, self.layout)
+            routes = ReplicaRoutes(
+                KindRoutes(graph, self.network, all_reduce, devices, self.groups)
+            )
+            self._of_kinds[key] = routes if routes.are_equal() else None
+        return self._of_kinds[key]
+
+
+def _devices(routes: KindRoutes) -> Ints:
+    """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
+    return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
+
+
+def _have_equal_rows(messages: Routes, n_rows: int) -> bool:
+    """Return whether equal parts of messages have the same latencies and bandwidths."""
+    columns: list[NDArray[np.float64]] = [messages.latency, messages.bandwidth]
+    rows = [column.reshape(n_rows, -1) for column in columns]
+    return all(bool((row == row[0]).all()) for row in rows)
+
+
+def replica_memory_graph(schedule: Schedule) -> TaskGraph:
+    """Return a graph without tasks, whose kinds are those of one replica that hold bytes.
+
+    The kinds are compute and gathers of parameters. The optimizer has `LoweringOptions.n_equal`
+    shares. The graph stands for any order of tasks in one mini-batch.
+    """
+    kinds = _with_gathers(compute_kinds(schedule)[0])
+    options = LoweringOptions(weight_versions=schedule.weight_versions)
+    none = np.empty(0, dtype=np.int32)
+    return TaskGraph.of_kinds(kinds, none, none, options=options)
+
+
+@lru_cache(maxsize=32)
+def _with_gathers(kinds: Kinds) -> Kinds:
+    """Add the kinds of UNSHARD, of each stage of the first replica."""
+    device = kinds.homes[0]
+    stage, zero = np.arange(len(device)), np.zeros(len(device), dtype=np.int64)
+    return kinds.joined(Kinds(np.full_like(stage, Op.UNSHARD), device, stage, zero, zero))
+
+
+class ReplicaTimes(NamedTuple):
+    """Start and end of each task of a replica (s), and seconds that all its devices compute."""
+
+    start: Floats
+    end: Floats
+    busy: float
+
+
+@dataclass(eq=False)
+class OneOfReplicas:
+    """One replica that stands for several equal ones on their devices."""
+
+    #: Tasks of the replica; its ``options.n_equal`` is the number of replicas.
+    graph: TaskGraph
+    #: Network between the devices of all replicas.
+    replica_routes: ReplicaRoutes
+    _plans: dict[bytes, Plan] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        graph: TaskGraph,
+        shared: SharedRoutes,
+        all_reduce: str,
+    ) -> OneOfReplicas | None:
+        """Return the replica of a graph of `lower_replica`; None if messages of replicas differ.
+
+        ``shared`` has the number of replicas, and the routes of other graphs.
+        """
+        graph = replace(graph, options=replace(graph.options, n_equal=shared.n_replicas))
+        routes = shared.routes(graph, all_reduce)
+        return None if routes is None else cls(graph, routes)
+
+    @property
+    def routes(self) -> KindRoutes:
+        """Routes of the kinds of the replica."""
+        return self.replica_routes.kinds
+
+    @cached_property
+    def _compute_counts(self) -> Floats:
+        """Number of tasks of each kind that computes, 0 for others."""
+        kinds = self.graph.kinds
+        counts = np.bincount(self.graph.kind, minlength=len(kinds))
+        return np.asarray(counts * kinds.is_op(COMPUTE), dtype=np.float64)
+
+    def run(self, costs: Costs) -> ReplicaTimes | None:
+        """Return the times of the tasks, or None if nothing proves the replicas equal.
+
+        ``costs`` must have the network and the all-reduce of ``routes``.
+        """
+        table = cost_table(costs, self.routes, with_links=False)
+        if table.launch.any():
+            return None
+        plan = self._plan(costs, table)
+        if plan is None:
+            return None
+        plan = plan._replace(latency=table.latency, duration=table.duration)
+        times = run_plan(self.graph, plan)
+        return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
+
+    def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
+        """Return the engine's columns, whose links depend on which tasks take any time."""
+        pattern, links = self.replica_routes.links(table)
+        if links is None:
+            return None
+        if pattern not in self._plans:
+            tasks = TaskCosts(table._replace(links=links), self.graph.kind, None, costs)
+            self._plans[pattern] = make_plan(self.graph, tasks)
+        return self._plans[pattern]

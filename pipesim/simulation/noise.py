@@ -54,24 +54,16 @@ Floats = NDArray[np.float64]
 
 
 class Draws(NamedTuple):
-    """Columns of noise that engines read.
+    """Columns of noise that engines read."""
 
-    Attributes
-    ----------
-    tables
-        Quantiles of each distribution; shape ``(n, 3, BINS)``.
-    table_of_kind
-        Distribution that each kind of task draws from, or -1; shape ``(n_kinds,)``.
-    computes, device
-        Whether each kind computes, and its device; shape ``(n_kinds,)``.
-    hit_every, pause
-        Seconds of a device's work between failures, 0 for none; seconds of the pause after each.
-    """
-
+    #: Quantiles of each distribution; shape ``(n, 3, BINS)``.
     tables: Floats
+    #: Distribution that each kind of task draws from, or -1; shape ``(n_kinds,)``.
     table_of_kind: NDArray[np.int8]
+    #: Whether each kind computes, and its device; shape ``(n_kinds,)``.
     computes: NDArray[np.bool_]
     device: NDArray[np.int64]
+    #: Seconds of a device's work between failures, 0 for none; seconds of the pause after each.
     hit_every: float
     pause: float
 
@@ -94,8 +86,8 @@ class Noise:
         Factors of devices, drawn once for each device and scenario.
     message
         Factors of the seconds of messages (not of their latency), of collectives and of copies to
-        and from host memory, drawn for each.
-        All members of a collective have the same factor and last equally long.
+        and from host memory, drawn for each. All members of a collective have the same factor and
+        last equally long.
     gpus_per_device
         Number of GPUs that work in step as one device, such as a tensor-parallel group. The largest
         of their factors counts, and the failure of one GPU is a failure of the device.
@@ -106,13 +98,6 @@ class Noise:
         change collectives.
     failures
         Failures of devices and the pauses after them.
-
-    See Also
-    --------
-    pipesim.simulate : Simulate one scenario of noise.
-    pipesim.simulate_many : Simulate many scenarios.
-    pipesim.LogNormal : A distribution of factors; others are `Normal` and `Empirical`.
-    pipesim.Failures : Failures of devices and the pauses after them.
 
     Examples
     --------
@@ -176,22 +161,6 @@ class Noise:
         -------
         TaskCosts
             Costs with longer seconds, and longer latencies of slow links.
-
-        Raises
-        ------
-        CostsError
-            If the longest duration of a task exceeds the largest float.
-
-        Examples
-        --------
-        Device 1 has two forwards of 1 s and two backwards of 2 s.
-
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-        >>> costs = ps.Costs(forward=1, backward=2).of(graph)
-        >>> slowed = ps.Noise(slow_devices={1: 2.0}, seed=0).slowed(graph, costs)
-        >>> float(slowed.duration.sum() - costs.duration.sum())
-        6.0
         """
         if costs.drawn is not None:  # the noise then varies the drawn seconds
             costs = costs.per_task()
@@ -221,7 +190,6 @@ class Noise:
                 )
 
     def _with_slow(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
-        """Return costs times the factors of slow devices and links."""
         n_devices = graph.n_devices
         for device in {*self.slow_devices, *(d for link in self.slow_links for d in link)}:
             if check_count("a slow device", device, minimum=0) >= n_devices:
@@ -262,13 +230,6 @@ class Noise:
         -------
         Draws
             Tables of quantiles, and the table of each kind of task.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-        >>> len(ps.Noise(task=ps.Normal(0.02), seed=0).prepare(graph).tables)
-        1
         """
         kinds = graph.kinds
         which = np.full(len(kinds), -1, dtype=np.int8)
@@ -307,14 +268,6 @@ class Noise:
         -------
         numpy.ndarray
             Shape ``(len(scenarios), n_devices)``; ones without ``device``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> noise = ps.Noise(device=ps.Normal(0.05), seed=0)
-        >>> factors = noise.device_factors(n_devices=4, scenarios=range(100))
-        >>> factors.shape, round(float(factors.mean()), 1)
-        ((100, 4), 1.0)
         """
         if self.device is None:
             return np.ones((len(scenarios), n_devices))
@@ -335,11 +288,6 @@ class Noise:
         -------
         numpy.ndarray
             Unsigned integers of 64 bits, shape ``(len(scenarios), 3)``.
-
-        Raises
-        ------
-        OverflowError
-            For a number below 0 or above 2^64 - 1.
 
         Examples
         --------
@@ -368,11 +316,6 @@ class Noise:
         TaskCosts
             Costs whose ``duration`` has the random and the constant factors; `pipesim.simulate`
             takes them.
-
-        Raises
-        ------
-        CostsError
-            As `slowed`.
 
         Examples
         --------
@@ -406,21 +349,6 @@ class Noise:
         -------
         numpy.ndarray
             Seconds, shape ``(len(graph),)``.
-
-        Raises
-        ------
-        OverflowError
-            For a scenario below 0; `applied` checks it.
-
-        Examples
-        --------
-        Without random factors, tasks keep their seconds.
-
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-        >>> costs = ps.Costs(forward=1, backward=2).of(graph)
-        >>> float(ps.Noise(seed=0).draw(graph, costs, scenario=0).max())
-        2.0
         """
         prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
@@ -436,12 +364,7 @@ class Noise:
                 table, random_draws.random_bits(keys[random_draws.TASK_DRAWS], index[tasks])
             )
         if prepared.hit_every > 0:
-            hit = (
-                random_draws.uniform(
-                    random_draws.random_bits(keys[random_draws.FAILURE_DRAWS], index)
-                )
-                * prepared.hit_every
-                < drawn
-            )
+            bits = random_draws.random_bits(keys[random_draws.FAILURE_DRAWS], index)
+            hit = random_draws.uniform(bits) * prepared.hit_every < drawn
             drawn += np.where(computes & hit, prepared.pause, 0.0)
         return drawn

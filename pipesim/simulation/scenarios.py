@@ -44,7 +44,7 @@ _MOST_THREADS = 32
 
 @dataclass(frozen=True, repr=False)
 class Scenarios:
-    """Makespan and bubble of one step in many scenarios of noise.
+    """Makespan and bubble of one step in many scenarios of noise; made by `pipesim.simulate_many`.
 
     Attributes
     ----------
@@ -56,25 +56,6 @@ class Scenarios:
         Share of the time of all devices without compute tasks, 0..1; shape ``(n,)``.
     quiet_makespan
         Seconds of the step without noise.
-
-    Raises
-    ------
-    TypeError
-        For missing arguments. `pipesim.simulate_many` makes scenarios; values are not checked here.
-
-    See Also
-    --------
-    pipesim.simulate_many : Simulate the scenarios.
-    pipesim.Noise : Variation from scenario to scenario.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-    >>> costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(device=ps.Normal(0.1), seed=0)
-    >>> many = ps.simulate_many(graph, costs, noise, 100, progress=False)
-    >>> many.makespan.shape, many.quiet_makespan
-    ((100,), 9.0)
     """
 
     graph: TaskGraph
@@ -197,13 +178,8 @@ def simulate_many(
 
     Raises
     ------
-    CostsError
-        If the costs do not suit the graph, or are so large that a task would end after more than
-        1e150 s.
-    GraphError
-        If the graph breaks an invariant.
-    NetworkError
-        If a link names a device that the graph does not have.
+    CostsError, GraphError, NetworkError
+        As `pipesim.simulate`.
     CapacityError
         If the scenarios that run at once, or all results, would not fit in memory.
 
@@ -213,12 +189,6 @@ def simulate_many(
         Once, as `pipesim.simulate` does.
     MemoryLimitWarning
         Once, if the step without noise needs more memory than a device has; see `simulate`.
-
-    See Also
-    --------
-    pipesim.simulate : Simulate one scenario, with all its times.
-    pipesim.Noise : Variation of the durations, and its seed.
-    pipesim.Failures : Failures of GPUs, and pauses after them.
 
     Examples
     --------

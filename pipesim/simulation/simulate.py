@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
+from pipesim.costs.cost_fields import Workload
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -23,9 +23,9 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.issue_order import issue_times
-from pipesim.network.collectives import group_of_gpus
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
+from pipesim.network.collectives import group_of_gpus
 from pipesim.ops import Op
 from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
 from pipesim.simulation.noise import Noise
@@ -41,11 +41,6 @@ def warn_of_costs(graph: TaskGraph, costs: object, stacklevel: int) -> None:
     - The seconds of stages include collectives between the GPUs of a device. They are those of the
       network with which the costs were built, and do not change with ``costs.network``.
     - Backwards of costs with ``recompute="full"`` or ``"selective"`` recompute already.
-
-    Warns
-    -----
-    CostsWarning
-        Once for each of both.
     """
     work = costs.work if isinstance(costs, Costs) else None
     if not isinstance(costs, Costs) or work is None:
@@ -83,12 +78,11 @@ def _network_difference(work: Workload, network: Network) -> str:
     if built is None:
         return "nodes (built without nodes, where they are free)"
     before, after = (_rates(nodes, work.gpus_per_device) for nodes in (built, present))
-    texts = [
+    return ", ".join(
         f"a {name} of {value:.4g} {unit} (built with {before[name, unit]:.4g})"
         for (name, unit), value in after.items()
         if value != before[name, unit]
-    ]
-    return ", ".join(texts)
+    )
 
 
 def _rates(nodes: Nodes, n_gpus: int) -> dict[tuple[str, str], float]:
@@ -163,13 +157,6 @@ def simulate(
     MemoryLimitWarning
         If a device needs more bytes than it may hold. It names up to three devices, and for a small
         graph up to three changes that fit; `Timeline.changes_that_fit` tries more of them.
-
-    See Also
-    --------
-    pipesim.lower : Turn a schedule into a task graph.
-    pipesim.simulate_many : Simulate a graph in many scenarios of noise.
-    pipesim.compare : Compare several timelines in a table.
-    pipesim.replay : Simulate a timeline from its own durations.
 
     Examples
     --------
@@ -297,8 +284,13 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     if len(costs.row) != len(graph):
         raise CostsError(f"got the costs of {len(costs.row)} tasks for a graph of {len(graph)}")
     columns = [(name, getattr(costs.table, name)) for name in _CHECKED]
-    if costs.table.share is not None:
-        _check_shares(graph, costs)
+    if costs.table.share is not None:  # of the backward that each bucket needs
+        good = (costs.share >= 0) & (costs.share <= 1)
+        if not good.all():
+            task = graph.task(int(np.argmin(good)))
+            raise CostsError(
+                f"share of {task} (task {task.id}) must be 0 to 1, got {costs.share[task.id]}"
+            )
     of_tasks = [("duration", costs.drawn), ("issued", costs.issued)]
     for name, values in (*columns, *of_tasks):
         if values is None:
@@ -323,13 +315,3 @@ def _check_times(graph: TaskGraph, end: NDArray[np.float64]) -> None:
         f"{task} (task {task.id}) would end at {end[task.id]:g} s, beyond {LONGEST:g}: too late to "
         "calculate with; costs are in seconds, so check them, and bandwidths and noise"
     )
-
-
-def _check_shares(graph: TaskGraph, costs: TaskCosts) -> None:
-    """Raise if the share of its backward that a bucket needs is not within 0 to 1."""
-    good = (costs.share >= 0) & (costs.share <= 1)
-    if not good.all():
-        task = graph.task(int(np.argmin(good)))
-        raise CostsError(
-            f"share of {task} (task {task.id}) must be 0 to 1, got {costs.share[task.id]}"
-        )

@@ -18,7 +18,7 @@ _START = b'{"digest": "'
 
 
 class Journal:
-    """A file of JSON lines, one a row, appended one by one.
+    """A file of JSON lines, one a row, appended one by one; ``rows`` has them by digest, in order.
 
     - A later line of a digest replaces an earlier one.
     - While the journal is open its file is locked (``flock``). The lock ends with the process,
@@ -26,17 +26,7 @@ class Journal:
     - A last line that a kill cut short is dropped.
     - Each line has a checksum. Lines of older versions have none, and are read too.
 
-    Parameters
-    ----------
-    path
-        The file; it is created if it does not exist.
-    problem
-        Function that returns the problem of a row that was read, or an empty text.
-
-    Attributes
-    ----------
-    rows
-        The rows by their digest, in the order of the file.
+    ``problem`` returns the problem of a row that was read, or an empty text.
     """
 
     def __init__(
@@ -48,7 +38,9 @@ class Journal:
         self._file: BinaryIO
 
     def __enter__(self) -> Self:
-        self._open()
+        check_target(self.path)
+        with write_errors(self.path):
+            self._file = self.path.open("a+b", buffering=0)
         try:
             self._lock()
             self._read()
@@ -76,14 +68,7 @@ class Journal:
                 data = data[self._file.write(data) :]
         self.rows[digest] = dict(row)
 
-    def _open(self) -> None:
-        """Open the file, if it is a regular one that can be written."""
-        check_target(self.path)
-        with write_errors(self.path):
-            self._file = self.path.open("a+b", buffering=0)
-
     def _lock(self) -> None:
-        """Lock the file for this process."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -113,7 +98,6 @@ class Journal:
         os.ftruncate(self._file.fileno(), whole)
 
     def _read_line(self, number: int, line: bytes) -> None:
-        """Add the row of a line to ``rows``."""
         try:
             row = parse_json(line)
         except ValueError as error:
@@ -134,7 +118,6 @@ class Journal:
         self.rows[digest] = row
 
     def _not_a_row(self, number: int, reason: str = "") -> ArgumentError:
-        """Return the error for a line that is no row."""
         return ArgumentError(
             f"{self.path}, line {number} is no row of results; name another file, or remove the "
             f"line to have its row run again{reason and f' ({reason})'}"

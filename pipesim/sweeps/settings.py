@@ -27,11 +27,13 @@ from pipesim.lowering.lower import lower
 from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import RECOMPUTE, Transformer
-from pipesim.network.links import HostLink, Nodes
+from pipesim.network.links import HostLink
+from pipesim.network.links import Nodes
 from pipesim.network.network import Network
 from pipesim.network.sources import KEYS
+from pipesim.scheduling.registry import Counts
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
@@ -40,26 +42,18 @@ from pipesim.utils.files import read_text
 
 # Schedules in settings: a name in the registry, or a file that holds the orders
 
-_SUFFIXES = (".csv", ".txt")
-
 
 def is_file(name: object) -> bool:
     """Return whether a name is that of a file: it ends in .csv or .txt, or has a slash."""
     return (
         isinstance(name, str)
         and name not in options_of_schedules()
-        and (name.endswith(_SUFFIXES) or "/" in name)
+        and (name.endswith((".csv", ".txt")) or "/" in name)
     )
 
 
 def source_info(name: str) -> ScheduleInfo:
-    """Return the information on a registered schedule, or on the schedule in a file.
-
-    Raises
-    ------
-    ScheduleError
-        For a file that cannot be read.
-    """
+    """Return the information on a registered schedule, or on the schedule in a file."""
     if not is_file(name):
         return schedule_info(name)
     schedule = _load(name)
@@ -91,7 +85,6 @@ def file_digest(name: str) -> str:
 
 
 def _load(name: str) -> Schedule:
-    """Return the schedule in a file, read again only after the file has changed."""
     try:
         state = Path(name).stat()
     except (OSError, ValueError):  # ValueError: no path can have a null character
@@ -155,11 +148,6 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     devices of `device_size` GPUs, unless it has ``gpus_per_device``. Factors of the network in the
     file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
     the file's.
-
-    Raises
-    ------
-    PipeError
-        As `Transformer.costs` and `Costs`.
     """
     others = dict(costs)
     settings, network = others.pop("transformer"), dict(others.pop("network", {}))
@@ -192,19 +180,17 @@ COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 #: Argument of `lower` for each setting.
 LOWERING = {
     "replicas": "n_replicas",
-    **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
-    **{k: k for k in ("recompute_waits", "hosts", "host_threads", "issue_order", "forward_only")},
-    **{k: k for k in ("step", "skips", "portals")},
-    **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
-    **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
     **{
-        k: k
-        for k in (
-            *("tied", "grad_norm", "prefetch", "offload", "shard_parameters"),
-            *("expert_layers", "expert_replicas"),
+        name: name
+        for name in (
+            "recompute", "recompute_first", "overlap", "streams", "rendezvous", "recompute_waits",
+            "hosts", "host_threads", "issue_order", "forward_only", "step", "skips", "portals",
+            "grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout", "exchange_work",
+            "prefetch_keys", "sparse_grad_sync", "tied", "grad_norm", "prefetch", "offload",
+            "shard_parameters", "expert_layers", "expert_replicas",
         )
     },
-}
+}  # fmt: skip
 _NODES, _HOST = (tuple(field.name for field in fields(x)) for x in (Nodes, HostLink))
 #: Keys of a layer, besides the name and label of a schedule.
 SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "costs")
@@ -309,7 +295,6 @@ def _check_table(where: str, value: object, keys: tuple[str, ...] | None) -> Set
 
 
 def _read_toml(path: Path) -> Settings:
-    """Return the content of a TOML file."""
     text = read_text(path, "settings from", ArgumentError)
     try:
         return tomllib.loads(text)
@@ -354,17 +339,9 @@ def cases(
 ) -> list[Settings]:
     """Return the settings of each schedule to simulate.
 
-    Parameters
-    ----------
-    names
-        Labels or names of the file's tables, names of further schedules, or files that hold a
-        schedule; empty for all tables.
-    config
-        The TOML file, if any.
-    arguments
-        The layer of the arguments.
-    other_tables
-        Tables of the file that other functions read.
+    ``names`` are labels or names of the tables of the TOML file ``config``, names of further
+    schedules, or files that hold a schedule; empty for all tables. ``arguments`` is the last layer.
+    Other functions read ``other_tables`` of the file.
     """
     shared, tables = ({}, []) if config is None else _read_layers(config, other_tables)
     if names:
@@ -450,12 +427,10 @@ def _limited_graph(info: ScheduleInfo, case: Settings, costs: Costs, graph: Task
 
 
 def _lowered(order: Schedule, case: Settings) -> TaskGraph:
-    """Return the task graph of a case's schedule."""
     return lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
 
 
 def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
-    """Return the costs of the stages of a case."""
     per = check_name("per", case.get("per", "stage"), ("stage", *PER))
     values = case.get("costs", {})
     if "transformer" in values:

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from pipesim.analysis.compare import (
     summary,
     warn_of_other_models,
 )
-from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
+from pipesim.costs.cost_fields import Workload
 from pipesim.errors import (
     ArgumentError,
     PipeError,
@@ -42,7 +42,6 @@ from pipesim.errors import (
     number,
     suggestion,
 )
-from pipesim.errors import number as real_number
 from pipesim.models.gpu import GPU
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -86,17 +85,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A configuration of a sweep.
-
-    Attributes
-    ----------
-    shown
-        Its columns of the table.
-    case
-        Its settings.
-    digest
-        Digest of everything that the row's results depend on.
-    """
+    """A row: its columns of the table, its settings, and a digest of what results depend on."""
 
     shown: Flat
     case: Settings
@@ -118,7 +107,7 @@ def sweep_rows(configurations: object, base: object) -> list[SweepRow]:
         )
     shared = _flat("base", base, keys)
     layers = [_override(shared, row) for row in shown]
-    cases = [_case(f"row {number}", row) for number, row in enumerate(layers)]
+    cases = [_case(f"row {k}", row) for k, row in enumerate(layers)]
     rows = _make_rows(shown, cases, [[] if is_grid else list(row) for row in shown])
     return _distinct(rows) if is_grid else rows
 
@@ -142,7 +131,6 @@ def cell_text(value: Any) -> Any:
 
 
 def _row_text(row: Flat) -> str:
-    """Return a row as text: keys and values."""
     return ", ".join(f"{key} {cell_text(value)}" for key, value in row.items())
 
 
@@ -161,21 +149,11 @@ def _product(grid: Mapping[str, Any], keys: Sequence[str], n_cases: int = 1) -> 
                 f"grid: {key} must be a list of at least one value, got {values!r}; what is the "
                 "same in every row goes into base"
             )
-    _check_rows(n_cases * math.prod(map(_length, grid.values())))
+    n_rows = n_cases * math.prod(map(_length, grid.values()))
+    what = f"a sweep of {count_text(n_rows)} rows"
+    check_memory(what, n_rows * _BYTES_PER_ROW, "give fewer values to its keys")
     plain = [[_value("grid", key, value) for value in grid[key]] for key in grid]
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*plain)]
-
-
-def _check_rows(n_rows: int) -> None:
-    """Raise if a sweep of ``n_rows`` would not fit.
-
-    Raises
-    ------
-    CapacityError
-        The message has the number of rows and their bytes.
-    """
-    nbytes = n_rows * _BYTES_PER_ROW
-    check_memory(f"a sweep of {count_text(n_rows)} rows", nbytes, "give fewer values to its keys")
 
 
 def _length(values: Any) -> int:
@@ -197,7 +175,6 @@ def _flat(where: str, row: Any, keys: Sequence[str]) -> Flat:
 
 
 def _value(where: str, key: str, value: object) -> Any:
-    """Return the plain value of a key."""
     plain = _plain(f"{where}: {key}", value)
     if key in ("costs", "network") and not isinstance(plain, (dict, type(None))):
         kind = key.capitalize()
@@ -219,7 +196,7 @@ def _plain(where: str, value: Any) -> Any:
         return [_plain(where, part) for part in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if (real := real_number(value)) is not None:  # such as a Fraction
+    if (real := number(value)) is not None:  # such as a Fraction
         return real
     raise ArgumentError(
         f"{where} must be numbers, text, a Costs, a Network or a GPU, got {value!r}; give a "
@@ -261,24 +238,24 @@ def _make_rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -
     """Return rows, if their schedules and options exist; ``own`` as in `drop_foreign_options`."""
     if not cases:
         raise ArgumentError("there is nothing to sweep; give at least one configuration")
-    for number, case in enumerate(cases):
-        _check_name(number, source_info, case["name"])
+    for index, case in enumerate(cases):
+        _check_name(index, source_info, case["name"])
     drop_foreign_options(cases, own)
     rows = []
-    for number, (row, case) in enumerate(zip(shown, cases, strict=True)):
-        _check_name(number, source_info(case["name"]).check_options, case["options"])
+    for index, (row, case) in enumerate(zip(shown, cases, strict=True)):
+        _check_name(index, source_info(case["name"]).check_options, case["options"])
         dropped = {k for k in row if k not in FLAT and k not in case["options"]}
         visible = {k: None if k in dropped else v for k, v in row.items()}
         rows.append(SweepRow(visible, case, _digest(case)))
     return rows
 
 
-def _check_name(number: int, check: Callable[[Any], object], value: object) -> None:
+def _check_name(index: int, check: Callable[[Any], object], value: object) -> None:
     """Call ``check``; put the number of the row in front of its error."""
     try:
         check(value)
     except UnknownNameError as error:
-        raise UnknownNameError(f"row {number}: {error}") from error
+        raise UnknownNameError(f"row {index}: {error}") from error
 
 
 def _distinct(rows: list[SweepRow]) -> list[SweepRow]:
@@ -324,12 +301,6 @@ def row_warnings(collected: list[RowWarning]) -> Iterator[None]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-def show_row_warnings(collected: Iterable[RowWarning], stacklevel: int) -> None:
-    """Warn once of each text, with the stack level of the caller's caller and so on."""
-    for category, text in dict.fromkeys(collected):
-        warnings.warn(text, category, stacklevel=stacklevel + 1)
-
-
 # Results of rows
 
 #: Results that a row without an error may lack, since they were not finite.
@@ -370,18 +341,16 @@ def sweep(
         - the arguments of `lower`, and ``engine``;
         - ``memory_limit``, all bytes of a device, also as ``"80GiB"``. ``zb_1p`` and ``zb_2p``
           order their tasks within it;
-        - ``per``, the parts that costs are of: ``"stage"``, ``"device"`` or ``"layers"``, as in
-          `Costs.in_chunks`;
+        - ``per``, the parts that costs are of: ``"stage"`` (the default), ``"device"`` or
+          ``"layers"``, as in `Costs.in_chunks`. Use ``"device"`` to compare schedules with one and
+          with several stages a device for one model;
         - the fields of `Costs`, or whole ``costs``. ``recompute_time`` is the seconds of R,
           ``grad_norm_time`` those of GRAD_NORM, ``offload_time`` those of OFFLOAD;
         - in place of costs a transformer: ``model`` or its sizes, ``gpu`` and other arguments of
           `Transformer.costs`, or a mapping of all these, ``transformer``. ``layers_per_stage`` may
           be ``"balanced"`` (the default: for the devices of the row's schedule) or ``"even"``.
           ``recompute`` is that of the transformer if it has one of its values;
-        - ``network``, ``latency``, ``bandwidth``, ``host_latency`` and ``host_bandwidth``;
-        - ``per``: whether costs are those of a ``"stage"`` (the default) or of all stages of a
-          ``"device"``, which share them evenly. Use the latter to compare schedules with one and
-          with several stages a device for one model.
+        - ``network``, ``latency``, ``bandwidth``, ``host_latency`` and ``host_bandwidth``.
 
         Single fields override whole costs and networks.
     base
@@ -494,7 +463,8 @@ def run_rows(
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
-    show_row_warnings(collected, stacklevel=3)
+    for category, text in dict.fromkeys(collected):
+        warnings.warn(text, category, stacklevel=3)
     warn_of_other_models(_costs_per_stage(rows, results), stacklevel=4)
     return _frame(rows, results)
 
@@ -556,11 +526,6 @@ def _problem(row: Mapping[str, Any]) -> str:
             return f"{name} must be a finite number, and no less than 0, got {value!r:.60}"
         if name == "n_tasks" and not isinstance(value, int):
             return f"n_tasks must be a whole number, got {value!r}"
-    return _problem_of_known(row)
-
-
-def _problem_of_known(row: Mapping[str, Any]) -> str:
-    """Return the problem of results that a row may have, or an empty text."""
     for name, key in _KNOWN.items():
         value = row.get(key)
         if name == "fits":
@@ -580,7 +545,6 @@ def _failed(message: str, *, again: bool = False) -> dict[str, Any]:
 
 
 def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """Return the table of rows and their results."""
     from pipesim.utils.packages import pandas as pd
 
     keys = list(dict.fromkeys(key for row in rows for key in row.shown))
@@ -603,7 +567,6 @@ def _record(row: SweepRow, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with texts for numbers that JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):

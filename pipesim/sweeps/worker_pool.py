@@ -45,15 +45,8 @@ def run_calls(
     If a worker dies, joblib gives up all calls that it has started. Those are then run one at a
     time, which shows the call that kills its worker. The others run in parallel again.
 
-    Parameters
-    ----------
-    function
-        Function that must not raise. It may run in any process.
-    calls
-        Arguments by key.
-    n_jobs, backend
-        As for joblib. The default backend is that of the enclosing ``joblib.parallel_config``, or
-        else processes.
+    ``function`` must not raise, and may run in any process. ``calls`` has arguments by key. The
+    default backend is that of the enclosing ``joblib.parallel_config``, or else processes.
     """
     left = dict(calls)
     while left:
@@ -96,7 +89,6 @@ def _run_round(
 
 
 def _why_unsendable(function: Callable[..., T], arguments: tuple[Any, ...]) -> str:
-    """Return why a call cannot be sent to another process, or an empty string."""
     import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
     try:
@@ -109,7 +101,6 @@ def _why_unsendable(function: Callable[..., T], arguments: tuple[Any, ...]) -> s
 def _call_with_key(
     function: Callable[..., T], key: str, arguments: tuple[Any, ...]
 ) -> tuple[str, T]:
-    """Return the key of a call, and its result."""
     return key, function(*arguments)
 
 

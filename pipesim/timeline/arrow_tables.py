@@ -93,15 +93,7 @@ def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
 
 
 def read_frame(data: bytes, path: Path, what: str) -> pd.DataFrame:
-    """Return the table in the bytes of any Parquet file; ``what`` it is, as an error says.
-
-    Raises
-    ------
-    TimelineError
-        For bytes that are no Parquet file.
-    CapacityError
-        For a table that is too large for memory.
-    """
+    """Return the table in the bytes of any Parquet file; ``what`` it is, as an error says."""
     pq = import_extra("pyarrow.parquet", "parquet", "a Parquet file")
     pa = import_extra("pyarrow", "parquet", "a Parquet file")
     with _arrow_errors(pa, path, what):
@@ -116,7 +108,6 @@ def read_frame(data: bytes, path: Path, what: str) -> pd.DataFrame:
 
 @contextmanager
 def _arrow_errors(pa: Any, path: Path, what: str) -> Iterator[None]:
-    """Raise ours in place of pyarrow's errors."""
     try:
         yield
     except CapacityError:
@@ -212,7 +203,6 @@ def _values(pa: Any, name: str, column: Any, path: Path) -> Any:
 
 
 def _settings(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Return the settings in the metadata of a schema."""
     content = parse_json(metadata.get(_KEY.encode(), b"{}"))
     settings = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(settings, dict) or not all(

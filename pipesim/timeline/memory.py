@@ -34,95 +34,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# Memory of hosts that offloaded activations take over a timeline (rule 10 of docs/time.md).
-#
-# An OFFLOAD takes its bytes of host memory at its start, and the RELOAD of the same activations
-# gives them back at its end: the copy writes to a buffer from its start, and reads from it to its
-# end.
-
-Floats = NDArray[np.float64]
-
-
-def peak_host_memory(timeline: Timeline) -> Floats:
-    """Return the most bytes that each host holds; see `Timeline.peak_host_memory`."""
-    peak = np.zeros(int(timeline.graph.host.max(initial=0)) + 1)
-    host, _, held = _held(timeline)
-    np.maximum.at(peak, host, held)
-    return peak
-
-
-def host_memory(timeline: Timeline) -> pd.DataFrame:
-    """Return the bytes that hosts hold over time; see `Timeline.host_memory`."""
-    from pipesim.utils.packages import pandas as pd
-
-    n_hosts = int(timeline.graph.host.max(initial=0)) + 1
-    host, time, held = _held(timeline)
-    host = np.concatenate([np.arange(n_hosts), host])
-    time, held = (np.concatenate([np.zeros(n_hosts), column]) for column in (time, held))
-    order = np.argsort(host, kind="stable")
-    frame = pd.DataFrame({"host": host, "time": time, "nbytes": held})
-    return frame.iloc[order].reset_index(drop=True)
-
-
-def _moved_bytes(graph: TaskGraph, costs: Costs) -> Floats:
-    """Return the bytes that each OFFLOAD and RELOAD moves; any number for other tasks."""
-    if graph.kinds.ops.isdisjoint(COPIES):
-        return np.zeros(len(graph))
-    rows = row_bytes(graph, costs)
-    of_rows = np.where(graph.kinds.op[rows.kind] == Op.OFFLOAD, rows.released, rows.allocated)
-    moved: Floats = of_rows[rows.row]
-    return moved
-
-
-def _held(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
-    """Return host, time and held bytes after each change, by host and in order of time.
-
-    Raises
-    ------
-    CostsError
-        If the sum of the bytes of a host is not finite.
-    """
-    graph = timeline.graph
-    moved = _moved_bytes(graph, costs_of(timeline))
-    begins = np.flatnonzero((graph.op == Op.OFFLOAD) & ~np.isnan(timeline.start))
-    ends = np.flatnonzero((graph.op == Op.RELOAD) & ~np.isnan(timeline.end))
-    task = np.concatenate([begins, ends])
-    time = np.concatenate([timeline.start[begins], timeline.end[ends]])
-    is_end = np.repeat([False, True], [len(begins), len(ends)])
-    host = graph.host[graph.device[task]]
-    # At equal times, ends come first, but those of RELOADs without duration by id, as starts do.
-    later = ~is_end | (timeline.end[task] <= timeline.start[task])
-    order = np.lexsort((task, later, time, host))
-    change = np.where(is_end, -moved[task], moved[task])[order]
-    held = np.empty_like(change)
-    host = host[order]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for number in np.unique(host).tolist():
-            rows = slice(*np.searchsorted(host, [number, number + 1]))
-            held[rows] = np.cumsum(change[rows])
-    if not np.isfinite(held).all():
-        raise CostsError(
-            "a host would hold more bytes than a number can have: activation_bytes of the "
-            "offloaded stages are too many to be added; check them"
-        )
-    return host, time[order], held
-
-
 Floats = NDArray[np.float64]
 #: Operations that change bytes and compute nothing, beside reductions and messages.
 _CHANGERS = COPIES | {Op.RESHARD}
 
 
 def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the most bytes that each device holds; shape ``(n_devices,)``.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs.
-    CostsError
-        If the sum of the bytes of a device is not finite.
-    """
+    """Return `Timeline.peak_memory`."""
     graph, costs = timeline.graph, costs_of(timeline)
     peak = np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -166,22 +84,15 @@ class _Columns(NamedTuple):
 
 
 class OrderBytes(NamedTuple):
-    """Bytes of the kinds of a graph: those that tasks change, and those that are always held.
+    """Bytes of the kinds of a graph: those that tasks change, and those that are always held."""
 
-    Attributes
-    ----------
-    device
-        Device of each kind.
-    allocated, released, workspace
-        Bytes that a task of each kind allocates and releases, and holds only while it runs.
-    static
-        Bytes that each device always holds.
-    """
-
+    #: Device of each kind.
     device: Ints
+    #: Bytes that a task of each kind allocates and releases, and holds only while it runs.
     allocated: Floats
     released: Floats
     workspace: Floats
+    #: Bytes that each device always holds.
     static: Floats
 
     def peak(self, kind: Ints) -> Floats:
@@ -226,24 +137,7 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
-    """Return bytes held at each start and end of a device's compute tasks.
-
-    The ends of reductions and OFFLOADs that release bytes are included, the starts of RELOADs, and
-    in a forward-only graph the starts and ends of messages.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
-        a device has the bytes that it holds throughout, at time 0.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs.
-    CostsError
-        If the sum of the bytes of a device is not finite.
-    """
+    """Return `Timeline.memory`, in a forward-only graph with starts and ends of messages."""
     from pipesim.utils.packages import pandas as pd
 
     graph, costs = timeline.graph, costs_of(timeline)
@@ -251,15 +145,8 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     if _is_by_events(graph, costs):
         peak_memory(timeline)  # for its error
         events = held_bytes(timeline)
-        device = np.concatenate([np.arange(graph.n_devices), events.device])
-        time = np.concatenate([np.zeros(graph.n_devices), events.time])
-        nbytes = np.concatenate([held, held[events.device] + events.balance])
-        order = np.argsort(device, kind="stable")
-        return (
-            pd.DataFrame({"device": device, "time": time, "nbytes": nbytes})
-            .iloc[order]
-            .reset_index(drop=True)
-        )
+        nbytes = held[events.device] + events.balance
+        return _table_over_time("device", held, events.device, events.time, nbytes)
     computes = graph.kinds.is_op(COMPUTE)
     tasks = (count(graph.kind, len(graph.kinds)) * computes).astype(np.float64)
     counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
@@ -280,6 +167,19 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
         return frame
     kept = np.arange(len(device)) - np.repeat(first, counts) < np.repeat(written, counts)
     return frame[kept].reset_index(drop=True)
+
+
+def _table_over_time(
+    name: str, first: Floats, owner: Ints, time: Floats, nbytes: Floats
+) -> pd.DataFrame:
+    """Return a table by owner; the first row of each has the bytes ``first``, at time 0."""
+    from pipesim.utils.packages import pandas as pd
+
+    owner = np.concatenate([np.arange(len(first)), owner])
+    time = np.concatenate([np.zeros(len(first)), time])
+    columns = {name: owner, "time": time, "nbytes": np.concatenate([first, nbytes])}
+    order = np.argsort(owner, kind="stable")
+    return pd.DataFrame(columns).iloc[order].reset_index(drop=True)
 
 
 class HeldBytes(NamedTuple):
@@ -318,9 +218,14 @@ def held_bytes(timeline: Timeline) -> HeldBytes:
 
 
 def in_order_of_time(
-    timeline: Timeline, starts: NDArray[np.bool_], ends: NDArray[np.bool_]
+    timeline: Timeline,
+    starts: NDArray[np.bool_],
+    ends: NDArray[np.bool_],
+    owner: Ints | None = None,
 ) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the tasks of starts and ends, by device and in order of time, and which are ends.
+    """Return the tasks of starts and ends in order of time, and which are ends.
+
+    They are sorted by the ``owner`` of each task first, which is its device by default.
 
     At equal times, ends come first. Tasks that take no time are the exception: they come after the
     other ends, and start and end in order of their ids. ``starts`` and ``ends`` mark the tasks that
@@ -332,12 +237,12 @@ def in_order_of_time(
     time = np.concatenate([timeline.start[start], timeline.end[end]])
     is_end = np.repeat([False, True], [len(start), len(end)])
     later = ~is_end | (timeline.end[task] <= timeline.start[task])
-    order = np.lexsort((is_end, task, later, time, timeline.graph.device[task]))
+    owner = timeline.graph.device if owner is None else owner
+    order = np.lexsort((is_end, task, later, time, owner[task]))
     return task[order], is_end[order]
 
 
 def _columns(timeline: Timeline) -> _Columns:
-    """Return the inputs of the kernel."""
     graph, kinds = timeline.graph, timeline.graph.kinds
     rows = row_bytes(graph, costs_of(timeline))
     return _Columns(
@@ -407,9 +312,6 @@ def costs_of(timeline: Timeline) -> Costs:
     return timeline.costs
 
 
-Floats = NDArray[np.float64]
-
-
 def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
     """Return the bytes of each device at its peak; see `Timeline.memory_breakdown`."""
     from pipesim.utils.packages import pandas as pd
@@ -457,3 +359,49 @@ def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
         gathered[device] = np.cumsum(gathers[rows])[top]
         activations[device] = balance[top] - workspace[device] - buffers[device] - gathered[device]
     return activations, workspace, buffers, gathered
+
+
+# Memory of hosts that offloaded activations take.
+#
+# An OFFLOAD takes its bytes of host memory at its start, and the RELOAD of the same activations
+# gives them back at its end: the copy writes to a buffer from its start, and reads from it to its
+# end.
+
+
+def peak_host_memory(timeline: Timeline) -> Floats:
+    """Return the most bytes that each host holds; see `Timeline.peak_host_memory`."""
+    peak = np.zeros(int(timeline.graph.host.max(initial=0)) + 1)
+    host, _, held = _held(timeline)
+    np.maximum.at(peak, host, held)
+    return peak
+
+
+def host_memory(timeline: Timeline) -> pd.DataFrame:
+    """Return the bytes that hosts hold over time; see `Timeline.host_memory`."""
+    n_hosts = int(timeline.graph.host.max(initial=0)) + 1
+    return _table_over_time("host", np.zeros(n_hosts), *_held(timeline))
+
+
+def _held(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
+    """Return host, time and held bytes after each change, by host and in order of time."""
+    graph, costs, moved = timeline.graph, costs_of(timeline), np.zeros(len(timeline))
+    if not graph.kinds.ops.isdisjoint(COPIES):
+        nbytes = row_bytes(graph, costs)
+        is_offload = graph.kinds.op[nbytes.kind] == Op.OFFLOAD
+        moved = np.where(is_offload, nbytes.released, nbytes.allocated)[nbytes.row]
+    host_of = graph.host[graph.device]
+    task, is_end = in_order_of_time(
+        timeline, graph.op == Op.OFFLOAD, graph.op == Op.RELOAD, host_of
+    )
+    host, change = host_of[task], np.where(is_end, -moved[task], moved[task])
+    held = np.empty_like(change)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for number in np.unique(host).tolist():
+            rows = slice(*np.searchsorted(host, [number, number + 1]))
+            held[rows] = np.cumsum(change[rows])
+    if not np.isfinite(held).all():
+        raise CostsError(
+            "a host would hold more bytes than a number can have: activation_bytes of the "
+            "offloaded stages are too many to be added; check them"
+        )
+    return host, np.where(is_end, timeline.end[task], timeline.start[task]), held

@@ -26,28 +26,18 @@ _MOST_NAMED = 3
 
 
 class Excess(NamedTuple):
-    """A device that needs more bytes than it may hold.
-
-    Attributes
-    ----------
-    device
-        The device.
-    needed, limit
-        Most bytes that it holds, the allocator's reserve included, and those that it may hold.
-    time
-        Seconds at which it first holds the most.
-    task
-        Task that starts then and allocates them; None if it holds them throughout.
-    n_equal, n_replicas
-        Number of replicas whose device for the same stages needs as many bytes, and may hold as
-        many, itself included; and number of all replicas.
-    """
+    """A device that needs more bytes than it may hold."""
 
     device: int
+    #: Most bytes that it holds, the allocator's reserve included, and those that it may hold.
     needed: float
     limit: float
+    #: Seconds at which it first holds the most.
     time: float
+    #: Task that starts then and allocates them; None if it holds them throughout.
     task: Task | None
+    #: Number of replicas whose device for the same stages needs as many bytes, and may hold as
+    #: many, itself included; and number of all replicas.
     n_equal: int = 1
     n_replicas: int = 1
 
@@ -55,14 +45,7 @@ class Excess(NamedTuple):
 def checked_memory_limit(value: object, n_devices: int, name: str = "memory_limit") -> Floats:
     """Return the bytes that each device may hold; shape ``(n_devices,)``.
 
-    Parameters
-    ----------
-    value
-        Bytes of each device, one number or one a device; each may be a text such as ``"80GiB"``.
-    n_devices
-        Number of devices.
-    name
-        Name of the argument, for messages.
+    ``value`` is one number or one a device; each may be a text such as ``"80GiB"``.
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -79,7 +62,6 @@ def checked_memory_limit(value: object, n_devices: int, name: str = "memory_limi
 
 
 def _checked_bytes(value: object, name: str) -> float:
-    """Return a number of bytes of at least 0; raise `ArgumentError` for anything else."""
     nbytes = number(value)
     if nbytes is None or nbytes < 0:
         raise ArgumentError(
@@ -92,19 +74,8 @@ def _checked_bytes(value: object, name: str) -> float:
 def limits_beyond_static(graph: TaskGraph, costs: Costs, value: object) -> Floats:
     """Return the most bytes beyond the static ones with which each device still fits.
 
-    Parameters
-    ----------
-    graph
-        Tasks of the devices; its stages have the static bytes: parameters, gradients, optimizer.
-    costs
-        Bytes of the stages, and the allocator's reserve.
-    value
-        All bytes that a device may hold, as `checked_memory_limit` takes them.
-
-    Returns
-    -------
-    numpy.ndarray
-        Bytes, shape ``(n_devices,)``; negative where the static ones alone are too many.
+    ``value`` is that of `checked_memory_limit`. The result has the shape ``(n_devices,)``; it is
+    negative where the static bytes (parameters, gradients, optimizer) alone are too many.
     """
     limits = checked_memory_limit(value, graph.n_devices)
     held, reserve = static(graph, costs), costs.memory_reserve
@@ -124,15 +95,7 @@ def limits_beyond_static(graph: TaskGraph, costs: Costs, value: object) -> Float
 
 
 def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
-    """Return the error of a limit in which one micro-batch does not fit, with exact bytes.
-
-    Parameters
-    ----------
-    device
-        The device.
-    limit, needed
-        Bytes that it may hold, and that it needs at least, the allocator's reserve included.
-    """
+    """Return the error of a limit in which one micro-batch does not fit, with exact bytes."""
     least = math.ceil(needed * (1.0 - _ROUNDING))  # whole bytes
     return ArgumentError(
         f"memory_limit of device {device} is {format_bytes(limit)} ({limit:.16g} bytes), but one "
@@ -159,13 +122,7 @@ def memory_limit(timeline: Timeline) -> Floats | None:
 
 
 def reserved_memory(timeline: Timeline) -> Floats:
-    """Return the most bytes of each device, with the allocator's reserve; shape ``(n_devices,)``.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs.
-    """
+    """Return the bytes that each device needs: its peak, and the allocator's reserve."""
     peak = timeline.peak_memory
     return peak + costs_of(timeline).memory_reserve * peak
 
@@ -193,21 +150,9 @@ def _too_full(timeline: Timeline) -> list[int]:
 
 
 def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
-    """Return the devices that need more bytes than they may hold, in order of their numbers.
+    """Return the (at ``most`` so many) devices that need more bytes than they may hold.
 
     Equal devices of several replicas are one entry: that of the first of them.
-
-    Parameters
-    ----------
-    timeline
-        A timeline with costs.
-    most
-        Number of entries to return at most; None (the default) for all.
-
-    Raises
-    ------
-    TimelineError
-        If the timeline has no costs.
     """
     limit = memory_limit(timeline)
     groups = _equal_devices(timeline)[:most]

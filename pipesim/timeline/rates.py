@@ -58,7 +58,6 @@ def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None)
 
 
 def _workload(timeline: Timeline, workload: Workload | None) -> Workload:
-    """Return the workload to use; raise `TimelineError` if there is none."""
     if workload is not None:
         return check_type("workload", workload, Workload, "give ps.Workload(tokens=..., flops=...)")
     work = None if timeline.costs is None else timeline.costs.work

@@ -60,21 +60,13 @@ SECONDS_AND_BYTES = ("start", "end", "nbytes", "issued")
 def to_rows(timeline: Timeline) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return the tasks of a timeline, and the settings of its graph as texts.
 
-    Returns
-    -------
-    pandas.DataFrame
-        `Timeline.all_rows`, and ``issued`` if it is known, in `COLUMNS` and further columns.
-    dict
-        Text of each of `SETTINGS` that is not the default.
+    The tasks are `Timeline.all_rows`, and ``issued`` if it is known. The texts are those of
+    `SETTINGS` that are not the default.
     """
     rows, graph = timeline.all_rows(), timeline.graph
     texts = {
-        "rendezvous": str(graph.rendezvous),
-        "hosts": hosts_text(graph.host),
-        "weight_versions": graph.weight_versions,
-        "portals": str(graph.portals),
-        "host_threads": str(graph.host_threads),
-        "forward_only": str(graph.forward_only),
+        name: hosts_text(graph.host) if name == "hosts" else str(getattr(graph, name))
+        for name in _CHOICES
     }
     settings = {name: text for name, text in texts.items() if text != _CHOICES[name][0]}
     if graph.grad_sync != "last":
@@ -98,24 +90,9 @@ def to_rows(timeline: Timeline) -> tuple[pd.DataFrame, dict[str, str]]:
 def from_rows(
     rows: pd.DataFrame, settings: Mapping[str, str], *, costs: Costs | None, name: str
 ) -> Timeline:
-    """Return the timeline of tasks and settings: check them, and build the graph.
+    """Return the timeline of `to_rows`: check tasks and settings, and build the graph.
 
-    Parameters
-    ----------
-    rows
-        As `to_rows` returns them; further columns are ignored. The index numbers the rows in error
-        messages, after its name.
-    settings
-        As `to_rows` returns them.
-    costs, name
-        As in `Timeline`.
-
-    Raises
-    ------
-    TimelineError
-        For a missing column or task, and the first row with an impossible value.
-    PipeError
-        For settings and tasks that make no graph that could run.
+    Further columns are ignored. The index numbers the rows in error messages, after its name.
     """
     check_shape(rows)
     for column, value in OPTIONAL.items():
@@ -152,7 +129,6 @@ def check_shape(rows: pd.DataFrame) -> None:
 
 
 def _check_columns(rows: pd.DataFrame) -> None:
-    """Raise `TimelineError` for the first row with an impossible value, column by column."""
     check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
     check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
     for column in ("device", "stage", "microbatch", "replica"):
@@ -183,14 +159,8 @@ def _tasks(rows: pd.DataFrame) -> Tasks:
     check_rows(rows, in_range, "names a stream of no device")
     return Tasks(
         op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
-        device=rows["device"].to_numpy(np.int64),
-        stage=rows["stage"].to_numpy(np.int64),
-        microbatch=rows["microbatch"].to_numpy(np.int64),
         stream=streams.to_numpy(),
-        replica=rows["replica"].to_numpy(np.int64),
-        overlapped=rows["overlapped"].to_numpy(np.int64),
-        peer_stage=rows["peer_stage"].to_numpy(np.int64),
-        part=rows["part"].to_numpy(np.int64),
+        **{name: rows[name].to_numpy(np.int64) for name in INTEGERS},
     )
 
 
@@ -214,7 +184,6 @@ def _options(settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_stream(name: object) -> bool:
-    """Return whether a text is the name of a stream."""
     try:
         return StreamKind.name(StreamKind.code(str(name))) == name
     except (KeyError, ValueError):
@@ -256,7 +225,7 @@ def check_rows(rows: pd.DataFrame, good: pd.Series[bool] | NDArray[np.bool_], pr
 _FIRST_LINE = 2
 
 
-def save(timeline: Timeline, path: Path | str) -> None:
+def save_csv(timeline: Timeline, path: Path | str) -> None:
     """Write a timeline; see `Timeline.save`."""
     path = check_path("path", path, "write")
     rows, settings = to_rows(timeline)
@@ -311,7 +280,7 @@ def is_header(line: str) -> bool:
     return cells[0] == COLUMNS[0] or "stream" in cells
 
 
-def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
+def load_csv(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
     """Read a timeline; see `Timeline.load`."""
     path = check_path("path", path)
     text = read_text(path, "a timeline from", TimelineError)

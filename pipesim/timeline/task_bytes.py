@@ -7,15 +7,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.pricing import copied_bytes, kept_inputs
 from pipesim.costs.costs import Costs
+from pipesim.costs.pricing import held_bytes, moved_bytes
 from pipesim.costs.microbatch_costs import cost_classes
-from pipesim.costs.pricing import copied_bytes, held_bytes, kept_inputs, moved_bytes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import border_bytes, message_bytes
 from pipesim.ops import COPIES, Op
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
+
+Floats = NDArray[np.float64]
 
 # Bytes of gradients that wait for their reduction, in addition to those that a stage always holds.
 #
@@ -30,20 +33,13 @@ from pipesim.utils.jit import kernel
 
 
 class Waiting(NamedTuple):
-    """Gradients that wait for their reduction, one entry each.
+    """Gradients that wait for their reduction, one entry each."""
 
-    Attributes
-    ----------
-    backward
-        The first B (or W) that adds to it, which allocates the bytes at its start.
-    reduction
-        The REDUCE_GRAD that releases them at its end.
-    nbytes
-        Bytes of the gradients of the stage, but for experts that no other replica has.
-    """
-
+    #: The first B (or W) that adds to it, which allocates the bytes at its start.
     backward: Ints
+    #: The REDUCE_GRAD that releases them at its end.
     reduction: Ints
+    #: Bytes of the gradients of the stage, but for experts that no other replica has.
     nbytes: NDArray[np.float64]
 
 
@@ -93,25 +89,15 @@ def _group_keys(graph: TaskGraph, tasks: Ints, microbatch: Ints, groups: Ints) -
     return keys
 
 
-Floats = NDArray[np.float64]
-
-
 class RowBytes(NamedTuple):
-    """Bytes that tasks change, one row for tasks with the same bytes.
+    """Bytes that tasks change, one row for tasks with the same bytes."""
 
-    Attributes
-    ----------
-    row
-        Row of each task; shape ``(len(graph),)``.
-    kind
-        Kind of the tasks of each row; shape ``(n_rows,)``.
-    allocated, kept, released, workspace
-        Bytes that tasks of a row allocate at their start, allocate if R allocates the rest, release
-        at their end, and hold only while they run.
-    """
-
+    #: Row of each task; shape ``(len(graph),)``.
     row: Ints
+    #: Kind of the tasks of each row; shape ``(n_rows,)``.
     kind: Ints
+    #: Bytes that tasks of a row allocate at their start, allocate if R allocates the rest, release
+    #: at their end, and hold only while they run.
     allocated: Floats
     kept: Floats
     released: Floats
@@ -153,11 +139,6 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     - One gradient a parameter is held throughout. Further gradients, which wait for a reduction,
       are among the `changes`.
     - A forward-only graph holds parameters alone.
-
-    Raises
-    ------
-    CostsError
-        If the sum of the bytes of a device is not finite.
     """
     parameters, gradients, optimizer = _stage_parts(graph, costs)
     with np.errstate(over="ignore"):
@@ -180,13 +161,7 @@ def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats
 
 
 def finite_bytes(nbytes: Floats) -> Floats:
-    """Return the bytes of each device, checked to be finite.
-
-    Raises
-    ------
-    CostsError
-        For bytes of a device whose sum is not finite.
-    """
+    """Return the bytes of each device; raise `CostsError` unless they are finite."""
     infinite = np.flatnonzero(~np.isfinite(nbytes))
     if len(infinite):
         raise CostsError(
@@ -262,7 +237,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     - UNSHARD of a micro-batch allocates the parameters of its stage, and RESHARD releases them.
     - In a forward-only graph, inputs and outputs of stages live as long as tasks need them.
     - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
-      released by their REDUCE_GRAD; see `pipesim.timeline.task_bytes`.
+      released by their REDUCE_GRAD; see `waiting_gradients`.
     """
     rows = row_bytes(graph, costs)
     dropped, waiting = dropped_activations(graph), waiting_gradients(graph, costs)

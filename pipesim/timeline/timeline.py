@@ -77,18 +77,6 @@ class Timeline:
         Bytes that each device may hold, one number or one a device, kept as an array of shape
         ``(n_devices,)``. None to take the memory of a GPU from ``costs``. See `memory_limit`.
 
-    Raises
-    ------
-    TimelineError
-        For a column without one number a task, and times that are infinite or beyond 1e150 s.
-
-    See Also
-    --------
-    pipesim.simulate : Predict a timeline.
-    pipesim.Comparison : A prediction beside a measurement of the same tasks.
-    pipesim.compare : Compare several timelines in a table.
-    pipesim.TaskGraph : The tasks, and what they wait for.
-
     Examples
     --------
     >>> import pipesim as ps
@@ -199,18 +187,6 @@ class Timeline:
         ----------
         purpose
             First words of the error's advice, such as ``"replay needs"``; ``a whole one`` follows.
-
-        Raises
-        ------
-        TimelineError
-            If tasks of the timeline did not run.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
-        >>> timeline.check_complete("replay needs")  # raises nothing
         """
         check_text("purpose", purpose)
         if not self.complete:
@@ -258,13 +234,7 @@ class Timeline:
 
     @property
     def throughput(self) -> float:
-        """Micro-batches a second of all replicas; 0 if the makespan is 0.
-
-        Raises
-        ------
-        TimelineError
-            If the makespan is so short that the rate is no finite number.
-        """
+        """Micro-batches a second of all replicas; 0 if the makespan is 0."""
         kinds = self.graph.kinds
         first = np.flatnonzero((kinds.op == Op.F) & (kinds.stage == 0) & kinds.completes)
         n_microbatches = int(count(self.graph.kind, len(kinds))[first].sum())
@@ -284,8 +254,6 @@ class Timeline:
         ------
         TimelineError
             If the timeline has no costs, such as after loading it without.
-        CostsError
-            If the sum of the bytes of a device is not finite.
         """
         from pipesim.timeline.memory import peak_memory
 
@@ -411,8 +379,6 @@ class Timeline:
         ------
         TimelineError
             If the timeline has no costs.
-        CostsError
-            If the sum of the bytes of a device is not finite.
 
         Examples
         --------
@@ -440,13 +406,6 @@ class Timeline:
             ``host``, ``time`` (s), ``nbytes``; by host, then in order of time. The first row of a
             host is at time 0.
 
-        Raises
-        ------
-        TimelineError
-            If the timeline has no costs.
-        CostsError
-            If the sum of the bytes of a host is not finite.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -463,10 +422,7 @@ class Timeline:
 
     @property
     def peak_host_memory(self) -> NDArray[np.float64]:
-        """Most bytes of offloaded activations that each host holds; shape ``(n_hosts,)``.
-
-        See `host_memory`, also for errors.
-        """
+        """Most bytes of offloaded activations that each host holds; shape ``(n_hosts,)``."""
         from pipesim.timeline.memory import peak_host_memory
 
         return peak_host_memory(self)
@@ -485,13 +441,6 @@ class Timeline:
             - ``buffers``: gradients that wait for a reduction while the next ones are added up.
             - ``reserve`` of the allocator: ``Costs.memory_reserve`` times `peak_memory`.
             - ``total``: the sum of the others, which is `peak_memory` and the reserve.
-
-        Raises
-        ------
-        TimelineError
-            If the timeline has no costs.
-        CostsError
-            If the sum of the bytes of a device is not finite.
 
         Examples
         --------
@@ -527,9 +476,9 @@ class Timeline:
         model's settings give.
 
         Schedules that take ``costs`` are ordered for those of the timeline. If a schedule has
-        another number of stages, the layers of `Costs.transformer` are balanced
-        again for it; other costs are shared evenly by the stages of a device. Costs without
-        settings are proportional to the size of a micro-batch here: real kernels get slower.
+        another number of stages, the layers of `Costs.transformer` are balanced again for it; other
+        costs are shared evenly by the stages of a device. Costs without settings are proportional
+        to the size of a micro-batch here: real kernels get slower.
 
         The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
         is the number of changes that were left out for this. If no change fits, the table is empty.
@@ -622,11 +571,6 @@ class Timeline:
             ``latency``, ``bandwidth``, ``contention``, ``host``, ``straggler`` and
             ``schedule_order``. Rows sum exactly to `idle`.
 
-        Raises
-        ------
-        TimelineError
-            If tasks of the timeline did not run.
-
         Examples
         --------
         >>> import pipesim as ps
@@ -656,19 +600,6 @@ class Timeline:
         -------
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
-
-        Raises
-        ------
-        TimelineError
-            If tasks of the timeline did not run.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> ax = ps.simulate(graph, ps.Costs(forward=1, backward=2)).plot_idle()
-        >>> ax.get_xlabel()
-        'Idle (s)'
         """
         from pipesim.plot.charts import idle
 
@@ -689,14 +620,6 @@ class Timeline:
         -------
         matplotlib.axes.Axes
             The axes of the drawing, neither shown nor saved.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> ax = ps.simulate(graph, ps.Costs(forward=1, backward=2)).plot(transfers=True)
-        >>> ax.get_xlabel()
-        'Time (s)'
         """
         from pipesim.plot.timelines import timeline
 
@@ -711,21 +634,6 @@ class Timeline:
             File that ends in ``.html`` or ``.htm``.
         **options
             ``title`` and ``microbatches``, as `pipesim.to_html` describes.
-
-        Raises
-        ------
-        CapacityError
-            If the timeline has over 5,000,000 tasks.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.to_html(f"{folder}/step.html")
-        ...     [path.name for path in pathlib.Path(folder).iterdir()]
-        ['step.html']
         """
         from pipesim.plot.page.save import to_html
 
@@ -743,13 +651,6 @@ class Timeline:
         -------
         Timeline
             A copy with this name.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-        >>> timeline.with_name("baseline").name
-        'baseline'
         """
         return replace(self, name=check_text("name", name))
 
@@ -846,24 +747,13 @@ class Timeline:
         ----------
         path
             File to write; an existing one is replaced.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.save(f"{folder}/run.parquet")
-        ...     ps.Timeline.load(f"{folder}/run.parquet")
-        <Timeline run: 34 tasks, makespan 15 s, bubble 20.0%>
         """
-        from pipesim.timeline import arrow_tables
-        from pipesim.timeline import tables as csv_files
+        from pipesim.timeline import arrow_tables, tables
 
         if _is_parquet(path):
             arrow_tables.save(self, path)
         else:
-            csv_files.save(self, path)
+            tables.save_csv(self, path)
 
     @classmethod
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
@@ -892,8 +782,6 @@ class Timeline:
         TimelineError
             If the file is missing, lacks a column or has one twice, was truncated, has impossible
             values (naming the line), or was changed after it was written.
-        CapacityError
-            For a file that is too large for memory.
 
         Examples
         --------
@@ -906,15 +794,14 @@ class Timeline:
         ...     ps.Timeline.load(f"{folder}/step.csv", costs=costs, name="again")
         <Timeline again: 18 tasks, makespan 9 s, bubble 33.3%>
         """
-        from pipesim.timeline import arrow_tables
-        from pipesim.timeline import tables as csv_files
+        from pipesim.timeline import arrow_tables, tables
 
         check_text("name", name)
         if costs is not None:
             check_type("costs", costs, Costs)
         if _is_parquet(path):
             return arrow_tables.load(path, costs=costs, name=name)
-        return csv_files.load(path, costs=costs, name=name)
+        return tables.load_csv(path, costs=costs, name=name)
 
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
@@ -926,16 +813,6 @@ class Timeline:
         ----------
         path
             File that ends in ``.json``, or in ``.json.gz`` to compress it.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.to_chrome(f"{folder}/trace.json")
-        ...     ps.Timeline.from_chrome(f"{folder}/trace.json")
-        <Timeline gpipe: 18 tasks, makespan 9 s, bubble 33.3%>
         """
         from pipesim.trace.chrome_export import save
 
@@ -1016,8 +893,6 @@ class Timeline:
 
         Raises
         ------
-        CapacityError
-            For a file that is too large for memory.
         TimelineError
             For a file that cannot be read, for columns that are missing, and for the first row that
             is in no pipeline: an unknown operation, a second row for one task, a task that overlaps
@@ -1137,8 +1012,6 @@ class Timeline:
 
         Raises
         ------
-        CapacityError
-            For a file that is too large for memory, once decompressed.
         TimelineError
             - For a file that cannot be read or was cut, or a file of `to_chrome` that was changed.
             - For compute ranges of one rank that ran at the same time on several threads.
@@ -1182,12 +1055,11 @@ class Timeline:
 
 
 def _is_parquet(path: object) -> bool:
-    """Return whether a path names a Parquet file."""
     return isinstance(path, str | Path) and str(path).lower().endswith(".parquet")
 
 
 def _numbers(name: str, column: object, n_tasks: int) -> NDArray[np.float64]:
-    """Return a column as an array of floats, one a task; raise `TimelineError` for others."""
+    """Return a column as an array of floats, one a task."""
     try:
         values = np.asarray(column)
     except ValueError:  # a sequence of sequences of different lengths

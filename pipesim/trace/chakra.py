@@ -27,8 +27,8 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import names
-from pipesim.utils.files import check_no_others, check_path, write_text, write_whole
 from pipesim.utils.packages import import_extra
+from pipesim.utils.files import check_no_others, check_path, write_text, write_whole
 
 # Messages
 
@@ -126,7 +126,6 @@ def messages() -> Messages:
 
 
 def _set_kind(field: Any, kind: str) -> None:
-    """Set the type of a field: a scalar of protobuf, the enumeration, or a message."""
     if kind == "NodeType":
         field.type, field.type_name = field.TYPE_ENUM, f".{_PACKAGE}.{kind}"
     elif kind in _FIELDS:
@@ -219,16 +218,6 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
     ------
     TimelineError
         For tasks that did not run, and times or bytes beyond 64 bits.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import pipesim as ps
-    >>> graph = ps.lower(ps.schedule("1f1b", 2, 4))
-    >>> timeline = ps.simulate(graph, ps.Costs(1e-3, 2e-3, output_bytes=2**20))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in ps.chakra.save(f"{folder}/step", timeline)]
-    ['step.0.et', 'step.1.et']
     """
     path = check_path("prefix", prefix, "write")
     if not path.name or str(prefix).endswith(("/", ".")):
@@ -252,8 +241,6 @@ def save(prefix: Path | str, timeline: Timeline) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class _Nodes:
-    """The nodes of a timeline's tasks."""
-
     timeline: Timeline
 
     @property
@@ -262,7 +249,6 @@ class _Nodes:
 
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Start and duration of each task (us), and its bytes."""
         timeline = self.timeline
         timeline.check_complete("a Chakra trace")
         begin = float(min(0.0, timeline.start.min(initial=0.0)))
@@ -329,7 +315,6 @@ class _Nodes:
         return NodeType.COMP_NODE if alone else kind
 
     def _attributes(self, task: int) -> list[Any]:
-        """Return the attributes of a task's node."""
         attribute, kind, graph = messages().attribute, self._type(task), self.graph
         nbytes = int(self._columns[2][task])
         rows = [attribute(name="is_cpu_op", bool_val=False)]

@@ -41,15 +41,7 @@ if TYPE_CHECKING:
 
 
 def load_saved(path: Path) -> dict[str, Timeline]:
-    """Return the timelines of a trace that `pipesim.trace.save` wrote, by name.
-
-    Raises
-    ------
-    TimelineError
-        For a file that cannot be read, was cut or changed, or that another program wrote.
-    CapacityError
-        For a file that is too large for memory, once decompressed.
-    """
+    """Return the timelines of a trace that `pipesim.trace.save` wrote, by name."""
     timelines = saved_timelines(path, read_trace(path))
     if not timelines:
         raise TimelineError(
@@ -68,32 +60,21 @@ def has_timelines(path: Path) -> bool:
 
 
 def saved_form(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return timelines as JSON values: name, settings and columns of each."""
-    return [
-        {"name": name, **dict(zip(("columns", "settings"), _columns(timeline), strict=True))}
-        for name, timeline in timelines.items()
-    ]
-
-
-def _columns(timeline: Timeline) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """Return the columns of a timeline, None for NaN, which JSON does not have; and settings."""
-    rows, settings = to_rows(timeline)
-    columns = {str(name): rows[name].tolist() for name in rows}
-    for name in SECONDS_AND_BYTES:
-        if name in columns:
-            columns[name] = [None if value != value else value for value in columns[name]]
-    return columns, settings
+    """Return timelines as JSON values: name, columns (None for NaN) and settings of each."""
+    saved = []
+    for name, timeline in timelines.items():
+        rows, settings = to_rows(timeline)
+        columns = {str(key): rows[key].tolist() for key in rows}
+        for key in columns.keys() & SECONDS_AND_BYTES:
+            columns[key] = [None if value != value else value for value in columns[key]]
+        saved.append({"name": name, "columns": columns, "settings": settings})
+    return saved
 
 
 def saved_timelines(path: Path, content: Mapping[str, Any]) -> dict[str, Timeline]:
     """Return the timelines in a trace, by name; empty if `pipesim.trace.save` did not write it.
 
     ``content`` is as `pipesim.trace.chrome_json.load` returns it, which has checked its checksum.
-
-    Raises
-    ------
-    TimelineError
-        For a timeline that `pipesim.trace.save` would not write.
     """
     saved = content.get(SAVED)
     if saved is None:
@@ -143,7 +124,6 @@ def _column(name: str, values: Sequence[object]) -> Any:
 
 
 def _check_all(name: str, good: Iterable[bool], kind: str) -> None:
-    """Raise `TimelineError` unless all values of a column are good."""
     if not all(good):
         raise TimelineError(f"column {name!r} must have {kind}")
 
@@ -159,9 +139,8 @@ Microseconds = NDArray[np.float64]
 NEVER = np.iinfo(np.int64).min
 
 #: Order of threads in a process, by the first part of their stream's name.
-_SORTED = (
-    *("compute", "collective", "exchange", "unshard", "offload", "reload", "copy", "recv", "send"),
-)
+_SORTED = ("compute", "collective", "exchange", "unshard", "offload", "reload", "copy", "recv",
+           "send")  # fmt: skip
 
 
 def save(
@@ -198,24 +177,20 @@ def save(
     >>> {name: float(timeline.makespan) for name, timeline in both.items()}
     {'backward 2': 15.0, 'backward 3': 20.0}
     """
-    path = _check_trace_path(path)
+    path = check_path("path", path, "write", "path: a trace is written to")
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
     named = _named(timelines)
     events: list[Event] = []
     n_tasks = 0
     for name, timeline in named.items():
         label = f"{name}: " if len(named) > 1 else ""
-        events += _events(timeline, label, n_tasks, _next_pid(events))
+        used = max((event["pid"] for event in events), default=0)
+        first_pid = 1000 * (used // 1000 + 1) if used else 1
+        events += _events(timeline, label, n_tasks, first_pid)
         n_tasks += len(timeline)
     saved = {"timelines": saved_form(named)}
     write(path, {"displayTimeUnit": "ms", "traceEvents": events, SAVED: saved})
-
-
-def _check_trace_path(path: Path | str) -> Path:
-    """Return a path to write a trace to."""
-    path = check_path("path", path, "write", "path: a trace is written to")
-    if not path.name.endswith((".json", ".json.gz")):
-        raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
-    return path
 
 
 def _named(timelines: object) -> dict[str, Timeline]:
@@ -242,12 +217,6 @@ def _named(timelines: object) -> dict[str, Timeline]:
     if not named:
         raise ArgumentError("timelines is empty; a trace needs at least one timeline")
     return named
-
-
-def _next_pid(events: Sequence[Event]) -> int:
-    """Return the first process number of the next timeline: the next multiple of 1000, or 1."""
-    used = max((event["pid"] for event in events), default=0)
-    return 1 if not used else 1000 * (used // 1000 + 1)
 
 
 def _events(timeline: Timeline, label: str, first_id: int, first_pid: int) -> Iterator[Event]:
@@ -277,7 +246,6 @@ def _events(timeline: Timeline, label: str, first_id: int, first_pid: int) -> It
 def _slices(
     timeline: Timeline, start: Microseconds, end: Microseconds, places: Sequence[Place]
 ) -> Iterator[Event]:
-    """Yield a slice for each task that started, in the category of its operation."""
     graph, shown, nbytes = timeline.graph, names(timeline), timeline.nbytes
     stages, ops, microbatches = graph.stage.tolist(), graph.op.tolist(), graph.microbatch.tolist()
     for task in np.flatnonzero(~np.isnan(timeline.start)).tolist():
@@ -334,13 +302,6 @@ def names(timeline: Timeline) -> list[str]:
     -------
     list of str
         Text of each task, such as ``"0F3"``, in order of task ids.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-    >>> ps.trace.names(timeline)[:3]
-    ['0F0', '0SEND_F0', '1RECV_F0']
     """
     graph = timeline.graph
     columns = (graph.stage, graph.op, graph.microbatch, graph.peer_stage, graph.part)
@@ -364,14 +325,6 @@ def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
     -------
     tuple of numpy.ndarray
         Start and end of each task (ns), integers; shape ``(len(timeline.graph),)`` each.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-    >>> start, end = ps.trace.nanoseconds(timeline)
-    >>> start[3].item(), end[3].item()
-    (1000000000, 2000000000)
     """
     times = np.concatenate([timeline.start, timeline.end])
     latest = float(np.fmax.reduce(times, initial=0.0))
@@ -450,13 +403,6 @@ def slice_event(
     -------
     dict
         The event, to be written as JSON.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> event = ps.trace.slice_event("0F0", "F", 0.0, 1.5, {"pid": 0, "tid": 0}, {"stage": 0})
-    >>> event["ph"], event["ts"], event["dur"]
-    ('X', 0.0, 1.5)
     """
     # A trace's times have three decimals; their difference has more, from rounding.
     duration = round(end - start, 3)
@@ -467,7 +413,6 @@ def slice_event(
 
 
 def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[Event]:
-    """Yield the name of a process or thread, and its position among the others."""
     for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
         yield {"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": tid, "args": args}
 
@@ -485,17 +430,6 @@ def write(path: Path, trace: Event) -> None:
         File to write; compressed if the name ends in ``.gz``.
     trace
         The trace as a dict, with a list of events as ``"traceEvents"``.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> import pipesim as ps
-    >>> event = ps.trace.slice_event("0F0", "F", 0.0, 1.5, {"pid": 0, "tid": 0}, {})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder) / "trace.json"
-    ...     ps.trace.write(path, {"traceEvents": [event]})
-    ...     print(path.read_text().splitlines()[1][:25])
-    {"ph": "X", "cat": "F", "
     """
     events = [json.dumps(event) for event in trace.pop("traceEvents")]
     saved = f', "{SAVED}": {json.dumps(trace.pop(SAVED))}' if SAVED in trace else ""

@@ -27,7 +27,7 @@ from pipesim.trace.working_times import split_overlapped, working_times
 
 # Steps of a trace
 
-ONE_PIPELINE = (
+_ONE_PIPELINE = (
     "give the traces of one pipeline, not of its replicas (only={...} chooses one in a file); "
     "bidirectional schedules, with a stage on several ranks, cannot be imported"
 )
@@ -55,12 +55,6 @@ def cut_steps(trace: Trace) -> list[RankStep]:
 
     The trace is first cut also where the F of the lowest micro-batch begins. If that gives no such
     step, since the micro-batches are in another order, it is cut only where an action comes again.
-
-    Raises
-    ------
-    TimelineError
-        For a trace without a whole step, for a backward before its F, for an action that is in a
-        step twice, and for compute actions at the same time on several threads.
     """
     # Of two that start at the same time, the one that takes no time comes first.
     times = sorted(
@@ -145,7 +139,13 @@ def count_steps(files: Sequence[Path], steps: Sequence[Sequence[RankStep]], step
 
 def check_complete(tasks: Mapping[Action, PlacedTask], n_devices: int) -> None:
     """Raise if a step lacks an action that every step has, or a rank has no stage."""
-    device_of = _stage_devices(tasks)
+    device_of: dict[int, int] = {}
+    for action, task in tasks.items():
+        if device_of.setdefault(action.stage, task.device) != task.device:
+            raise TimelineError(
+                f"stage {action.stage} is on ranks {device_of[action.stage]} and {task.device}; "
+                + _ONE_PIPELINE
+            )
     n_stages = max(device_of) + 1
     n_microbatches = max(action.microbatch or 0 for action in tasks) + 1
     for stage in range(n_stages):
@@ -162,18 +162,6 @@ def check_complete(tasks: Mapping[Action, PlacedTask], n_devices: int) -> None:
     idle = set(range(n_devices)) - set(device_of.values())
     if idle:
         raise TimelineError(f"rank {min(idle)} has no stage of the pipeline; leave out its trace")
-
-
-def _stage_devices(tasks: Mapping[Action, PlacedTask]) -> dict[int, int]:
-    """Return the device of each stage. Raise if a stage is on several."""
-    device_of: dict[int, int] = {}
-    for action, task in tasks.items():
-        if device_of.setdefault(action.stage, task.device) != task.device:
-            raise TimelineError(
-                f"stage {action.stage} is on ranks {device_of[action.stage]} and {task.device}; "
-                + ONE_PIPELINE
-            )
-    return device_of
 
 
 def _missing_op(ops: set[Op]) -> Op | None:
@@ -196,17 +184,8 @@ def _missing_op(ops: set[Op]) -> Op | None:
 class ImportedStep:
     """One step read from traces, and how well the clocks of its ranks agree.
 
-    Attributes
-    ----------
-    timeline
-        One step.
-    offsets
-        Seconds that were added to each rank's clock, shape ``(n_devices,)``.
-    residual
-        Seconds by which the worst message is still used before it was sent; see
-        `pipesim.trace.clock_offsets.align_clocks`.
-    n_steps
-        Whole steps in the traces.
+    ``offsets`` (s, shape ``(n_devices,)``) and ``residual`` (s) are those of
+    `pipesim.trace.clock_offsets.align_clocks`, ``n_steps`` is the number of whole steps.
     """
 
     timeline: Timeline
@@ -242,12 +221,9 @@ def load(
         check_count("n_ranks", n_ranks, 0)
     rules = RangeRules.checked(pattern, fields, ops, only)
     content = read_trace(files[0]) if len(files) == 1 else None
-    by_default = (pattern, fields, ops, only, n_ranks) == (None,) * 5 and (step, gaps) == (
-        -1,
-        "keep",
-    )
     has_no_bytes = type(output_bytes) in (int, float) and not output_bytes
-    if content is not None and by_default and has_no_bytes:
+    by_default = all(x is None for x in (pattern, fields, ops, only, n_ranks)) and has_no_bytes
+    if content is not None and by_default and step == -1 and gaps == "keep":
         timelines = saved_timelines(files[0], content)
         if timelines:
             timeline = _selected(files[0], timelines, name)
@@ -281,13 +257,7 @@ def _selected(path: Path, timelines: Mapping[str, Timeline], name: str) -> Timel
 
 
 def _place_tasks(traces: Sequence[Trace], steps: Sequence[RankStep]) -> dict[Action, PlacedTask]:
-    """Return when each action of a step ran and on which rank, all from the first trace's origin.
-
-    Raises
-    ------
-    TimelineError
-        For an action on several ranks.
-    """
+    """Return the rank, start and end of each action of a step, from the first trace's origin."""
     origin = traces[0].origin
     tasks: dict[Action, PlacedTask] = {}
     for device, (trace, step) in enumerate(zip(traces, steps, strict=True)):
@@ -295,7 +265,7 @@ def _place_tasks(traces: Sequence[Trace], steps: Sequence[RankStep]) -> dict[Act
         for action, (item, (start, end, on_device)) in step.items():
             if action in tasks:
                 raise TimelineError(
-                    f"{action} is on ranks {tasks[action].device} and {device}; {ONE_PIPELINE}"
+                    f"{action} is on ranks {tasks[action].device} and {device}; {_ONE_PIPELINE}"
                 )
             half = next((x for x in item.overlapped or () if x != action and x in step), None)
             tasks[action] = PlacedTask(
@@ -305,7 +275,6 @@ def _place_tasks(traces: Sequence[Trace], steps: Sequence[RankStep]) -> dict[Act
 
 
 def _columns(placed: Mapping[Action, PlacedTask]) -> MeasuredTasks:
-    """Return the tasks of a step as columns."""
     row = {action: number for number, action in enumerate(placed)}
     ints = np.array(
         [

@@ -27,16 +27,7 @@ _DIGITS = 600
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object of a trace's file; its ``traceEvents`` are a list.
-
-    Raises
-    ------
-    TimelineError
-        For a file that cannot be read or was cut (the message names the place), that is no
-        Chrome trace, or that `pipesim.trace.save` wrote and that was changed since.
-    CapacityError
-        For a file that is too large for memory, compressed or not.
-    """
+    """Return the JSON object of a trace's file; its ``traceEvents`` are a list."""
     what = "a trace from"
     data = read_bytes(path, what, TimelineError)
     if data[:2] == b"\x1f\x8b":
@@ -158,12 +149,6 @@ def read_header(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int
     """Return the rank, the number of ranks, and the origin of the times (ns) of a trace.
 
     Rank and number are None, and the origin is 0, if the trace does not have them.
-
-    Raises
-    ------
-    TimelineError
-        For a rank that is negative or beyond the number of ranks, and an origin that no clock
-        shows.
     """
     info = content.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
@@ -187,18 +172,11 @@ def read_header(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int
 
 
 def _whole(value: object) -> int | None:
-    """Return a value that is a whole number, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def seconds(path: Path, event: Mapping[str, Any], index: int) -> tuple[float, float]:
-    """Return when a complete event of a trace began and ended (s).
-
-    Raises
-    ------
-    TimelineError
-        For times that are no finite numbers, and negative durations; the message names the event.
-    """
+    """Return when a complete event of a trace began and ended (s)."""
     start, duration = (_microseconds(path, event, index, key) for key in ("ts", "dur"))
     return start * 1e-6, (start + duration) * 1e-6
 
@@ -235,12 +213,6 @@ def complete_events(
     - ``"b"`` and ``"e"``: an end ends the innermost range of its process, category, id and name.
 
     Begin and end events of a thread may stand in any order, and are sorted by their time.
-
-    Raises
-    ------
-    TimelineError
-        For ranges that are not ended, ends of no range, ends of another name than the innermost
-        range, and times of any of these that are no finite numbers.
     """
     marks: dict[tuple[object, ...], list[_Mark]] = defaultdict(list)
     for index, event in enumerate(content["traceEvents"]):

@@ -52,13 +52,7 @@ if TYPE_CHECKING:
 
 
 def files_of(paths: Path | str | Iterable[Path | str], pattern: str) -> list[Path]:
-    """Return the files of a folder that match ``pattern``, by name; or files in their order.
-
-    Raises
-    ------
-    TimelineError
-        For no files.
-    """
+    """Return the files of a folder that match ``pattern``, by name; or files in their order."""
     from pipesim.trace.trace_files import list_files  # which takes a while to import
 
     if isinstance(paths, str | os.PathLike) and is_folder(folder := check_path("paths", paths)):
@@ -129,12 +123,6 @@ def nsys_to_chrome(paths: Path | str | Iterable[Path | str], folder: Path | str)
     ------
     TimelineError
         For a file that is no such database, and for one without ranges.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> traces = ps.trace.nsys_to_chrome("report.sqlite", "traces")  # doctest: +SKIP
-    >>> ps.Timeline.from_chrome(traces)  # doctest: +SKIP
     """
     files = files_of(paths, "*.sqlite")
     target = check_path("folder", folder, "write")
@@ -275,7 +263,6 @@ def read_primus(
 
 
 def _rank_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
-    """Return the file of each rank, in order."""
     files = files_of(paths, "pp_rank_*.json")
     ranks = {int(name[1]): path for path in files if (name := PP_RANK.fullmatch(path.name))}
     if not ranks or sorted(ranks) != list(range(len(files))):
@@ -446,10 +433,7 @@ def _rows(text: str) -> list[tuple[object, ...]]:
 
 
 def _times(line: str, timer: str) -> tuple[list[tuple[str, int, float, float]], str]:
-    """Return timers of a line, with rank, minimum and maximum (ms); and the timer of ranks below.
-
-    ``timer`` is the timer of the lines of ranks.
-    """
+    """Return timers of a line, with rank, minimum and maximum (ms); and that of ranks below it."""
     if match := _LINE.search(line):
         rank = int(match[1] or match[2] or -1)
         parts = _PART.findall(match[3])

@@ -40,15 +40,6 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     -------
     list of pathlib.Path
         The file of each device.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import pipesim as ps
-    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in ps.hta.save(folder, timeline)]
-    ['rank0.json', 'rank1.json']
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"a trace is of a Timeline, got {type(timeline).__name__}")

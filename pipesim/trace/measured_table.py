@@ -33,8 +33,8 @@ from pipesim.trace.measured_tasks import (
 )
 from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
-from pipesim.utils.files import check_path, gunzip, read_bytes
 from pipesim.utils.packages import import_extra
+from pipesim.utils.files import check_path, gunzip, read_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,8 +58,6 @@ _COLUMNS = {
 }
 #: Units of times, in seconds.
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-#: Other names of columns.
-_ALIASES = {"bytes": "nbytes"}
 #: Seconds by which tasks of a device may overlap, as times are rounded, and the share of the
 #: shorter task, as the next one may be called before the one before it has ended.
 _ROUNDED, _EARLY = 5e-6, 0.01
@@ -149,13 +147,11 @@ def _frame(table: object) -> pd.DataFrame:
 
 
 def _renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:
-    """Return the columns that are read, under our names."""
     chosen = {} if columns is None else columns
     names = check_mapping("columns", chosen, "such as {'microbatch': 'mb'}")
     source = {str(x): str(x) for x in frame.columns if str(x) in _COLUMNS}
-    for alias, own in _ALIASES.items():
-        if alias in frame and own not in source:
-            source[own] = alias
+    if "bytes" in frame and "nbytes" not in source:
+        source["nbytes"] = "bytes"
     for own, other in names.items():
         check_name("column", own, _COLUMNS)
         if check_text(f"columns[{own!r}]", other) not in frame:
@@ -256,7 +252,6 @@ def _with_operations(
 
 
 def _floats(rows: pd.DataFrame, column: str) -> Floats:
-    """Return a column of numbers, NaN for missing ones."""
     from pipesim.utils.packages import pandas as pd
 
     values = rows[column]
@@ -306,7 +301,6 @@ def _times(rows: pd.DataFrame, unit: float) -> tuple[Floats, Floats]:
 
 
 def _places(rows: pd.DataFrame, replica: Ints) -> tuple[Ints, Ints]:
-    """Return the device and the stage of each row."""
     n_replicas = int(replica.max()) + 1
     if "device" not in rows:
         if "chunk" in rows:
@@ -454,6 +448,5 @@ def _check_overlaps(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
 
 
 def _action(tasks: MeasuredTasks, row: int) -> Action:
-    """Return the action of a task."""
     microbatch = int(tasks.microbatch[row])
     return Action(int(tasks.stage[row]), Op(tasks.op[row]), None if microbatch < 0 else microbatch)

@@ -32,7 +32,8 @@ from pipesim.ops import (
     Op,
 )
 from pipesim.scheduling.registry import options_of_schedules, schedule
-from pipesim.timeline.timeline import Timeline, align_collectives
+from pipesim.timeline.timeline import align_collectives
+from pipesim.timeline.timeline import Timeline
 from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.utils.csr import Ints
 
@@ -80,24 +81,13 @@ _IDENTITY = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
 
 @dataclass(frozen=True, eq=False)
 class MeasuredTasks:
-    """Columns of the tasks of one step; one entry a task.
+    """Columns of the tasks of one step; one entry a task, as in `pipesim.Tasks`.
 
-    Attributes
-    ----------
-    op, device, stage, replica
-        As in `pipesim.Tasks`.
-    microbatch
-        -1 for operations on a whole stage.
-    start, end
-        Seconds, by the clock of the task's device.
-    peer_stage, part
-        As in `pipesim.Tasks`; -1 for none.
-    on_device
-        Whether a GPU recorded the times, and not the program that called it.
-    other_half
-        The other half of an overlapped action; -1 for other tasks.
-    nbytes
-        Bytes of a message; NaN if unknown.
+    - ``start``, ``end``: seconds, by the clock of the task's device.
+    - ``on_device``: whether a GPU recorded the times, and not the program that called it.
+    - ``other_half``: the other half of an overlapped action, else -1.
+    - ``nbytes``: bytes of a message; NaN if unknown.
+    - ``microbatch``, ``peer_stage`` and ``part`` are -1 for none.
     """
 
     op: Ints
@@ -158,11 +148,6 @@ class MeasuredTasks:
         """Return a number for each task that tells it from all others of its step.
 
         ``columns`` replace those of the tasks, to compute the keys of other tasks.
-
-        Raises
-        ------
-        CapacityError
-            For numbers of stages, micro-batches and replicas too large to tell tasks apart.
         """
         key, size = np.zeros(1, np.int64), 1
         for name in _IDENTITY:
@@ -203,7 +188,6 @@ class _Messages(NamedTuple):
     origin: Ints
 
     def take(self, rows: Ints | Flags) -> _Messages:
-        """Return some messages."""
         return _Messages(*(column[rows] for column in self))
 
 
@@ -236,22 +220,13 @@ def timeline_of(
 
     Parameters
     ----------
-    tasks, n_devices
-        Tasks on the devices 0 to ``n_devices - 1``.
     output_bytes
         Bytes of each message of unknown size, as in `Costs`.
     gaps
         Time in which a device waited for no message: ``"keep"`` leaves it, ``"stages"`` adds it to
         the operations on whole stages beside it, ``"charge"`` also to any other task after it.
     name
-        Name of the timeline; by default that of the schedule with the same orders, or "measured".
-    stacklevel
-        Stack level of warnings.
-
-    Raises
-    ------
-    TimelineError
-        If no step could have run the tasks.
+        By default that of the schedule with the same orders, or "measured".
 
     Warns
     -----
@@ -287,7 +262,8 @@ def timeline_of(
     graph = _graph(tasks, stream, name)
     by_stage = tuple(output_bytes) if isinstance(output_bytes, Sequence) else output_bytes
     sizes = Costs(0.0, output_bytes=by_stage).per_stage("output_bytes", graph.n_stages)
-    rows = _rows_in(graph, tasks)
+    columns = {key: getattr(graph, key).astype(np.int64) for key in _IDENTITY}
+    rows = _Finder(tasks).rows(tasks.keys(**columns))  # of each task of the graph
     measured = tasks.nbytes[rows]
     is_known = graph.is_op(TRANSFERS) & ~np.isnan(measured)
     nbytes = np.where(is_known, measured, message_bytes(graph.kinds, sizes)[graph.kind])
@@ -360,15 +336,7 @@ def _graph(tasks: MeasuredTasks, stream: Ints, name: str) -> TaskGraph:
     return graph
 
 
-def _rows_in(graph: TaskGraph, tasks: MeasuredTasks) -> Ints:
-    """Return the row of each task of a graph in the tasks that it was built from."""
-    columns = {name: getattr(graph, name).astype(np.int64) for name in _IDENTITY}
-    return _Finder(tasks).rows(tasks.keys(**columns))
-
-
 class _Finder:
-    """Finds tasks by their keys."""
-
     def __init__(self, tasks: MeasuredTasks) -> None:
         self.tasks, keys = tasks, tasks.keys()
         self._order = np.argsort(keys)

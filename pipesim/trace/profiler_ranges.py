@@ -129,23 +129,13 @@ class Range(NamedTuple):
 class Trace:
     """The events of one rank's trace that matter to a pipeline.
 
-    Attributes
-    ----------
-    path, rank, world_size
-        The file, and the rank and number of ranks in its header, or None.
-    origin
-        Time of the trace's clock that all its times count from (ns).
-    ranges
-        In order of start.
-    names
-        Some names of other ranges, for messages.
-    operations, autograd_operations, communication, communication_by_thread
-        Operations on the CPU; those of them that autograd's engine runs; and calls that
-        communicate, all and by thread.
-    kernels
-        Kernels of each launch, by correlation.
-    launches
-        Time (s), thread and correlation of each launch.
+    - ``rank``, ``world_size``: rank and number of ranks in the file's header, or None.
+    - ``origin``: time of the trace's clock that all its times count from (ns).
+    - ``ranges``: in order of start. ``names``: some names of other ranges, for messages.
+    - ``autograd_operations``: those of the ``operations`` on the CPU that autograd's engine runs.
+    - ``communication``: calls that communicate.
+    - ``kernels``: of each launch, by correlation.
+    - ``launches``: time (s), thread and correlation of each.
     """
 
     path: Path
@@ -153,7 +143,7 @@ class Trace:
     world_size: int | None
     origin: int
     ranges: list[Range] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
     operations: list[Span] = field(default_factory=list)
     autograd_operations: list[Span] = field(default_factory=list)
     communication: list[Span] = field(default_factory=list)
@@ -193,21 +183,52 @@ def read_trace(
     """Return the trace in a file; with ``rank``, the events of that rank and of all GPUs.
 
     ``content`` is as `pipesim.trace.chrome_json.load` returns it.
-
-    Raises
-    ------
-    TimelineError
-        For events whose time or duration is no number, or negative, or whose category is none, and
-        for begin and end events that make no pairs.
     """
     trace = Trace(path, *read_header(path, content))
-    names: dict[str, None] = {}
     labels = row_labels(content)
     for index, event in complete_events(path, content):
-        label = labels.get(("process_labels", str(event.get("pid")), ""))
-        _add_event(trace, event, index, names, reader, rank, str(label or "CPU"))
+        name, category, args = str(event.get("name", "")), event.get("cat"), event.get("args")
+        correlation = args.get("correlation") if isinstance(args, dict) else None
+        _check_plain(trace, index, name, {"category": category, "correlation": correlation})
+        if category == _COPIES:
+            continue
+        label = labels.get(("process_labels", str(event.get("pid")), ""))  # such as "GPU 0"
+        if _is_on_device(category, args, str(label or "CPU")):
+            communicates = is_communication(name, args, on_device=True)
+            span = Span(*seconds(path, event, index), True)
+            trace.kernels[correlation].append((span, communicates))
+            continue
+        if not reader.is_selected(event):
+            continue
+        owner = reader.rank(event)
+        if rank not in (None, owner):
+            continue
+        thread = (owner, str(event.get("tid")))
+        # Any call may launch kernels, whatever its back end calls its category. Elsewhere than in
+        # calls of drivers a correlation of 0 stands for none.
+        if correlation is not None and (correlation or is_launch(category)):
+            start, _ = seconds(path, event, index)
+            trace.launches.append((start, thread, correlation))
+        if (action := reader.action(event)) is not None:
+            start, end = seconds(path, event, index)
+            if isinstance(action, Overlapped):
+                trace.ranges.append(Range(action.forward, start, end, thread, action, whole=True))
+            else:
+                trace.ranges.append(Range(action, start, end, thread))
+        elif is_launch(category):
+            pass
+        elif is_communication(name, args, on_device=False):
+            span = Span(*seconds(path, event, index))
+            trace.communication.append(span)
+            trace.communication_by_thread[thread].append(span)
+        elif category == "cpu_op":
+            span = Span(*seconds(path, event, index))
+            trace.operations.append(span)
+            if name.startswith(_AUTOGRAD):
+                trace.autograd_operations.append(span)
+        elif len(trace.names) < _N_NAMES:
+            trace.names[name] = None
     trace.ranges = _without_doubles(sorted(trace.ranges, key=lambda r: (r.start, -r.end)))
-    trace.names = list(names)
     _mark_launched_communication(trace)
     return trace
 
@@ -222,61 +243,6 @@ def _mark_launched_communication(trace: Trace) -> None:
             if k >= 0 and time <= reached[thread][k]:
                 own = trace.kernels[correlation]
                 trace.kernels[correlation] = [(span, True) for span, _ in own]
-
-
-def _add_event(
-    trace: Trace,
-    event: Mapping[str, Any],
-    index: int,
-    names: dict[str, None],
-    reader: RangeReader,
-    rank: str | None,
-    label: str,
-) -> None:
-    """Add a complete event of a rank to the list of the trace that it belongs to, if any.
-
-    ``label`` is that of the event's process, such as ``GPU 0``.
-    """
-    name, category, args = str(event.get("name", "")), event.get("cat"), event.get("args")
-    correlation = args.get("correlation") if isinstance(args, dict) else None
-    _check_plain(trace, index, name, {"category": category, "correlation": correlation})
-    if category == _COPIES:
-        return
-    if _is_on_device(category, args, label):
-        communicates = is_communication(name, args, on_device=True)
-        span = Span(*seconds(trace.path, event, index), True)
-        trace.kernels[correlation].append((span, communicates))
-        return
-    if not reader.is_selected(event):
-        return
-    owner = reader.rank(event)
-    if rank not in (None, owner):
-        return
-    thread = (owner, str(event.get("tid")))
-    # Any call may launch kernels, whatever its back end calls its category. Elsewhere than in calls
-    # of drivers a correlation of 0 stands for none.
-    if correlation is not None and (correlation or is_launch(category)):
-        start, _ = seconds(trace.path, event, index)
-        trace.launches.append((start, thread, correlation))
-    if (action := reader.action(event)) is not None:
-        start, end = seconds(trace.path, event, index)
-        if isinstance(action, Overlapped):
-            trace.ranges.append(Range(action.forward, start, end, thread, action, whole=True))
-        else:
-            trace.ranges.append(Range(action, start, end, thread))
-    elif is_launch(category):
-        pass
-    elif is_communication(name, args, on_device=False):
-        span = Span(*seconds(trace.path, event, index))
-        trace.communication.append(span)
-        trace.communication_by_thread[thread].append(span)
-    elif category == "cpu_op":
-        span = Span(*seconds(trace.path, event, index))
-        trace.operations.append(span)
-        if name.startswith(_AUTOGRAD):
-            trace.autograd_operations.append(span)
-    elif len(names) < _N_NAMES:
-        names[name] = None
 
 
 def _is_on_device(category: object, args: object, label: str) -> bool:
@@ -295,7 +261,6 @@ def _is_on_device(category: object, args: object, label: str) -> bool:
 
 
 def _check_plain(trace: Trace, index: int, name: str, values: Mapping[str, object]) -> None:
-    """Raise if a value of an event is a list or an object."""
     for what, value in values.items():
         if isinstance(value, (list, dict)):
             raise TimelineError(
@@ -320,10 +285,7 @@ def _without_doubles(ranges: list[Range]) -> list[Range]:
         for inner in thread_ranges:
             while stack and stack[-1].end <= inner.start:
                 stack.pop()
-            outer.update(id(item) for item in stack if _same_action(item, inner))
+            own = inner.action, inner.whole
+            outer.update(id(item) for item in stack if (item.action, item.whole) == own)
             stack.append(inner)
     return [item for item in ranges if id(item) not in outer]
-
-
-def _same_action(one: Range, other: Range) -> bool:
-    return (one.action, one.whole) == (other.action, other.whole)

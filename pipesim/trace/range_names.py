@@ -93,13 +93,7 @@ def word_key(word: str, words: Ops) -> str:
 
 
 def check_pattern(pattern: str) -> str:
-    """Return ``pattern``, a regular expression with the groups that are needed.
-
-    Raises
-    ------
-    TimelineError
-        If it is no regular expression, or lacks a group.
-    """
+    """Return ``pattern``, a regular expression with the groups that are needed."""
     try:
         groups = re.compile(pattern).groupindex
     except (re.error, TypeError) as error:
@@ -161,21 +155,8 @@ def named_action(
 ) -> Action | None:
     """Return the action of a range, or None if its operation is left out.
 
-    Parameters
-    ----------
-    where
-        File and range, for messages.
-    ops
-        Operations by the words of the file, which come before our own words.
-    word
-        Operation.
-    stage, microbatch, peer
-        Whole numbers as texts; -1 for none.
-
-    Raises
-    ------
-    TimelineError
-        For an unknown operation, numbers that are none, and a micro-batch that is missing.
+    ``where`` is the file and the range, for messages. ``ops`` come before our own words. ``stage``,
+    ``microbatch`` and ``peer`` are whole numbers as texts; -1 for none.
     """
     words: Ops = {**WORDS, **_IGNORED, **ops}
     key = word_key(word, words)
@@ -203,7 +184,6 @@ def named_action(
 
 
 def _parse_pair(path: Path, pattern: str, name: str) -> Action | Overlapped:
-    """Parse the name of a range that covers two actions."""
     if "stage" not in re.compile(pattern).groupindex:
         raise TimelineError(
             f"{path}: range {name!r} is of several stages, but pattern {pattern!r} says that each "
@@ -220,9 +200,8 @@ def _parse_pair(path: Path, pattern: str, name: str) -> Action | Overlapped:
 Event = Mapping[str, Any]
 _Labels = Mapping[tuple[str, str, str], object]
 
-#: Fields of a range: those that are needed, and others.
+#: Fields of a range; the first two are needed.
 FIELDS = ("op", "microbatch", "stage", "rank")
-_N_NEEDED = 2
 _PLACES = ("name", "cat", "pid", "tid", "process_name", "thread_name")
 _ADVICE = "such as {'op': 'name', 'microbatch': 'args.micro_batch', 'stage': 'pid'}"
 
@@ -260,16 +239,9 @@ class Place(NamedTuple):
 class RangeRules:
     """Arguments of `Timeline.from_chrome` that say which events are ranges, and of which action.
 
-    Attributes
-    ----------
-    patterns
-        Regular expressions for names, tried in order; none with ``fields``.
-    fields
-        Places of the fields of a range; empty to read names.
-    ops
-        Operations by the words of the file.
-    only
-        Texts that events must have at places.
+    ``patterns`` are regular expressions for names, tried in order; none with ``fields``, places of
+    the fields of a range. ``ops`` has operations by the words of the file, ``only`` the texts that
+    events must have at places.
     """
 
     patterns: tuple[str, ...]
@@ -279,13 +251,7 @@ class RangeRules:
 
     @classmethod
     def checked(cls, pattern: str | None, fields: object, ops: object, only: object) -> RangeRules:
-        """Return the rules of arguments as a user gives them; None for those not given.
-
-        Raises
-        ------
-        TimelineError
-            For a pattern that cannot be used.
-        """
+        """Return the rules of arguments as a user gives them; None for those not given."""
         words = {} if ops is None else check_ops(ops)
         values = {} if only is None else check_mapping("only", only, "such as {'pid': 0}")
         selected = {_check_place("only", path): str(value) for path, value in values.items()}
@@ -300,7 +266,7 @@ class RangeRules:
         places = {}
         for field, place in check_mapping("fields", fields, _ADVICE).items():
             places[check_name("field of fields", field, FIELDS)] = _check_place("fields", place)
-        for field in FIELDS[:_N_NEEDED]:
+        for field in FIELDS[:2]:
             if field not in places:
                 raise ArgumentError(f"fields has no {field!r}; give its place, {_ADVICE}")
         return cls((), places, words, selected)
@@ -331,18 +297,9 @@ def _check_place(argument: str, place: object) -> Place:
 
 
 class RangeReader(NamedTuple):
-    """Functions of an event of one file.
+    """Functions of an event: its action, if any; its rank or process; whether it is to be read.
 
-    Attributes
-    ----------
-    action
-        Action of a range, or None for another event.
-    rank
-        Rank or process, as a text.
-    is_selected
-        Whether the event is one to read, as ``only`` says.
-    rank_is_stage
-        Whether the actions have stage 0, and their stage is their rank.
+    With ``rank_is_stage``, actions have stage 0, and their stage is their rank.
     """
 
     action: Callable[[Event], Action | Overlapped | None]

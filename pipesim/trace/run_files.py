@@ -11,7 +11,7 @@ from typing import Literal
 from pipesim.errors import PipeError, TimelineError
 from pipesim.timeline.tables import is_header
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import chrome_export as saved_timelines
+from pipesim.trace.chrome_export import has_timelines, load_saved
 from pipesim.trace.foreign_files import PP_RANK, SQLITE, TIMERS, nsys_to_chrome, read_primus
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
 
@@ -26,13 +26,7 @@ _HEAD = 1 << 16
 
 
 class LoadedTimelines(dict[str, Timeline]):
-    """Timelines of a run by name.
-
-    Attributes
-    ----------
-    source
-        Kind and size of the files, in words.
-    """
+    """Timelines of a run by name; ``source`` has the kind and size of the files, in words."""
 
     def __init__(self, timelines: Mapping[str, Timeline], source: str) -> None:
         super().__init__(timelines)
@@ -95,7 +89,7 @@ def load(path: Path | str) -> LoadedTimelines:
     path = check_path("path", path)
     match file_kind(path):
         case "saved":
-            return LoadedTimelines(saved_timelines.load(path), "trace of pipesim.trace.save")
+            return LoadedTimelines(load_saved(path), "trace of pipesim.trace.save")
         case "table":
             timeline = Timeline.load(path)
             return LoadedTimelines({timeline.name: timeline}, "table of Timeline.save")
@@ -139,13 +133,7 @@ def as_chrome(path: Path, kind: FileKind) -> Iterator[Path | list[Path]]:
 
 
 def file_kind(path: Path) -> FileKind:
-    """Return the kind of a file or folder.
-
-    Raises
-    ------
-    TimelineError
-        For a file without timelines.
-    """
+    """Return the kind of a file or folder."""
     if is_folder(path):
         try:
             names = [file.name for file in path.iterdir() if not file.name.startswith(".")]
@@ -169,7 +157,7 @@ def file_kind(path: Path) -> FileKind:
     if head.startswith(b"\x1f\x8b") or first in ("{", "["):
         if b'"fwd_start"' in head:
             return "primus"
-        return "saved" if saved_timelines.has_timelines(path) else "chrome"
+        return "saved" if has_timelines(path) else "chrome"
     text = "" if b"\0" in head else read_text(path, "timelines from", TimelineError)
     if is_header(text.partition("\n")[0]):
         return "table"

@@ -34,11 +34,6 @@ def read_traces(path: Path, content: Mapping[str, Any], reader: RangeReader) -> 
     The header's rank holds for a file of one process. Of several processes the ranks are unknown:
     None. Events of GPUs belong to the process that launched them. ``content`` is as
     `pipesim.trace.chrome_json.load` returns it.
-
-    Raises
-    ------
-    TimelineError
-        For impossible events, and launches of several processes with one correlation.
     """
     whole = read_trace(path, content, reader)
     processes = sorted({item.thread[0] for item in whole.ranges}, key=_process_order)
@@ -96,24 +91,20 @@ _NUMBERS = re.compile(r"batch|(^|_)mb(_|$)|^seq_", re.IGNORECASE)
 
 
 def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
-    """Return the given files, or the traces in the given directory in order of name.
-
-    Raises
-    ------
-    TimelineError
-        For a directory that cannot be read or has no trace, and for no paths at all.
-    """
+    """Return the given files, or the traces in the given directory in order of name."""
     if isinstance(paths, str | os.PathLike):
         path = check_path("paths", paths)
         if not is_folder(path):
             return [path]
         try:
-            files = [p for p in path.iterdir() if _is_trace(p.name)]
+            names = [file.name for file in path.iterdir()]
         except OSError as error:
             raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
-        if not files:
+        # Hidden files are those of editors and systems.
+        traces = [x for x in names if x.endswith((".json", ".json.gz")) and not x.startswith(".")]
+        if not traces:
             raise TimelineError(f"there is no trace in {path}: no file ends in .json or .json.gz")
-        return sorted(files)
+        return sorted(path / name for name in traces)
     listed = list(paths) if isinstance(paths, Iterable) else [None]
     if not all(isinstance(path, str | os.PathLike) for path in listed):
         raise ArgumentError(
@@ -126,11 +117,6 @@ def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     return files
 
 
-def _is_trace(name: str) -> bool:
-    """Return whether a file of a folder is a trace; hidden ones are of editors and systems."""
-    return name.endswith((".json", ".json.gz")) and not name.startswith(".")
-
-
 def read_ranks(
     files: Sequence[Path],
     rules: RangeRules,
@@ -140,12 +126,6 @@ def read_ranks(
     """Return the traces of all ranks of a run, in order of rank.
 
     ``content`` is that of a single file, if it was loaded before.
-
-    Raises
-    ------
-    TimelineError
-        For files that cannot be read, that have no range of any rule, or several processes
-        next to other files; and for missing or repeated ranks.
     """
     by_file = [
         _read_file(path, content or load(path), rules, rank) for rank, path in enumerate(files)
@@ -215,7 +195,8 @@ def _no_range(path: Path, content: Mapping[str, Any], trace: Trace, rules: Range
     if rules.patterns != PATTERNS:
         problem = f"matches the pattern {rules.patterns[0]!r} with its whole name"
         wanted = "Each forward and backward of a stage needs a range that matches"
-    others = [event for event in events if event.get("name") in trace.names]
+    known = list(trace.names)  # a name in a file may be of any type, also one that has no hash
+    others = [event for event in events if event.get("name") in known]
     numbered = next((key for key in _keys(others) if _NUMBERS.search(key)), None)
     if numbered is not None:
         processes = [f"{event.get('pid')}" for event in others]
@@ -233,14 +214,12 @@ def _no_range(path: Path, content: Mapping[str, Any], trace: Trace, rules: Range
 
 
 def _keys(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of the args of events that have a value."""
     args = [event["args"] for event in events if isinstance(event.get("args"), dict)]
     pairs = (pair for item in args for pair in item.items())
     return [*dict.fromkeys(str(key) for key, value in pairs if value is not None)]
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Return some of the texts, quoted."""
     quoted = [f"{text!r:.60}" for text in dict.fromkeys(texts)]
     more = f" and {len(quoted) - _N_SHOWN} more" if len(quoted) > _N_SHOWN else ""
     return ", ".join(quoted[:_N_SHOWN]) + more

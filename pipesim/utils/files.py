@@ -70,23 +70,10 @@ def is_folder(path: Path) -> bool:
 
 
 def read_bytes(path: Path, kind: str, error: type[PipeError], *, first: int | None = None) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file, or its ``first`` bytes.
 
-    Parameters
-    ----------
-    path
-        Checked by `check_path`.
-    kind
-        Name of the content in messages, with its preposition, if any: ``"costs from"``.
-    error
-        Error to raise if the file cannot be read.
-    first
-        Most bytes to read; by default all, if memory allows.
-
-    Raises
-    ------
-    CapacityError
-        For a file that does not fit in memory.
+    ``kind`` names the content in messages, with its preposition, if any: ``"costs from"``.
+    ``error`` is raised if the file cannot be read, `CapacityError` if it does not fit in memory.
     """
     try:
         _check_regular(os.stat(path))
@@ -139,15 +126,7 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, kind: str) -> bytes:
 
 
 def check_content(nbytes: int, path: Path, kind: str) -> None:
-    """Raise `CapacityError` if content does not fit in memory; readers that decompress call it.
-
-    Parameters
-    ----------
-    nbytes
-        Bytes of the content, decompressed.
-    path, kind
-        As in `read_bytes`.
-    """
+    """Raise `CapacityError` if content does not fit in memory; readers that decompress call it."""
     limit = available_memory() // _PER_BYTE
     if nbytes > limit:
         raise CapacityError(
@@ -195,16 +174,9 @@ def check_target(path: Path) -> Path:
 
 
 def check_no_others(folder: Path, pattern: str, own: Collection[str], reader: str) -> None:
-    """Raise `ArgumentError` for a file that a reader would take for one of those to be written.
+    """Raise for a file that a reader would take for one of those to be written.
 
-    Parameters
-    ----------
-    pattern
-        Regular expression of the names that the reader takes.
-    own
-        Names of the files to write; these may exist.
-    reader
-        Name of the reader in the message.
+    ``pattern`` is that of the names that the reader takes. Files that are ``own`` may exist.
     """
     with write_errors(folder):
         names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []

@@ -64,13 +64,7 @@ def _machine_bytes() -> int:
 
 
 def check_memory(subject: str, nbytes: int, advice: str) -> None:
-    """Raise if ``nbytes`` are more than this process can still allocate.
-
-    Raises
-    ------
-    CapacityError
-        The message has the bytes that are needed and those that are available.
-    """
+    """Raise `CapacityError` if ``nbytes`` are more than this process can still allocate."""
     available = available_memory()
     if nbytes > available:
         raise CapacityError(

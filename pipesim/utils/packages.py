@@ -31,13 +31,8 @@ def uninterrupted() -> Iterator[None]:
     """Handle SIGINT (Ctrl-C) at the end of a block, not within it.
 
     An import that is interrupted halfway leaves some of its modules behind, and may fail whenever
-    it is tried again in the same process. The same holds for numba's first compilation.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        At the end of the block, or what the handler of SIGINT raises. Other threads than the main
-        one get no signals.
+    it is tried again in the same process. The same holds for numba's first compilation. Other
+    threads than the main one get no signals.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -98,23 +93,11 @@ def install_command(extra: str) -> str:
 
 
 def import_extra(module: str, extra: str, purpose: str, *, advice: str = "") -> ModuleType:
-    """Return an optional module.
+    """Return an optional module, such as ``"scipy.optimize"``, of one of the `EXTRAS`.
 
-    Parameters
-    ----------
-    module
-        Name of the module, such as ``"scipy.optimize"``.
-    extra
-        The extra of `EXTRAS` that installs its package.
-    purpose
-        Subject of the message: the task that needs the package, such as ``"a Parquet file"``.
-    advice
-        Sentence on what works without the package.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If the package lacks a package of its own.
+    ``purpose`` is the subject of the message: the task that needs the package, such as
+    ``"a Parquet file"``. ``advice`` says what works without the package. If the package lacks one
+    of its own, that error is raised as it is.
     """
     try:
         return imported(module)

@@ -54,10 +54,7 @@ def _plain(text: str) -> bool:
 def csv_rows(text: str, line: str = "line") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the cells of each row of a CSV, empty lines included.
 
-    Raises
-    ------
-    ValueError
-        For a row that is no CSV. The message has its line number, after the word ``line``.
+    For a row that is no CSV, a `ValueError` has its number, after the word ``line``.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -70,13 +67,8 @@ def csv_rows(text: str, line: str = "line") -> Iterator[tuple[int, list[str]]]:
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text; ``options`` are those of `json.loads`.
 
-    Raises
-    ------
-    ValueError
-        For a text that is no JSON (`json.JSONDecodeError` if the error has a position), a key that
-        an object has twice, and nesting that is too deep to parse.
-    CapacityError
-        If there is not enough memory.
+    A text that is no JSON, a key that an object has twice and nesting that is too deep raise a
+    `ValueError`; it is a `json.JSONDecodeError` if it has a position.
     """
     try:
         return json.loads(text, **{"object_pairs_hook": unique_keys, **options})

@@ -88,14 +88,14 @@ def torch_uses(path: Path, text: str | None = None) -> list[Use]:
 
 
 def driver_uses(path: Path) -> Iterator[Use]:
-    """Yield the functions of the CUDA driver that ``call_driver(driver, name)`` calls by name.
+    """Yield the functions of the CUDA driver that ``_call_driver(driver, name)`` calls by name.
 
     Other mentions of the driver's functions come without arguments.
     """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Call) and _dotted(node.func) == "call_driver":
+        if isinstance(node, ast.Call) and _dotted(node.func) == "_call_driver":
             name = node.args[1]
             if isinstance(name, ast.Constant):
                 yield Use(where, str(name.value), len(node.args) - 2)

@@ -31,40 +31,21 @@ MOST_INDICES = 2.0**59
 class DeviceLanes(NamedTuple):
     """Lanes of devices. A row is a choice of lanes of one device, without tasks where it has fewer.
 
-    Attributes
-    ----------
-    first, n_tasks
-        Lane ``k`` of row ``r`` has the places ``place[i:i + n_tasks[r, k]]``, ``i`` being
-        ``first[r, k]``; shape ``(n_rows, n_lanes)``, like the next five.
-    seconds
-        Duration of a task.
-    before
-        Lane of the row of which the task of the same place must have ended; -1 for none.
-    needed
-        Bytes that a task needs while it runs, beyond those held.
-    change
-        Bytes that are held more at its end than before.
-    spread
-        Largest number of tasks that lane 0 can be ahead of a lane in the room of the device.
-    room
-        Bytes that the device may hold; shape ``(n_rows,)``.
-    device
-        Device of each row; shape ``(n_rows,)``. Rows of one device follow each other, those with
-        more lanes first: the first one counts whose states are few enough.
-    place
-        Places of the lanes, one lane after the other.
+    Rows of one device follow each other, those with more lanes first: the first one counts whose
+    states are few enough. Lane ``k`` of row ``r`` has the places ``place[i:i + n_tasks[r, k]]``,
+    ``i`` being ``first[r, k]``.
     """
 
-    first: Ints
+    first: Ints  # like the next six, of shape ``(n_rows, n_lanes)``
     n_tasks: Ints
-    seconds: Floats
-    before: Ints
-    needed: Floats
-    change: Floats
-    spread: Ints
-    room: Floats
+    seconds: Floats  # of a task
+    before: Ints  # lane of the row of which the task of the same place must have ended, or -1
+    needed: Floats  # bytes that a task needs while it runs, beyond those held
+    change: Floats  # bytes that are held more at its end than before
+    spread: Ints  # most tasks that lane 0 can be ahead of a lane in the room of the device
+    room: Floats  # bytes that the device of each row may hold
     device: Ints
-    place: Ints
+    place: Ints  # places of the lanes, one lane after the other
 
 
 class StateSpace(NamedTuple):
@@ -73,50 +54,28 @@ class StateSpace(NamedTuple):
     For each number of tasks of lane 0, states have ``low[k]`` to ``high[k]`` tasks of lane k. So
     each state has an index. States that are reached in time are numbered by their tasks in all.
     Lanes k < l are pair ``l (l - 1) / 2 + k``.
-
-    Attributes
-    ----------
-    low, high
-        Shape ``(n_lanes, most tasks of a lane + 1)``.
-    stride
-        Distance of the indices of states that differ by one task of a lane; shape ``(n_lanes,)``.
-    number
-        Hash table of the numbers of states, see `slot_of`; -1 where it is empty.
-    state_index
-        Index of each state, by number.
-    done, next_state
-        Number of tasks of each lane in a state, and number of the state after the next task of the
-        lane, or -1; by number, shape ``(n_states, n_lanes)``.
-    earliest, latest
-        Times of states (s), by number.
-    start, end
-        Earliest start and latest end of each place (s), over all orders.
-    least, most
-        Number of tasks of lane l before each task of lane k, for pairs k < l: orders with others
-        are left out; shape ``(n_rows, n_pairs, most tasks of a lane)``.
-    fewest, greatest
-        The same numbers in the orders that are left.
-    is_counted
-        Whether the states of a row are few enough; shape ``(n_rows,)``.
-    too_many
-        Number of indices of a row for which its states were too many; shape ``(n_rows,)``.
     """
 
-    low: Ints
+    low: Ints  # shape ``(n_lanes, most tasks of a lane + 1)``
     high: Ints
-    stride: Ints
-    number: Ints
+    stride: Ints  # distance of the indices of states that differ by one task of each lane
+    number: Ints  # hash table of the numbers of states, see `slot_of`; -1 where it is empty
+    # By number of the state.
     state_index: Ints
-    done: Ints
-    next_state: Ints
-    earliest: Floats
+    done: Ints  # number of tasks of each lane; shape ``(n_states, n_lanes)``
+    next_state: Ints  # number of the state after the next task of each lane, or -1
+    earliest: Floats  # (s)
     latest: Floats
+    # Earliest start and latest end of each place (s), over all orders.
     start: Floats
     end: Floats
+    # Number of tasks of lane l before each task of lane k, for pairs k < l: orders with others are
+    # left out; shape ``(n_rows, n_pairs, most tasks of a lane)``.
     least: Ints
     most: Ints
-    fewest: Ints
+    fewest: Ints  # in the orders that are left
     greatest: Ints
+    # Of each row: whether its states are few enough, and the number of indices that were too many.
     is_counted: NDArray[np.bool_]
     too_many: Floats
 
@@ -161,7 +120,7 @@ MOST_LANES = 6
 
 
 class _CountedLane(NamedTuple):
-    """A lane: the lane before it, bytes that it needs, and bytes that it holds more at its end."""
+    """A lane, as in `DeviceLanes`."""
 
     lane: int
     before: int

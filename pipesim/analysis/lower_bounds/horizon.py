@@ -52,30 +52,15 @@ _ROUNDING, _CHANGE = 1e-10, 1e-6
 
 @dataclass
 class Windows:
-    """Earliest starts and least times after ends of all places (s), and horizons to try on them.
-
-    Attributes
-    ----------
-    places, lanes
-        The places and their arcs, and the lanes of devices whose orders are counted.
-    head, tail
-        Heads and tails of each place; shape ``(n_places,)``.
-    visits
-        Visits that are left, in an array of one number.
-    space
-        Room for the states of a device, and the orders of devices that are left.
-    spans
-        Devices whose time from the first start to the last end is limited by the horizon; none if
-        the horizon limits the makespan.
-    """
+    """Earliest starts and least times after ends of all places (s), and horizons to try on them."""
 
     places: Places
-    lanes: DeviceLanes
+    lanes: DeviceLanes  # whose orders are counted
     head: Floats
     tail: Floats
-    visits: Ints
-    space: StateSpace
-    spans: Spans = NO_SPANS
+    visits: Ints  # that are left, in an array of one number
+    space: StateSpace  # of a device, and the orders of devices that are left
+    spans: Spans = NO_SPANS  # limited by the horizon; none if it limits the makespan
 
     @classmethod
     def of_places(
@@ -116,9 +101,6 @@ class Windows:
     def compile() -> None:
         """Compile the kernel, or load it, as a search calls it very often."""
         _windows_are_left.compile()
-
-
-# Helpers of the kernel.
 
 
 def _has_changed(
@@ -307,19 +289,10 @@ def latest_excluded_horizon(
 ) -> float:
     """Return the latest horizon by which no order ends, as far as windows tell; s.
 
-    Parameters
-    ----------
-    windows
-        Windows without a horizon.
-    bound
-        A lower bound, which is returned if no later horizon is excluded.
-    target
-        A time that some order takes: no later horizon is tried.
-    whole
-        Whether all times are whole numbers. If a horizon is excluded then, so are all times before
-        the next whole number.
-    search
-        Whether to search branches, too: about a second longer.
+    It is ``bound``, a lower bound, if no later horizon is excluded. None is tried that is later
+    than ``target``, a time that some order takes. If all times are ``whole`` numbers, an excluded
+    horizon excludes all times before the next whole number. To ``search`` branches, too, takes
+    about a second longer.
     """
     if not 0.0 < bound < target or not len(windows.lanes.place):
         return bound

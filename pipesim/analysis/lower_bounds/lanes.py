@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import GraphError
-from pipesim.graph.dependencies import apply_rules
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
+from pipesim.graph.dependencies import apply_rules
 from pipesim.ops import FETCHES, RECVS
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
@@ -41,25 +41,14 @@ class Arcs(NamedTuple):
 class LaneGraph(NamedTuple):
     """The lanes of a graph, and arcs between their places.
 
-    Attributes
-    ----------
-    first
-        Lane ``k`` has the places ``first[k]`` to ``first[k + 1]``; shape ``(n_lanes + 1,)``.
-    seconds
-        Least duration of a task of each lane; shape ``(n_lanes,)``.
-    stream
-        Stream that runs all tasks of the lane one at a time; -1 if it has several streams.
-    lane_of_kind
-        Lane of each kind of the graph. The last lanes are starts of collectives, without a kind.
-    arcs
-        Arcs of dependencies, and of the places of a lane.
+    The last lanes are starts of collectives, without a kind.
     """
 
-    first: Ints
-    seconds: Floats
-    stream: Ints
+    first: Ints  # lane ``k`` has the places ``first[k]`` to ``first[k + 1]``
+    seconds: Floats  # least duration of a task of each lane
+    stream: Ints  # that runs all tasks of the lane one at a time; -1 if it has several streams
     lane_of_kind: Ints
-    arcs: Arcs
+    arcs: Arcs  # of dependencies, and of the places of a lane
 
 
 def lane_graph(graph: TaskGraph, costs: TaskCosts) -> LaneGraph:
@@ -234,35 +223,20 @@ def joined_arcs(*parts: Arcs) -> Arcs:
 
 
 class Places(NamedTuple):
-    """Places of lanes in a topological order, with their arcs.
+    """Places of lanes in a topological order, with their arcs."""
 
-    Attributes
-    ----------
-    seconds, lane, stream
-        Least duration, lane and stream (or -1) of each place; shape ``(n_places,)``.
-    number
-        Number of each place of a `LaneGraph` in this order; shape ``(n_places,)``.
-    ptr, before, lag
-        CSR: the arcs that lead to each place. Tails have smaller numbers than their heads.
-    """
-
-    seconds: Floats
+    seconds: Floats  # least duration of each place
     lane: Ints
-    stream: Ints
-    number: Ints
+    stream: Ints  # or -1
+    number: Ints  # of each place of a `LaneGraph` in this order
+    # CSR: the arcs that lead to each place. Tails have smaller numbers than their heads.
     ptr: Ints
     before: Ints
     lag: Floats
 
 
 def ordered_places(lanes: LaneGraph, arcs: Arcs) -> Places:
-    """Return the places in a topological order of ``arcs``.
-
-    Raises
-    ------
-    GraphError
-        If arcs lead in a circle.
-    """
+    """Return the places in a topological order of ``arcs``."""
     n_places = int(lanes.first[-1])
     tail, head = arcs.tail.astype(np.int64), arcs.head.astype(np.int64)
     followers = CSR.group(tail, n_places)
@@ -322,9 +296,6 @@ def tails_of(places: Places) -> Floats:
     tail = np.zeros(len(places.seconds))
     raise_tails(places.ptr, places.before, places.lag, places.seconds, tail)
     return tail
-
-
-# Helpers of kernels.
 
 
 def heads_pass(ptr: Ints, before: Ints, lag: Floats, seconds: Floats, head: Floats) -> None:
@@ -453,17 +424,10 @@ class Spans(NamedTuple):
     """Devices whose span is limited, and the places of their actions.
 
     Time zero is the start of the first task of the first device.
-
-    Attributes
-    ----------
-    first
-        Place of each device that is before all of its others; shape ``(n_devices,)``.
-    ptr, place
-        CSR: the places of each device.
     """
 
-    first: Ints
-    ptr: Ints
+    first: Ints  # place of each device that is before all of its others
+    ptr: Ints  # CSR: the places of each device
     place: Ints
 
 
@@ -477,14 +441,7 @@ def longest_span_bound(places: Places, device: Ints) -> float:
 
     The span of a device is that of its F, B, I, W and R. Time counts from the first start of
     these, which is a head of 0 for all of them; tasks elsewhere may start earlier. Likewise,
-    tails count to the last end on the device.
-
-    Parameters
-    ----------
-    places
-        Places in topological order.
-    device
-        Device of each place of F, B, I, W or R, -1 for others; shape ``(n_places,)``.
+    tails count to the last end on the device. ``device`` is -1 for places of other operations.
     """
     longest = 0.0
     for number in range(int(device.max(initial=-1)) + 1):
@@ -522,9 +479,6 @@ def spans_of_devices(places: Places, device: Ints) -> Spans:
         return NO_SPANS
     ptr = np.cumsum([0, *map(len, streams)])
     return Spans(np.array(firsts), ptr, np.concatenate(streams))
-
-
-# Helper of a kernel.
 
 
 def limit_spans(places: Places, spans: Spans, head: Floats, tail: Floats, horizon: float) -> None:

@@ -13,7 +13,6 @@ from pipesim.analysis.lower_bounds.device_orders import DeviceLanes, device_lane
 from pipesim.analysis.lower_bounds.horizon import Windows, latest_excluded_horizon
 from pipesim.analysis.lower_bounds.lanes import (
     Floats,
-    LaneGraph,
     Places,
     busiest_stream,
     heads_of,
@@ -34,6 +33,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import COPIES, LISTED, RECVS, Op
 from pipesim.order_search.evaluate import OBJECTIVES, Objective
+from pipesim.order_search.problem import is_split
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import checked_costs
@@ -92,16 +92,6 @@ def lower_bound(
     float
         Seconds of the objective; no order takes less.
 
-    Raises
-    ------
-    CostsError
-        If the costs lack seconds of an operation or have another number of stages, or if sums of
-        them are not finite.
-    NetworkError
-        If a link names a device that the placement does not have.
-    CapacityError
-        If there is no memory for so many tasks.
-
     See Also
     --------
     pipesim.optimize : Search for an order that meets the bound.
@@ -123,22 +113,13 @@ def lower_bound(
     check_type("costs", costs, Costs)
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
     check_flag("search", search)
-    if split_backward is not None:
-        check_flag("split_backward", split_backward)
-    has_parts = costs.input_grad is not None and costs.weight_grad is not None
-    if split_backward and not has_parts:
-        raise CostsError(
-            "split_backward=True needs the seconds of I and W; give the costs input_grad and "
-            "weight_grad, or leave split_backward out"
-        )
-    is_split = split_backward
-    if split_backward is None:
-        is_split = has_parts
-        if is_split:
-            costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)
+    splits = is_split(costs, split_backward)
+    if split_backward is None and splits:
+        costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)
     if memory_limit is None and costs.work is not None:
         memory_limit = costs.work.memory
-    graph = lower(_any_order(placement, n_microbatches, bool(is_split)))
+    columns = _device_columns(placement, placement.path_of(n_microbatches), splits)
+    graph = lower(Schedule.from_columns("any order", placement, n_microbatches, columns))
     return graph_bound(graph, costs, memory_limit=memory_limit, objective=objective, search=search)
 
 
@@ -165,17 +146,11 @@ def _of_both_kinds(costs: Costs, n_stages: int) -> Costs:
     )
 
 
-def _any_order(placement: Placement, n_microbatches: int, is_split: bool) -> Schedule:
-    """Return a schedule of all forwards, then all backwards, stage by stage."""
-    columns = _device_columns(placement, placement.path_of(n_microbatches), is_split)
-    return Schedule.from_columns("any order", placement, n_microbatches, columns)
-
-
 def _device_columns(
-    placement: Placement, path_of: Ints, is_split: bool
+    placement: Placement, path_of: Ints, splits: bool
 ) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield operations, stages and micro-batches of each device."""
-    backward = [Op.I, Op.W] if is_split else [Op.B]
+    """Yield operations, stages and micro-batches of each device: all forwards, then backwards."""
+    backward = [Op.I, Op.W] if splits else [Op.B]
     lanes: list[list[tuple[int, int, Ints]]] = [[] for _ in range(placement.n_devices)]
     for stages, ops in (
         (range(placement.n_stages), [Op.F]),
@@ -239,25 +214,11 @@ def graph_bound(
     ----------
     graph
         Graph of any order of the tasks.
-    costs
-        Seconds and bytes.
-    memory_limit
-        Bytes that a device may hold, as in `pipesim.simulate`; None for no limit. It raises no
-        bound of a graph that offloads activations, frees parameters, or has
-        experts.
-    objective
-        ``"makespan"``, or ``"span"``: the longest time of any device from its first start to its
-        last end, without STEP.
+    costs, memory_limit, objective, search
+        As for `lower_bound`; None for no limit. A limit raises no bound of a graph that offloads
+        activations, frees parameters, or has experts.
     target
         A makespan (s) that an order reaches: a bound that meets it is not raised further.
-    search
-        Whether to branch on the orders of devices, which takes up to about a second longer.
-
-    Raises
-    ------
-    CostsError
-        If the costs lack an operation, if sums of their seconds are not finite, and for a memory
-        limit if they have no bytes.
     """
     check_name("objective", objective, OBJECTIVES)
     limits = None
@@ -311,7 +272,10 @@ def _bound_of_places(
         arcs = joined_arcs(arcs, memory_arcs(devices, lanes, costs.memory_reserve))
     places = ordered_places(lanes, arcs)
     if objective == "span":
-        device = _devices_of_actions(graph, lanes)[places.lane]
+        of_lane = np.full(len(lanes.seconds), -1)  # device of each lane of F, B, I, W or R
+        actions = graph.kinds.is_op(LISTED)
+        of_lane[lanes.lane_of_kind[actions]] = graph.kinds.device[actions]
+        device = of_lane[places.lane]
         seconds = _span_bound(places, device_lanes(lanes, places, devices), device, search)
     else:
         seconds = _makespan_bound(places, device_lanes(lanes, places, devices), target, search)
@@ -346,14 +310,6 @@ def _span_bound(places: Places, lanes: DeviceLanes, device: Ints, search: bool) 
     windows = Windows.of_places(places, lanes, heads_of(places), tail, spans)
     whole = _rounding_error(places) == 0.0
     return latest_excluded_horizon(windows, longest, math.inf, whole=whole, search=search)
-
-
-def _devices_of_actions(graph: TaskGraph, lanes: LaneGraph) -> Ints:
-    """Return the device of each lane of F, B, I, W or R; -1 for other lanes."""
-    device = np.full(len(lanes.seconds), -1)
-    actions = graph.kinds.is_op(LISTED)
-    device[lanes.lane_of_kind[actions]] = graph.kinds.device[actions]
-    return device
 
 
 def _rounding_error(places: Places) -> float:

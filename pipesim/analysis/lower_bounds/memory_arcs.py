@@ -43,58 +43,32 @@ BYTES_ROUNDING = 1e-9
 
 
 class StageLanes(NamedTuple):
-    """Lanes of one stage on one replica, and their bytes.
-
-    Attributes
-    ----------
-    forward, recompute, backward, weight
-        Lanes of F, of R, of B or I, and of W; -1 for lanes that do not exist.
-    input_bytes
-        Bytes that F takes. Without R, these are all activations.
-    recomputed_bytes
-        Bytes that R takes.
-    more_bytes, released, weight_released
-        Bytes that I takes, that B or I releases, and that W releases.
-    forward_workspace, backward_workspace
-        Bytes that are held only while F or R runs, and while B, I or W runs.
-    """
+    """Lanes of one stage on one replica (-1 for none), and their bytes."""
 
     forward: int
     recompute: int
-    backward: int
+    backward: int  # B or I
     weight: int
-    input_bytes: float
-    recomputed_bytes: float
-    more_bytes: float
-    released: float
+    input_bytes: float  # taken by F; without R, all activations
+    recomputed_bytes: float  # taken by R
+    more_bytes: float  # taken by I
+    released: float  # by B or I
     weight_released: float
-    forward_workspace: float
-    backward_workspace: float
+    forward_workspace: float  # held only while F or R runs
+    backward_workspace: float  # held only while B, I or W runs
 
 
 class DeviceStages(NamedTuple):
     """Stages of one device.
 
-    Attributes
-    ----------
-    limit
-        Bytes that the device may hold; infinity without a limit.
-    static
-        Bytes that it holds throughout in any order.
-    room
-        Bytes for micro-batches: the limit without the allocator's reserve and static bytes.
-    chains
-        For each replica on the device, its stages in ascending order. Replicas with stages of which
-        some micro-batches have B and others I and W are left out.
-    complete
-        Whether no replica is left out.
+    Replicas with stages of which some micro-batches have B and others I and W are left out.
     """
 
-    limit: float
-    static: float
-    room: float
-    chains: list[list[StageLanes]]
-    complete: bool
+    limit: float  # bytes that it may hold
+    static: float  # bytes that it holds throughout in any order
+    room: float  # for micro-batches: the limit without the allocator's reserve and static bytes
+    chains: list[list[StageLanes]]  # for each replica, its stages in ascending order
+    complete: bool  # whether no replica is left out
 
 
 def device_stages(
@@ -184,27 +158,13 @@ def _stages(
 
 
 class _Chain(NamedTuple):
-    """F of all stages of a device and replica, then their B or I, in the order of a micro-batch.
-
-    Attributes
-    ----------
-    lane
-        Lane of each step.
-    weight
-        Lane of W of each I, -1 for other steps.
-    own
-        Least bytes during each step that its micro-batch needs.
-    low
-        Least bytes that a micro-batch holds after each step, when each possible W has run.
-    freed
-        Bytes that W of each step releases.
-    """
+    """F of all stages of a device and replica, then their B or I, in the order of a micro-batch."""
 
     lane: list[int]
-    weight: list[int]
-    own: list[float]
-    low: list[float]
-    freed: list[float]
+    weight: list[int]  # lane of W of each I, -1 for other steps
+    own: list[float]  # least bytes during each step that its micro-batch needs
+    low: list[float]  # that a micro-batch holds after each step, when each possible W has run
+    freed: list[float]  # by W of each step
 
 
 def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: float) -> Arcs:
@@ -214,7 +174,10 @@ def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: floa
     for number, device in enumerate(devices):
         for stages in device.chains:
             chain = _chain(stages)
-            _check_room(number, device, max([0.0, *chain.own]), reserve)
+            own = max([0.0, *chain.own])
+            if own > device.room:
+                needed = (device.static + own) * (1.0 + reserve)
+                raise too_low_limit(number, device.limit, needed)
             arcs.extend(_arcs_of_chain(chain, lanes, device.room))
     return joined_arcs(*arcs)
 
@@ -243,14 +206,6 @@ def _chain(stages: list[StageLanes]) -> _Chain:
         chain.low.append(max(0.0, held))
         chain.freed.append(stage.weight_released)
     return chain
-
-
-def _check_room(number: int, device: DeviceStages, own: float, reserve: float) -> None:
-    """Raise `ArgumentError` if a device has no room for the ``own`` bytes of a micro-batch."""
-    if own <= device.room:
-        return
-    needed = (device.static + own) * (1.0 + reserve)
-    raise too_low_limit(number, device.limit, needed)
 
 
 def _arcs_of_chain(chain: _Chain, lanes: LaneGraph, room: float) -> list[Arcs]:

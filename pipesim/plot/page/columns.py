@@ -70,7 +70,7 @@ class ColumnWriter:
         missing = np.isnan(values)
         digits = decimal_digits(values[~missing])
         if digits is None:
-            return {"type": "floats", "n": len(values), **self._add(_float_planes(values))}
+            return {"type": "floats", "n": len(values), **self._add(float_planes(values))}
         spec = {
             "type": "decimals",
             "digits": digits,
@@ -89,7 +89,7 @@ class ColumnWriter:
         return place
 
 
-def _float_planes(values: Floats) -> NDArray[np.uint8]:
+def float_planes(values: Floats) -> NDArray[np.uint8]:
     """Return the bytes of doubles, those of the same place together; shape ``(8, n)``."""
     planes: NDArray[np.uint8] = values.astype("<f8").view(np.uint8).reshape(-1, 8).T
     return planes

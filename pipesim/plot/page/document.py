@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.critical_path import WaitReason
 from pipesim.analysis.idle_gaps import Cause
+from pipesim.analysis.critical_path import WaitReason
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -54,14 +54,7 @@ class Track(NamedTuple):
 class Panel(NamedTuple):
     """A row of devices: one timeline, or a predicted one over a measured one of the same tasks.
 
-    Attributes
-    ----------
-    name
-        Title of the panel.
-    tracks
-        One or two.
-    variants
-        The same configuration with other numbers of micro-batches, by this number.
+    ``variants`` are the same configuration with other numbers of micro-batches, by this number.
     """
 
     name: str
@@ -98,7 +91,6 @@ def packed_document(title: str, layout: str, panels: Sequence[Panel]) -> bytes:
 
 
 def _ops() -> list[Spec]:
-    """Return name, label, look, role and names of parts of each operation."""
     roles = dict.fromkeys(COMPUTE, "compute") | dict.fromkeys(COLLECTIVES, "collective")
     roles |= (
         dict.fromkeys(COPIES, "copy") | dict.fromkeys(SENDS, "send") | dict.fromkeys(RECVS, "recv")
@@ -129,7 +121,6 @@ class _DocumentWriter:
         self._written: list[TaskGraph] = []
 
     def panel(self, panel: Panel) -> Spec:
-        """Add a panel's timelines; return their numbers."""
         first = panel.tracks[0].content
         spec: Spec = {"name": panel.name, "tracks": []}
         for track in panel.tracks:
@@ -150,7 +141,6 @@ class _DocumentWriter:
         return spec
 
     def _graph(self, graph: TaskGraph) -> int:
-        """Add a graph, unless it was added before; return its number."""
         for number, other in enumerate(self._written):
             if other is graph:
                 return number

@@ -108,16 +108,9 @@ def _add_module(name: str, texts: dict[str, str]) -> None:
 
 
 def page_html(title: str, data: bytes, *, embedded: bool = False) -> str:
-    """Return a page.
+    """Return a page of a packed document.
 
-    Parameters
-    ----------
-    title
-        Any text.
-    data
-        A packed document.
-    embedded
-        Whether the page is a part of another one, which the wheel scrolls.
+    With ``embedded`` it is a part of another page, which the wheel scrolls.
     """
     code = program() + "start();\n"
     return _HTML.format(
@@ -253,9 +246,9 @@ def named_items(items: object) -> list[tuple[str, Showable]]:
     if isinstance(items, Mapping):
         pairs = [(str(name), item) for name, item in items.items()]
     elif isinstance(items, list | tuple):
-        pairs = [(_name(item), item) for item in items]
+        pairs = [(item_name(item), item) for item in items]
     else:
-        pairs = [(_name(items), items)]
+        pairs = [(item_name(items), items)]
     if not pairs:
         raise ArgumentError("items: a page needs a timeline, comparison, schedule or graph")
     named: list[tuple[str, Showable]] = []
@@ -270,7 +263,6 @@ def named_items(items: object) -> list[tuple[str, Showable]]:
 
 
 def _counts(microbatches: object) -> list[int]:
-    """Return numbers of micro-batches."""
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes | Mapping):
         raise ArgumentError(
             f"microbatches must be numbers of micro-batches, such as [4, 16], got {microbatches!r}"
@@ -278,14 +270,13 @@ def _counts(microbatches: object) -> list[int]:
     return [check_count("microbatches", count) for count in microbatches]
 
 
-def _name(item: object) -> str:
-    """Return the name of an item."""
+def item_name(item: object) -> str:
+    """Return the name of an item: of a comparison, that of the measured timeline."""
     named = item.measured if isinstance(item, Comparison) else item
     return str(getattr(named, "name", type(item).__name__))
 
 
 def _contents(item: Showable) -> list[Track]:
-    """Return the timelines of an item, with their roles."""
     if isinstance(item, Comparison):
         return [Track("predicted", item.predicted), Track("measured", item.matched)]
     return [Track("", item)]
@@ -306,7 +297,6 @@ def check_size(named: Sequence[tuple[str, Showable]]) -> None:
 
 
 def _panel(name: str, item: Showable, counts: Sequence[int]) -> Panel:
-    """Return the panel of an item."""
     variants: dict[int, Timeline] = {}
     if counts:
         first = _contents(item)[0].content

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import collective_latency
-from pipesim.analysis.critical_path import last_waits
-from pipesim.analysis.idle import CAUSES, causes_of_gaps, exact_sums
+from pipesim.analysis.idle import CAUSES, exact_sums
+from pipesim.analysis.idle import causes_of_gaps
 from pipesim.analysis.replay import replay_costs
+from pipesim.analysis.critical_path import last_waits
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, Op
-from pipesim.plot.page.columns import ColumnWriter, Spec, decimal_digits, ticks_of
+from pipesim.plot.page.columns import ColumnWriter, Spec, decimal_digits, float_planes, ticks_of
 from pipesim.simulation.engines.plan import shared_links
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import costs_of
@@ -76,11 +77,12 @@ def _times(writer: ColumnWriter, timeline: Timeline, inputs: SimulationInputs) -
         for name, rows in (("not_started", not_started), ("not_ended", not_ended))
         if len(rows)
     }
-    start, end = _filled(start, end)
+    start = np.nan_to_num(start, nan=0.0)
+    end = np.where(np.isnan(end), start, end)
     digits = decimal_digits(np.concatenate([start, end]))
     if digits is None:
-        doubles = np.concatenate([start, end]).astype("<f8").view(np.uint8).reshape(-1, 8).T
-        if len(zlib.compress(np.ascontiguousarray(doubles).tobytes(), 6)) <= EXACT_BYTES:
+        doubles = np.ascontiguousarray(float_planes(np.concatenate([start, end])))
+        if len(zlib.compress(doubles.tobytes(), 6)) <= EXACT_BYTES:
             both = {"start": writer.floats(start), "end": writer.floats(end)}
             return {"type": "exact", "resolution": 0, **both, **missing}
         room = ROUNDED_BYTES + ROUNDED_BYTES_PER_TASK * len(start)
@@ -96,12 +98,6 @@ def _times(writer: ColumnWriter, timeline: Timeline, inputs: SimulationInputs) -
         "duration": writer.integers(seconds),
         **missing,
     }
-
-
-def _filled(start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """Return times in which NaN is replaced: by the start, or by 0."""
-    start = np.nan_to_num(start, nan=0.0)
-    return start, np.where(np.isnan(end), start, end)
 
 
 def _gaps_and_durations(start: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -159,31 +155,21 @@ def _memory(writer: ColumnWriter, timeline: Timeline) -> Spec:
 # The simulator in `program/data/simulator.js` keeps the rules of docs/time.md, but for links that
 # several streams share and for hosts that are threads of one process.
 
-Floats = NDArray[np.float64]
 #: Tasks of a timeline up to which a page replays measured durations.
 MAX_REPLAYED = 20_000
 _LINKS = "several streams share links, and this page simulates no queues for links"
-_THREADS = "hosts are threads of one process, which this page does not simulate"
 
 
 class SimulationInputs(NamedTuple):
     """Costs that the page simulates a timeline with.
 
-    Attributes
-    ----------
-    costs
-        Seconds of each kind of task, or of each task; None if the page cannot simulate.
-    held
-        Seconds of each row of ``costs`` that do not depend on the bandwidth: of a SEND those of
-        ``Costs.output_seconds``, of a collective its latency; 0 for others.
-    is_exact
-        Whether the simulation gives the times of the timeline, to the last bit.
-    is_per_task
-        Whether ``costs`` and ``held`` have a row a task: in a replay, and if micro-batches differ.
-    is_replay
-        Whether durations are those of the timeline's tasks, as `pipesim.replay` takes them.
-    refusal
-        Why the page does not simulate changes; "" if it does.
+    - ``costs``: seconds of each kind of task, or of each task with ``is_per_task``: in a replay,
+      and if micro-batches differ. None if the page cannot simulate.
+    - ``held``: seconds of each row of ``costs`` that do not depend on the bandwidth: of a SEND
+      those of ``Costs.output_seconds``, of a collective its latency; 0 for others.
+    - ``is_exact``: whether the simulation gives the times of the timeline, to the last bit.
+    - ``is_replay``: whether durations are those of the tasks, as `pipesim.replay` takes them.
+    - ``refusal``: why the page does not simulate changes; "" if it does.
     """
 
     costs: TaskCosts | None
@@ -200,7 +186,7 @@ def simulation_inputs(timeline: Timeline) -> SimulationInputs:
     if not timeline.complete:
         return _refused("tasks of this timeline did not run")
     if graph.host_threads:
-        return _refused(_THREADS)
+        return _refused("hosts are threads of one process, which this page does not simulate")
     if timeline.costs is not None and timeline.issued is None:
         costs = timeline.costs.of(graph)
         if costs.row is not graph.kind:  # micro-batches differ
@@ -232,12 +218,10 @@ def unit_costs(graph: TaskGraph, computing: NDArray[np.bool_]) -> TaskCosts:
 
 
 def _refused(reason: str) -> SimulationInputs:
-    """Return inputs that say why the page does not simulate."""
     return SimulationInputs(None, np.empty(0), False, False, False, reason)
 
 
 def _shares_links(graph: TaskGraph, costs: TaskCosts) -> bool:
-    """Return whether several streams share a link."""
     return bool((shared_links(graph, costs) >= 0).any())
 
 

@@ -53,11 +53,6 @@ def widget(
     TimelineWidget
         The widget; the last line of a cell shows it.
 
-    Raises
-    ------
-    CapacityError
-        If the items have over 5,000,000 tasks together.
-
     See Also
     --------
     pipesim.to_html : Write the page to a file.

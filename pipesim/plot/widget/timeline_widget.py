@@ -12,32 +12,30 @@ import numpy as np
 import traitlets
 
 from pipesim.analysis.compare import Comparison
+from pipesim.analysis.idle import CAUSES
+from pipesim.analysis.idle import causes_of_gaps
 from pipesim.analysis.critical_path import WaitReason, chain_to, last_waits
-from pipesim.analysis.idle import CAUSES, causes_of_gaps
 from pipesim.errors import ArgumentError, TimelineError, check_count, check_name, check_text
 from pipesim.plot.page.document import LAYOUTS
-from pipesim.plot.page.save import Showable, check_size, named_items, packed_page, widget_program
+from pipesim.plot.page.save import (
+    Showable,
+    check_size,
+    item_name,
+    named_items,
+    packed_page,
+    widget_program,
+)
 from pipesim.timeline.timeline import COLUMNS, Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# Selection in a page, as tables: a task, the chain that led to it, an idle gap
-
-
 class Selection(NamedTuple):
-    """A selected task or idle gap.
+    """A selected task (an id, -1 for a gap) or idle gap (None for a task).
 
-    Attributes
-    ----------
-    timeline
-        The timeline that it is in.
-    task
-        Id of the task; -1 for a gap.
-    gap
-        Device, id of the task before the gap (-1 if none), and id of the task after it; at the
-        end of the step, the latter is the task that ends last. None for a task.
+    A gap has its device, the id of the task before it (-1 if none), and that of the task after it.
+    At the end of the step, the latter is the task that ends last.
     """
 
     timeline: Timeline
@@ -46,13 +44,7 @@ class Selection(NamedTuple):
 
 
 def find_selection(shown: Sequence[Showable], values: Mapping[str, Any]) -> Selection | None:
-    """Return what the values of ``TimelineWidget.selection`` name; None if nothing is selected.
-
-    Raises
-    ------
-    TimelineError
-        If it is in a schedule, a task graph or a simulation of the page, which are no timelines.
-    """
+    """Return what the values of ``TimelineWidget.selection`` name; None if nothing is selected."""
     if not values:
         return None
     if values.get("simulated"):
@@ -78,75 +70,6 @@ def find_selection(shown: Sequence[Showable], values: Mapping[str, Any]) -> Sele
         raise ArgumentError(f"this selection names nothing that is shown: {values!r}") from error
 
 
-def task_rows(selection: Selection | None) -> pd.DataFrame:
-    """Return the row of `Timeline.frame` of a selected task; no rows if none is selected."""
-    if selection is None or selection.task < 0:
-        return _no_tasks()
-    return selection.timeline.frame.loc[[selection.task]]
-
-
-def chain_rows(selection: Selection | None) -> pd.DataFrame:
-    """Return the chain of tasks that led to a selected task, or to the end of a selected gap.
-
-    Returns
-    -------
-    pandas.DataFrame
-        The columns of `Timeline.frame`, first task first, and ``waited_for``: the reason of the
-        task's last wait, a word of `pipesim.analysis.critical_path.WaitReason`. No rows if nothing is
-        selected.
-
-    Raises
-    ------
-    TimelineError
-        If tasks waited for each other in a circle, by their measured times.
-    """
-    if selection is None:
-        return _no_tasks().assign(waited_for=[])
-    timeline = selection.timeline
-    waits = last_waits(timeline)
-    last = selection.task if selection.gap is None else selection.gap[2]
-    path = chain_to(timeline, waits, last)
-    reasons = [str(WaitReason(reason)) for reason in waits.reason[path]]
-    return timeline.frame.loc[path].assign(waited_for=reasons)
-
-
-def gap_rows(selection: Selection | None) -> pd.DataFrame:
-    """Return a selected idle gap: a row with its device, its times and its causes.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``device``, ``start``, ``end`` (s), and a column of seconds for each cause of
-        `pipesim.analysis.idle.idle_by_cause`; these sum to ``end - start``, up to rounding. No rows
-        if no gap is selected.
-    """
-    from pipesim.utils.packages import pandas as pd
-
-    if selection is None or selection.gap is None:
-        return pd.DataFrame(columns=["device", "start", "end", *CAUSES])
-    device, previous, following = selection.gap
-    gaps, seconds = causes_of_gaps(selection.timeline)
-    rows = np.flatnonzero(
-        (gaps.device == device) & (gaps.previous == previous) & (gaps.task == following)
-    )
-    if len(rows) != 1:
-        raise ArgumentError(
-            f"timeline {selection.timeline.name!r} has no idle gap of device {device} between "
-            f"tasks {previous} and {following}"
-        )
-    row = int(rows[0])
-    causes = dict(zip(CAUSES, seconds[row], strict=True))
-    values = {"device": device, "start": gaps.since[row], "end": gaps.until[row], **causes}
-    return pd.DataFrame([values])
-
-
-def _no_tasks() -> pd.DataFrame:
-    """Return a table of tasks without rows."""
-    from pipesim.utils.packages import pandas as pd
-
-    return pd.DataFrame(columns=list(COLUMNS), index=pd.RangeIndex(0, name="task"))
-
-
 T = TypeVar("T")
 
 
@@ -159,7 +82,7 @@ class LatestValue(Generic[T]):
     Parameters
     ----------
     send
-        Function of a value. It is called by `put`, or in the timer's thread: one call at a time.
+        It is called by `put`, or in the timer's thread: one call at a time.
     period
         Least time from the end of a call to the next one (s).
     share
@@ -277,11 +200,6 @@ class TimelineWidget(anywidget.AnyWidget):
 
         Of updates that follow each other fast, some are left out. The last one is in the page after
         0.2 s, or after four times the time that preparing an update takes.
-
-        Raises
-        ------
-        CapacityError
-            If they have over 5,000,000 tasks together.
         """
         self._update(_checked(items))
 
@@ -297,11 +215,6 @@ class TimelineWidget(anywidget.AnyWidget):
             A timeline, a comparison, a schedule or a task graph.
         name
             Name in the page; by default ``step`` and the number of items until now.
-
-        Raises
-        ------
-        CapacityError
-            If the items have over 5,000,000 tasks together.
         """
         items, n_appended, n_left_out = self._content
         number = len(items) + n_left_out + 1
@@ -321,7 +234,10 @@ class TimelineWidget(anywidget.AnyWidget):
         TimelineError
             If the selection is in a schedule, a task graph, or a simulation of the page (What if).
         """
-        return task_rows(self._selected())
+        selection = self._selected()
+        if selection is None or selection.task < 0:
+            return _no_tasks()
+        return selection.timeline.frame.loc[[selection.task]]
 
     def chain(self) -> pd.DataFrame:
         """Return the chain of tasks that led to the selected task, or to the end of the gap.
@@ -334,20 +250,46 @@ class TimelineWidget(anywidget.AnyWidget):
         TimelineError
             As `selected_tasks`, and if tasks waited for each other in a circle.
         """
-        return chain_rows(self._selected())
+        selection = self._selected()
+        if selection is None:
+            return _no_tasks().assign(waited_for=[])
+        timeline = selection.timeline
+        waits = last_waits(timeline)
+        last = selection.task if selection.gap is None else selection.gap[2]
+        path = chain_to(timeline, waits, last)
+        reasons = [str(WaitReason(reason)) for reason in waits.reason[path]]
+        return timeline.frame.loc[path].assign(waited_for=reasons)
 
     def selected_gap(self) -> pd.DataFrame:
         """Return the selected idle gap: ``device``, ``start``, ``end`` and its causes (s).
 
-        The columns of causes are those of `pipesim.analysis.idle.idle_by_cause`. No rows if no gap
-        is selected.
+        The columns of causes are those of `pipesim.analysis.idle.idle_by_cause`, and sum to
+        ``end - start``, up to rounding. No rows if no gap is selected.
 
         Raises
         ------
         TimelineError
             As `selected_tasks`.
         """
-        return gap_rows(self._selected())
+        from pipesim.utils.packages import pandas as pd
+
+        selection = self._selected()
+        if selection is None or selection.gap is None:
+            return pd.DataFrame(columns=["device", "start", "end", *CAUSES])
+        device, previous, following = selection.gap
+        gaps, seconds = causes_of_gaps(selection.timeline)
+        rows = np.flatnonzero(
+            (gaps.device == device) & (gaps.previous == previous) & (gaps.task == following)
+        )
+        if len(rows) != 1:
+            raise ArgumentError(
+                f"timeline {selection.timeline.name!r} has no idle gap of device {device} between "
+                f"tasks {previous} and {following}"
+            )
+        row = int(rows[0])
+        causes = dict(zip(CAUSES, seconds[row], strict=True))
+        values = {"device": device, "start": gaps.since[row], "end": gaps.until[row], **causes}
+        return pd.DataFrame([values])
 
     def _update(self, content: _Content) -> None:
         self._content = content
@@ -357,7 +299,7 @@ class TimelineWidget(anywidget.AnyWidget):
         """Pack items, and send them to the page; this may be in the thread of a timer."""
         title = self._title
         if title is None and content.n_appended:
-            title = _own_name(next(iter(content.items.values())))
+            title = item_name(next(iter(content.items.values())))
         _, document = packed_page(content.items, title=title, layout=self._arrangement)
         with self.hold_sync():
             self.version += 1
@@ -387,6 +329,7 @@ def _checked(items: Items) -> _Content:
     return _Content(named)
 
 
-def _own_name(item: Showable) -> str:
-    """Return the name of an item's timeline, schedule or graph."""
-    return item.measured.name if isinstance(item, Comparison) else item.name
+def _no_tasks() -> pd.DataFrame:
+    from pipesim.utils.packages import pandas as pd
+
+    return pd.DataFrame(columns=list(COLUMNS), index=pd.RangeIndex(0, name="task"))

@@ -28,42 +28,31 @@ _READY, _REQUESTS = 0, 1
 
 
 class State(NamedTuple):
-    """State of the loop.
+    """State of the loop."""
 
-    Attributes
-    ----------
-    queue_ptr, queue, cursor
-        Tasks of each stream in order, as CSR, and the position of the stream's next task.
-    stream_free, link_free
-        When each stream and each link is free, in seconds.
-    blocked, next_blocked
-        Linked lists of streams, ended by -1: the first stream that each task blocks, then the first
-        that each collective blocks; and the stream after each stream.
-    joined, n_joined, group_ready, granted
-        Whether each stream's next task has joined its collective. For each collective: how many
-        members have joined, when the last of them was ready (s), and whether it may start.
-    request_time, request_task
-        Binary heap of the requests for links: time (s) and task.
-    ready_streams
-        Stack of the streams that can go on.
-    sizes
-        Entries of ``ready_streams`` and of the heap.
-    """
-
+    #: Tasks of each stream in order, as CSR, and the position of the stream's next task.
     queue_ptr: Ints
     queue: Ints
     cursor: Ints
+    #: When each stream and each link is free, in seconds.
     stream_free: Floats
     link_free: Floats
+    #: Linked lists of streams, ended by -1: the first stream that each task blocks, then the first
+    #: that each collective blocks; and the stream after each stream.
     blocked: Ints
     next_blocked: Ints
+    #: Whether each stream's next task has joined its collective. For each collective: how many
+    #: members have joined, when the last of them was ready (s), and whether it may start.
     joined: NDArray[np.bool_]
     n_joined: Ints
     group_ready: Floats
     granted: NDArray[np.bool_]
+    #: Binary heap of the requests for links: time (s) and task.
     request_time: Floats
     request_task: Ints
+    #: Stack of the streams that can go on.
     ready_streams: Ints
+    #: Entries of ``ready_streams`` and of the heap.
     sizes: Ints
 
 

@@ -21,52 +21,37 @@ HOLDS = 1
 
 
 class Plan(NamedTuple):
-    """Columns that the loops read of a graph and its costs.
+    """Columns that the loops read of a graph and its costs."""
 
-    Attributes
-    ----------
-    kind, stream, role
-        Kind of each task. Stream of each kind, and its role: `SEND`, `RECV`, `COPY` or 0.
-    row, latency, duration
-        Row of costs of each task. Latency and duration of each row, in seconds.
-    drawn
-        Seconds of each task in one scenario of noise, in place of ``duration``; else empty.
-    needs_ptr, needs, pair
-        Tasks that must end before each task, as CSR. Transfer partner of each task.
-    partial, share
-        The backward of which each bucket of gradients needs only a part, or -1; empty without
-        buckets. The needed share of the backward, 0..1, of each row.
-    issued
-        Issue time of each task by its host (rule 7), in seconds; empty if launches cost nothing.
-    group, members_ptr, members
-        Collective of each task, or -1; empty without collectives. Members of each, as CSR.
-    rendezvous
-        Whether a SEND waits for its RECV (rule 6).
-    n_streams
-        Number of streams.
-    links, asks
-        Shared links that each row holds, numbered from 0, padded with -1: shape ``(n_rows, most)``.
-        Whether the row holds any.
-    """
-
+    #: Kind of each task. Stream of each kind, and its role: `SEND`, `RECV`, `COPY` or 0.
     kind: Ints
     stream: Ints
     role: Ints
+    #: Row of costs of each task. Latency and duration of each row, in seconds.
     row: Ints
     latency: Floats
     duration: Floats
+    #: Seconds of each task in one scenario of noise, in place of ``duration``; else empty.
     drawn: Floats
+    #: Tasks that must end before each task, as CSR. Transfer partner of each task.
     needs_ptr: Ints
     needs: Ints
     pair: Ints
+    #: The backward of which each bucket of gradients needs only a part, or -1; empty without
+    #: buckets. The needed share of the backward, 0..1, of each row.
     partial: Ints
     share: Floats
+    #: Issue time of each task by its host (rule 7), in seconds; empty if launches cost nothing.
     issued: Floats
+    #: Collective of each task, or -1; empty without collectives. Members of each, as CSR.
     group: Ints
     members_ptr: Ints
     members: Ints
+    #: Whether a SEND waits for its RECV (rule 6).
     rendezvous: bool
     n_streams: int
+    #: Shared links that each row holds, numbered from 0, padded with -1: shape ``(n_rows, most)``.
+    #: Whether the row holds any.
     links: Ints
     asks: NDArray[np.bool_]
 
@@ -83,6 +68,9 @@ def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
     role = SEND * graph.kinds.is_op(SENDS) + RECV * graph.kinds.is_op(RECVS)
     if not graph.kinds.ops.isdisjoint(COPIES):
         role = role + COPY * graph.kinds.is_op(COPIES)
+    issued = costs.issued
+    if issued is None and costs.table.launch.any():
+        issued = issue_times(graph, costs.table.launch, costs.row)
     return Plan(
         kind=graph.kind,
         stream=graph.stream_of_kind,
@@ -96,7 +84,7 @@ def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
         pair=graph.pair,
         partial=graph.partial_dependency,
         share=share,
-        issued=_issue_times(graph, costs),
+        issued=np.empty(0) if issued is None else issued,
         group=graph.group if len(collectives) else np.empty(0, np.int32),
         members_ptr=collectives.ptr.astype(np.int64),
         members=collectives.values.astype(np.int64),
@@ -116,15 +104,6 @@ def _needs(graph: TaskGraph, costs: TaskCosts) -> tuple[CSR, Floats]:
     needs = CSR.from_pairs(needs.rows[whole], needs.values[whole], len(graph))
     share = costs.table.share
     return needs, np.ones(len(costs.table.duration)) if share is None else share
-
-
-def _issue_times(graph: TaskGraph, costs: TaskCosts) -> Floats:
-    """Return when the hosts issue each task, in seconds; empty if launches cost nothing."""
-    if costs.issued is not None:
-        return costs.issued
-    if not costs.table.launch.any():
-        return np.empty(0)
-    return issue_times(graph, costs.table.launch, costs.row)
 
 
 def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
@@ -166,20 +145,13 @@ class Progress(NamedTuple):
     """State of a simulation: times at which streams and links become free and collectives start.
 
     All times are in seconds. A batch of scenarios has them as a second axis of each array.
-
-    Attributes
-    ----------
-    stream_free
-        When each stream has ended its last task.
-    link_free, link_asked
-        When each shared link is free, and when the last task that held it asked for it.
-    group_start
-        When each collective starts; below 0 until that is known.
     """
 
     stream_free: Floats
     link_free: Floats
+    #: When the last task that held the link asked for it.
     link_asked: Floats
+    #: Below 0 until it is known.
     group_start: Floats
 
 

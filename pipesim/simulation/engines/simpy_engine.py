@@ -34,23 +34,14 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArra
 
 
 class _Request(NamedTuple):
-    """Request of a transfer or collective for its links.
-
-    Attributes
-    ----------
-    since
-        Time of the request (s).
-    task
-        The SEND, or the first member of the collective.
-    links
-        Links to hold; the count of a link is the number of members of a collective that hold it.
-    granted
-        Event that fires when the links are granted.
-    """
+    """Request of a transfer or collective for its links, since a time in seconds."""
 
     since: float
+    #: The SEND, or the first member of the collective.
     task: int
+    #: Links to hold; the count of a link is the number of members of a collective that hold it.
     links: Counter[int]
+    #: Event that fires when the links are granted.
     granted: simpy.Event
 
 

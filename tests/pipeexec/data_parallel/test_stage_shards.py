@@ -18,8 +18,15 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+<<<<<<< tests/pipeexec/data_parallel/test_stage_shards.py
 from pipeexec.data_parallel.stage_shards import StageShards, check_shardable, flatten
 from pipeexec.executor import sharding as setup_shards
+=======
+from pipeexec.data_parallel.stage_shards import flatten
+from pipeexec.data_parallel.stage_shards import check_shardable
+from pipeexec.data_parallel.stage_shards import StageShards
+from pipeexec.executor import sharding
+>>>>>>> /tmp/w/_b
 from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError
 
@@ -317,10 +324,10 @@ def test_modules_and_optimizers_without_shares(layer: nn.Module, factory: Any, w
 def test_steps_are_needed(
     monkeypatch: pytest.MonkeyPatch, step: str, has_optimizer: bool, words: str
 ) -> None:
-    monkeypatch.setattr(setup_shards, "device_ranks", lambda *_: [0, 1])
+    monkeypatch.setattr(sharding, "device_ranks", lambda *_: [0, 1])
     graph = lowered("1f1b", 1, 1, 2, shard_parameters="every", step=step)
     with pytest.raises(ArgumentError, match=f"shard_parameters, but {words}"):
-        setup_shards.make_shards(
+        sharding.make_shards(
             graph, [], [], [], None, GradientOptions(), has_optimizer=has_optimizer
         )
 
@@ -331,16 +338,15 @@ def test_graphs_of_other_shares() -> None:
         lowered("1f1b", 1, 1, 2, **options)
         for options in ({}, ZERO_1, {"shard_parameters": "every"}, {"shard_parameters": "step"})
     )
-    sharding = setup_shards.sharding_of
-    setup_shards.check_sharding(every, sharding(step), trains=True)
-    setup_shards.check_sharding(none, sharding(zero_1), trains=False)
+    sharding.check_sharding(every, sharding.sharding_of(step), trains=True)
+    sharding.check_sharding(none, sharding.sharding_of(zero_1), trains=False)
     with pytest.raises(ArgumentError, match="shards nothing of stage 0, the pipeline the param"):
-        setup_shards.check_sharding(none, sharding(every), trains=True)
+        sharding.check_sharding(none, sharding.sharding_of(every), trains=True)
     with pytest.raises(ArgumentError, match="shards the optimizer of stage 0, the pipeline nothi"):
-        setup_shards.check_sharding(zero_1, sharding(none), trains=True)
+        sharding.check_sharding(zero_1, sharding.sharding_of(none), trains=True)
     buckets = lowered("1f1b", 1, 1, 2, grad_sync="bucketed", **ZERO_1)
     with pytest.raises(ArgumentError, match=r'stage 0 .* in buckets.*take grad_sync="last"'):
-        setup_shards.check_sharding(buckets, sharding(buckets), trains=True)
+        sharding.check_sharding(buckets, sharding.sharding_of(buckets), trains=True)
 
 
 def accumulated_in_a_rank(processes: px.Processes) -> None:

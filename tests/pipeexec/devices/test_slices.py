@@ -15,7 +15,6 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices import gpu_slices as slices_module
 from pipeexec.devices import green_contexts
-from pipeexec.devices import green_contexts as cuda_driver
 from pipeexec.devices.green_contexts import (
     GreenContextsMissingError,
     LibCuda,
@@ -243,8 +242,8 @@ def test_the_driver_through_ctypes() -> None:
 
 def test_resources_are_laid_out_as_in_the_header() -> None:
     """cuda.h, RESOURCE_ABI_VERSION 1: 4 + 92 + 48 bytes."""
-    assert ctypes.sizeof(cuda_driver.Resource) == 144
-    assert cuda_driver.Resource.sm.offset == 96
+    assert ctypes.sizeof(green_contexts.Resource) == 144
+    assert green_contexts.Resource.sm.offset == 96
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -253,11 +252,11 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open")
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
-    cuda_driver.find_driver.cache_clear()
+    monkeypatch.setattr(green_contexts.ctypes, "CDLL", missing)
+    green_contexts.find_driver.cache_clear()
     with pytest.raises(GreenContextsMissingError, match=r"no CUDA driver \(libcuda.so.1"):
-        cuda_driver.find_driver()
-    cuda_driver.find_driver.cache_clear()
+        green_contexts.find_driver()
+    green_contexts.find_driver.cache_clear()
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError, AttributeError])
@@ -269,11 +268,11 @@ def test_bindings_that_cannot_be_imported(
     def broken(name: str) -> None:
         raise error(f"{name} is broken")
 
-    monkeypatch.setattr(cuda_driver.importlib, "import_module", broken)
-    monkeypatch.setattr(cuda_driver, "load_driver", FakeDriver)
-    cuda_driver.find_driver.cache_clear()
-    assert isinstance(cuda_driver.find_driver(), FakeDriver)
-    cuda_driver.find_driver.cache_clear()
+    monkeypatch.setattr(green_contexts.importlib, "import_module", broken)
+    monkeypatch.setattr(green_contexts, "load_driver", FakeDriver)
+    green_contexts.find_driver.cache_clear()
+    assert isinstance(green_contexts.find_driver(), FakeDriver)
+    green_contexts.find_driver.cache_clear()
 
 
 def test_bindings_that_do_not_suit_the_driver_are_passed_by(

@@ -24,11 +24,11 @@ from pipeexec.distributed.channels import (
     Mismatch,
     NcclChannel,
     _tensors,
+    check_header,
     header,
     mark_absent,
+    present_tensors,
 )
-from pipeexec.distributed.channels import check_header as check
-from pipeexec.distributed.channels import present_tensors as present
 from pipeexec.distributed.signatures import Entry, Signature, signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
@@ -49,8 +49,8 @@ def test_a_header_says_what_it_was_made_of(content: Content, tensors: Signature)
     assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
         (entry.dtype, entry.shape) for entry in tensors
     ]
-    assert present(words) == [True] * len(tensors)
-    check(words, words, source=1)
+    assert present_tensors(words) == [True] * len(tensors)
+    check_header(words, words, source=1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def got(
 )
 def test_whatever_differs_is_named(words: list[int], described: str) -> None:
     with pytest.raises(Mismatch) as caught:
-        check(words, got(), source=7)
+        check_header(words, got(), source=7)
     message = str(caught.value)
     wanted = "2SEND_B5 of step 3 (float32 [2, 4], int64 [], bfloat16 [0, 3])"
     assert message.startswith(f"expected {wanted} from rank 7, got "), message
@@ -101,12 +101,12 @@ def test_gradients_may_be_absent_but_not_activations(flags: tuple[bool, ...]) ->
         for e, is_there in zip(SIGNATURE, flags, strict=True)
     )
     words = got(values=values)
-    assert present(words) == list(flags)
-    check(words, got(), source=0)
+    assert present_tensors(words) == list(flags)
+    check_header(words, got(), source=0)
     forward = CONTENT._replace(op=Op.SEND_F)
     if not all(flags):
         with pytest.raises(Mismatch, match="none"):
-            check(got(forward, values=values), got(forward), source=0)
+            check_header(got(forward, values=values), got(forward), source=0)
 
 
 @given(
@@ -120,7 +120,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
     """Whatever stands in place of a header, or of its end, is an error of ours at most."""
     garbled = got()[:kept] + words[kept:]
     try:
-        check(garbled, got(), source=0)
+        check_header(garbled, got(), source=0)
     except Mismatch:
         return
     stated = zip(_tensors(garbled), _tensors(got()), strict=True)
@@ -129,7 +129,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
 
 def test_a_message_of_something_else() -> None:
     with pytest.raises(Mismatch, match=r"from rank 2 is not a pipeexec message .*\[5, 1\]\); run"):
-        check([5, *got()[1:]], got(), source=2)
+        check_header([5, *got()[1:]], got(), source=2)
 
 
 def test_a_lost_connection_without_a_reason() -> None:

@@ -402,7 +402,7 @@ def apart(processes: px.Processes, uuids: list[list[str]]) -> list[str]:
     """Return the names of all devices, of GPUs with these UUIDs in each process."""
     own = uuids[processes.rank]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeexec.distributed.processes.uuid_of", lambda device: own[device.index])
+        patch.setattr("pipeexec.distributed.processes._uuid_of", lambda device: own[device.index])
         devices = [CudaDevice(torch.device("cuda", k)) for k in range(len(own))]
         return [device.name for device in processes.spread(devices)]
 

@@ -417,7 +417,7 @@ class TestEnd:
     def test_second_signal_ends_it_at_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(interrupts, "_COPIES", 0.0)
+        monkeypatch.setattr(interrupts, "_COPY_SECONDS", 0.0)
 
         def interrupt(*_: object) -> None:
             signal.raise_signal(signal.SIGINT)

@@ -183,7 +183,7 @@ class TestRuns:
                 signal.raise_signal(signal.SIGINT)
             return step(*arguments)
 
-        monkeypatch.setattr(interrupts, "_COPIES", 0.0)
+        monkeypatch.setattr(interrupts, "_COPY_SECONDS", 0.0)
         monkeypatch.setattr(px.Pipeline, "step", interrupted)
         assert main(["train", write(folder)]) == 130
         last = capsys.readouterr().err.splitlines()[-1]

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs import exact_sums as exact_choice
-from pipesim.costs import stage_partition as near_even
+from pipesim.costs import exact_sums, stage_partition
 from pipesim.costs.exact_sums import to_limbs
 from pipesim.errors import ArgumentError, CostsWarning
 
@@ -106,7 +105,7 @@ def test_squares_are_exact(numbers: list[int], before: int) -> None:
     first, end, level = numbers
     total = np.array([before >> 31 * k & 2**31 - 1 for k in range(13)])
     sums = np.array([to_limbs(first, 3), to_limbs(first + end, 3)])
-    exact_choice._add_square(sums, to_limbs(level, 3), 0, 1, np.zeros(6, dtype=np.int64), total)
+    exact_sums._add_square(sums, to_limbs(level, 3), 0, 1, np.zeros(6, dtype=np.int64), total)
     assert sum(int(limb) << 31 * k for k, limb in enumerate(total)) == before + (end - level) ** 2
 
 
@@ -139,14 +138,14 @@ def test_long_exact_sums_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> No
     """The split is exact nevertheless."""
     weights = np.tile([0.1, 0.3], 50)
     expected = ps.balanced_split(weights, 7)
-    monkeypatch.setattr(exact_choice, "_MOST_PRODUCTS", 8)
+    monkeypatch.setattr(exact_sums, "_MOST_PRODUCTS", 8)
     with pytest.warns(CostsWarning, match="the most even split of 100 layers takes long"):
         assert ps.balanced_split(weights, 7) == expected
 
 
 def test_too_many_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     """If too many borders are possible, the slowest stage is still the least; a warning says so."""
-    monkeypatch.setattr(near_even, "_MOST_BORDERS", 8)
+    monkeypatch.setattr(stage_partition, "_MOST_BORDERS", 8)
     random = np.random.default_rng(2)
     seconds = np.append(random.choice([1.0, 40.0], 120), 900.0)
     with pytest.warns(CostsWarning, match="others may be less even than possible"):

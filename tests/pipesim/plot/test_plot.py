@@ -32,6 +32,7 @@ from pipesim import plot
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.ops import SENDS, TRANSFERS, Op
 from pipesim.plot import style
+from pipesim.utils.texts import format_bytes, format_time
 
 # The palette and the units.
 
@@ -63,7 +64,7 @@ def test_chunks_count_the_stages_of_a_device() -> None:
      (3.2e-5, "32.0 µs"), (5e-9, "5.00 ns"), (5e-12, "0.005 ns"), (float("nan"), "n/a")],
 )  # fmt: skip
 def test_times_are_written_in_a_fitting_unit(seconds: float, text: str) -> None:
-    assert style.format_time(seconds) == text
+    assert format_time(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_times_are_written_in_a_fitting_unit(seconds: float, text: str) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3.25 * 2**30, "3.25 GiB")],
 )
 def test_bytes_are_written_in_a_fitting_unit(nbytes: float, text: str) -> None:
-    assert style.format_bytes(nbytes) == text
+    assert format_bytes(nbytes) == text
 
 
 def test_errors_are_written_with_their_sign() -> None:

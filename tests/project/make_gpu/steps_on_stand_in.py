@@ -28,8 +28,7 @@ from fake_cuda import FakeCuda, FakeGpu, named_gpus
 from places import BENCHMARKS
 
 import pipeexec as px
-from pipeexec.executor import allocator_memory, step_capture
-from pipeexec.executor import step_memory as probes
+from pipeexec.executor import allocator_memory, step_capture, step_memory
 
 sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("on_gpu.bench")
@@ -57,14 +56,14 @@ def slices(device: object, n: int, *, link: object = None) -> list[FakeGpu]:
 def sample_allocator(
     cuda: FakeCuda,
     *arguments: Any,
-    sample: Callable[..., allocator_memory.Allocated] = probes.sample_allocator,
+    sample: Callable[..., allocator_memory.Allocated] = step_memory.sample_allocator,
 ) -> allocator_memory.Allocated:
     """Sample a stand-in for the allocator, on one GPU with all slices."""
     with FakeAllocator(cuda) as memory, pytest.MonkeyPatch.context() as patch:
         tasks_of = lambda tasks, devices: allocator_memory.sample_tasks(  # noqa: E731
             tasks, named_gpus(*[0] * len(devices)), memory.allocated, memory.active
         )
-        patch.setattr(probes, "sample_tasks", tasks_of)
+        patch.setattr(step_memory, "sample_tasks", tasks_of)
         return sample(*arguments)
 
 
@@ -105,7 +104,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
             importlib.import_module(module)
     cuda = FakeCuda()
     cuda.install(patch)
-    patch.setattr(probes, "sample_allocator", partial(sample_allocator, cuda))
+    patch.setattr(step_memory, "sample_allocator", partial(sample_allocator, cuda))
     for name, answer in ANSWERS.items():
         patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     patch.setattr(px, "slices", slices)

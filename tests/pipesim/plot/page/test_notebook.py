@@ -17,7 +17,6 @@ from notebook_hosts import VS_CODE, framed_html, host_html
 
 import pipesim as ps
 from pipesim.ops import COMPUTE
-from pipesim.plot import html as notebook
 from pipesim.plot.html import frame_html, mimebundle
 
 if TYPE_CHECKING:
@@ -157,10 +156,10 @@ def test_mimebundle(item: ps.Timeline | ps.Comparison) -> None:
 
 
 def test_large_timelines_have_a_picture_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "MAX_FRAMED", 2 * len(TIMELINE))
+    monkeypatch.setattr("pipesim.plot.html.MAX_FRAMED", 2 * len(TIMELINE))
     assert frame_html(TIMELINE).startswith("<iframe")
     assert frame_html(COMPARISON).startswith("<iframe")
-    monkeypatch.setattr(notebook, "MAX_FRAMED", 2 * len(TIMELINE) - 1)
+    monkeypatch.setattr("pipesim.plot.html.MAX_FRAMED", 2 * len(TIMELINE) - 1)
     html = COMPARISON._repr_html_()
     assert frame_html(TIMELINE).startswith("<iframe")
     assert "iframe" not in html

@@ -141,8 +141,8 @@ export function simulatedTimes(graph, inputs) {
 }
 
 /**
- * The task that each task waited for last, and the reason: those of pipesim.analysis.critical_path for
- * timelines of costs whose links are not shared.
+ * The task that each task waited for last, and the reason: those of pipesim.analysis.critical_path
+ * for timelines of costs whose links are not shared.
  */
 export function lastWaits(graph, inputs, { start, end }) {
   const rowOf = rowsOf(graph, inputs), issued = issueTimes(graph, inputs, rowOf);

@@ -1,1 +1,0 @@
-"""Capture a step as one CUDA graph, and replay it."""

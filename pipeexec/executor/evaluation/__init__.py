@@ -1,1 +1,0 @@
-"""Evaluations and predictions: forward-only graphs on the stages of a pipeline."""

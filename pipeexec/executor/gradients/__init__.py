@@ -1,1 +1,0 @@
-"""Sums and norms of gradients over stages, replicas and processes."""

@@ -1,1 +1,0 @@
-"""Control the optimizer steps of all stages together: learning rates, scaled gradients."""

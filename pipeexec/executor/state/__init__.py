@@ -1,1 +1,0 @@
-"""State of a pipeline's model and optimizers, by the names of the original model."""

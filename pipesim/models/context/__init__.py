@@ -1,1 +1,0 @@
-"""Context parallelism: GPUs that share a sequence, and their exchange of keys and values."""

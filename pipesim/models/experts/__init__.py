@@ -1,1 +1,0 @@
-"""Mixtures of experts: parameters, routing, kernels, memory, and the exchange of tokens."""

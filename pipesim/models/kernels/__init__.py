@@ -1,1 +1,0 @@
-"""Kernels and collectives that a transformer's layer, embedding and head are made of."""
