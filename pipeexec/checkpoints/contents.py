@@ -19,8 +19,8 @@ from pipeexec.checkpoints.directory import FOLDERS, read_tensors
 from pipeexec.devices.device import Device
 from pipeexec.embedding.row_layout import row_numbers
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
-from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.named_state import merged_groups, optimizer_state
+from pipeexec.executor.pipeline import Pipeline
 from pipesim.errors import ArgumentError, CheckpointError
 
 # Values of objects as JSON, with tensors kept apart.

@@ -21,10 +21,14 @@ from pipeexec.checkpoints.contents import (
 )
 from pipeexec.checkpoints.directory import check_files, present, read_manifest, read_tensors
 from pipeexec.executor.accumulation import AccumulatedSteps
+from pipeexec.executor.named_state import (
+    StateNames,
+    apply_optimizer_states,
+    check_model_state,
+    load_model_state,
+    prepared_states,
+)
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.named_state import check_model_state, load_model_state
-from pipeexec.executor.named_state import StateNames
-from pipeexec.executor.named_state import apply_optimizer_states, prepared_states
 from pipeexec.executor.state_methods import raise_together
 from pipeexec.executor.tied_parameters import check_tied_values, tied_values
 from pipesim.errors import CheckpointError, check_type

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeexec.distributed.channels import LostConnection
-from pipeexec.distributed.join import join
-from pipeexec.distributed.store import LaunchError
+from pipeexec.distributed.join import AbsentError, join
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.join import AbsentError
+from pipeexec.distributed.store import LaunchError
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline.timeline import Timeline
 

@@ -70,9 +70,8 @@ class MeasuredSteps:
         ``run.json``, ``timeline.csv`` (the median step), ``timeline.png`` and ``.pdf``; with a
         prediction ``predicted.csv``, ``costs.json``, ``overlay.png`` and ``.pdf``.
         """
-        from pipesim.plot.timelines import overlay
-        from pipesim.plot.timelines import rows
         from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+        from pipesim.plot.timelines import overlay, rows
         from pipesim.utils.packages import Figure
 
         path = check_path("path", path, "write")

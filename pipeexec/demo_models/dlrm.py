@@ -32,8 +32,7 @@ from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu import Kernel
+from pipesim.models.gpu import GPU, Kernel, as_gpu
 from pipesim.network.network import Network
 
 # Criteo's click logs: rows of their tables, and random keys of similar distribution.

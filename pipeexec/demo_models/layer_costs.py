@@ -26,8 +26,7 @@ from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
 from pipesim.errors import ArgumentError, number
-from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu import Kernel
+from pipesim.models.gpu import GPU, Kernel, as_gpu
 from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 

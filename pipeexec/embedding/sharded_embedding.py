@@ -17,9 +17,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.key_exchange import AccumulatedGradients, Exchange, ExchangeConfig
 from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_layout import RowLayout, check_row_state, row_state
-from pipesim.costs.keys import checked_tables
-from pipesim.costs.keys import Keys
-from pipesim.costs.keys import PLACEMENTS
+from pipesim.costs.keys import PLACEMENTS, Keys, checked_tables
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

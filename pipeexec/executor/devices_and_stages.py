@@ -20,9 +20,8 @@ from pipeexec.executor.step_gradients import GradientOptions
 from pipeexec.experts.expert_shares import layers_of_graph, member_of_replica, n_members
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.activations import ActivationCounter
-from pipeexec.stages.stage import Stage
-from pipeexec.stages.stage import StageLike
 from pipeexec.stages.module_call import WeightVersions
+from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.data_parallel.stage_replicas import sync_from_first
-from pipeexec.devices.device import Values
-from pipeexec.devices.device import RemoteDevice
+from pipeexec.devices.device import RemoteDevice, Values
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.embedding.stage import ShardedStage
@@ -30,14 +29,12 @@ from pipeexec.executor.step_result import EvaluationResult, StepResult
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.experts.stage import ForwardExpertStage
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
-from pipeexec.stages.batches import Batch
-from pipeexec.stages.recompute import Buffers
+from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
 from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
 from pipeexec.stages.module_call import Seed
-from pipeexec.stages.batches import NO_DIMS, BatchDims, dims_by_path, sample_dims
+from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.sequence_slices import SequenceCut, positions_of
-from pipeexec.stages.stage import Stage
-from pipeexec.stages.stage import StageLike
+from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeexec.data_parallel.compiled_modules import unwrapped
-from pipeexec.data_parallel.stage_shards import WholeOptimizer
 from pipeexec.data_parallel.stage_replicas import RemoteStage
+from pipeexec.data_parallel.stage_shards import WholeOptimizer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.splitting.split_facts import first_names

@@ -18,8 +18,7 @@ from pipeexec.executor.offload_waits import outlasts_issue
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.executor.tied_parameters import reduce_tied_gradients
-from pipeexec.experts.stage import ExpertStage
-from pipeexec.experts.stage import Rows, exchange_rows
+from pipeexec.experts.stage import ExpertStage, Rows, exchange_rows
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
 from pipesim.ops import EXCHANGES, Op, is_expert_exchange

@@ -15,11 +15,9 @@ from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp import check_ddp
-from pipeexec.data_parallel.stage_shards import WholeOptimizer
 from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
-from pipeexec.data_parallel.stage_shards import StageShards
-from pipeexec.devices.device import DeviceLike
-from pipeexec.devices.device import RemoteDevice, device_ranks
+from pipeexec.data_parallel.stage_shards import StageShards, WholeOptimizer
+from pipeexec.devices.device import DeviceLike, RemoteDevice, device_ranks
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
@@ -36,8 +34,8 @@ from pipeexec.executor.tied_parameters import (
 )
 from pipeexec.experts.expert_shares import expert_groups
 from pipeexec.splitting.split_facts import named_model_parameters
-from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.batches import BatchDims, check_batch_dims
+from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.sequence_slices import check_slice_dim
 from pipesim.errors import ArgumentError, ExecutionError, number
 from pipesim.graph.graph import TaskGraph

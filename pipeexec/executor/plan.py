@@ -8,9 +8,8 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.devices.device import Device
+from pipeexec.devices.device import Device, RemoteDevice
 from pipeexec.devices.gpu_slices import Slice
-from pipeexec.devices.device import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import add_to_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS, expert_handler

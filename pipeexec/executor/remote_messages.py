@@ -21,12 +21,17 @@ from torch.distributed import ProcessGroup
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices import transfer
+from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.devices.streams import InlineStream
-from pipeexec.devices.device import Device, Values
-from pipeexec.devices.device import RemoteDevice, device_ranks
-from pipeexec.distributed.channels import Channel, ChannelRoute, ExpectedMessage, SentMessage
+from pipeexec.distributed.channels import (
+    Channel,
+    ChannelRoute,
+    Content,
+    ExpectedMessage,
+    SentMessage,
+    header,
+)
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
-from pipeexec.distributed.channels import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
     Signature,

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeexec.data_parallel.stage_shards import check_shardable
 from pipeexec.data_parallel.stage_replicas import RemoteStage
-from pipeexec.data_parallel.stage_shards import StageShards
-from pipeexec.devices.device import Device
-from pipeexec.devices.device import device_ranks
+from pipeexec.data_parallel.stage_shards import StageShards, check_shardable
+from pipeexec.devices.device import Device, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError

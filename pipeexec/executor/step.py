@@ -16,16 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.devices import clocks
-from pipeexec.devices.streams import CpuEvent
-from pipeexec.devices.device import Device, Values
-from pipeexec.devices.device import RemoteDevice
+from pipeexec.devices.device import Device, RemoteDevice, Values
 from pipeexec.devices.running_clock import RunningTimer
-from pipeexec.devices.streams import Event
+from pipeexec.devices.streams import CpuEvent, Event
 from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
-from pipeexec.distributed.watchdog import Failure, stall_failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Head, Status
+from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import StepInputs

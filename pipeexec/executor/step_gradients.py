@@ -15,11 +15,10 @@ from torch.amp import GradScaler
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.data_parallel.stage_shards import StageShards
-from pipeexec.splitting.split_facts import tied_parameter
-from pipeexec.splitting.split_facts import TiedGroup
+from pipeexec.splitting.split_facts import TiedGroup, tied_parameter
 from pipeexec.stages.restore import EarlierGradients
-from pipeexec.stages.step_loss import StepLoss
 from pipeexec.stages.stage import StageLike
+from pipeexec.stages.step_loss import StepLoss
 from pipesim.errors import ArgumentError, ExecutionError, check_flag, check_type, number
 from pipesim.graph.graph import TaskGraph
 

@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 
 from pipeexec.data_parallel.compiled_modules import is_compiled
-from pipeexec.devices.device import Device, Values
-from pipeexec.devices.device import RemoteDevice, device_ranks
+from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.nesting import Arguments, call_arguments, with_tensors
-from pipeexec.stages.microbatches import BatchShares
-from pipeexec.stages.batches import Batch, check_batch, split_batches, to_devices
+from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches, to_devices
 from pipeexec.stages.loss_function import LossFunction
-from pipeexec.stages.step_loss import LossShapes
-from pipeexec.stages.step_loss import StepLoss
-from pipeexec.stages.microbatches import Microbatches, batch_facts
+from pipeexec.stages.microbatches import BatchShares, Microbatches, batch_facts
 from pipeexec.stages.module_call import task_seed
-from pipeexec.stages.batches import BatchDims
 from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import StageLike
+from pipeexec.stages.step_loss import LossShapes, StepLoss
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,

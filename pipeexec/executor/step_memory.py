@@ -33,8 +33,7 @@ from pipeexec.executor.step_runner import StepRunner
 from pipeexec.nesting import tensors_in
 from pipeexec.stages.activations import ActivationMeter
 from pipeexec.stages.batches import Batch, check_batch
-from pipeexec.stages.stage import attach_meters
-from pipeexec.stages.stage import StageLike
+from pipeexec.stages.stage import StageLike, attach_meters
 from pipeexec.thread_modes import ThreadMode
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COPIES, Op

@@ -9,12 +9,10 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.distributed.channels import ExpectedMessage, LostConnection
-from pipeexec.distributed.watchdog import Failure
+from pipeexec.distributed.channels import ExpectedMessage, LostConnection, Mismatch, set_step
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
-from pipeexec.distributed.channels import Mismatch, set_step
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Status
+from pipeexec.distributed.watchdog import Failure, Status
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import agree_on_graph, agree_on_messages

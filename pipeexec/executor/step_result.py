@@ -26,8 +26,7 @@ from pipeexec.stages.loss_function import MetricSum
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.timeline.timeline import align_collectives
-from pipesim.timeline.timeline import Timeline
+from pipesim.timeline.timeline import Timeline, align_collectives
 
 Floats = NDArray[np.float64]
 

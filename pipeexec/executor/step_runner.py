@@ -42,22 +42,16 @@ from pipeexec.executor.step_inputs import (
 from pipeexec.executor.step_reports import ProcessReports, raise_failure
 from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.executor.tied_parameters import check_tied_graph, clear_later_copies
-from pipeexec.experts.expert_shares import counted_parameters
-from pipeexec.experts.expert_shares import check_experts
+from pipeexec.experts.expert_shares import check_experts, counted_parameters
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.nesting import Arguments, tensors_in
-from pipeexec.stages.activations import ActivationCounter
-from pipeexec.stages.microbatches import BatchShares
-from pipeexec.stages.batches import Batch
-from pipeexec.stages.restore import EarlierGradients
+from pipeexec.stages.activations import ActivationCounter, storages
+from pipeexec.stages.batches import Batch, warn_of_squares
 from pipeexec.stages.loss_function import LossFunction
-from pipeexec.stages.microbatches import are_microbatches
-from pipeexec.stages.activations import storages
-from pipeexec.stages.restore import restore_afterwards
-from pipeexec.stages.batches import warn_of_squares
+from pipeexec.stages.microbatches import BatchShares, are_microbatches
+from pipeexec.stages.restore import EarlierGradients, restore_afterwards
 from pipeexec.stages.sequence_slices import check_sliceable
-from pipeexec.stages.stage import Stage
-from pipeexec.stages.stage import StageLike
+from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify

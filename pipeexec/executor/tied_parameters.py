@@ -19,8 +19,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import assign_reduced_gradients, copy_sums, gradient_bytes
 from pipeexec.executor.named_state import StateNames
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.splitting.split_facts import first_tied_stage, split_facts, tied_parameter
-from pipeexec.splitting.split_facts import TiedGroup
+from pipeexec.splitting.split_facts import TiedGroup, first_tied_stage, split_facts, tied_parameter
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.graph.graph import TaskGraph
 

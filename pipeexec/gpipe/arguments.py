@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.make_devices import parse_device
+from pipeexec.devices.make_devices import CpuDevice, parse_device
 from pipeexec.stages.batches import check_dense
 from pipesim.errors import (
     ArgumentError,

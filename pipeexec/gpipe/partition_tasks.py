@@ -19,8 +19,8 @@ from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing
 from pipeexec.gpipe.partition import Form, MessageStreams, Runtime
 from pipeexec.gpipe.skip import Key
-from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.module_call import default_state, task_seed
+from pipeexec.stages.recompute import Buffers
 from pipesim.ops import Op
 
 #: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other

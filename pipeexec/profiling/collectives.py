@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from pipeexec.experts.expert_shares import layers_of_graph, n_members
 from pipeexec.stages.microbatches import BatchShares
-from pipesim.analysis.measured_costs import grad_norm_seconds, measured_collectives
-from pipesim.analysis.measured_costs import measured_segments
+from pipesim.analysis.measured_costs import (
+    grad_norm_seconds,
+    measured_collectives,
+    measured_segments,
+)
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

@@ -29,8 +29,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.network.links import HostLink
-from pipesim.network.links import Link
+from pipesim.network.links import HostLink, Link
 from pipesim.network.network import Network
 from pipesim.ops import COPIES, RECVS, SENDS, Op
 from pipesim.scheduling.placement import Placement

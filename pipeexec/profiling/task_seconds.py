@@ -16,8 +16,7 @@ from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
-from pipesim.analysis.measured_costs import output_bytes, stage_seconds
-from pipesim.analysis.measured_costs import microbatch_values
+from pipesim.analysis.measured_costs import microbatch_values, output_bytes, stage_seconds
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
 from pipesim.costs.pricing import DURATION_OF

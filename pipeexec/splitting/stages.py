@@ -25,8 +25,7 @@ from pipesim.lowering.lower import lower
 from pipesim.scheduling.registry import schedule
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
-from pipesim.utils.texts import align_columns
-from pipesim.utils.texts import format_bytes, format_time, significant
+from pipesim.utils.texts import align_columns, format_bytes, format_time, significant
 
 if TYPE_CHECKING:
     import pandas as pd

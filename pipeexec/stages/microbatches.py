@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeexec.devices.device import Device
-from pipeexec.devices.device import RemoteDevice
+from pipeexec.devices.device import Device, RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.nesting import leaves, tensors_in, with_tensors
 from pipesim.errors import (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.exports import torch_orders
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
 from pipesim.scheduling.memory_checks import check_schedule

@@ -307,9 +307,8 @@ def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
 
 def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
     """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
-    from pipesim.plot.timelines import overlay
-    from pipesim.plot.timelines import rows
     from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+    from pipesim.plot.timelines import overlay, rows
     from pipesim.utils.packages import Figure
 
     folder = step_folder(directory, step)

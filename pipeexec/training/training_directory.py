@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeexec.checkpoints.directory import newest
 from pipeexec.checkpoints.contents import decode, encode
+from pipeexec.checkpoints.directory import newest
 from pipeexec.checkpoints.load import load_checkpoint
 from pipeexec.checkpoints.save import save_checkpoint
 from pipeexec.executor.pipeline import Pipeline

@@ -16,8 +16,7 @@ from pipesim.errors import ArgumentError, RunDirectoryError, check_text
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, read_text, write_errors, write_text
-from pipesim.utils.texts import csv_rows, parse_float
-from pipesim.utils.texts import format_time, significant
+from pipesim.utils.texts import csv_rows, format_time, parse_float, significant
 
 if TYPE_CHECKING:
     import pandas as pd

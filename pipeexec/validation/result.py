@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.profiling.profile import FITS, TABLE, TRANSFERS, host_shares, load_profile, read_shares, save_profile
-from pipeexec.profiling.profile import Profile
+from pipeexec.profiling.profile import (
+    FITS,
+    TABLE,
+    TRANSFERS,
+    Profile,
+    host_shares,
+    load_profile,
+    read_shares,
+    save_profile,
+)
 from pipeexec.run_directory import (
     RECORD,
     checked_record,
@@ -30,9 +38,7 @@ from pipesim.plot.html_tables import note_html, omitted_html, table_html
 from pipesim.plot.style import format_error
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path
-from pipesim.utils.texts import align_columns
-from pipesim.utils.texts import CHECKSUM
-from pipesim.utils.texts import format_time
+from pipesim.utils.texts import CHECKSUM, align_columns, format_time
 
 if TYPE_CHECKING:
     import pandas as pd

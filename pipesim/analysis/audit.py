@@ -22,8 +22,8 @@ from pipesim.analysis.audit_graphs import (
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, DeadlockError
-from pipesim.graph.precedence import Bits, Edges, ancestors, before
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.precedence import Bits, Edges, ancestors, before
 from pipesim.simulation.simulate import checked_costs, predict_timeline
 from pipesim.utils.csr import CSR, Ints
 

@@ -16,11 +16,10 @@ import numpy as np
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import check_name
-from pipesim.graph.precedence import Edges
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.dependencies import overlapped_pairs
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.precedence import Edges, stable_topological_order
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.graph.precedence import stable_topological_order
 from pipesim.ops import RECVS, SENDS, TRANSFERS, Op, part_name
 from pipesim.utils.csr import CSR, Ints
 

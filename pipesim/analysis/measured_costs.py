@@ -18,12 +18,16 @@ from numpy.typing import NDArray
 from pipesim.analysis.blocking import Floats, measured_shares
 from pipesim.analysis.replay import message_times, replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES, exchange_name
-from pipesim.costs.pricing import MEASURED_COPIES
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
-from pipesim.costs.pricing import add_expert_exchanges, optimizer_parts
 from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.microbatch_costs import repeated
-from pipesim.costs.pricing import DURATION_OF, message_bytes
+from pipesim.costs.pricing import (
+    DURATION_OF,
+    MEASURED_COPIES,
+    add_expert_exchanges,
+    message_bytes,
+    optimizer_parts,
+)
 from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError, check_flag, check_name
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph

@@ -63,8 +63,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.gpu import GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
 from pipesim.utils.files import check_path, write_text

@@ -38,8 +38,7 @@ from pipesim.models.transformer import RECOMPUTE, Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.registry import options_of_schedules, schedule, schedule_info
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.sweeps.settings import LOWERING
-from pipesim.sweeps.settings import COST_OPTIONS, MODEL, device_size, make_model
+from pipesim.sweeps.settings import COST_OPTIONS, LOWERING, MODEL, device_size, make_model
 from pipesim.utils.files import check_path, read_text
 from pipesim.utils.texts import csv_rows, parse_float, parse_int
 

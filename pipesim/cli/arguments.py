@@ -26,9 +26,8 @@ from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, check_name, suggestion
 from pipesim.plot.page.document import LAYOUTS
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
-from pipesim.utils.texts import RaisingParser, add_version
 from pipesim.utils.files import check_path, check_target, read_text, write_errors
-from pipesim.utils.texts import parse_float, parse_int, parse_json
+from pipesim.utils.texts import RaisingParser, add_version, parse_float, parse_int, parse_json
 
 # Values: numbers, lists, options, and files to write
 

@@ -15,8 +15,7 @@ from pipesim.analysis.compare import KNOWN_RESULTS, known_results, table_of, wit
 from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.analysis.idle_gaps import Cause
-from pipesim.calibration.fit_gpu import Calibration
-from pipesim.calibration.fit_gpu import steps_text
+from pipesim.calibration.fit_gpu import Calibration, steps_text
 from pipesim.cli.arguments import argument_settings, plan_settings
 from pipesim.costs.cost_fields import Workload
 from pipesim.errors import ArgumentError, PipeError, check_count
@@ -34,8 +33,7 @@ from pipesim.sweeps.sweep import RESULTS, grid_rows, run_rows
 from pipesim.timeline.memory_limit import excess_text, excesses
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import write_whole
-from pipesim.utils.texts import align_columns
-from pipesim.utils.texts import format_numbers
+from pipesim.utils.texts import align_columns, format_numbers
 
 if TYPE_CHECKING:
     import pandas as pd

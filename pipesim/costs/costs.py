@@ -49,8 +49,14 @@ from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.files import check_path, read_json, write_text
-from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
-from pipesim.utils.texts import Bytes, format_bytes, format_time
+from pipesim.utils.texts import (
+    CHECKSUM,
+    Bytes,
+    checksum,
+    checksum_mismatch,
+    format_bytes,
+    format_time,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,8 +32,7 @@ from pipesim.errors import (
 from pipesim.models.placed_split import LayerModel, Placed, placed_sizes
 from pipesim.network.network import Network
 from pipesim.utils.files import check_path, read_text
-from pipesim.utils.texts import csv_rows, parse_float
-from pipesim.utils.texts import Bytes
+from pipesim.utils.texts import Bytes, csv_rows, parse_float
 
 if TYPE_CHECKING:
     import pandas as pd

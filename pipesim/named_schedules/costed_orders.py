@@ -12,11 +12,9 @@ from numpy.typing import ArrayLike
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError
-from pipesim.list_scheduling.problem import first_values
 from pipesim.list_scheduling.order_by import PRIORITIES
-from pipesim.list_scheduling.problem import Problem
-from pipesim.list_scheduling.scheduler import Ranks
-from pipesim.list_scheduling.scheduler import list_orders
+from pipesim.list_scheduling.problem import Problem, first_values
+from pipesim.list_scheduling.scheduler import Ranks, list_orders
 from pipesim.lowering.lower import lower
 from pipesim.ops import Op
 from pipesim.order_search import (

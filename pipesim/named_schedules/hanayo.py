@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
-from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import waves
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel

@@ -15,10 +15,9 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
-from pipesim.scheduling.registry import ClosedForm, Counts
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import looped
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from pipesim.named_schedules.patterns import alternating_schedule
-from pipesim.scheduling.registry import ClosedForm
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1))

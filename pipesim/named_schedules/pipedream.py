@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pipesim.errors import check_count
 from pipesim.named_schedules.one_f_one_b import one_f_one_b
-from pipesim.scheduling.registry import ClosedForm, Counts
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm(

@@ -14,10 +14,9 @@ from pipesim.named_schedules.costed_orders import (
 )
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.order_search import lane_order
-from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import v_shaped
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 

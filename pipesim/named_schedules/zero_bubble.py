@@ -6,8 +6,7 @@ The paper writes B for the gradient of the input alone, which is I here.
 from __future__ import annotations
 
 from pipesim.named_schedules.patterns import alternating_schedule
-from pipesim.scheduling.registry import ClosedForm
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 

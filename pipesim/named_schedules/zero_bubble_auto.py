@@ -23,9 +23,14 @@ import numpy as np
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsWarning
 from pipesim.list_scheduling.limits import check_weight_bytes, checked_costs
-from pipesim.list_scheduling.problem import first_values, with_equal_lengths, with_microbatches
 from pipesim.list_scheduling.order_by import PRIORITIES
-from pipesim.list_scheduling.problem import Problem, make_problem
+from pipesim.list_scheduling.problem import (
+    Problem,
+    first_values,
+    make_problem,
+    with_equal_lengths,
+    with_microbatches,
+)
 from pipesim.named_schedules.costed_orders import (
     CostedOrders,
     Score,
@@ -34,9 +39,8 @@ from pipesim.named_schedules.costed_orders import (
     with_equal_microbatches,
 )
 from pipesim.order_search import LaneOrder, meets
-from pipesim.scheduling.registry import ClosedForm
 from pipesim.scheduling.placement import linear
-from pipesim.scheduling.registry import register
+from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.texts import Bytes
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type, number
-from pipesim.models.gpu import GPU, as_gpu
-from pipesim.models.gpu import fitted_preset
+from pipesim.models.gpu import GPU, as_gpu, fitted_preset
 from pipesim.network.links import HostLink
 from pipesim.network.network import Network
 from pipesim.network.sources import machine as machine_named

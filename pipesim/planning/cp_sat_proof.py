@@ -23,8 +23,8 @@ from pipesim.order_search import (
     keeps_limit,
     meets,
 )
-from pipesim.order_search.lane_order import occurrences
 from pipesim.order_search.evaluate import ROUNDING
+from pipesim.order_search.lane_order import occurrences
 from pipesim.planning.cp_sat_model import (
     COARSE_TICKS,
     FINE_TICKS,

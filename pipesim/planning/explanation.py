@@ -25,8 +25,7 @@ from pipesim.planning.choice import (
 )
 from pipesim.plot.html_tables import note_html, table_html
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory import costs_of
-from pipesim.timeline.memory import memory_breakdown
+from pipesim.timeline.memory import costs_of, memory_breakdown
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.texts import format_bytes, format_time
 

@@ -43,8 +43,8 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import checked_noise, predict_timeline
-from pipesim.timeline.rates import longest_span
 from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
+from pipesim.timeline.rates import longest_span
 from pipesim.utils.texts import Bytes, format_time
 
 

@@ -22,9 +22,9 @@ from pipesim.order_search import (
     meets,
     order_problem,
 )
-from pipesim.order_search.lane_order import n_microbatches
 from pipesim.order_search.evaluate import ROUNDING
 from pipesim.order_search.improve import periods_of
+from pipesim.order_search.lane_order import n_microbatches
 from pipesim.planning.cp_sat_proof import MOST_TASKS, prove
 from pipesim.planning.first_orders import Candidate, first_orders, sequential_candidate
 from pipesim.scheduling.placement import Placement

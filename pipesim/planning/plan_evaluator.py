@@ -36,8 +36,7 @@ from pipesim.planning.plan_bounds import (
 )
 from pipesim.planning.problem import Cache, PlanProblem
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.equal_replicas import OneOfReplicas, replica_memory_graph
-from pipesim.simulation.equal_replicas import SharedRoutes
+from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes
 from pipesim.timeline.memory_limit import reserved_memory

@@ -22,8 +22,7 @@ from pipesim.planning.choice import (
 )
 from pipesim.planning.problem import PlanProblem, mean_peak
 from pipesim.plot.html_tables import note_html, table_html
-from pipesim.utils.texts import align_columns
-from pipesim.utils.texts import format_numbers, format_time
+from pipesim.utils.texts import align_columns, format_numbers, format_time
 
 if TYPE_CHECKING:
     import pandas as pd

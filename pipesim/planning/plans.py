@@ -30,8 +30,7 @@ from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import checked_choice, named_choice
 from pipesim.planning.torchtitan import torchtitan_toml
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.simulate import warn_of_costs
-from pipesim.simulation.simulate import predict_timeline, warn_of_memory_limit
+from pipesim.simulation.simulate import predict_timeline, warn_of_costs, warn_of_memory_limit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_whole
 from pipesim.utils.texts import format_bytes, format_time

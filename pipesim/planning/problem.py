@@ -17,10 +17,9 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
-from pipesim.models.model_costs import costs_of_shards, microbatch_shards
-from pipesim.models.model_costs import ShardCosts
-from pipesim.models.stage_seconds import stage_seconds
+from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
 from pipesim.models.shard import Shard
+from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import (
     PlanChoice,

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
-from pipesim.graph.precedence import Edges, ancestors
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.precedence import Edges, ancestors
 from pipesim.graph.tasks import Task
 from pipesim.ops import (
     COMPUTE,

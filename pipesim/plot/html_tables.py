@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import Costs
-from pipesim.costs.costs import n_stages_of_costs
-from pipesim.models.model_sizes import SIZES_OF_SOME
+from pipesim.costs.costs import Costs, n_stages_of_costs
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.model_sizes import SIZES_OF_SOME
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network

@@ -16,8 +16,8 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.dependencies import overlapped_pairs
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
 from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 from pipesim.plot.style import (

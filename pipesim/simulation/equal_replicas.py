@@ -40,9 +40,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.kind_routes import GroupRoutes
 from pipesim.costs.costs import Costs
-from pipesim.costs.kind_routes import KindRoutes
+from pipesim.costs.kind_routes import GroupRoutes, KindRoutes
 from pipesim.costs.pricing import cost_table
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.compute_tasks import compute_kinds

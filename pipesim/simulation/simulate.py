@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.costs.cost_fields import Workload
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -23,9 +23,9 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.issue_order import issue_times
+from pipesim.network.collectives import group_of_gpus
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
-from pipesim.network.collectives import group_of_gpus
 from pipesim.ops import Op
 from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
 from pipesim.simulation.noise import Noise

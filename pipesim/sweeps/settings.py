@@ -27,13 +27,11 @@ from pipesim.lowering.lower import lower
 from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import RECOMPUTE, Transformer
-from pipesim.network.links import HostLink
-from pipesim.network.links import Nodes
+from pipesim.network.links import HostLink, Nodes
 from pipesim.network.network import Network
 from pipesim.network.sources import KEYS
-from pipesim.scheduling.registry import Counts
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes

@@ -29,8 +29,8 @@ from pipesim.analysis.compare import (
     summary,
     warn_of_other_models,
 )
-from pipesim.costs.costs import Costs
 from pipesim.costs.cost_fields import Workload
+from pipesim.costs.costs import Costs
 from pipesim.errors import (
     ArgumentError,
     PipeError,

@@ -27,8 +27,8 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import names
-from pipesim.utils.packages import import_extra
 from pipesim.utils.files import check_no_others, check_path, write_text, write_whole
+from pipesim.utils.packages import import_extra
 
 # Messages
 

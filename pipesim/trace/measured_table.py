@@ -33,8 +33,8 @@ from pipesim.trace.measured_tasks import (
 )
 from pipesim.trace.range_names import WORDS, Ops, check_mapping, check_ops, word_key
 from pipesim.utils.csr import Ints
-from pipesim.utils.packages import import_extra
 from pipesim.utils.files import check_path, gunzip, read_bytes
+from pipesim.utils.packages import import_extra
 
 if TYPE_CHECKING:
     import pandas as pd

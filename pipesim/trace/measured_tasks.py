@@ -32,8 +32,7 @@ from pipesim.ops import (
     Op,
 )
 from pipesim.scheduling.registry import options_of_schedules, schedule
-from pipesim.timeline.timeline import align_collectives
-from pipesim.timeline.timeline import Timeline
+from pipesim.timeline.timeline import Timeline, align_collectives
 from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.utils.csr import Ints
 

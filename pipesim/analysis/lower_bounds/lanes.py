@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import GraphError
+from pipesim.graph.dependencies import apply_rules
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
-from pipesim.graph.dependencies import apply_rules
 from pipesim.ops import FETCHES, RECVS
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.idle_gaps import Cause
 from pipesim.analysis.critical_path import WaitReason
+from pipesim.analysis.idle_gaps import Cause
 from pipesim.errors import PipeError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph

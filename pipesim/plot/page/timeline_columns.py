@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import collective_latency
-from pipesim.analysis.idle import CAUSES, exact_sums
-from pipesim.analysis.idle import causes_of_gaps
-from pipesim.analysis.replay import replay_costs
 from pipesim.analysis.critical_path import last_waits
+from pipesim.analysis.idle import CAUSES, causes_of_gaps, exact_sums
+from pipesim.analysis.replay import replay_costs
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, Op

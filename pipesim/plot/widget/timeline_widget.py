@@ -12,9 +12,8 @@ import numpy as np
 import traitlets
 
 from pipesim.analysis.compare import Comparison
-from pipesim.analysis.idle import CAUSES
-from pipesim.analysis.idle import causes_of_gaps
 from pipesim.analysis.critical_path import WaitReason, chain_to, last_waits
+from pipesim.analysis.idle import CAUSES, causes_of_gaps
 from pipesim.errors import ArgumentError, TimelineError, check_count, check_name, check_text
 from pipesim.plot.page.document import LAYOUTS
 from pipesim.plot.page.save import (

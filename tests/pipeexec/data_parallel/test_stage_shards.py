@@ -18,15 +18,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-<<<<<<< tests/pipeexec/data_parallel/test_stage_shards.py
 from pipeexec.data_parallel.stage_shards import StageShards, check_shardable, flatten
-from pipeexec.executor import sharding as setup_shards
-=======
-from pipeexec.data_parallel.stage_shards import flatten
-from pipeexec.data_parallel.stage_shards import check_shardable
-from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.executor import sharding
->>>>>>> /tmp/w/_b
 from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError
 

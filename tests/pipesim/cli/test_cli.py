@@ -457,15 +457,9 @@ PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-b
         (["compare", "1f1b", "gpipe", *BASE], "sweeps.settings.predict_timeline"),
         (["sweep", "1f1b", "gpipe", *BASE], "cli.commands.run_rows"),
         (["calibrate", "steps.csv", "--gpu", "h100"], "models.gpu.GPU.fit"),
-<<<<<<< tests/pipesim/cli/test_cli.py
         (PLAN, "planning.plan_evaluator.Evaluator.evaluate"),
         (PLAN, "planning.plan_search.refined"),
-        (["demo-page"], "cli.gallery.run"),
-=======
-        (PLAN, "planning.configurations.evaluator.Evaluator.evaluate"),
-        (PLAN, "planning.configurations.search_stages.refined"),
         (["demo-page"], "cli.page_commands.run"),
->>>>>>> /tmp/w/_b
     ],
 )
 def test_ctrl_c_ends_every_command_with_130(

@@ -1,1 +1,0 @@
-"""Cuts between stages, by weights of the calls of modules."""

@@ -1,1 +1,0 @@
-"""Modules that a forward calls, and the data flow between them."""
