@@ -155,7 +155,6 @@ def _checked_number(name: str, value: object, unit: str) -> float:
 
 
 def _checked_settings(value: object) -> dict[str, Any] | None:
-    """Return a copy of settings as values of JSON."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -1029,7 +1029,6 @@ def _checked_number(name: str, value: object, where: str) -> float:
 
 
 def _checked_reserve(value: object) -> float:
-    """Return ``memory_reserve`` as a float; raise `CostsError` unless it is a share >= 0."""
     result = number(value)
     if result is None or not 0 <= result < math.inf:
         raise CostsError(
@@ -1077,7 +1076,6 @@ def n_stages_of_costs(costs: Costs) -> int | None:
 
 
 def _range_text(value: float | tuple[float, ...], form: Callable[[float], str]) -> str:
-    """Return the smallest and the largest of a field's values as text."""
     low, high = form(float(np.min(value))), form(float(np.max(value)))
     if low == high:
         return low

@@ -98,7 +98,6 @@ def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False)
 
 
 def _layout_counts(text: str, name: str, ends_may_be_empty: bool) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout string, none of which may be empty."""
     hint = suggestion(text.lower(), get_args(LayerPartition)) if text.isalpha() else ""
     if hint and not set(text) <= set("EtL"):
         raise UnknownNameError(f"unknown {name} {text!r}{hint}")

@@ -420,7 +420,6 @@ def _add_network_exchange(
     layers: Floats,
     nbytes: Floats,
 ) -> None:
-    """Add exchanges that the network prices."""
     graph, g = routes.graph, costs.expert_replicas
     if graph.kinds.has_segments:
         g = graph.expert_replicas or _n_replicas(graph)

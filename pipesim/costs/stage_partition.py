@@ -220,7 +220,6 @@ BORDER_HELPERS = (add, exceeds, last_within, first_reaching)
 
 
 def _is_less(a: Ints, b: Ints) -> bool:
-    """Return whether one number is less than another."""
     for k in range(len(a)):
         if a[k] != b[k]:
             return bool(a[k] < b[k])

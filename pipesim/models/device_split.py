@@ -1,9 +1,9 @@
 """Splits of layers by local search: such that devices are balanced, or a simulation is fastest.
 
-`pipesim.costs.stage_partition` is exact for devices with one stage each. For others,
-this is an iterated local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over
-the borders between stages. A local search moves borders as long as that improves the split. It
-starts from several splits, and then from perturbations of the best one.
+`pipesim.costs.stage_partition` is exact for devices with one stage each. For others, this is an
+iterated local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over the borders
+between stages. A local search moves borders as long as that improves the split. It starts from
+several splits, and then from perturbations of the best one.
 """
 
 from __future__ import annotations
@@ -186,7 +186,6 @@ def _between(problem: SplitProblem, bars: Ints) -> Ints:
 
 
 def _best_of(problem: SplitProblem, borders: Ints, even: bool = True) -> Ints:
-    """Return the best of several splits, the first of equals."""
     kept = np.arange(len(borders))
     for row in problem.keys(borders, even):
         values = row[kept]

@@ -490,7 +490,6 @@ def expert_kernels(sizes: KernelSizes) -> LayerSegments:
 
 
 def _router(sizes: KernelSizes) -> OperationKernels:
-    """Return router and permutation."""
     shard, model = sizes.shard, sizes.shard.model
     tokens, h, e = shard.expert_tokens, model.hidden_size, model.bytes_per_activation
     matrix = Matrix(h, model.n_experts)
@@ -508,7 +507,6 @@ def _router(sizes: KernelSizes) -> OperationKernels:
 
 
 def _experts(sizes: KernelSizes) -> OperationKernels:
-    """Return the experts of a GPU, with the order of their tokens."""
     shard, model = sizes.shard, sizes.shard.model
     tokens, n = shard.routed_tokens, shard.local_experts
     up, down = routed_matrices(shard).values()
@@ -584,7 +582,6 @@ def _bound(kernel: Kernel, gpu: GPU) -> str:
 
 
 def _parts(shard: Shard) -> dict[str, OperationKernels]:
-    """Return the kernels of each part of a model that it has."""
     n_experts = shard.model.n_expert_layers
     parts = {}
     if n_experts < shard.model.n_layers:

@@ -97,7 +97,6 @@ def check_experts(model: Transformer) -> None:
 
 
 def _check_groups(model: Transformer) -> None:
-    """Check the groups of experts that a router picks."""
     n, k = model.n_experts, model.experts_per_token
     groups, picked = model.expert_groups, model.groups_per_token
     if (groups == 0) != (picked == 0):

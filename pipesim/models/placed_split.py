@@ -398,7 +398,6 @@ class _Simulations:
         return predict_timeline(self.graph, costs, memory_limit=limits)
 
     def makespan(self, borders: Ints) -> float:
-        """Return the seconds of a step, infinite for a split that does not fit."""
         timeline = self.timeline(borders)
         if self.is_limited and timeline.fits is False:
             return np.inf
@@ -406,7 +405,6 @@ class _Simulations:
 
 
 def _search(simulations: _Simulations, problem: SplitProblem, first: Ints) -> Ints:
-    """Return the borders of the fastest split that the search finds."""
     starts = [balanced_borders(problem, [first]), first]
     most = min(_SIMULATIONS, _TASKS // max(1, len(simulations.graph)))
     return fastest_borders(problem, starts, simulations.makespan, most)
@@ -501,7 +499,6 @@ def placed_sizes(
 
 
 def _word(split: object, name: str, partition: str | None, n_stages: int) -> str | None:
-    """Return how layers are divided, or None if the layers of each stage are given."""
     if is_word(split):
         if partition not in (None, split):
             raise ArgumentError(f"{name}={split!r}, but partition={partition!r}; give one of them")

@@ -28,7 +28,6 @@ class _Published:
 def _gpt(
     summary: str, source: int, h: int, n_layers: int, heads: int, s: int, v: int
 ) -> _Published:
-    """Return a model of GPT-2's and GPT-3's shape."""
     sizes = {"hidden_size": h, "n_layers": n_layers, "n_heads": heads, "sequence_length": s,
              "vocabulary_size": v}  # fmt: skip
     return _Published(summary, source, sizes)

@@ -246,7 +246,6 @@ def _checked_counts(counts: object) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def _shares(routing: Routing, n: int, k: int) -> tuple[float, ...]:
-    """Return `Routing.shares` of valid arguments."""
     random = np.random.default_rng(routing.seed)
     if routing.distribution == "counts":
         if len(routing.counts) != n:

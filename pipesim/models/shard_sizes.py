@@ -128,6 +128,12 @@ def per_stage(
     return tuple(key.total(layer, first, last, experts) for key in stage_keys(model, sizes))
 
 
+def each_layer(model: Transformer, layer: float, experts: float) -> list[float]:
+    """Return the value of each layer of a model, those with experts last."""
+    n_dense = model.n_layers - model.n_expert_layers
+    return [layer] * n_dense + [experts] * model.n_expert_layers
+
+
 def mean_layer(model: Transformer, layer: float, experts: float) -> float:
     """Return the mean of a value over the layers of a model."""
     if not model.n_expert_layers:

@@ -144,7 +144,6 @@ def layer_operations(shard: Shard, *, experts: bool = False) -> tuple[Operation,
 
 
 def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
-    """Return the operations of the first half of a layer, up to its sum with the residual."""
     weight = weight_grad_bytes(shard, attention_matrices(shard))
     branch = branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)  # what a GPU keeps of a sum over the group
@@ -175,7 +174,6 @@ def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
 
 
 def _mlp(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
-    """Return the operations of the second half of a layer."""
     weight, branch = weight_grad_bytes(shard, layer_matrices(shard)), branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)
     up = shard.model.mlp_inputs * x.inner
@@ -356,8 +354,8 @@ def context_bytes(shard: Shard, x: Tensors) -> Operation:
 
 # Bytes of a mixture of experts on one GPU, in the order of Megatron-LM with Transformer Engine.
 #
-# Letters are those of `pipesim.models.layer_kernels`, with R the tokens that the busiest
-# GPU receives:
+# Letters are those of `pipesim.models.layer_kernels`, with R the tokens that the busiest GPU
+# receives:
 #
 # =============  ===========  ===================================================================
 # tensor         bytes        note

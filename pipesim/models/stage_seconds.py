@@ -37,6 +37,7 @@ from pipesim.models.shard_collectives import (
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     StageKey,
+    each_layer,
     mean_layer,
     optimizer_parameters,
     per_stage,
@@ -67,9 +68,8 @@ class RateSeconds:
     @property
     def layers(self) -> list[float]:
         """See `StageSeconds`."""
-        model = self.shard.model
-        dense = [self._both(experts=False) / self._rate] * (model.n_layers - model.n_expert_layers)
-        return dense + [self._both(experts=True) / self._rate] * model.n_expert_layers
+        dense, experts = (self._both(experts=x) / self._rate for x in (False, True))
+        return each_layer(self.shard.model, dense, experts)
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
@@ -126,7 +126,6 @@ class RateSeconds:
 
     @property
     def _rate(self) -> float:
-        """FLOP/s of all GPUs of the group."""
         return self.shard.n_gpus * self.flops_per_second
 
 
@@ -246,10 +245,8 @@ class GpuSeconds:
     @property
     def layers(self) -> list[float]:
         """See `StageSeconds`."""
-        model = self.shard.model
         layer = sum(self._seconds(self._layer[name]) for name in ("forward", "backward"))
-        n_dense = model.n_layers - model.n_expert_layers
-        return [layer] * n_dense + [self._expert_layer_seconds] * model.n_expert_layers
+        return each_layer(self.shard.model, layer, self._expert_layer_seconds)
 
     @cached_property
     def _expert_layer_seconds(self) -> float:
@@ -282,7 +279,6 @@ class GpuSeconds:
         return tuple(map(self._stage_segments, stage_keys(model, sizes)))
 
     def _stage_segments(self, key: StageKey) -> tuple[tuple[float, ...], ...]:
-        """Return the shares of F, of B and of I of a stage between its exchanges."""
         return tuple(
             segment_shares(
                 key.n_experts,
@@ -409,7 +405,6 @@ class GpuSeconds:
 
     @cached_property
     def _core_seconds(self) -> tuple[float, float]:
-        """Seconds of the attention core of a layer, forward and backward."""
         core = attention_core(KernelSizes(self.shard))
         forward, backward = (
             sum(map(self.gpu.kernel_seconds, kernels))

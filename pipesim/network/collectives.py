@@ -1,7 +1,7 @@
 """Seconds of collective operations in closed form, and the links that they hold (rule 9).
 
 For n members of b bytes each; latency and bandwidth are those of the slowest hop. Members on nodes,
-with no named link between them, have the formulas of collectives over nodes instead, below.
+with no named link between them, have the formulas below instead.
 
 =================  ==============================================================================
 ring all-reduce    ``2(n-1)/n * b / bandwidth + 2(n-1) * latency``
@@ -19,11 +19,10 @@ carries half of the bytes up and down again, and a member inside one tree is a l
 A collective holds the links of all of its hops. The functions ``..._links`` return them by member:
 the row of a member has the links of the hops that begin there, so that rows stay narrow.
 
-Collectives over nodes: a ring for each NIC, and trees from node to node, as NCCL builds them.
-
-A ring enters and leaves a node through one NIC. NCCL runs as many rings as a node has NICs, each
-with its share of the bytes, so that together they reach the bandwidth of all NICs of the node, up
-to that of a port. It orders the members of a ring by node. Its trees are chains inside a node, and
+Collectives over nodes are a ring for each NIC, and trees from node to node, as NCCL builds them. A
+ring enters and leaves a node through one NIC. NCCL runs as many rings as a node has NICs, each with
+its share of the bytes, so that together they reach the bandwidth of all NICs of the node, up to
+that of a port. It orders the members of a ring by node. Its trees are chains inside a node, and
 double binary trees between nodes. For n members on k nodes, at most g on one of them:
 
 =================  ==============================================================================

@@ -336,7 +336,6 @@ class Network:
         return 0.0 if group is None else ring(group, nbytes) / 2
 
     def _group(self, nbytes: object, n_gpus: object) -> Group | None:
-        """Return GPUs of one device as a group; None for a single GPU."""
         size, count = number(nbytes), check_count("n_gpus", n_gpus)
         if size is None or not 0 <= size < math.inf:
             raise NetworkError(f"nbytes must be finite and >= 0, got {nbytes!r}")

@@ -113,7 +113,6 @@ class Layout:
         self._check_experts()
 
     def _check_experts(self) -> None:
-        """Check that experts divide the GPUs of a stage."""
         shared, x = self.expert_tensor_parallel, self.expert_parallel
         if self.tensor_parallel % shared:
             raise ArgumentError(

@@ -300,7 +300,6 @@ class _Table:
         return f"{self.path}, line {self.lines[row]}, column {column}"
 
     def refuse(self, column: str, wrong: NDArray[np.bool_], allowed: str) -> None:
-        """Raise `NetworkError` for the first row that ``wrong`` marks, if any."""
         for row in np.flatnonzero(wrong)[:1].tolist():
             text = self.columns[column][row]
             raise NetworkError(f"{self.where(row, column)}: must be {allowed}, got {text!r}")
@@ -384,7 +383,6 @@ def _check_pairs(
     a: NDArray[np.int64],
     b: NDArray[np.int64],
 ) -> None:
-    """Raise `NetworkError` for the first pair whose value is out of range."""
     wrong = np.flatnonzero(~good[a, b])
     if len(wrong):
         i, j = int(a[wrong[0]]), int(b[wrong[0]])
