@@ -343,6 +343,11 @@ def segment_shares(costs: Costs, graph: TaskGraph) -> Floats:
             )
     shares[rows] = 1 / n_segments[kinds.op[rows], kinds.stage[rows]]
     if costs.segments is not None:
+        if rows.size and len(costs.segments) != graph.n_stages:
+            raise CostsError(
+                f"segments has {len(costs.segments)} values for {graph.n_stages} stages; give one "
+                "a stage"
+            )
         positions = {Op.F: 0, Op.B: 1, Op.I: 2}
         for row in rows.tolist():
             of_stage = costs.segments[int(kinds.stage[row])]

@@ -177,18 +177,10 @@ Settings = dict[str, Any]
 COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 #: Argument of `lower` for each setting.
 LOWERING = {
-    "replicas": "n_replicas",
-    **{
-        name: name
-        for name in (
-            "recompute", "recompute_first", "overlap", "streams", "rendezvous", "recompute_waits",
-            "hosts", "host_threads", "issue_order", "forward_only", "step", "skips", "portals",
-            "grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout", "exchange_work",
-            "prefetch_keys", "sparse_grad_sync", "tied", "grad_norm", "prefetch", "offload",
-            "shard_parameters", "expert_layers", "expert_replicas",
-        )
-    },
-}  # fmt: skip
+    {"n_replicas": "replicas"}.get(name, name): name
+    for name in signature(lower).parameters
+    if name != "schedule"
+}
 _NODES, _HOST = (tuple(field.name for field in fields(x)) for x in (Nodes, HostLink))
 #: Keys of a layer, besides the name and label of a schedule.
 SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "costs")

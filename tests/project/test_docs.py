@@ -157,3 +157,14 @@ def parameters(name: str) -> set[str] | None:
         if not any(x.kind is x.VAR_KEYWORD for x in kinds.values()):
             return set(kinds)
     return None
+
+
+@pytest.mark.parametrize("package", ["pipesim", "pipeexec"])
+def test_rooms(package: str) -> None:
+    """CONTRIBUTING.md says what each room and each file beside them is for."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = {name for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+              for name in re.findall(r"`([^`]+)`", cell)}  # fmt: skip
+    rooms = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
+    files = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert (rooms | files) - listed == set()

@@ -269,3 +269,13 @@ def test_halves_given_together_contain_their_exchanges() -> None:
     assert set(seconds) == {1.5}
     n_pairs = (half & (graph.op == Op.F)).sum()
     assert timeline.duration[half].sum() == pytest.approx(2.5 * n_pairs)
+
+
+@pytest.mark.parametrize("n_stages", [1, 3])
+def test_segments_of_other_stages(n_stages: int) -> None:
+    """Shares are for each stage of the graph."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2, expert_layers=1)
+    shares = [[(0.5, 0.25, 0.25)] * 3] * n_stages
+    costs = ps.Costs(1, 2, expert_layers=1, expert_replicas=2, segments=shares)
+    with pytest.raises(CostsError, match=f"segments has {n_stages} values for 2 stages"):
+        ps.simulate(graph, costs)
