@@ -195,8 +195,9 @@ def _no_range(path: Path, content: Mapping[str, Any], trace: Trace, rules: Range
     if rules.patterns != PATTERNS:
         problem = f"matches the pattern {rules.patterns[0]!r} with its whole name"
         wanted = "Each forward and backward of a stage needs a range that matches"
-    known = list(trace.names)  # a name in a file may be of any type, also one that has no hash
-    others = [event for event in events if event.get("name") in known]
+    # A name in a file may be of any type, also one that has no hash.
+    range_names = list(trace.names)
+    others = [event for event in events if event.get("name") in range_names]
     numbered = next((key for key in _keys(others) if _NUMBERS.search(key)), None)
     if numbered is not None:
         processes = [f"{event.get('pid')}" for event in others]
