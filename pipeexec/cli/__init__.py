@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", PipeWarning)
         warnings.showwarning = show_warning
         try:
-            arguments = make_parser().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            arguments = make_parser().parse_args(words or ["--help"])
             command = COMMANDS.get(arguments.command)
             if command is None:
                 return show(arguments)

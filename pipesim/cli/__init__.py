@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbose = False
     try:
         try:
-            args = parse_arguments(argv, COMMANDS)
+            args = parse_arguments((sys.argv[1:] if argv is None else argv) or ["--help"], COMMANDS)
             verbose = args.verbose
             with _plain_warnings():
                 args.run(args)

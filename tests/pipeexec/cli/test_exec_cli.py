@@ -456,7 +456,7 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["validate", "--help"], ["profile", "--help"], ["show", "--help"]]
+    "arguments", [[], ["--help"], ["validate", "--help"], ["profile", "--help"], ["show", "--help"]]
 )
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -214,6 +214,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     out = succeed(capsys, *command, "--help")
     assert out.startswith(" ".join(["usage: pipesim", *command]))
+    if not command:
+        assert succeed(capsys) == out
 
 
 def test_help_shows_the_file(capsys: pytest.CaptureFixture[str]) -> None:
