@@ -31,9 +31,9 @@ from matplotlib.textpath import TextPath
 import pipesim as ps
 from pipesim import plot
 from pipesim.ops import COMPUTE, TRANSFERS, Op
-from pipesim.plot import style
 from pipesim.plot.fitting_labels import LARGEST, SMALLEST, BoxLabels, points_per_unit
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.texts import TIME_UNITS
 
 # Timelines.
 
@@ -64,7 +64,7 @@ def test_device_0_is_on_top() -> None:
 def test_cells_are_where_and_when_their_tasks_ran(unit: str | None, recompute: str) -> None:
     timeline = simulated("gpipe", 3, 4, recompute=recompute)
     ax = timeline.plot(ax=axes(), unit=unit)
-    frame, scale = timeline.frame, style.TIME_UNITS[unit or "ms"]
+    frame, scale = timeline.frame, TIME_UNITS[unit or "ms"]
     assert ("cells:R" in drawn(ax)) == (recompute != "never")
     for op in sorted(COMPUTE & {Op[name] for name in frame["op"]}):
         tasks, cells = frame[frame["op"] == op.name], boxes(ax, f"cells:{op.name}")
