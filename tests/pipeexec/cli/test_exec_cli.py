@@ -450,8 +450,7 @@ def test_show_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is no whole run directory" in fail(capsys, "show", tmp_path)
 
 
-def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "required: command" in fail(capsys)
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'vaildate'" in fail(capsys, "vaildate")
 
 

@@ -360,7 +360,6 @@ def test_plot_of_a_comparison_has_one_scale_of_time(
 
 
 BAD = {
-    "no command": ([], "required: COMMAND"),
     "unknown command": (["simulat"], "invalid choice: 'simulat'"),
     "no schedule": (["simulate", *BASE], "no schedule is named"),
     "unknown schedule": (["simulate", "1f1c", *BASE], "did you mean '1f1b'?"),
