@@ -200,8 +200,8 @@ class CapturedEvent(CudaEvent):
 class CudaStream:
     """A stream of CUDA.
 
-    ``make_event`` makes the event that `record` records; `pipeexec.executor.cuda_graph` replaces it
-    in a capture.
+    ``make_event`` makes the event that `record` records; `pipeexec.executor.step_capture` replaces
+    it in a capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
