@@ -217,10 +217,10 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
         return value
     package = kind.__module__.partition(".")[0]
     wanted = kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
-    raise _wrong_type(name, f"a {wanted}", value, f"; {advice}" if advice else "")
+    raise wrong_type(name, f"a {wanted}", value, f"; {advice}" if advice else "")
 
 
-def _wrong_type(name: str, wanted: str, value: object, advice: str = "") -> ArgumentTypeError:
+def wrong_type(name: str, wanted: str, value: object, advice: str = "") -> ArgumentTypeError:
     """Return the error of a value of another type than ``wanted``."""
     got = f"{value!r:.60} ({type(value).__name__})"
     return ArgumentTypeError(f"{name} must be {wanted}, got {got}{advice}")
@@ -230,7 +230,7 @@ def check_text(name: str, value: object) -> str:
     """Return ``value`` if it is a text."""
     if isinstance(value, str):
         return value
-    raise _wrong_type(name, "a text", value)
+    raise wrong_type(name, "a text", value)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -240,13 +240,13 @@ def check_flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    raise _wrong_type(name, "True or False", value)
+    raise wrong_type(name, "True or False", value)
 
 
 def check_function(name: str, value: object, form: str) -> None:
     """Raise unless ``value`` can be called; ``form`` is an example of a call."""
     if not callable(value):
-        raise _wrong_type(name, f"a function, called as {form}", value)
+        raise wrong_type(name, f"a function, called as {form}", value)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:

@@ -93,6 +93,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "bool": lambda v: isinstance(v, bool),
     "int": lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool),
     "float": _number,
+    **dict.fromkeys(("Count", "Whole"), lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    **dict.fromkeys(("Fraction", "NotNegative", "Positive", "Seconds"), _number),
     "str": lambda v: isinstance(v, str),
     "Path": lambda v: isinstance(v, str | Path),
     "Callable": callable,
@@ -125,6 +127,7 @@ def allowed_by(annotation: str, name: str, value: object) -> bool:
 
     Brackets say what is inside, which is not looked at.
     """
+    annotation = re.sub(r"Annotated\[([\w.]+)", r"\1 | Annotated[", annotation)
     outer = re.sub(r"\[.*?\]+", "", annotation)
     words = set(re.findall(r"[\w.]+", outer))
     if words & {"Any", "object"}:

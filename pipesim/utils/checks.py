@@ -1,0 +1,232 @@
+"""`checked`: annotations of a function or of a dataclass check its arguments, once, at the door.
+
+Annotations that are checked: `bool`, `str`, classes, `Literal`, `Callable`, `Mapping`, the aliases
+below, and unions of these. All others, such as plain `int` and `float`, sequences, arrays and
+paths, are left to the function, and so are classes that are imported for type checking alone.
+
+A warning of a checked function names the caller by `pipesim.utils.caller_warnings.warn_caller`:
+the check is one more frame, which a ``stacklevel`` would count.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from types import NoneType, SimpleNamespace, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pipesim.errors import (
+    ArgumentError,
+    PipeError,
+    check_count,
+    check_flag,
+    check_name,
+    check_text,
+    check_type,
+    number,
+    wrong_type,
+)
+
+Door = TypeVar("Door", bound=Callable[..., Any])
+_MAX = sys.float_info.max
+
+
+class Range(NamedTuple):
+    """Numbers from ``low``, or above it, to ``high``; by default all finite ones."""
+
+    low: float = -_MAX
+    high: float = _MAX
+    above: bool = False
+
+    def text(self, kind: type) -> str:
+        """Return the description of the allowed numbers of a type."""
+        finite = "" if math.inf in (-self.low, self.high) else "finite "
+        low = f"{'above' if self.above else 'at least'} {self.low:.17g}" * (self.low > -_MAX)
+        limits = ", ".join(filter(None, [low, f"at most {self.high:.17g}" * (self.high < _MAX)]))
+        words = "whole " if kind is int else finite
+        return f"a {words}number ({limits})" if limits else f"a {words}number"
+
+
+Count = Annotated[int, Range(1)]
+Whole = Annotated[int, Range(0)]
+NotNegative = Annotated[float, Range(0)]
+Seconds = NotNegative
+Positive = Annotated[float, Range(0, above=True)]
+Fraction = Annotated[float, Range(0, 1)]
+
+
+class Check(NamedTuple):
+    """Check of the values of one annotation."""
+
+    #: Takes the name of an argument and its value. Returns the value, of the annotated type, or
+    #: raises `ArgumentError`.
+    run: Callable[[str, Any], Any]
+    #: Allowed values, for the message of a union.
+    wanted: str
+    #: A union refuses a value of this type with the message of this check.
+    kind: type = NoneType
+
+
+def checked(door: Door) -> Door:
+    """Return a function, or the dataclass itself, that checks its arguments by their annotations.
+
+    A text in ``Annotated`` is advice for the message: ``Annotated[Costs, "give ps.Costs(...)"]``;
+    for a function, an example of a call: ``Annotated[Callable[..., Any], "loss_fn(output)"]``.
+    """
+    return checked_as(ArgumentError)(door)
+
+
+def checked_as(error: type[PipeError]) -> Callable[[Door], Door]:
+    """Return `checked` that raises an error of this class instead of `ArgumentError`."""
+
+    def decorate(door: Door) -> Door:
+        if not isinstance(door, type):
+            return cast(Door, _checked_call(door, (door,), error))
+        init = vars(door)["__init__"]
+        setattr(door, "__init__", _checked_call(init, door.__mro__[::-1], error))  # noqa: B010
+        return cast(Door, door)
+
+    return decorate
+
+
+def _checked_call(
+    function: Callable[..., Any], owners: tuple[Any, ...], error: type[PipeError]
+) -> Callable[..., Any]:
+    """Return a function that checks its arguments by the annotations of the owners."""
+    parameters = inspect.signature(function).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    usual = {x.name: x.default for x in parameters if x.kind not in several}
+    by_position = [x.name for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
+
+    @functools.cache  # at the first call: modules may import each other while they are loaded
+    def checks() -> dict[str, Callable[[str, Any], Any]]:
+        every = {name: x for owner in owners for name, x in checks_of(owner).items()}
+        return {name: x.run for name, x in every.items() if x and name in usual}
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        runs, values = checks(), list(args)
+        try:
+            for k, (name, value) in enumerate(zip(by_position, args, strict=False)):
+                if name in runs and value is not usual[name]:
+                    values[k] = runs[name](name, value)
+            for name, value in named.items():
+                if name in runs and value is not usual[name]:
+                    named[name] = runs[name](name, value)
+        except ArgumentError as wrong:
+            if error is ArgumentError:
+                raise
+            raise error(*wrong.args) from None
+        return function(*values, **named)
+
+    return call
+
+
+def checks_of(owner: Any) -> dict[str, Check | None]:
+    """Return the check of each annotation of a function or class itself; None without one."""
+    checks: dict[str, Check | None] = {}
+    for name, annotation in inspect.get_annotations(owner).items():
+        alone = SimpleNamespace(__annotations__={name: annotation})
+        module = vars(sys.modules[owner.__module__])
+        try:
+            checks[name] = check_of(get_type_hints(alone, module, include_extras=True)[name])
+        except NameError:  # imported for type checking alone
+            checks[name] = None
+    return checks
+
+
+def check_of(hint: Any) -> Check | None:
+    """Return the check of a type; None if it has none."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        details = hint.__metadata__
+        limits = [x for x in details if isinstance(x, Range)]
+        if limits:
+            return _of_range(parts[0], limits[0])
+        return _of_class(parts[0], *details) or check_of(parts[0])
+    if origin is Literal:
+        choices = " or ".join(map(repr, parts))
+        return Check(lambda name, value: check_name(name, value, parts), choices, str)
+    return _of_union(parts) if origin in (Union, UnionType) else _of_class(hint)
+
+
+#: Types that need another check than `isinstance`, or none.
+_PLAIN: dict[Any, Check | None] = {
+    bool: Check(check_flag, "True or False"),
+    str: Check(check_text, "a text", str),
+    **dict.fromkeys((object, Any, int, float), None),
+}
+
+
+def _of_class(hint: Any, advice: str = "") -> Check | None:
+    """Return the check of a class, a function or a mapping."""
+    kind: Any = get_origin(hint) or hint
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind in (Mapping, Callable):
+        called = f", called as {advice}" if advice else ""
+        wanted = "a mapping" if kind is Mapping else f"a function{called}"
+
+        def run(name: str, value: Any) -> Any:
+            if isinstance(value, kind):
+                return value
+            raise wrong_type(name, wanted, value)
+
+        return Check(run, wanted, kind)
+    if not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
+        return None
+    return Check(lambda name, x: check_type(name, x, kind, advice), f"a {kind.__name__}", kind)
+
+
+def _of_range(kind: type, allowed: Range) -> Check:
+    """Return the check of whole numbers, or of real ones, within a range."""
+    wanted = allowed.text(kind)
+
+    def run(name: str, value: Any) -> Any:
+        result = check_count(name, value, int(allowed.low)) if kind is int else number(value)
+        if result is None:
+            raise wrong_type(name, wanted, value)
+        if not allowed.low <= result <= allowed.high or (allowed.above and result == allowed.low):
+            raise ArgumentError(f"{name} must be {wanted}, got {value!r:.60}")
+        return result
+
+    return Check(run, wanted, kind)
+
+
+def _of_union(parts: tuple[Any, ...]) -> Check | None:
+    """Return the check of a union, whose first part that accepts a value returns it."""
+    names = tuple(x for part in parts if get_origin(part) is Literal for x in get_args(part))
+    types = [part for part in parts if get_origin(part) is not Literal and part is not NoneType]
+    checks = [check_of(hint) for hint in [*([Literal[names]] if names else []), *types]]
+    judges = [check for check in checks if check]
+    if len(judges) < len(checks):
+        return None
+    is_optional = NoneType in parts
+    wanted = " or ".join([*(check.wanted for check in judges), *["None"] * is_optional])
+
+    def run(name: str, value: Any) -> Any:
+        if value is None and is_optional:
+            return None
+        error = None
+        for check in judges:
+            try:
+                return check.run(name, value)
+            except ArgumentError as wrong:
+                error = wrong if len(judges) == 1 or isinstance(value, check.kind) else error
+        raise error or wrong_type(name, wanted, value)
+
+    return Check(run, wanted, judges[0].kind)
