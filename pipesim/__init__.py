@@ -20,8 +20,7 @@ from pipesim.analysis.replay import replay
 from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
-from pipesim.costs.layer_split import read_layout, write_layout
-from pipesim.costs.stage_partition import balanced_split
+from pipesim.costs.layer_split import balanced_split, read_layout, write_layout
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeexec.demo_models.data import BatchMaker, image_batch, text_batch
 from pipeexec.demo_models.gpt import gpt
 from pipeexec.demo_models.image_models import convnet
+from pipesim.costs.layer_split import most_even_split, whole_sums
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.utils.files import check_path
 
@@ -166,20 +167,8 @@ def _even_counts(costs: list[float], n_stages: int) -> list[int]:
             f"more stages than layers: got n_stages={n_stages} for a model of {n_layers} layers, "
             f"and each stage needs one; take at most {n_layers} stages or build a deeper model"
         )
-    before = [0.0, *accumulate(costs)]
-    # best[end]: least sum of squares, and the layer counts, for cutting the first `end` layers
-    # into the stages so far. Each stage leaves at least one layer to each later stage.
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for stage in range(n_stages):
-        best = {
-            end: min(
-                (total + (before[end] - before[start]) ** 2, [*counts, end - start])
-                for start, (total, counts) in best.items()
-                if start < end
-            )
-            for end in range(stage + 1, n_layers - n_stages + stage + 2)
-        }
-    return best[n_layers][1]
+    sums = whole_sums(costs)
+    return list(most_even_split(sums, n_stages, [(sums, sums[-1])]))
 
 
 def _check_balance(balance: Sequence[int], n_stages: int | None, n_layers: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Key, Shelf, use_shelf
 from pipeexec.stages.activations import ActivationMeter
 from pipeexec.stages.batches import Batch
+from pipesim.costs.layer_split import balanced_split
 from pipesim.errors import ArgumentError, check_count
 
 
@@ -154,8 +155,7 @@ def balance_by_size(
 def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
     """Return the lengths of contiguous blocks that minimize the cost of the costliest block.
 
-    Among such splits, the sum of the squared costs of the blocks is least. Exact: dynamic
-    programming over the ends of blocks, O(partitions * len(costs)^2).
+    Ties are broken as by `pipesim.balanced_split`.
 
     Parameters
     ----------
@@ -175,32 +175,7 @@ def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
             f"{len(costs)} layers cannot be split into {partitions} partitions: sequence is "
             "shorter than intended partitions; ask for fewer"
         )
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    blocks = sums[None, :] - sums[:, None]  # cost of the layers from row to column
-    n = len(costs)
-    lowest = _best(np.where(np.tri(n + 1, dtype=bool), np.inf, blocks), partitions, np.maximum)[0]
-    allowed = blocks <= lowest * (1 + 1e-12)
-    allowed &= ~np.tri(n + 1, dtype=bool)
-    _, lengths = _best(np.where(allowed, blocks**2, np.inf), partitions, np.add)
-    return lengths
-
-
-def _best(costs: np.ndarray, partitions: int, join: np.ufunc) -> tuple[float, list[int]]:
-    """Return the least joint cost of that many blocks of all layers, and the blocks' lengths."""
-    n = len(costs) - 1
-    best = np.full((partitions + 1, n + 1), np.inf)
-    best[0, 0] = 0.0
-    last = np.zeros((partitions + 1, n + 1), dtype=np.int64)
-    for block in range(1, partitions + 1):
-        joined = join(best[block - 1][:, None], costs)
-        last[block] = joined.argmin(axis=0)
-        best[block] = joined.min(axis=0)
-    lengths, end = list[int](), n
-    for block in range(partitions, 0, -1):
-        begin = int(last[block, end])
-        lengths.insert(0, end - begin)
-        end = begin
-    return float(best[partitions, n]), lengths
+    return list(balanced_split(costs, partitions))
 
 
 def _backward(output: Batch) -> None:

@@ -12,7 +12,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -21,8 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.nesting import tensors_in
 from pipeexec.splitting.operations import storage_of
-from pipesim.costs.layer_split import layout_stages
-from pipesim.costs.stage_partition import balanced_split
+from pipesim.costs.layer_split import (
+    balanced_split,
+    layout_stages,
+    limited_split,
+    whole_sums,
+)
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.utils.texts import format_bytes
 
@@ -216,40 +219,6 @@ class CallWeights:
                 handle.remove()
 
 
-def limited_split(
-    weights: Sequence[float], nbytes: Sequence[float], n_stages: int, limit: float
-) -> tuple[int, ...] | None:
-    """Return the blocks of each stage such that the heaviest stage is as light as possible.
-
-    Among such splits, the sum of squares of the stages' weights is small. Each stage gets a block
-    or more, and at most ``limit`` bytes. None if no split fits.
-    """
-    n = len(weights)
-    weight_ends = np.concatenate([[0.0], np.cumsum(weights)])
-    byte_ends = np.concatenate([[0.0], np.cumsum(nbytes)])
-    # Heaviest stage and sum of squares of the best split of the first blocks into some stages.
-    heaviest = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
-    squares, borders = heaviest.copy(), []
-    for _ in range(n_stages):
-        new_heaviest, new_squares = np.full(n + 1, np.inf), np.full(n + 1, np.inf)
-        border = np.zeros(n + 1, dtype=int)
-        for end in range(1, n + 1):
-            own = weight_ends[end] - weight_ends[:end]
-            fits = byte_ends[end] - byte_ends[:end] <= limit
-            most = np.where(fits, np.maximum(heaviest[:end], own), np.inf)
-            border[end] = np.lexsort((squares[:end] + own**2, most))[0]
-            new_heaviest[end] = most[border[end]]
-            new_squares[end] = squares[border[end]] + own[border[end]] ** 2
-        heaviest, squares = new_heaviest, new_squares
-        borders.append(border)
-    if not np.isfinite(heaviest[n]):
-        return None
-    ends = [n]
-    for border in reversed(borders):
-        ends.append(int(border[ends[-1]]))
-    return tuple(a - b for a, b in zip(ends[-2::-1], ends[:0:-1], strict=True))
-
-
 #: What stages have equally much of.
 Balance = Literal["blocks", "parameters", "time", "memory"]
 #: Description of stages: their number, blocks of each, first modules, or Megatron's layout.
@@ -320,7 +289,9 @@ def _counts(names: Sequence[str], places: Sequence[int], n: int, balancing: Bala
     nbytes = _sums(weights("memory"), places)
     if max(_sums(nbytes, [0, *accumulate(counts[:-1])])) <= limit:
         return counts
-    fitting = limited_split(block_weights, nbytes, n, limit)
+    *byte_sums, end = whole_sums([*nbytes, limit])
+    bytes_limit = byte_sums, end - byte_sums[-1]  # a limit in the unit of the sums
+    fitting = limited_split(whole_sums(block_weights), n, [bytes_limit])
     # Without a split that fits, the one with the least bytes shows by how much.
     return list(balanced_split(nbytes, n) if fitting is None else fitting)
 

@@ -2,7 +2,7 @@
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
-from pipesim.costs.stage_partition import balanced_split
+from pipesim.costs.layer_split import balanced_split
 from pipesim.costs.task_costs import CostTable, TaskCosts
 
 __all__ = ["CostTable", "Costs", "Keys", "TaskCosts", "balanced_split"]

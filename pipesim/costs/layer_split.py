@@ -1,4 +1,4 @@
-"""Splits of layers into stages, as arguments and as Megatron's layout strings.
+"""Splits of layers into stages: as arguments, as Megatron's layout strings, and balanced ones.
 
 A stage has consecutive layers, so a split is a list of sizes.
 """
@@ -6,8 +6,10 @@ A stage has consecutive layers, so a split is a list of sizes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import chain, groupby
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise
+from math import inf
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -16,11 +18,13 @@ from numpy.typing import NDArray
 
 from pipesim.errors import (
     ArgumentError,
+    CostsError,
     UnknownNameError,
     check_count,
     check_list,
     check_name,
     check_text,
+    number,
     suggestion,
 )
 from pipesim.scheduling.memory_checks import check_stages
@@ -293,3 +297,172 @@ def layout_mistake(name: str, text: str, position: int, reason: str) -> Argument
         f"{name}: mistake at position {position} of the layout, {letter}: {reason}\n"
         f"    {text}\n    {' ' * position}^"
     )
+
+
+# Balanced splits.
+#
+# A float is a whole number times a power of two. So weights are whole multiples of a common unit,
+# and their sums are exact as integers. A split is given by its borders: the first layer of each
+# stage, and the number of layers at the end.
+
+#: Sums of the weights of layers before each border, and the most that a stage may have of them.
+_Limit = tuple[Sequence[int], int]
+
+
+def balanced_split(
+    seconds: Sequence[float] | NDArray[np.floating], n_stages: int
+) -> tuple[int, ...]:
+    """Return the layers of each stage such that the slowest stage is as fast as possible.
+
+    Among such splits, the result is the one whose stages are most even (least sum of squares).
+    Among those, it has the fewest layers on the first stages, which hold the most activations in
+    1F1B. It is exact: sums are not rounded.
+
+    Parameters
+    ----------
+    seconds
+        Seconds of each layer; or any other weight >= 0, such as bytes.
+    n_stages
+        Number of stages; each gets at least one layer.
+
+    Returns
+    -------
+    tuple of int
+        Layers of each stage; they sum to ``len(seconds)``.
+
+    Notes
+    -----
+    The least bound of the slowest stage is found by bisection: a bound is feasible if filling
+    stages up to it, in order, needs at most ``n_stages``. The bound leaves a range for each border.
+    The most even split is found by dynamic programming over the borders in these ranges.
+
+    A thousand layers take some milliseconds, and 100,000 about a second. Ranges are wide where a
+    layer is heavier than the mean stage: then a thousand layers take 0.1 s, and 4,000 some seconds.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.balanced_split([1, 1, 1, 1, 1, 1, 3], 3)
+    (3, 3, 1)
+    """
+    values = seconds
+    if isinstance(seconds, np.ndarray) and seconds.ndim == 1:
+        values = seconds.tolist()
+    is_listed = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    if not is_listed or isinstance(values, (np.ndarray, Mapping, str, bytes)):
+        dimensions = f" of shape {seconds.shape}" if isinstance(seconds, np.ndarray) else ""
+        raise ArgumentError(
+            "seconds must be a list or a 1-d array of one weight a layer, such as [1, 1, 3], got "
+            f"{seconds!r:.60} ({type(seconds).__name__}{dimensions})"
+        )
+    if not len(values):
+        raise ArgumentError("seconds must have one weight a layer, of at least one layer, got none")
+    if check_count("n_stages", n_stages) > len(values):
+        raise ArgumentError(
+            f"{len(values)} layers cannot be split into {n_stages} stages; each needs at least one "
+            f"layer, so n_stages may be 1..{len(values)}"
+        )
+    weights = []
+    for layer, value in enumerate(values):
+        weight = number(value)
+        if weight is None or not 0 <= weight < inf:
+            raise CostsError(f"seconds of layer {layer} must be finite and >= 0, got {value!r}")
+        weights.append(weight)
+    sums = whole_sums(weights)
+    split = limited_split(sums, n_stages, [(sums, sums[-1])])
+    assert split is not None
+    return split
+
+
+def whole_sums(weights: Sequence[float]) -> list[int]:
+    """Return the sums of weights before each border, as multiples of a common unit."""
+    ratios = [weight.as_integer_ratio() for weight in weights]
+    unit = max(denominator for _, denominator in ratios)  # a power of two, as each of them
+    return [0, *accumulate(value * (unit // denominator) for value, denominator in ratios)]
+
+
+def limited_split(
+    sums: Sequence[int], n_stages: int, limits: Sequence[_Limit]
+) -> tuple[int, ...] | None:
+    """Return the balanced split of those whose stages keep limits; None if there is none."""
+    n_layers = len(sums) - 1
+    if _last_borders(n_stages, limits)[-1] < n_layers:
+        return None
+    low, high = -(-sums[-1] // n_stages), sums[-1]
+    while low < high:
+        bound = (low + high) // 2
+        stages = [*pairwise(_last_borders(n_stages, [(sums, bound), *limits]))]
+        if stages[-1][1] == n_layers:
+            high = max(sums[b] - sums[a] for a, b in stages)
+        else:  # with the least bound for which any stage gets one more layer
+            more = (sums[b + 1] - sums[a] for a, b in stages)
+            low = min(x for x in more if x > bound)
+    return most_even_split(sums, n_stages, [(sums, high), *limits])
+
+
+def _last_border(first: int, limits: Sequence[_Limit]) -> int:
+    """Return the last border that a stage may have which begins with layer ``first``."""
+    return min(bisect_right(sums, sums[first] + most, first) for sums, most in limits) - 1
+
+
+def _last_borders(n_stages: int, limits: Sequence[_Limit]) -> list[int]:
+    """Return the last border after each number of stages, which are filled in order."""
+    borders = [0]
+    for _ in range(n_stages):
+        borders.append(_last_border(borders[-1], limits))
+    return borders
+
+
+def most_even_split(
+    sums: Sequence[int], n_stages: int, limits: Sequence[_Limit]
+) -> tuple[int, ...]:
+    """Return the split with the least sum of squares whose stages keep limits; some split must.
+
+    Of equals, it is the one with the first borders.
+    """
+    n_layers = len(sums) - 1
+    last = [min(x, n_layers - n_stages + k) for k, x in enumerate(_last_borders(n_stages, limits))]
+    borders, best = range(n_layers, n_layers + 1), {n_layers: (0, n_layers)}
+    tables = []
+    for stage in reversed(range(n_stages)):
+        reach = bisect_left(range(n_layers), borders[0], key=lambda x: _last_border(x, limits))
+        before = range(max(reach, stage), last[stage] + 1)
+        best = _next_borders(sums, limits, before, borders, best)
+        borders = before
+        tables.append(best)
+    split = [0]
+    for best in reversed(tables):
+        split.append(best[split[-1]][1])
+    return tuple(b - a for a, b in pairwise(split))
+
+
+def _next_borders(
+    sums: Sequence[int],
+    limits: Sequence[_Limit],
+    borders: range,
+    following: range,
+    best: Mapping[int, tuple[int, int]],
+) -> dict[int, tuple[int, int]]:
+    """Return the least sum of squares from each border on, and the next border.
+
+    ``best`` has those of the following borders. From a later border the best next one is not
+    earlier (squares have Monge's property): it divides the choices of the other borders.
+    """
+    result = {}
+
+    def choose(borders: range, following: range) -> None:
+        if not borders:
+            return
+        border = borders[len(borders) // 2]
+        ends = range(
+            max(following.start, border + 1),
+            min(following.stop, _last_border(border, limits) + 1),
+        )
+        origin = sums[border]
+        result[border] = min(((sums[end] - origin) ** 2 + best[end][0], end) for end in ends)
+        end = result[border][1]
+        choose(range(borders.start, border), range(following.start, end + 1))
+        choose(range(border + 1, borders.stop), range(end, following.stop))
+
+    choose(borders, following)
+    return result

@@ -1,7 +1,7 @@
 """Splits of layers by local search: such that devices are balanced, or a simulation is fastest.
 
-`pipesim.costs.stage_partition` is exact for devices with one stage each. For others, this is an
-iterated local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over the borders
+`pipesim.balanced_split` is exact for devices with one stage each. For others, this is an iterated
+local search (Lourenço, Martin and Stützle, "Iterated Local Search", 2003) over the borders
 between stages. A local search moves borders as long as that improves the split. It starts from
 several splits, and then from perturbations of the best one.
 """

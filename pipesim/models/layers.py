@@ -18,8 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import VALUE_FIELDS, Costs, PerStage
-from pipesim.costs.layer_split import LayerPartition, Split, check_partition, checked_split
-from pipesim.costs.stage_partition import balanced_split
+from pipesim.costs.layer_split import (
+    LayerPartition,
+    Split,
+    balanced_split,
+    check_partition,
+    checked_split,
+)
 from pipesim.errors import (
     ArgumentTypeError,
     CostsError,

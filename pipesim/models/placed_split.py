@@ -12,9 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.layer_split import LayerPartition, Split, check_partition, checked_split
+from pipesim.costs.layer_split import (
+    LayerPartition,
+    Split,
+    balanced_split,
+    check_partition,
+    checked_split,
+)
 from pipesim.costs.pricing import exchange_seconds
-from pipesim.costs.stage_partition import balanced_split
 from pipesim.errors import ArgumentError, ArgumentTypeError, CostsError, CostsWarning, check_count
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.stage_partition import balanced_split
+from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower_replica
 from pipesim.models.layers import Layers

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from split_models import WIDTH, Language, Residual
 from torch import nn
 
 import pipeexec as px
-from pipeexec.splitting.cuts import limited_split
 from pipesim.errors import ArgumentError, ExecutionError
 
 SAMPLE = torch.ones(2, WIDTH)
@@ -95,35 +91,6 @@ def test_bytes_of_a_stage():
     px.split(model, 2, sample=SAMPLE.clone().requires_grad_(False), memory_limit=least)
     with pytest.raises(ArgumentError, match=f"needs {least} bytes"):
         px.split(model, 2, sample=SAMPLE, memory_limit=least - 1)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7),
-    st.integers(1, 4),
-    st.integers(0, 30),
-)
-def test_limited_splits(blocks, n_stages, limit):
-    """The heaviest stage is that of the best of all splits that fit."""
-    weights, nbytes = zip(*blocks, strict=True)
-    best = min(
-        (
-            max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cut, len(blocks))))
-            for cut in itertools.combinations(range(1, len(blocks)), n_stages - 1)
-            if all(sum(nbytes[a:b]) <= limit for a, b in itertools.pairwise((0, *cut, len(blocks))))
-        ),
-        default=None,
-    )
-    split = limited_split(weights, nbytes, n_stages, limit)
-    if best is None:
-        assert split is None
-        return
-    ends = list(itertools.accumulate(split))
-    assert ends[-1] == len(blocks)
-    assert len(split) == n_stages
-    assert min(split) > 0
-    stages = [slice(b - n, b) for n, b in zip(split, ends, strict=True)]
-    assert max(sum(weights[x]) for x in stages) == best
-    assert max(sum(nbytes[x]) for x in stages) <= limit
 
 
 @pytest.mark.parametrize("balance", ["blocks", "time", "memory"])
