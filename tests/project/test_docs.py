@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from places import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("[!_]*/*.md"), *DOCS.glob("*.md")])
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 #: Folders whose files are not made by a command.
 FOLDERS = "pipesim|pipeexec|tests|benchmarks|docs|notebooks|tools"
 #: The build of the site makes these.
@@ -44,10 +44,9 @@ def test_pages() -> None:
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "time.md"} <= {p.name for p in PAGES}
 
 
-@pages
-def test_links(page: Path) -> None:
+def broken_links(page: Path) -> list[str]:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
-    assert [x for x in targets if not exists(page.parent / x)] == []
+    return [x for x in targets if not exists(page.parent / x)]
 
 
 def exists(path: Path) -> bool:
@@ -55,12 +54,11 @@ def exists(path: Path) -> bool:
     return path.exists() or any(path.resolve().is_relative_to(folder) for folder in BUILT)
 
 
-@pages
-def test_anchors(page: Path) -> None:
-    """A link to a section names one that its page has, in GitHub's spelling."""
+def broken_anchors(page: Path) -> list[str]:
+    """Return links to sections that the page linked to lacks, in GitHub's spelling."""
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
     pages = [(page.parent / path if path else page, anchor) for path, anchor in links]
-    assert [f"{x.name}#{anchor}" for x, anchor in pages if anchor not in anchors(x)] == []
+    return [f"{x.name}#{anchor}" for x, anchor in pages if anchor not in anchors(x)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -69,28 +67,61 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pages
-def test_paths(page: Path) -> None:
-    """A path may begin with its room, such as ``graph/rules.py``."""
+def missing_paths(page: Path) -> list[str]:
+    """Return paths of no file; a path may begin with its room, such as ``graph/rules.py``."""
     text = page.read_text()
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*\w", text)
     rooms = re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)
     places = [ROOT, ROOT / "pipesim", ROOT / "pipeexec"]
-    assert [x for x in {*paths, *rooms} if not any(exists(p / x) for p in places)] == []
+    return [x for x in {*paths, *rooms} if not any(exists(p / x) for p in places)]
 
 
-@pages
-def test_names(page: Path) -> None:
+def missing_names(page: Path) -> list[str]:
     text = OLD_NAMES.sub("", page.read_text())
     names = re.findall(r"`((?:pipesim|pipeexec|ps|px)(?:\.[A-Za-z_]\w*)+)", text)
-    assert [name for name in sorted(set(names)) if missing(name)] == []
+    return [name for name in sorted(set(names)) if missing(name)]
 
 
-@pages
-def test_make_targets(page: Path) -> None:
+def missing_make_targets(page: Path) -> list[str]:
     targets = re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
     rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert sorted(set(targets) - set(rules)) == []
+    return sorted(set(targets) - set(rules))
+
+
+def unknown_arguments(page: Path) -> list[str]:
+    """Return arguments of calls in prose that the public function or method does not have."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    unknown = []
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for name, arguments in re.findall(r"((?:\w+\.)*\w+)\(([^()]*)\)", code):
+            allowed = parameters(name)
+            names = re.findall(r"(?:^|[ ,])([a-z_]\w*)=", arguments)
+            unknown += [f"{name}({x}=)" for x in names if allowed is not None and x not in allowed]
+    return unknown
+
+
+def parameters(name: str) -> set[str] | None:
+    """Return the parameters of a public function or method; None for others and ``**options``."""
+    for package in ("pipesim", "pipeexec"):
+        value: Any = importlib.import_module(package)
+        first, *rest = re.sub(r"^(ps|px|pipesim|pipeexec)\.", "", name).split(".")
+        if first not in value.__all__:
+            continue
+        for part in (first, *rest):
+            value = getattr(value, part, None)
+        kinds = inspect.signature(value).parameters if callable(value) else {}
+        if not any(x.kind is x.VAR_KEYWORD for x in kinds.values()):
+            return set(kinds)
+    return None
+
+
+@pytest.mark.parametrize(
+    "mistakes",
+    [broken_links, broken_anchors, missing_paths, missing_names, missing_make_targets,
+     unknown_arguments],
+)  # fmt: skip
+def test_mistakes_of_pages(mistakes: Callable[[Path], list[str]]) -> None:
+    assert {str(page): wrong for page in PAGES if (wrong := mistakes(page))} == {}
 
 
 def test_paths_of_make() -> None:
@@ -129,34 +160,6 @@ def test_mean_error_is_that_of_the_sets() -> None:
     assert sum(rows) == 560 - 1
     assert (min(errors), max(errors)) == (14, 28)
     assert abs(sum(map(float.__mul__, map(float, rows), errors)) / 559 - 19.6) < 0.5
-
-
-@pages
-def test_arguments(page: Path) -> None:
-    """A call in the prose of a page names arguments that the public function or method has."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    unknown = []
-    for code in re.findall(r"`([^`\n]+)`", text):
-        for name, arguments in re.findall(r"((?:\w+\.)*\w+)\(([^()]*)\)", code):
-            allowed = parameters(name)
-            names = re.findall(r"(?:^|[ ,])([a-z_]\w*)=", arguments)
-            unknown += [f"{name}({x}=)" for x in names if allowed is not None and x not in allowed]
-    assert not unknown
-
-
-def parameters(name: str) -> set[str] | None:
-    """Return the parameters of a public function or method; None for others and ``**options``."""
-    for package in ("pipesim", "pipeexec"):
-        value: Any = importlib.import_module(package)
-        first, *rest = re.sub(r"^(ps|px|pipesim|pipeexec)\.", "", name).split(".")
-        if first not in value.__all__:
-            continue
-        for part in (first, *rest):
-            value = getattr(value, part, None)
-        kinds = inspect.signature(value).parameters if callable(value) else {}
-        if not any(x.kind is x.VAR_KEYWORD for x in kinds.values()):
-            return set(kinds)
-    return None
 
 
 @pytest.mark.parametrize("package", ["pipesim", "pipeexec"])
