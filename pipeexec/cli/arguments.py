@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, check_count, check_name, number
-from pipesim.utils.texts import RaisingParser, add_version, parse_float, parse_int
+from pipesim.utils.command_line import RaisingParser, add_version
+from pipesim.utils.texts import parse_float, parse_int
 
 if TYPE_CHECKING:
     import torch

@@ -156,7 +156,7 @@ def _check_columns(where: str, names: Sequence[str], need_seconds: bool) -> None
         if name not in columns:
             raise UnknownNameError(
                 f"{where}: unknown column {name!r}{suggestion(name, columns)} "
-                "(pipesim calibrate --help lists all columns)"
+                "(pipesim calibrate --help file lists all columns)"
             )
         if names.count(name) > 1:
             raise ArgumentError(f"{where}: column {name!r} occurs twice; give it once")

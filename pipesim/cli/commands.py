@@ -304,7 +304,7 @@ def sweep(args: argparse.Namespace) -> None:
     settings = cases(names, config, argument_settings(args), other_tables=("grid",))
     show = sys.stderr.isatty()
     rows = grid_rows(settings, grid)
-    table = run_rows(rows, path=args.out, n_jobs=args.jobs, backend=None, progress=show)
+    table = run_rows(rows, path=args.out, n_jobs=args.n_jobs, backend=None, progress=show)
     if args.csv:
         write_whole(args.csv, lambda file: table.to_csv(file, index=False))
     own = {key for row in rows for key in row.shown}

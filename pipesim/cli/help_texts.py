@@ -1,16 +1,19 @@
-"""Texts below the arguments in the help of commands: files that they read."""
+"""Texts in the help of commands: examples, and files that the commands read."""
 
 from __future__ import annotations
 
-EPILOG = """\
-A TOML file (--config) holds the same settings; arguments override it:
+import textwrap
+from collections.abc import Mapping
+
+from pipesim.calibration.measured_steps import known_columns
+from pipesim.sweeps.settings import FLAT
+
+_FILE = """\
+A TOML file (--config) holds the same settings; options override it:
 
   devices = 4
   microbatches = 8
-  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
-                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
-                            # exchange_work, prefetch_keys, sparse_grad_sync, offload, prefetch,
-                            # shard_parameters, expert_layers, expert_replicas
+  recompute = "always"      # likewise all options of --help lowering, such as grad_sync
   memory_limit = "80GiB"    # bytes that a device may hold, as a text or a number
   per = "device"            # costs are of all that a device holds, however many stages;
                             # "layers": of as many parts of the model, in order of its layers
@@ -48,7 +51,7 @@ A name may be a file, as orders.csv: a row a device, cells such as 0F0 and 0B0; 
 as text. It says how many devices and micro-batches there are. In a TOML file it is
 beside that file.
 """
-SWEEP_EPILOG = """\
+_SWEEP_FILE = """\
 A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
 
   devices = 4
@@ -59,8 +62,10 @@ A TOML file (--config) holds settings as for pipesim compare, and the values to 
   microbatches = [4, 8, 16]
   recompute = ["never", "always"]
 
-Keys of a grid: """
-CALIBRATE_EPILOG = """\
+Keys of a grid:
+
+"""
+_STEPS_FILE = """\
 Columns of the file are seconds, the measured time of a step, and its settings:
 
   model                     a published model, such as llama3_8b; or the sizes of one:
@@ -79,15 +84,17 @@ devices of the row's schedule. An empty cell has the default. A list is quoted, 
 layers_per_stage "8,8,7". Flags are
 true, false, yes, no, 1 or 0.
 
-All columns: """
-PLAN_EPILOG = """\
+All columns:
+
+"""
+_PLAN_FILE = """\
 Parameters that are not given are free. The search leaves out what cannot win by its bounds.
 
   pipesim plan llama3_70b --cluster dgx_h100 --gpus 64 --global-batch 128
   pipesim plan llama3_70b --cluster dgx_h100 --gpus 64 --global-batch 128 \\
       --schedules 1f1b,interleaved_1f1b --tensor-parallel 8 --megatron
 
-A TOML file (--config) holds the same settings; arguments override it:
+A TOML file (--config) holds the same settings; options override it:
 
   global_batch = 128
   memory_limit = "75GiB"
@@ -105,16 +112,7 @@ A TOML file (--config) holds the same settings; arguments override it:
   n_gpus = 64
   usable_memory = 0.95
 """
-DEMO_PAGE_EPILOG = """\
-A device takes 1 ms for a forward and 2 ms for a backward of a micro-batch. A message of 4 MiB
-takes 0.02 ms and its bytes at 25 GB/s. Stages of one device share its seconds and bytes.
-Schedules that do not take these counts are left out. The page opens in any browser:
-
-  pipesim demo-page -p 8 -m 16 --out schedules.html
-
-Without --out, a file gallery.html that is no such page is not replaced.
-"""
-VIEW_EPILOG = """\
+_VIEW_FILES = """\
 The kind of a FILE is recognised by its content:
 
   timeline.csv, x.parquet   a timeline that pipesim simulate --csv, Timeline.save or pipeexec wrote
@@ -125,15 +123,41 @@ The kind of a FILE is recognised by its content:
   traces                    a folder of such files, one a rank, or of pp_rank_0.json, ... of Primus
   results/quickstart        a run directory of pipeexec: predictions over measured steps, with
                             the costs of the run
+"""
 
-Several files are below each other on one time axis, or with --layout steps one at a time:
+#: Examples below the options of a command.
+EXAMPLES: Mapping[str, str] = {
+    "view": """\
+Several files are below each other on one time axis, or with --layout steps one
+at a time:
 
   pipesim view results/quickstart
   pipesim view before.csv after.csv --layout steps --out change.html
-  pipesim view traces --pattern '(?P<op>fwd|bwd) (?P<microbatch>[0-9]+)' --step 2
-  pipesim view trace.json --fields '{"op": "name", "microbatch": "args.mb", "stage": "pid"}'
+  pipesim view traces --pattern '(?P<op>fwd|bwd) (?P<microbatch>[0-9]+)'
+  pipesim view trace.json --fields '{"op": "name", "microbatch": "args.mb"}'
 
-Without --out the page is NAME.html in the current folder, after the first FILE. There a file
-that is no such page is not replaced; a file that --out names is. The page is one file, which
-needs no server. It opens in the browser, unless there is none, or no display.
-"""
+Without --out the page is NAME.html in the current folder, after the first FILE.
+There a file that is no such page is not replaced; a file that --out names is.
+The page is one file, which needs no server. It opens in the browser, unless
+there is none, or no display.
+""",
+    "demo-page": """\
+A device takes 1 ms for a forward and 2 ms for a backward of a micro-batch. A
+message of 4 MiB takes 0.02 ms and its bytes at 25 GB/s. Stages of one device
+share its seconds and bytes. Schedules that do not take these counts are left
+out. The page opens in any browser:
+
+  pipesim demo-page -p 8 -m 16 --out schedules.html
+
+Without --out, a file gallery.html that is no such page is not replaced.
+""",
+}
+#: Further pages of the help of a command, by name.
+PAGES: Mapping[str, Mapping[str, str]] = {
+    "simulate": {"file": _FILE},
+    "compare": {"file": _FILE},
+    "sweep": {"file": f"{_SWEEP_FILE}{textwrap.fill(', '.join([*FLAT, 'options']), 78)}\n"},
+    "calibrate": {"file": f"{_STEPS_FILE}{textwrap.fill(', '.join(known_columns()), 78)}\n"},
+    "plan": {"file": _PLAN_FILE},
+    "view": {"file": _VIEW_FILES},
+}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipesim.analysis.compare import Comparison
+from pipesim.cli.arguments import TRACE_FLAGS
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, CostsError, PipeError, RunDirectoryError, check_count
 from pipesim.graph.verify import verify
@@ -26,10 +27,8 @@ from pipesim.scheduling.registry import options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.settings import cases, run
-from pipesim.timeline.tables import is_header
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace.foreign_files import SQLITE
-from pipesim.trace.run_files import as_chrome, file_kind, load
+from pipesim.trace.run_files import HEAD, as_chrome, file_kind, head_kind, load
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_json
 from pipesim.utils.texts import format_decimal, format_time
 
@@ -151,17 +150,8 @@ _EXPECTED = (
     "pipesim view shows a timeline (.csv or .parquet), a schedule (.csv), a trace (.json, "
     ".json.gz, .sqlite, or a folder of one file a rank) and a run directory of pipeexec"
 )
-#: Bytes of a file by which its kind is recognised.
-_HEAD = 1 << 16
-_GZIP = b"\x1f\x8b"
 _PAGE_MARK = PAGE_MARK.encode()
 _ACTION = re.compile(r"\(?[0-9]+[A-Z]")
-#: Options of the command for arguments of `Timeline.from_chrome`.
-TRACE_FLAGS = {
-    **{name: f"--{name}" for name in ("pattern", "fields", "ops", "only")},
-    "step": "--step",
-    "n_ranks": "--ranks",
-}
 _ENDING = re.compile(
     r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet|\.sqlite)$", re.IGNORECASE
 )
@@ -219,11 +209,12 @@ def stem(path: Path) -> str:
 def _reader(path: Path) -> _Reader:
     if is_folder(path):
         return _folder_reader(path)
-    head = read_bytes(path, "file", ArgumentError, first=_HEAD)
-    if head.startswith((_GZIP, SQLITE)):
-        return _read_trace
-    if path.suffix.lower() == ".parquet":
-        return _read_timeline
+    head = read_bytes(path, "file", ArgumentError, first=HEAD)
+    kind = head_kind(path, head)
+    if kind == "json" and path.name in _RUN_FILES:
+        raise ArgumentError(f"cannot view {path}: {_RUN_FILES[path.name]}")
+    if kind is not None:
+        return _read_timeline if kind == "table" else _read_trace
     text = head.decode("utf-8-sig", errors="replace").strip()
     if not text:
         raise ArgumentError(f"cannot view {path}: it is empty; {_EXPECTED}")
@@ -231,13 +222,7 @@ def _reader(path: Path) -> _Reader:
         raise ArgumentError(f"cannot view {path}: it is no text; {_EXPECTED}")
     if _PAGE_MARK in head:
         raise ArgumentError(f"cannot view {path}: it is a page already; open it in a browser")
-    if text[0] in "[{":
-        if path.name in _RUN_FILES:
-            raise ArgumentError(f"cannot view {path}: {_RUN_FILES[path.name]}")
-        return _read_trace
     first = text.partition("\n")[0]
-    if is_header(first):
-        return _read_timeline
     # A device may begin with idle steps, which are empty cells; a grid has labels of devices.
     action = re.search(r"[^,\s]+", first.rpartition("|")[2])
     if action and _ACTION.match(action[0]):
@@ -299,10 +284,9 @@ _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 
 def view(args: argparse.Namespace) -> None:
     """Write a page of files and open it; print its path, and a line on each timeline."""
-    trace = {name: getattr(args, flag[2:]) for name, flag in TRACE_FLAGS.items()}
     options = ViewOptions(
         costs=None if args.costs is None else Costs.load(args.costs),
-        trace={name: value for name, value in trace.items() if value is not None},
+        trace={name: value for name, value in vars(args).items() if name in TRACE_FLAGS},
     )
     first, *others = map(Path, args.files)
     default = f"{stem(first)}-and-{len(others)}-more" if others else stem(first)
@@ -326,7 +310,7 @@ def page_target(out: Path | None, default: str) -> Path:
     if out is not None:
         return out
     path = Path(default)
-    head = read_bytes(path, "page", ArgumentError, first=_HEAD) if path.is_file() else b""
+    head = read_bytes(path, "page", ArgumentError, first=HEAD) if path.is_file() else b""
     if os.path.lexists(path) and _PAGE_MARK not in head:
         raise ArgumentError(
             f"{path} exists, and is no page of pipesim; name the page with --out, which replaces a "

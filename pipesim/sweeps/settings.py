@@ -1,14 +1,13 @@
 """Settings of simulations in layers of nested tables, from arguments and from TOML files.
 
 A later layer overrides an earlier one key by key: the shared settings of a file, then those of a
-``[[schedule]]`` table, then the arguments. ``pipesim simulate --help`` shows such a file. A sweep
-has flat settings, without tables: `FLAT` maps each to its path in the tables.
+``[[schedule]]`` table, then the arguments. ``pipesim simulate --help file`` shows such a file. A
+sweep has flat settings, without tables: `FLAT` maps each to its path in the tables.
 """
 
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -36,7 +35,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.files import read_text
+from pipesim.utils.files import read_toml
 
 # Schedules in settings: a name in the registry, or a file that holds the orders
 
@@ -284,26 +283,14 @@ def _check_table(where: str, value: object, keys: tuple[str, ...] | None) -> Set
     return dict(value)
 
 
-def _read_toml(path: Path) -> Settings:
-    text = read_text(path, "settings from", ArgumentError)
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ArgumentError(
-            f"cannot read settings from {path}: it is nested too deeply to be read"
-        ) from error
-    except ValueError as error:
-        raise ArgumentError(f"cannot read settings from {path}: {error}") from error
-
-
 def read_grid(path: Path) -> Settings:
     """Return the table ``[grid]`` of a TOML file; {} if it has none."""
-    return _check_table(f"{path}: grid", _read_toml(path).get("grid", {}), None)
+    return _check_table(f"{path}: grid", read_toml(path, "settings from").get("grid", {}), None)
 
 
 def _read_layers(path: Path, other_tables: tuple[str, ...]) -> tuple[Settings, list[Settings]]:
     """Return the shared settings of a TOML file, and the table of each of its schedules."""
-    content = _read_toml(path)
+    content = read_toml(path, "settings from")
     listed = content.get("schedule", [])
     tables = []
     for number, table in enumerate(listed if isinstance(listed, list) else [listed], 1):

@@ -53,10 +53,9 @@ def load_saved(path: Path) -> dict[str, Timeline]:
 
 def has_timelines(path: Path) -> bool:
     """Return whether a trace has timelines; a large one of another program is not parsed twice."""
-    data = read_bytes(path, "a trace from", TimelineError)
-    if data.startswith(b"\x1f\x8b"):
-        data = gunzip(data, path, "a trace from", TimelineError)
-    return SAVED.encode() in data
+    what = "a trace from"
+    data = read_bytes(path, what, TimelineError)
+    return SAVED.encode() in gunzip(data, path, what, TimelineError)
 
 
 def saved_form(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:

@@ -29,9 +29,7 @@ _DIGITS = 600
 def load(path: Path) -> Mapping[str, Any]:
     """Return the JSON object of a trace's file; its ``traceEvents`` are a list."""
     what = "a trace from"
-    data = read_bytes(path, what, TimelineError)
-    if data[:2] == b"\x1f\x8b":
-        data = gunzip(data, path, what, TimelineError)
+    data = gunzip(read_bytes(path, what, TimelineError), path, what, TimelineError)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -131,8 +131,7 @@ def _frame(table: object) -> pd.DataFrame:
         if data.startswith(b"PAR1"):
             frame = read_frame(data, path, _WHAT)
         else:
-            if data.startswith(b"\x1f\x8b"):
-                data = gunzip(data, path, _WHAT, TimelineError)
+            data = gunzip(data, path, _WHAT, TimelineError)
             old = {"float_precision": "round_trip"}  # the default of later versions
             exact: dict[str, Any] = {} if pd.__version__ >= "3.1" else old
             try:

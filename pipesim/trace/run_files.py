@@ -13,7 +13,7 @@ from pipesim.timeline.tables import is_header
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import has_timelines, load_saved
 from pipesim.trace.foreign_files import PP_RANK, SQLITE, TIMERS, nsys_to_chrome, read_primus
-from pipesim.utils.files import check_path, is_folder, read_bytes, read_text
+from pipesim.utils.files import GZIP, check_path, is_folder, read_bytes, read_text
 
 _KINDS = (
     "files of pipesim.trace.save and Timeline.save, traces of torch.profiler (.json, .json.gz), "
@@ -22,7 +22,7 @@ _KINDS = (
 FileKind = Literal["saved", "table", "primus", "chrome", "nsys"]
 _NAMES = {"chrome": "Chrome traces", "nsys": "reports of Nsight Systems"}
 #: Bytes of a file by which its kind is recognised.
-_HEAD = 1 << 16
+HEAD = 1 << 16
 
 
 class LoadedTimelines(dict[str, Timeline]):
@@ -132,6 +132,18 @@ def as_chrome(path: Path, kind: FileKind) -> Iterator[Path | list[Path]]:
             raise type(error)(str(error).replace(folder, str(path))) from error
 
 
+def head_kind(path: Path, head: bytes) -> Literal["nsys", "table", "json"] | None:
+    """Return the kind of a file by its name and its first bytes; None for another text."""
+    if head.startswith(SQLITE) or path.suffix.lower() in (".nsys-rep", ".qdrep"):
+        return "nsys"
+    if path.suffix.lower() == ".parquet":
+        return "table"
+    text = head.decode("utf-8-sig", errors="replace").lstrip()
+    if head.startswith(GZIP) or text[:1] in ("{", "["):
+        return "json"
+    return "table" if is_header(text.partition("\n")[0]) else None
+
+
 def file_kind(path: Path) -> FileKind:
     """Return the kind of a file or folder."""
     if is_folder(path):
@@ -148,19 +160,15 @@ def file_kind(path: Path) -> FileKind:
         raise TimelineError(
             f"the folder {path} has no timelines; pipesim.trace.load reads {_KINDS}"
         )
-    head = read_bytes(path, "timelines from", TimelineError, first=_HEAD)
-    if head.startswith(SQLITE) or path.suffix.lower() in (".nsys-rep", ".qdrep"):
-        return "nsys"
-    if path.suffix.lower() == ".parquet":
-        return "table"
-    first = head.decode("utf-8-sig", errors="replace").lstrip()[:1]
-    if head.startswith(b"\x1f\x8b") or first in ("{", "["):
-        if b'"fwd_start"' in head:
-            return "primus"
+    head = read_bytes(path, "timelines from", TimelineError, first=HEAD)
+    kind = head_kind(path, head)
+    if kind == "json" and b'"fwd_start"' in head:
+        return "primus"
+    if kind == "json":
         return "saved" if has_timelines(path) else "chrome"
+    if kind is not None:
+        return kind
     text = "" if b"\0" in head else read_text(path, "timelines from", TimelineError)
-    if is_header(text.partition("\n")[0]):
-        return "table"
     if TIMERS.search(text):
         raise TimelineError(
             f"{path} is a log with timers, sums over the tasks of a step: it does not tell when a "

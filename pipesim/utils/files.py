@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import tomllib
 import zlib
 from collections.abc import Callable, Collection
 from contextlib import contextmanager, suppress
@@ -37,6 +38,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+#: First bytes of a compressed file.
+GZIP = b"\x1f\x8b"
 #: Names of the temporary files of `write_whole`, which a killed process leaves.
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 #: Most names of a folder that the name of a missing file is compared with.
@@ -104,8 +107,21 @@ def read_json(path: Path, kind: str, error: type[PipeError]) -> Any:
         raise error(f"cannot read {kind} {path}: {cause}") from cause
 
 
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """Return the tables of a regular TOML file; as `read_bytes`."""
+    text = read_text(path, kind, ArgumentError)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as cause:
+        raise ArgumentError(f"cannot read {kind} {path}: it is nested too deeply") from cause
+    except ValueError as cause:
+        raise ArgumentError(f"cannot read {kind} {path}: {cause}") from cause
+
+
 def gunzip(data: bytes, path: Path, kind: str, error: type[PipeError]) -> bytes:
-    """Decompress ``data``; the limit is that of `read_bytes`."""
+    """Decompress ``data`` if it is compressed; the limit is that of `read_bytes`."""
+    if not data.startswith(GZIP):
+        return data
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             return _bounded(file, path, kind)

@@ -1,4 +1,4 @@
-"""Text of numbers, units, tables, CSV, JSON and the command line, and back.
+"""Text of numbers, units, tables, CSV and JSON, and back.
 
 Python accepts more than these formats allow: ``1_0`` and digits of every script as numbers, and
 JSON that has a key twice.
@@ -6,7 +6,6 @@ JSON that has a key twice.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import io
@@ -14,9 +13,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from pipesim._version import __version__
 from pipesim.errors import ArgumentError, CapacityError, check_name
 
 #: JSON key or CSV column of a checksum.
@@ -216,22 +214,4 @@ def align_columns(columns: Mapping[str, Sequence[str]], align: str = ">") -> str
     return "\n".join(
         "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
         for row in [tuple(columns), *zip(*columns.values(), strict=True)]
-    )
-
-
-class RaisingParser(argparse.ArgumentParser):
-    """A parser that raises `ArgumentError`, so that all mistakes are reported alike."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ArgumentError` with the message, and the command that prints the help."""
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
-
-
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """Add ``--version``, which prints the name of the command and the version, and exits."""
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"{parser.prog} {__version__}",
-        help="print the version and exit",
     )

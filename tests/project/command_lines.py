@@ -89,7 +89,7 @@ def texts(name: str, option: str, index: int) -> list[str]:
 @cache
 def _listed(main: Callable[[Sequence[str]], int], command: str) -> list[str]:
     """Return the options of a command that take a value, as its help lists them."""
-    _, text, _ = run(main, [command, "--help"])
+    _, text, _ = run(main, [command, "--help", "all"])
     return re.findall(r"^  (--[\w-]+) [^\s-]", text, re.MULTILINE)
 
 

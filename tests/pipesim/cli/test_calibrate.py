@@ -109,5 +109,5 @@ def test_mistakes_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_names_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    out = succeed(capsys, "calibrate", "--help")
+    out = succeed(capsys, "calibrate", "--help", "file")
     assert "hidden_size, n_layers, n_heads" in out

@@ -19,11 +19,13 @@ from matplotlib.figure import Figure
 import pipesim as ps
 import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
-from pipesim.cli import main
-from pipesim.cli.help_texts import EPILOG
+from pipesim.cli import COMMANDS, main
+from pipesim.cli.arguments import make_parser
+from pipesim.cli.help_texts import PAGES
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.graph.options import GRAD_SYNC
 from pipesim.sweeps.settings import SECONDS
+from pipesim.utils.command_line import MOST_LINES
 
 # What is printed.
 
@@ -218,8 +220,31 @@ def test_help(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
         assert succeed(capsys) == out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_short_and_complete(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a line or a word for each option; with the name of a group it has their texts."""
+    lines = succeed(capsys, command, "--help").splitlines()
+    assert len(lines) <= MOST_LINES
+    assert all(len(line) <= 80 for line in lines)
+    *_, commands = make_parser(COMMANDS, COMMANDS)._get_positional_actions()
+    parser = commands.choices[command]  # type: ignore[index, call-overload]
+    groups = [group for group in parser._action_groups if group._group_actions]
+    everything = succeed(capsys, command, "--help", "all")
+    for group in groups:
+        text = succeed(capsys, command, "--help", group.title)
+        assert text.startswith(f"{group.title}:")
+        assert text in everything
+        for action in group._group_actions:
+            for flag in action.option_strings[:1]:
+                assert flag in text.replace("[no-]", "")
+                assert flag in "".join(lines).replace("[no-]", "")
+            assert action.help is not None
+            assert action.help.split()[-1].replace("%%", "%") in text
+    assert "did you mean 'options'?" in fail(capsys, command, "--help", "option")
+
+
 def test_help_shows_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert EPILOG in succeed(capsys, "compare", "--help")
+    assert PAGES["compare"]["file"] == succeed(capsys, "compare", "--help", "file")
 
 
 # What the arguments mean: the same as those of the library.
@@ -457,7 +482,7 @@ PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-b
         (["simulate", "1f1b", *BASE], "sweeps.settings.predict_timeline"),
         (["compare", "1f1b", "gpipe", *BASE], "sweeps.settings.predict_timeline"),
         (["sweep", "1f1b", "gpipe", *BASE], "cli.commands.run_rows"),
-        (["calibrate", "steps.csv", "--gpu", "h100"], "models.gpu.GPU.fit"),
+        (["calibrate", "steps.csv", "--gpu", "h100"], "calibration.fit_gpu.fit_gpu"),
         (PLAN, "planning.plan_evaluator.Evaluator.evaluate"),
         (PLAN, "planning.plan_search.refined"),
         (["demo-page"], "cli.page_commands.run"),

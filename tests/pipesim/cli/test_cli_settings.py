@@ -11,7 +11,7 @@ from command_output import fail, rows, succeed
 import pipesim as ps
 import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
-from pipesim.cli.help_texts import EPILOG
+from pipesim.cli.help_texts import PAGES
 
 # Settings from a file.
 
@@ -32,7 +32,8 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_example_in_the_help_runs(capsys: pytest.CaptureFixture[str], config: Path) -> None:
     """Each table's settings reach its schedule, and only that; the file of costs is read."""
-    example = [line[2:] for line in EPILOG.splitlines() if line.startswith("  ") or not line]
+    lines = PAGES["simulate"]["file"].splitlines()
+    example = [line[2:] for line in lines if line.startswith("  ") or not line]
     config.write_text("\n".join(example))
     costs_in_file = ps.Costs(forward=9, backward=9, activation_bytes=2**30)
     costs_in_file.save(config.parent / "costs.json")
@@ -117,7 +118,7 @@ def test_nodes(capsys: pytest.CaptureFixture[str], config: Path) -> None:
     config.write_text(SHARED + 'network = { preset = "dgx_h100" }\n')
     assert "makespan" in succeed(capsys, "simulate", "gpipe", "--config", config)
     of_groups = 'network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }'
-    assert of_groups in EPILOG
+    assert of_groups in PAGES["simulate"]["file"]
     sizes = (
         "devices = 2\nmicrobatches = 1\n[costs]\nforward = 1\nbackward = 2\noutput_bytes = 40e9\n"
     )
