@@ -20,7 +20,7 @@ from pipeexec.checkpoints.contents import (
     tensor_keys,
 )
 from pipeexec.checkpoints.directory import check_files, present, read_manifest, read_tensors
-from pipeexec.executor.accumulation import AccumulatedSteps
+from pipeexec.executor.accumulation import AccumulatedSteps, Accumulation
 from pipeexec.executor.named_state import (
     StateNames,
     apply_optimizer_states,
@@ -30,7 +30,7 @@ from pipeexec.executor.named_state import (
 )
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.state_methods import raise_together
-from pipeexec.executor.tied_parameters import check_tied_values, tied_values
+from pipeexec.executor.tied_parameters import TiedParameters
 from pipesim.errors import CheckpointError, check_type
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import CHECKSUM
@@ -115,14 +115,14 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
             states = manifest["random"]
             random = random_tensors(states[rank] if rank < len(states) else states[0])
             objects = _decoded(folder, "objects", manifest, manifest["objects"])
-            tied = pipeline._model.gradient_options.tied
-            values = tied_values(names, tied, pipeline._model.modules, state)
-        check_tied_values(tied, values, processes, error=CheckpointError, label="the checkpoint")
+            tied = pipeline._model.part(TiedParameters)
+            values = tied.loaded_values(names, state)
+        tied.check_loaded_values(values, processes, error=CheckpointError, label="the checkpoint")
         with pipeline._model.whole_parameters(changes=True):
             load_model_state(names, state)
         apply_optimizer_states(prepared)
         pipeline.n_steps = manifest["n_steps"]
-        pipeline._model.accumulated = AccumulatedSteps()
+        pipeline._model.part(Accumulation).steps = AccumulatedSteps()
         load_random_state(manifest["seed"], random)
     return objects
 

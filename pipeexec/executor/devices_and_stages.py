@@ -16,7 +16,6 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
 from pipeexec.executor.remote_messages import agree_on_weights
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_gradients import GradientOptions
 from pipeexec.experts.expert_shares import layers_of_graph, member_of_replica, n_members
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.activations import ActivationCounter
@@ -160,14 +159,8 @@ def agree_on_pipeline(
     *,
     loss_reduction: str,
     has_optimizer: bool,
-    gradient_options: GradientOptions,
 ) -> None:
     """Check that every process makes the same pipeline."""
-    processes.agree("max_grad_norm and error_if_nonfinite", repr(gradient_options.clipping))
-    scaling = gradient_options.scaling
-    state = None if scaling is None else repr(scaling.scaler.state_dict())
-    processes.agree("the state of grad_scaler", state)
-    processes.agree("tied", repr(gradient_options.tied))
     processes.agree("loss_reduction", loss_reduction)
     processes.agree("whether there is an optimizer", has_optimizer)
     processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.device import RemoteDevice, Values
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
@@ -208,18 +207,6 @@ class ForwardRunner(StepRunner):
         step = super()._prepare(inputs, targets)
         step.inputs.loss.check = None  # steps of training check that losses combine
         return step
-
-    def _prepare_modules(self) -> None:
-        """Give copies of a stage the values of the first."""
-        if self.model.gradient_options.tied:
-            self.model.tied_copies.sync()
-        sync_from_first(self.model.modules, self.graph.n_stages)
-
-    def _keep_earlier_gradients(self, step: Step) -> None:
-        """Do nothing: gradients stay as they are."""
-
-    def _complete_gradients(self, step: Step) -> None:
-        """Do nothing: there are none."""
 
 
 # Join the outputs of micro-batches by the rules of `Pipeline.predict`

@@ -1,97 +1,223 @@
-"""Norm of all gradients between backward and optimizer step, and clipping by it (GRAD_NORM).
+"""Norm of all gradients between backward and optimizer step: clipping by it, scaling of the loss.
 
-Each stage counts once: replicas have the same sums of gradients, and copies of a tied parameter
-too. The rows of a sharded embedding, experts, and shares of gradients are different in each
-replica, and all count.
+Each stage counts once (GRAD_NORM): replicas have the same sums of gradients, and copies of a tied
+parameter too. The rows of a sharded embedding, experts, and shares of gradients are different in
+each replica, and all count.
+
+A `torch.amp.GradScaler` holds the scale of the loss, so that gradients of 16 bits do not vanish,
+and the rule by which it changes. Backwards start from the scale instead of 1. Before gradients are
+used, they are divided by it. If one of them is not finite, neither is the norm of all, which every
+device has: so all stages, replicas and processes skip the step together, and all scalers get the
+same scale.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
+from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
-from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.experts.expert_shares import counted_parameters
-from pipeexec.experts.stage import ExpertStage
+from pipeexec.executor.op_handlers import for_all_members
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_part import StepPart
+from pipeexec.stages.stage import Stage
 from pipesim.costs.collective_costs import NORM_BYTES
-from pipesim.errors import ExecutionError
-
-if TYPE_CHECKING:
-    from pipeexec.executor.step import Step
-
+from pipesim.errors import ArgumentError, ExecutionError, check_flag, check_type, number
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
 
 #: Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_.
 _EPSILON = 1e-6
 
 
-class GradNorm(NamedTuple):
-    """Norm of all gradients of a step before clipping, and the factor by which they are clipped.
+@dataclass
+class _StepNorm:
+    """Scale of a step, the norm of its gradients before clipping, and the factor of clipping.
 
     The factor is at most 1, or None if gradients are not clipped.
     """
 
-    norm: Tensor
-    factor: Tensor | None
+    scale: float
+    norm: Tensor | None = None
+    factor: Tensor | None = None
+    is_skipped: bool = False
 
 
-@torch.no_grad()
-def compute_grad_norm(step: Step, task: PlannedTask) -> None:
-    """Compute the norm for all devices of this process, with those of other processes."""
-    torch_device, clipping = task.device.torch_device, step.gradients.options.clipping
-    squares = [torch.zeros((), dtype=torch.float64, device=torch_device)] * step.graph.n_stages
-    is_double = False
-    counted_stages: set[int] = set()
-    for slot in task.copies:
-        stage = slot % step.graph.n_stages
-        assign_reduced_gradients(step, slot)
-        gradients = list(_gradients(step, slot, is_first_here=stage not in counted_stages))
-        counted_stages.add(stage)
-        if any(x.dtype in (torch.float64, torch.complex128) for x in gradients):
-            is_double = True
-        squares[stage] = squares[stage] + _squares(step, slot, gradients, torch_device)
-    by_stage = torch.stack(squares)
-    if task.group is not None:
-        # A process may have no gradient that counts: it learns here whether others are of 64 bits.
-        sums = torch.cat([by_stage.cpu(), torch.tensor([float(is_double)], dtype=torch.float64)])
-        dist.all_reduce(sums, group=task.group)
-        by_stage, is_double = sums[:-1], bool(sums[-1] > 0)
-    norm = by_stage.sum().sqrt()
-    if step.gradients.options.scaling is not None:
-        norm = norm / step.gradients.scale
-        step.gradients.is_skipped = not torch.isfinite(norm)
-    elif clipping.error_if_nonfinite and not torch.isfinite(norm):
-        raise _nonfinite(norm, by_stage)
-    factor = None
-    if clipping.max_norm is not None:
-        factor = (clipping.max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    step.gradients.norm = GradNorm(norm.to(torch.float64 if is_double else torch.float32), factor)
-    members = step.graph.collectives[int(step.graph.group[task.id])]
-    step.events.nbytes[members] = NORM_BYTES if len(members) > 1 else 0
+class GradNorm(StepPart):
+    """Norm of all gradients, clipping by it, and scaling of the loss; options as of `Pipeline`."""
 
+    def __init__(
+        self, max_norm: float | None, error_if_nonfinite: bool, scaler: GradScaler | None
+    ) -> None:
+        self.max_norm = None if max_norm is None else number(max_norm)
+        if max_norm is not None and (self.max_norm is None or not self.max_norm > 0):
+            raise ArgumentError(
+                "max_grad_norm must be a positive number, the largest norm of all gradients with "
+                f"which optimizers step, or None, got {max_norm!r}"
+            )
+        self.error_if_nonfinite = check_flag("error_if_nonfinite", error_if_nonfinite)
+        if scaler is not None:
+            check_type("grad_scaler", scaler, GradScaler, 'such as torch.amp.GradScaler("cuda")')
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        # The scaler sees the norm of all gradients, as the gradient of a parameter.
+        self._parameter = nn.Parameter(torch.zeros(()))
+        self._optimizer = torch.optim.SGD([self._parameter], lr=0.0)
 
-def _gradients(step: Step, slot: int, *, is_first_here: bool) -> Iterable[Tensor]:
-    """Yield the gradients of a local copy that no other copy counts.
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handler of GRAD_NORM."""
+        return {Op.GRAD_NORM: for_all_members(self._compute)}
 
-    These are the sums of the first replica; the rows of each replica of a sharded stage; and
-    experts in the first process that has them. Later copies of tied parameters do not count.
-    """
-    stage = step.gradients.stages[slot]
-    group = stage.expert_group if isinstance(stage, ExpertStage) else None
-    is_first = slot < step.graph.n_stages or stage.index in step.graph.sharded
-    is_first = is_first or slot in step.gradients.shards
-    copies = step.gradients.later_copies
-    trained = step.gradients.trained(slot).parameters()
-    for parameter in counted_parameters(
-        stage.module, trained, group, is_first=is_first, is_first_here=is_first_here
-    ):
-        if parameter.grad is not None and id(parameter) not in copies:
-            yield parameter.grad
+    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Raise `ArgumentError` unless a graph has the norm that clipping and scaling need."""
+        if graph.forward_only:
+            return
+        if self.max_norm is not None and not graph.has_grad_norm:
+            raise ArgumentError(
+                f"max_grad_norm={self.max_norm:g}, but graph {graph.name!r} computes no norm of "
+                "its gradients; lower the schedule with grad_norm=True"
+            )
+        if self.scaler is not None and not graph.has_grad_norm:
+            raise ArgumentError(
+                f"grad_scaler is given, but graph {graph.name!r} computes no norm of its "
+                "gradients, which tells whether one is not finite; lower the schedule with "
+                "grad_norm=True"
+            )
+        if graph.has_grad_norm and not model.zero_grad:
+            raise ArgumentError(
+                f"graph {graph.name!r} computes the norm of the gradients of a step "
+                "(grad_norm=True), but without an optimizer gradients add up over steps; give "
+                "Pipeline an optimizer, or lower without grad_norm"
+            )
+        if model.cuda_graph and graph.has_grad_norm:
+            raise ArgumentError(
+                "cuda_graph=True does not capture the norm of gradients; leave cuda_graph out, or "
+                "lower without grad_norm"
+            )
+
+    def agree(self, processes: Processes) -> None:
+        """Check that every process clips and scales alike."""
+        options = self.max_norm, self.error_if_nonfinite
+        processes.agree("max_grad_norm and error_if_nonfinite", repr(options))
+        state = None if self.scaler is None else repr(self.scaler.state_dict())
+        processes.agree("the state of grad_scaler", state)
+
+    def place(self, model: PlacedModel) -> None:
+        """Raise if gradients are to be clipped, and no stage of any process is trained.
+
+        Without any gradient in a step, the norm is 0, as in torch.
+        """
+        if self.max_norm is None:
+            return
+        trains = any(p.requires_grad for module in model.modules for p in module.parameters())
+        if not any([trains] if model.processes is None else model.processes.share(trains)):
+            raise ArgumentError(
+                f"max_grad_norm={self.max_norm:g}, but no parameter of any stage is trained, so "
+                "that there are no gradients to clip; leave it out, or set requires_grad of some"
+            )
+
+    def before(self, step: Step) -> None:
+        """Let backwards start from the scale."""
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        step.state[self] = _StepNorm(scale)
+        for stage in step.gradients.stages if self.scaler is not None else ():
+            if isinstance(stage, Stage):
+                stage.loss_scale = scale
+        if step.inputs.loss.check is not None:
+            step.inputs.loss.check.scale = scale
+
+    @torch.no_grad()
+    def _compute(self, step: Step, task: PlannedTask) -> None:
+        """Compute the norm for all devices of this process, with those of other processes."""
+        torch_device, state = task.device.torch_device, step.state[self]
+        squares = [torch.zeros((), dtype=torch.float64, device=torch_device)] * step.graph.n_stages
+        is_double = False
+        for slot in task.copies:
+            stage = slot % step.graph.n_stages
+            assign_reduced_gradients(step, slot)
+            gradients = [
+                p.grad
+                for p in step.gradients.counted(slot, step.gradients.trained(slot).parameters())
+                if p.grad is not None and id(p) not in step.gradients.uncounted
+            ]
+            if any(x.dtype in (torch.float64, torch.complex128) for x in gradients):
+                is_double = True
+            squares[stage] = squares[stage] + _squares(step, slot, gradients, torch_device)
+        by_stage = torch.stack(squares)
+        if task.group is not None:
+            # A process may have no gradient that counts: it learns here of others of 64 bits.
+            is_64 = torch.tensor([float(is_double)], dtype=torch.float64)
+            sums = torch.cat([by_stage.cpu(), is_64])
+            dist.all_reduce(sums, group=task.group)
+            by_stage, is_double = sums[:-1], bool(sums[-1] > 0)
+        norm = by_stage.sum().sqrt()
+        if self.scaler is not None:
+            norm = norm / state.scale
+            state.is_skipped = not torch.isfinite(norm)
+        elif self.error_if_nonfinite and not torch.isfinite(norm):
+            raise _nonfinite(norm, by_stage)
+        if self.max_norm is not None:
+            state.factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        state.norm = norm.to(torch.float64 if is_double else torch.float32)
+        members = step.graph.collectives[int(step.graph.group[task.id])]
+        step.events.nbytes[members] = NORM_BYTES if len(members) > 1 else 0
+
+    @torch.no_grad()
+    def before_optimizer(self, step: Step, task: PlannedTask) -> bool:
+        """Divide the gradients of a stage by the scale, and clip them."""
+        state = step.state[self]
+        if state.scale == 1 and state.factor is None:
+            return True
+        factors: dict[torch.device, Tensor] = {}
+        for parameter in step.gradients.trained(task.slot).parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if state.scale != 1:
+                gradient.mul_(1 / state.scale)
+            if state.factor is None:
+                continue
+            if gradient.device not in factors:
+                factors[gradient.device] = state.factor.to(gradient.device)
+                task.device.adopt(factors[gradient.device], task.stream)
+            gradient.mul_(factors[gradient.device])
+        return not state.is_skipped
+
+    def after(self, step: Step) -> None:
+        """Change the scale by the norm, which is divided by it."""
+        norm = step.state[self].norm
+        if self.scaler is None or norm is None:
+            return
+        self.scaler.scale(torch.zeros(()))  # makes the tensor of the scale before the first step
+        self._parameter.grad = torch.tensor(float(norm))
+        self.scaler.unscale_(self._optimizer)
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+
+    def result(self, step: Step) -> Mapping[str, Any]:
+        """Return the norm, and whether the step was skipped."""
+        state = step.state[self]
+        return {"grad_norm": state.norm, "skipped": state.is_skipped}
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the scale at the end of a block."""
+        state = None if self.scaler is None else self.scaler.state_dict()
+        try:
+            yield
+        finally:
+            if self.scaler is not None and state is not None:
+                self.scaler.load_state_dict(state)
 
 
 def _squares(step: Step, slot: int, gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -137,20 +263,3 @@ def _nonfinite(norm: Tensor, by_stage: Tensor) -> ExecutionError:
         "the cause in loss, batch or learning rate, or give Pipeline error_if_nonfinite=False to "
         "step all the same, as torch.nn.utils.clip_grad_norm_ does"
     )
-
-
-@torch.no_grad()
-def clip_gradients(step: Step, task: PlannedTask) -> None:
-    """Multiply the gradients of a stage by the factor of the step, if there is one."""
-    norm = step.gradients.norm
-    if norm is None or norm.factor is None:
-        return
-    factors: dict[torch.device, Tensor] = {}
-    for parameter in step.gradients.trained(task.slot).parameters():
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.device not in factors:
-            factors[gradient.device] = norm.factor.to(gradient.device)
-            task.device.adopt(factors[gradient.device], task.stream)
-        gradient.mul_(factors[gradient.device])

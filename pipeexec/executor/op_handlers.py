@@ -12,12 +12,10 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
-from pipeexec.executor.grad_norm import clip_gradients, compute_grad_norm
 from pipeexec.executor.gradient_sync import assign_reduced_gradients, reduce_gradients
 from pipeexec.executor.offload_waits import outlasts_issue
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
-from pipeexec.executor.tied_parameters import reduce_tied_gradients
 from pipeexec.experts.stage import ExpertStage, Rows, exchange_rows
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
@@ -77,11 +75,15 @@ def _receive(step: Step, task: PlannedTask) -> None:
     step.results[task.id] = transfer.receive(step.pop_result(task.source), task.device, consumer)
 
 
-def _reduce(step: Step, task: PlannedTask) -> None:
-    """Sum gradients over replicas, unless another task of this process does it for this one."""
-    if task.copies:
-        with convert_collective_errors(task.group):
-            reduce_gradients(step, task)
+def for_all_members(handler: Handler) -> Handler:
+    """Return a handler of a collective, which one task of this process runs for all its members."""
+
+    def run(step: Step, task: PlannedTask) -> None:
+        if task.copies:
+            with convert_collective_errors(task.group):
+                handler(step, task)
+
+    return run
 
 
 def _unshard(step: Step, task: PlannedTask) -> None:
@@ -104,20 +106,6 @@ def _reshard(step: Step, task: PlannedTask) -> None:
     if task.stage.meter is not None:  # others may get this memory
         task.stage.meter.ignore_weights(task.slot, ())
     shards.free()
-
-
-def _reduce_tied(step: Step, task: PlannedTask) -> None:
-    """Sum gradients over tied stages, unless another task of this process does it."""
-    if task.copies:
-        with convert_collective_errors(task.group):
-            reduce_tied_gradients(step, task)
-
-
-def _grad_norm(step: Step, task: PlannedTask) -> None:
-    """Compute the norm of all gradients, unless another task of this process does it."""
-    if task.copies:
-        with convert_collective_errors(task.group):
-            compute_grad_norm(step, task)
 
 
 @contextmanager
@@ -189,18 +177,18 @@ def _reload(step: Step, task: PlannedTask) -> None:
 
 
 def _step(step: Step, task: PlannedTask) -> None:
-    """Assign, divide and clip the gradients of a stage, then run its optimizer, if it has one."""
+    """Complete the gradients of a stage, then run its optimizer, if it has one."""
     assign_reduced_gradients(step, task.slot)
     batch = max(task.microbatch, 0) // step.inputs.shares.batch_size
     step.gradients.divide(task.slot, batch, step.inputs.loss)
-    clip_gradients(step, task)
+    steps = [part.before_optimizer(step, task) for part in step.parts]
     optimizer = step.gradients.optimizers[task.slot]
-    if optimizer is not None and not step.gradients.is_skipped:
+    if optimizer is not None and all(steps):
         optimizer.step()
     task.stage.after_optimizer_step(zero_grad=optimizer is not None)
 
 
-#: Handler of each operation.
+#: Handler of each operation that no step part has.
 HANDLERS: Mapping[Op, Handler] = {
     Op.F: _forward,
     Op.B: _backward,
@@ -211,12 +199,10 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.RECV_F: _receive,
     Op.SEND_B: _send,
     Op.RECV_B: _receive,
-    Op.REDUCE_GRAD: _reduce,
+    Op.REDUCE_GRAD: for_all_members(reduce_gradients),
     Op.ALL_TO_ALL: _exchange,
     Op.DISPATCH: _dispatch,
     Op.REORDER: _reorder,
-    Op.REDUCE_TIED: _reduce_tied,
-    Op.GRAD_NORM: _grad_norm,
     Op.OFFLOAD: _offload,
     Op.RELOAD: _reload,
     Op.STEP: _step,

@@ -16,17 +16,17 @@ from torch.amp import GradScaler
 
 from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
-from pipeexec.executor.devices_and_stages import agree_on_pipeline
+from pipeexec.executor.accumulation import AccumulatingRunner, Accumulation
 from pipeexec.executor.evaluator import EvaluationMethods, Evaluator
+from pipeexec.executor.grad_norm import GradNorm
 from pipeexec.executor.named_state import StateNames
 from pipeexec.executor.placed_model import PlacedModel, check_graph, check_timeout
 from pipeexec.executor.state_methods import StateMethods
-from pipeexec.executor.step_gradients import Clipping, GradientOptions, make_scaling
 from pipeexec.executor.step_inputs import check_step_batch
 from pipeexec.executor.step_memory import MemoryMethods
 from pipeexec.executor.step_result import ProcessResult, StepResult, gathered_result, merge_results
-from pipeexec.executor.step_runner import AccumulatingRunner, StepRunner
-from pipeexec.executor.tied_parameters import checked_tied_parameters
+from pipeexec.executor.step_runner import StepRunner
+from pipeexec.executor.tied_parameters import TiedParameters
 from pipeexec.splitting.split_facts import split_facts
 from pipeexec.stages.batches import split_batches
 from pipeexec.stages.loss_function import Loss, LossFunction
@@ -221,21 +221,13 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 batch_dims=batch_dims,
                 slice_dim=slice_dim,
                 is_split=facts is not None,
-                gradient_options=GradientOptions(
-                    checked_tied_parameters(tied, listed),
-                    Clipping.checked(max_grad_norm, error_if_nonfinite),
-                    make_scaling(grad_scaler),
+                loss_reduction=loss.reduction,
+                parts=(
+                    Accumulation(),
+                    TiedParameters(tied, listed),
+                    GradNorm(max_grad_norm, error_if_nonfinite, grad_scaler),
                 ),
             )
-            if processes is not None:
-                agree_on_pipeline(
-                    self._model.modules,
-                    graph,
-                    processes,
-                    loss_reduction=loss.reduction,
-                    has_optimizer=self._model.zero_grad,
-                    gradient_options=self._model.gradient_options,
-                )
             self._model.shard(graph)
             self.names = StateNames(self._model.modules, graph.n_stages, processes)
             self._set_runner(StepRunner(graph, self._model, loss))
@@ -276,8 +268,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     @property
     def grad_scaler(self) -> GradScaler | None:
         """Gradient scaler of the steps; None without, or if it is disabled."""
-        scaling = self._model.gradient_options.scaling
-        return None if scaling is None else scaling.scaler
+        return self._model.part(GradNorm).scaler
 
     @property
     def n_steps(self) -> int:
@@ -359,6 +350,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             )
         runner = self._runner
         with self._model.locked_open("with_graph"), guard_processes(self.processes):
+            self._model.check(graph)
             new_runner = StepRunner(graph, self._model, runner.loss, runner.n_steps)
         new_runner.timeout = runner.timeout
         for stage, new_stage in zip(runner.stages, new_runner.stages, strict=False):

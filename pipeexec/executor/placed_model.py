@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -21,17 +22,10 @@ from pipeexec.devices.device import DeviceLike, RemoteDevice, device_ranks
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
-from pipeexec.executor.accumulation import AccumulatedSteps
-from pipeexec.executor.devices_and_stages import make_pipeline_devices
+from pipeexec.executor.devices_and_stages import agree_on_pipeline, make_pipeline_devices
 from pipeexec.executor.sharding import Sharding, make_shards, sharding_of
 from pipeexec.executor.step_capture import StepCapture
-from pipeexec.executor.step_gradients import Clipping, GradientOptions, check_gradient_options
-from pipeexec.executor.tied_parameters import (
-    TiedCopies,
-    check_copies,
-    check_optimizers_of_copies,
-    check_tied_graph,
-)
+from pipeexec.executor.step_part import StepPart
 from pipeexec.experts.expert_shares import expert_groups
 from pipeexec.splitting.split_facts import named_model_parameters
 from pipeexec.stages.batches import BatchDims, check_batch_dims
@@ -39,6 +33,7 @@ from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.sequence_slices import check_slice_dim
 from pipesim.errors import ArgumentError, ExecutionError, number
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import verify
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -52,11 +47,12 @@ def check_timeout(timeout: float | None) -> None:
 
 
 def check_graph(graph: TaskGraph) -> None:
-    """Raise unless a graph is a `TaskGraph`."""
+    """Raise unless a graph is a valid `TaskGraph`."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
         )
+    verify(graph)
 
 
 def check_stages(
@@ -95,6 +91,8 @@ def check_stages(
                 )
 
 
+PartType = TypeVar("PartType", bound=StepPart)
+
 #: Seconds that `PlacedModel.close` waits for a step of another thread to end.
 _SECONDS_TO_END = 5.0
 
@@ -120,6 +118,8 @@ class PlacedModel:
         Whether the stages are those of `pipeexec.split`, which take tensors alone.
     expert_groups
         Processes with the same experts as this one, by stage; empty if all have all experts.
+    parts
+        Features of the steps.
     sharding, shards
         What the replicas of each stage share, and the shards of local stages by slot.
     """
@@ -138,7 +138,8 @@ class PlacedModel:
         batch_dims: BatchDims | None = None,
         slice_dim: int = 1,
         is_split: bool = False,
-        gradient_options: GradientOptions,
+        loss_reduction: str,
+        parts: Sequence[StepPart],
     ) -> None:
         self.batch_dims = check_batch_dims(batch_dims)
         self.slice_dim = check_slice_dim(slice_dim)
@@ -163,14 +164,6 @@ class PlacedModel:
         )
         self.zero_grad = optimizer is not None
         self.expert_groups = expert_groups(self.modules, graph.n_stages, processes)
-        self.gradient_options = gradient_options
-        check_tied_graph(gradient_options.tied, graph)
-        check_gradient_options(
-            gradient_options, graph, has_optimizer=self.zero_grad, cuda_graph=cuda_graph
-        )
-        check_copies(gradient_options.tied, self.modules, processes)
-        check_optimizers_of_copies(gradient_options.tied, self.modules, self.optimizers, processes)
-        _check_trainable(gradient_options.clipping, self.modules, processes)
         self.check_batch_norms = BatchNormCheck(
             (
                 (f"{name} of stage {stage}".strip(), module)
@@ -180,11 +173,32 @@ class PlacedModel:
             "pipeexec.gpipe.batchnorm.DeferredBatchNorm makes the running statistics alone "
             "those of the mini-batch.",
         )
-        self.accumulated = AccumulatedSteps()
-        self.tied_copies = TiedCopies(gradient_options.tied, self.modules)
         self.captures: WeakSet[StepCapture] = WeakSet()
         self.sharding: Sharding = ("none",) * graph.n_stages
         self.shards: dict[int, StageShards] = {}
+        self.parts = parts
+        self.check(graph)
+        if processes is not None:
+            agree_on_pipeline(
+                self.modules,
+                graph,
+                processes,
+                loss_reduction=loss_reduction,
+                has_optimizer=self.zero_grad,
+            )
+            for part in parts:
+                part.agree(processes)
+        for part in parts:
+            part.place(self)
+
+    def part(self, kind: type[PartType]) -> PartType:
+        """Return the part of a class."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    def check(self, graph: TaskGraph) -> None:
+        """Raise `ArgumentError` unless a graph can be run with all parts."""
+        for part in self.parts:
+            part.check(graph, self)
 
     def shard(self, graph: TaskGraph) -> None:
         """Let the replicas of stages share what a graph says; all processes must call this."""
@@ -194,7 +208,6 @@ class PlacedModel:
             self.optimizers,
             self.devices,
             self.processes,
-            self.gradient_options,
             has_optimizer=self.zero_grad,
         )
         self.sharding = sharding_of(graph)
@@ -261,20 +274,3 @@ class PlacedModel:
         if not may_run:
             for capture in self.captures:
                 capture.drop()
-
-
-def _check_trainable(
-    clipping: Clipping, modules: Sequence[nn.Module], processes: Processes | None
-) -> None:
-    """Raise if gradients are to be clipped, and no stage of any process has a parameter to train.
-
-    Without any gradient in a step, the norm is 0, as in torch.
-    """
-    if clipping.max_norm is None:
-        return
-    trains = any(p.requires_grad for module in modules for p in module.parameters())
-    if not any([trains] if processes is None else processes.share(trains)):
-        raise ArgumentError(
-            f"max_grad_norm={clipping.max_norm:g}, but no parameter of any stage is trained, so "
-            "that there are no gradients to clip; leave it out, or set requires_grad of some"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -15,6 +15,7 @@ from pipeexec.executor.gradient_sync import add_to_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS, expert_handler
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
 from pipeexec.executor.remote_messages import RemoteParts
+from pipeexec.executor.step_part import StepPart
 from pipeexec.stages.microbatches import BatchShares
 from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError
@@ -32,13 +33,17 @@ def plan(
     stages: Sequence[StageLike],
     devices: Sequence[Device],
     shares: BatchShares,
+    parts: Sequence[StepPart],
     processes: Processes | None = None,
 ) -> list[PlannedTask]:
     """Return the planned tasks of this process, in order of ids.
 
     ``stages`` are the stages of the first replica, then those of the next.
     """
-    _check_runnable(graph)
+    handlers = dict(HANDLERS)
+    for part in parts:
+        handlers.update(part.handlers())
+    _check_runnable(graph, handlers)
     _check_links(graph, devices)
     is_local = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
     tasks = np.flatnonzero(is_local).tolist()
@@ -64,7 +69,7 @@ def plan(
             stream=devices[task.device].stream(task.stream, blocks=bool(graph.group[index] >= 0)),
             waits=sync_plan.waits(index),
             source=_source(graph, index),
-            handler=_handler(task, sync, int(sync_plan.groups[task.stage])),
+            handler=_handler(task, sync, int(sync_plan.groups[task.stage]), handlers),
             sync=sync,
         )
         if remote_parts is not None:
@@ -73,8 +78,8 @@ def plan(
     return planned_tasks
 
 
-def _check_runnable(graph: TaskGraph) -> None:
-    for index in np.flatnonzero(~graph.is_op(frozenset(HANDLERS)))[:1].tolist():
+def _check_runnable(graph: TaskGraph, handlers: Mapping[Op, Handler]) -> None:
+    for index in np.flatnonzero(~graph.is_op(frozenset(handlers)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(
             f"{task} cannot be run: {task.op} is simulated, not run; lower without it"
@@ -143,7 +148,7 @@ class _SyncPlan:
     def _copies(self, members: list[int]) -> tuple[int, ...]:
         """Return the slots of this process whose gradients the members of a collective reduce.
 
-        A member of a REDUCE_TIED or a GRAD_NORM stands for several stages of its device.
+        A member of a collective of devices stands for all stages of its device.
         """
         graph = self.graph
         if not members:
@@ -151,11 +156,8 @@ class _SyncPlan:
         n, first = graph.n_stages, graph.task(members[0])
         if first.op not in OF_DEVICES:
             return tuple(int(graph.replica[t]) * n + int(graph.stage[t]) for t in members)
-        slots = np.flatnonzero(np.isin(graph.homes.ravel(), graph.device[members]))
-        if first.op == Op.REDUCE_TIED:
-            group = list(graph.tied[first.part])
-            slots = slots[(slots // n == first.replica) & np.isin(slots % n, group)]
-        return tuple(slots.tolist())
+        slots = np.isin(graph.homes.ravel(), graph.device[members])
+        return tuple(np.flatnonzero(slots).tolist())
 
     def waits(self, index: int) -> tuple[int, ...]:
         """Return the tasks on other streams of this process whose end a task waits for.
@@ -172,9 +174,11 @@ class _SyncPlan:
         return tuple(needed.union(t for t in members if t < index).difference(backwards))
 
 
-def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
+def _handler(
+    task: Task, sync: ReplicaSync | None, group: int, handlers: Mapping[Op, Handler]
+) -> Handler:
     """Return the handler of a task; for a backward, one that prepares its gradients' reduction."""
-    handler = expert_handler(task.op, task.part) or HANDLERS[task.op]
+    handler = expert_handler(task.op, task.part) or handlers[task.op]
     if sync is not None and sync.n_buckets_marked:
         return partial(mark_buckets, handler)
     if group and task.op in (Op.B, Op.I, Op.W):

@@ -12,7 +12,6 @@ from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.data_parallel.stage_shards import StageShards, check_shardable
 from pipeexec.devices.device import Device, device_ranks
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -29,6 +28,13 @@ def sharding_of(graph: TaskGraph) -> Sharding:
         is_part = graph.part[task] >= 0
         of_stage[int(graph.stage[task])] = "parameters" if is_part else "optimizer"
     return tuple(of_stage)
+
+
+def sharding_argument(graph: TaskGraph) -> str | None:
+    """Return the argument of `pipesim.lower` that lets replicas share something; None if none."""
+    sharding = sharding_of(graph)
+    kinds = [kind for kind in ("parameters", "optimizer") if kind in sharding]
+    return _ARGUMENTS[kinds[0]] if kinds else None
 
 
 def check_sharding(graph: TaskGraph, sharding: Sharding, *, trains: bool) -> None:
@@ -67,7 +73,6 @@ def make_shards(
     optimizers: Sequence[torch.optim.Optimizer | None],
     devices: Sequence[Device],
     processes: Processes | None,
-    options: GradientOptions,
     *,
     has_optimizer: bool,
 ) -> dict[int, StageShards]:
@@ -75,12 +80,11 @@ def make_shards(
 
     The parameters of these stages become views of flat tensors. All processes must call this.
     """
-    sharding = sharding_of(graph)
-    if not any(what != "none" for what in sharding):
+    sharding, what = sharding_of(graph), sharding_argument(graph)
+    if what is None:
         return {}
-    what = _ARGUMENTS["parameters" if "parameters" in sharding else "optimizer"]
     ranks = device_ranks(devices, 0 if processes is None else processes.rank)
-    _check_pipeline(graph, sharding, what, ranks, options, has_optimizer=has_optimizer)
+    _check_pipeline(graph, sharding, what, ranks, has_optimizer=has_optimizer)
     assert processes is not None  # one process has several replicas
     local = [
         slot
@@ -113,7 +117,6 @@ def _check_pipeline(
     sharding: Sharding,
     what: str,
     ranks: Sequence[int],
-    options: GradientOptions,
     *,
     has_optimizer: bool,
 ) -> None:
@@ -129,9 +132,4 @@ def _check_pipeline(
         raise ArgumentError(
             f"{what}, but {missing}; replicas share the steps: give an optimizer, and lower with "
             'step="flush", or lower without it'
-        )
-    if options.tied:
-        raise ArgumentError(
-            f"{what}, but stages have tied parameters: their copies have other shares in each "
-            "stage, so that gradients of copies cannot be summed; lower without it"
         )

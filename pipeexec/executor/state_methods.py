@@ -19,7 +19,7 @@ from pipeexec.executor.named_state import (
     prepared_states,
 )
 from pipeexec.executor.placed_model import PlacedModel
-from pipeexec.executor.tied_parameters import check_tied_values, tied_values
+from pipeexec.executor.tied_parameters import TiedParameters
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, check_flag
 
 
@@ -78,13 +78,13 @@ class StateMethods:
         strict
             Whether missing and unexpected keys are refused.
         """
+        tied = self._model.part(TiedParameters)
         with self._model.locked("load_state_dict"):
             with raise_together(self.processes):
                 _check_mapping(state)
                 check_model_state(self.names, state, strict=check_flag("strict", strict))
-                tied = self._model.gradient_options.tied
-                values = tied_values(self.names, tied, self._model.modules, state)
-            check_tied_values(tied, values, self.processes)
+                values = tied.loaded_values(self.names, state)
+            tied.check_loaded_values(values, self.processes)
             with self._model.whole_parameters(changes=True):
                 load_model_state(self.names, state)
 

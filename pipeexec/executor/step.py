@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import StepInputs
+from pipeexec.executor.step_part import StepPart
 from pipeexec.executor.step_result import Milestone, ProcessResult, Readings
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
@@ -246,9 +247,13 @@ class Step:
         Threads that issue the tasks; None if the caller's thread does.
     frees
         Tasks for which a task waits, and whose results it drops when it is issued.
+    parts
+        Features of a step that trains; none of an evaluation.
 
     Attributes
     ----------
+    state
+        Values of the step that belong to a part.
     results
         Result of each task, until another task pops it as its input.
     expected_messages, posted_receives
@@ -272,11 +277,13 @@ class Step:
         processes: Processes | None = None,
         hosts: HostThreads | None = None,
         frees: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        parts: Sequence[StepPart] = (),
     ) -> None:
         self.graph, self.devices = graph, devices
         self.inputs, self.gradients = inputs, gradients
         self.events = StepEvents(graph, devices)
         self.processes, self.hosts, self.frees = processes, hosts, frees
+        self.parts, self.state = parts, dict[StepPart, Any]()
         self.results: list[Values | None] = [None] * len(graph)
         self.expected_messages: dict[int, ExpectedMessage] = {}
         self.posted_receives: dict[int, PostedReceive] = {}

@@ -2,7 +2,7 @@
 
 A step is prepared; the host, or each of several, issues its tasks; the devices run them; gradients
 are completed; and the result is read. The code knows neither schedules by name nor kinds of
-devices. `AccumulatingRunner` runs steps whose gradients are left for a later step.
+devices, nor features, which are parts (`pipeexec.executor.step_part`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.embedding.stage import check_keys
-from pipeexec.executor.accumulation import AccumulatedSteps, accumulation_graph
 from pipeexec.executor.devices_and_stages import MicrobatchLoss, make_stages
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
@@ -29,7 +28,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.sharding import check_sharding
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_capture import StepCapture
-from pipeexec.executor.step_gradients import StepGradients, check_gradient_options
+from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import (
     check_step_batch,
     split_inputs,
@@ -41,20 +40,18 @@ from pipeexec.executor.step_inputs import (
 )
 from pipeexec.executor.step_reports import ProcessReports, raise_failure
 from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.executor.tied_parameters import check_tied_graph, clear_later_copies
-from pipeexec.experts.expert_shares import check_experts, counted_parameters
+from pipeexec.experts.expert_shares import check_experts, shared_out
 from pipeexec.experts.stage import ExpertStage
 from pipeexec.nesting import Arguments, tensors_in
 from pipeexec.stages.activations import ActivationCounter, storages
 from pipeexec.stages.batches import Batch, warn_of_squares
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, are_microbatches
-from pipeexec.stages.restore import EarlierGradients, restore_afterwards
+from pipeexec.stages.restore import restore_afterwards
 from pipeexec.stages.sequence_slices import check_sliceable
 from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.verify import verify
 from pipesim.ops import Op
 
 
@@ -97,21 +94,12 @@ class StepRunner:
     result_type: ClassVar[type[StepResult]] = StepResult
 
     #: Whether steps change gradients, and whether these are left for a later step.
-    trains, accumulates = True, False
+    trains, leaves_gradients = True, False
 
     def __init__(
         self, graph: TaskGraph, model: PlacedModel, loss: LossFunction, n_steps: int = 0
     ) -> None:
-        verify(graph)
         check_sharding(graph, model.sharding, trains=self.trains)
-        if self.trains and not self.accumulates:
-            check_tied_graph(model.gradient_options.tied, graph)
-            check_gradient_options(
-                model.gradient_options,
-                graph,
-                has_optimizer=model.zero_grad,
-                cuda_graph=model.cuda_graph,
-            )
         if graph.n_slices > 1:
             check_sliceable(model.modules, graph.n_stages, graph.n_slices)
         # Before processes agree on the graph: none of them then waits for one that raised.
@@ -125,10 +113,22 @@ class StepRunner:
         self.held = [ActivationCounter() for _ in devices]
         self._microbatch_loss = MicrobatchLoss()
         self.stages = self._make_stages()
+        #: Slots, and parameters of experts, whose gradients are not those of the first copy.
+        self._separate = [
+            slot for slot in range(len(self.stages)) if slot % graph.n_stages in graph.sharded
+        ]
+        self._counts: dict[int, bool] = {}
+        counted: set[int] = set()
         for stage in self.stages:
             if isinstance(stage, ExpertStage):
-                stage.expert_group = model.expert_groups.get(stage.index)
-        self.tasks = plan(graph, self.stages, devices, self.shares, processes)
+                group = stage.expert_group = model.expert_groups.get(stage.index)
+                if group is not None:
+                    is_first = group.is_first and stage.index not in counted
+                    experts = shared_out(stage.module).values()
+                    self._counts.update((id(parameter), is_first) for parameter in experts)
+                counted.add(stage.index)
+        self.parts = model.parts if self.trains else ()
+        self.tasks = plan(graph, self.stages, devices, self.shares, model.parts, processes)
         self._offload_waits = OffloadWaits(graph, self.tasks)
         warn_of_compiled(graph, self.stages)
         self._hosts = make_host_threads(graph, self.tasks, processes)
@@ -211,9 +211,9 @@ class StepRunner:
             "host_seconds": step.events.host_seconds,
             "n_losses": step.inputs.loss.n_losses,
             "metric_sums": step.inputs.loss.metric_sums(),
-            "grad_norm": None if step.gradients.norm is None else step.gradients.norm.norm,
-            "skipped": step.gradients.is_skipped,
         }
+        for feature in step.parts:
+            fields.update(feature.result(step))
         readings, part = step.readings(), None
         if may_wait:
             return lazy_result(self.result_type, readings, fields)
@@ -234,18 +234,17 @@ class StepRunner:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore all that steps change at the end of a block; see `Pipeline.preserved`."""
-        n_steps, accumulated = self.n_steps, self.model.accumulated
+        n_steps = self.n_steps
         try:
             with ExitStack() as stack:
                 stack.enter_context(restore_afterwards(self.model.modules, self.model.optimizers))
                 for shards in self.model.shards.values():
                     stack.enter_context(shards.preserved())
-                if self.model.gradient_options.scaling is not None:
-                    stack.enter_context(self.model.gradient_options.scaling.preserved())
-                self.model.accumulated = AccumulatedSteps()
+                for part in self.parts:
+                    stack.enter_context(part.preserved())
                 yield
         finally:
-            self.n_steps, self.model.accumulated = n_steps, accumulated
+            self.n_steps = n_steps
 
     def _start(self, inputs: Batch | None, targets: Any) -> Step:
         """Prepare a step; where several processes need it, a failure ends all of them."""
@@ -288,27 +287,26 @@ class StepRunner:
                 self.stages,
                 model.optimizers,
                 graph.n_stages,
-                options=model.gradient_options,
-                scale=self._scale(),
+                are_left=self.leaves_gradients,
+                separate={*model.shards, *self._separate},
+                counts=self._counts,
                 shards=model.shards,
             ),
             timeout=self.timeout,
             processes=model.processes,
             hosts=self._hosts,
             frees=self._offload_waits.by_task,
+            parts=self.parts,
         )
-        if step.inputs.loss.check is not None:
-            step.inputs.loss.check.scale = step.gradients.scale
         if 0 in graph.sharded:  # others get their keys from the stage before
             check_keys(model.modules[:: graph.n_stages], step.inputs.microbatches)
         if self.reports is not None:
             if self.trains:  # an evaluation has agreed on shapes before
                 self.reports.shapes = self.shares.input_shapes()
             self.reports.start(step, self.tasks)
-        self._prepare_modules()
+        self._prepare_modules(step)
         self._begin_stages(step.inputs.arguments)
         self._keep_batch_on_devices(step)
-        self._keep_earlier_gradients(step)
         return step
 
     def _keep_batch_on_devices(self, step: Step) -> None:
@@ -322,56 +320,18 @@ class StepRunner:
     def _check(self, inputs: Batch | None, targets: Any) -> None:
         check_step_batch(inputs, targets, self.graph, self.model.devices)
 
-    def _keep_earlier_gradients(self, step: Step) -> None:
-        self.model.accumulated.weigh(step.inputs.loss, self.model.modules)
-        if not self.model.zero_grad and not self.model.cuda_graph:
-            # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
-            step.gradients.earlier = EarlierGradients(
-                {slot: stage.module for slot, stage in enumerate(self.stages) if not stage.is_ddp},
-                is_separate=self.loss.returns_count is not False,
-            )
-        if not self.model.zero_grad:
-            # The sum of the first copy has the earlier gradients of the others.
-            clear_later_copies(self.model.gradient_options.tied, self.model.modules)
-
-    def _prepare_modules(self) -> None:
-        """Give copies of a stage the values of the first, and clear gradients."""
+    def _prepare_modules(self, step: Step) -> None:
+        """Give copies of a stage the values of the first, and let parts prepare the step."""
         graph, modules = self.graph, self.model.modules
-        if len(self.stages) > graph.n_stages or graph.n_batches > 1:
+        if self.trains and (len(self.stages) > graph.n_stages or graph.n_batches > 1):
             check_hooks(modules, graph.n_stages, graph.n_batches > 1)
-        if self.model.gradient_options.tied:
-            self.model.tied_copies.sync()
+        for part in self.model.parts:
+            part.sync(step)
         sync_from_first(modules, graph.n_stages)
-        for slot, module in enumerate(modules):
-            if self.model.zero_grad and not self.model.accumulated.n_steps:
-                module.zero_grad(set_to_none=True)
-            else:
-                self._clear_copy(slot)
-        for shards in self.model.shards.values():
+        for shards in self.model.shards.values() if self.trains else ():
             shards.pieces.zero_grad(set_to_none=True)
-
-    def _clear_copy(self, slot: int) -> None:
-        """Clear the gradients that another copy of the stage has in its sums, too.
-
-        The rows of a sharded embedding are different in each replica.
-        """
-        graph, modules = self.graph, self.model.modules
-        if slot >= len(self.stages):  # of a path that does not run
-            modules[slot].zero_grad(set_to_none=True)
-            return
-        stage = self.stages[slot]
-        own = slice(slot % graph.n_stages, slot, graph.n_stages)
-        counted = counted_parameters(
-            stage.module,
-            stage.module.parameters(),
-            stage.expert_group if isinstance(stage, ExpertStage) else None,
-            is_first=slot < graph.n_stages or slot % graph.n_stages in graph.sharded,
-            is_first_here=all(isinstance(module, RemoteStage) for module in modules[own]),
-        )
-        kept = {id(parameter) for parameter in counted}
-        for parameter in stage.module.parameters():
-            if id(parameter) not in kept:
-                parameter.grad = None
+        for part in step.parts:
+            part.before(step)
 
     def _begin_stages(self, arguments: Sequence[Arguments] | None) -> None:
         """Begin a step in every stage, and count its activations from zero."""
@@ -389,16 +349,6 @@ class StepRunner:
                 device.adopt(weight, device.stream("compute"))
         for held in self.held:
             held.current = held.peak = 0
-
-    def _scale(self) -> float:
-        """Return the factor of the loss of the next step, and let last stages take it."""
-        scaling = self.model.gradient_options.scaling
-        if scaling is None:
-            return 1.0
-        for stage in self.stages:
-            if isinstance(stage, Stage):
-                stage.loss_scale = scaling.scale
-        return scaling.scale
 
     def _run_tasks(self, step: Step, walk: Walk) -> None:
         """Run the tasks of a step, and finish it; raise the error that stopped it."""
@@ -430,31 +380,20 @@ class StepRunner:
             self._microbatch_loss.step = None
 
     def _complete_gradients(self, step: Step) -> None:
-        """Assign reduced gradients, divide by counts, add earlier gradients, update the scale."""
-        model, gradients, loss = self.model, step.gradients, step.inputs.loss
-        for slot in list(gradients.reduced):  # of graphs without STEP
+        """Assign reduced gradients, divide them by counts, and let parts complete them."""
+        for slot in list(step.gradients.reduced):  # of graphs without STEP
             assign_reduced_gradients(step, slot)
-        if self.accumulates:
-            model.accumulated.add(loss)
-        elif not self._has_optimizer_steps and loss.is_counted():
-            _divide_by_counts(step, model)
-        if model.accumulated.n_steps and not self.accumulates:
-            model.accumulated = AccumulatedSteps()
-        if gradients.earlier is not None:
-            gradients.earlier.add()
-        scaling, norm = model.gradient_options.scaling, gradients.norm
-        if scaling is not None and norm is not None:
-            scaling.update(float(norm.norm))
+        are_divided = not self.trains or self.leaves_gradients or self._has_optimizer_steps
+        if not are_divided and step.inputs.loss.is_counted():
+            _divide_by_counts(step, self.model)
+        for part in reversed(step.parts):
+            part.after(step)
 
     def _end(self, step: Step) -> None:
-        """End a step; after a failure, restore the gradients from before it where they are kept."""
+        """End a step; after a failure, parts restore what was before it."""
         self.n_steps += 1
-        if self.model.gradient_options.tied and step.failure is None and not step.abandoned:
-            self.model.tied_copies.note()
-        if self.trains and (step.failure is not None or step.abandoned):
-            self.model.accumulated = AccumulatedSteps()
-        if step.gradients.earlier is not None and (step.failure is not None or step.abandoned):
-            step.gradients.earlier.restore()
+        for part in step.parts if step.has_stopped else ():
+            part.restore(step)
         if step.abandoned or (step.failure is not None and self.reports is not None):
             for device in self.model.devices:
                 device.abandon()
@@ -477,34 +416,3 @@ def _garbage_collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class AccumulatingRunner(StepRunner):
-    """Runs the graph of a pipeline without STEP; ``last`` runs the step that follows, with it."""
-
-    accumulates = True
-
-    def __init__(self, last: StepRunner) -> None:
-        if not last.model.zero_grad:
-            raise ArgumentError(
-                "accumulate=True leaves gradients for an optimizer, which this pipeline has not: "
-                "its gradients add up in any case; leave accumulate out"
-            )
-        if last.model.cuda_graph or any(stage.is_ddp for stage in last.stages):
-            raise ArgumentError(
-                "accumulate=True works neither with cuda_graph=True nor with stages that are "
-                "DistributedDataParallel; leave it out, and lower a schedule of more micro-batches"
-            )
-        super().__init__(accumulation_graph(last.graph), last.model, last.loss, last.n_steps)
-        self._last = last
-        for stage, own in zip(last.stages, self.stages, strict=True):
-            own.is_random, own.modifies_input = stage.is_random, stage.modifies_input
-
-    def step(self, inputs: Batch | None, targets: Any) -> StepResult:
-        """Run one step; see `Pipeline.step`."""
-        last = self._last
-        self.loss, self.timeout, self.n_steps = last.loss, last.timeout, last.n_steps
-        try:
-            return super().step(inputs, targets)
-        finally:
-            last.n_steps = self.n_steps

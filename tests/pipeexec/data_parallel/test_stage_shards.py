@@ -20,7 +20,6 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel.stage_shards import StageShards, check_shardable, flatten
 from pipeexec.executor import sharding
-from pipeexec.executor.step_gradients import GradientOptions
 from pipesim.errors import ArgumentError
 
 pytestmark = [
@@ -320,9 +319,7 @@ def test_steps_are_needed(
     monkeypatch.setattr(sharding, "device_ranks", lambda *_: [0, 1])
     graph = lowered("1f1b", 1, 1, 2, shard_parameters="every", step=step)
     with pytest.raises(ArgumentError, match=f"shard_parameters, but {words}"):
-        sharding.make_shards(
-            graph, [], [], [], None, GradientOptions(), has_optimizer=has_optimizer
-        )
+        sharding.make_shards(graph, [], [], [], None, has_optimizer=has_optimizer)
 
 
 def test_graphs_of_other_shares() -> None:

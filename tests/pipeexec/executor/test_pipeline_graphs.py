@@ -26,6 +26,7 @@ from small_pipelines import (
 from strategies import graphs
 from torch import nn
 
+import pipeexec as px
 import pipesim as ps
 from pipeexec.executor.op_handlers import HANDLERS
 from pipeexec.stages.batches import split_batches
@@ -241,7 +242,10 @@ def test_a_step_is_replayed_from_its_own_durations() -> None:
 
 
 def test_every_operation_of_one_process_has_its_work() -> None:
-    assert set(HANDLERS) == set(Op)
+    graph = ps.lower(ps.schedule("1f1b", 1, 1))
+    with px.Pipeline([nn.Linear(1, 1)], graph, ["cpu"], mse) as subject:
+        parts = subject._model.parts
+    assert {*HANDLERS, *(op for part in parts for op in part.handlers())} == set(Op)
 
 
 def test_pipelines_that_share_stages_run_in_turn() -> None:

@@ -1,0 +1,77 @@
+"""`StepPart`: a feature of training steps, in one place; the core of the executor calls its hooks.
+
+A pipeline is made::
+
+    check     may the graph be run?         each graph
+    agree     have all processes the same options?
+    place     take modules and optimizers
+
+A step runs. After a failure, ``restore`` takes the place of ``after``::
+
+    sync      values of parameters and of the batch; evaluations run this hook alone
+    before    gradients from before the step, options of stages
+    tasks     handlers; before_optimizer in each STEP
+    after     complete gradients; the last part first
+    result    fields of `StepResult`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pipeexec.distributed.processes import Processes
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import Op
+
+if TYPE_CHECKING:  # they hold parts
+    from pipeexec.executor.placed_model import PlacedModel
+    from pipeexec.executor.planned_task import Handler, PlannedTask
+    from pipeexec.executor.step import Step
+
+
+class StepPart:
+    """A feature of steps; each hook does nothing unless a part overrides it.
+
+    One object serves the steps of all graphs of a placed model. It must not hold the model, which
+    holds it: threads and tensors would wait for Python's cycle collector. Values of one step are in
+    ``step.state[part]``, as tasks of an abandoned step may still run in the next one.
+    """
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers of the operations of this part."""
+        return {}
+
+    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Raise `ArgumentError` unless a graph can be run with this part."""
+
+    def agree(self, processes: Processes) -> None:
+        """Check that every process has the same options."""
+
+    def place(self, model: PlacedModel) -> None:
+        """Take the modules and optimizers of a model; all processes call this."""
+
+    def sync(self, step: Step) -> None:
+        """Prepare values for a step or an evaluation, before replicas take those of the first."""
+
+    def before(self, step: Step) -> None:
+        """Prepare a step that trains."""
+
+    def before_optimizer(self, step: Step, task: PlannedTask) -> bool:
+        """Change the complete gradients of a stage in its STEP; return whether to step."""
+        return True
+
+    def after(self, step: Step) -> None:
+        """Complete a step whose tasks have all run."""
+
+    def restore(self, step: Step) -> None:
+        """Restore what a failed step changed."""
+
+    def result(self, step: Step) -> Mapping[str, Any]:
+        """Return fields of `StepResult`."""
+        return {}
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """Restore all that steps change in this part at the end of a block."""
+        return nullcontext()
