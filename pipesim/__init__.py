@@ -30,6 +30,7 @@ from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
+from pipesim.models.parallel import Parallel
 from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
 from pipesim.models.shard import Shard
@@ -88,6 +89,7 @@ __all__ = [
     "Op",
     "OptimizedSchedule",
     "Overlapped",
+    "Parallel",
     "Placement",
     "Plan",
     "PlanChoice",

@@ -292,3 +292,9 @@ def number(value: object) -> float | None:
     except OverflowError:  # an integer or a fraction beyond the largest float
         return None
     return None if math.isnan(got) else got
+
+
+def value_text(value: object) -> str:
+    """Return a value for a message; Python writes no whole numbers of thousands of digits."""
+    is_short = not isinstance(value, int) or abs(value) < 10**30
+    return f"{value!r:.60}" if is_short else "a number of more than 30 digits"

@@ -20,6 +20,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from numpydoc.docscrape import NumpyDocString
@@ -87,8 +88,17 @@ def missing_parts(name: str, value: Any) -> list[tuple[str, str]]:
 def _parameters(function: Any) -> set[str]:
     if isinstance(function, enum.EnumType):
         return set()
-    names = inspect.signature(function).parameters
+    names = inspect.signature(function).parameters.keys() - _fields_of_record(function)
     return {name for name in names if name not in ("self", "cls") and name[0] != "_"}
+
+
+def _fields_of_record(function: Any) -> set[str]:
+    """Return the parameters of a record that its own docstring describes.
+
+    A class inherits its fields, and a function shows them in place of ``**settings``.
+    """
+    records = function.__mro__[1:] if isinstance(function, type) else [vars(function).get("record")]
+    return {x.name for record in records if is_dataclass(record) for x in fields(record)}
 
 
 def _described(sections: NumpyDocString) -> set[str]:

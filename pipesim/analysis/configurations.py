@@ -30,7 +30,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.models.transformer import RECOMPUTE
+from pipesim.models.parallel import RECOMPUTE
 from pipesim.network.network import Network
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules

@@ -33,8 +33,9 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputes import RECOMPUTE as TASK_RECOMPUTE
 from pipesim.models.gpu import GPU
+from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
-from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.scheduling.registry import options_of_schedules, schedule, schedule_info
 from pipesim.simulation.simulate import predict_timeline

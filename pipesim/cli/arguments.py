@@ -19,7 +19,7 @@ from pipesim.costs.costs import VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, check_name, suggestion
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
-from pipesim.models.shard import Shard
+from pipesim.models.parallel import FixedSettings, Parallel
 from pipesim.network.links import HostLink
 from pipesim.network.network import Network
 from pipesim.planning.cluster import Cluster
@@ -225,6 +225,7 @@ _PLAN_TEXTS = {
     "noise": "standard deviation of the seconds of each task, relative to their mean",
     "percentile": "percentile of noisy steps by which the best are ranked (default: 90)",
     "n_jobs": "processes; -1: one a core (default: 1)",
+    "flash_attention": "the attention core is one fused kernel (default: true)",
 }
 
 
@@ -241,16 +242,17 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("cluster")
     units = {**shares, "gpu": "NAME"}
     add_parameters(group, Cluster, _OF_CLUSTER, prefix="cluster.", metavars=units)
-    switches = [name for name, annotation in _OF_PLAN.items() if annotation == "bool"]
+    fixed = [name for name in FixedSettings.__annotations__ if name != "routing"]  # a table
     choices = [name for name, annotation in _OF_PLAN.items() if "Sequence" in annotation]
     group = command.add_argument_group("choices", "one value, or several between commas")
     add_parameters(group, plan, choices, prefix="plan.")
     group = command.add_argument_group("search")
     units = {**shares, "memory_limit": "BYTES", "noise": "SHARE"}
-    others = [name for name in _OF_PLAN if name not in (*switches, *choices)]
+    others = [name for name in _OF_PLAN if name not in (*FixedSettings.__annotations__, *choices)]
     add_parameters(group, plan, others, prefix="plan.", metavars=units, helps=_PLAN_TEXTS)
     group.set_defaults(**{"plan.n_jobs": 1})
-    add_parameters(group, Shard, switches, prefix="plan.")
+    group = command.add_argument_group("model", "how each GPU computes its part")
+    add_parameters(group, Parallel, fixed, prefix="plan.", helps=_PLAN_TEXTS)
     group = command.add_argument_group("output")
     text = "configurations to find for certain, and to print (default: 10)"
     group.add_argument("--best", type=parse_value, metavar="N", default=10, help=text)

@@ -3,9 +3,20 @@
 from pipesim.models.data_sheets import gpus
 from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
+from pipesim.models.parallel import Parallel
 from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
 from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
 
-__all__ = ["GPU", "Kernel", "Layers", "Routing", "Shard", "Transformer", "gpus", "transformers"]
+__all__ = [
+    "GPU",
+    "Kernel",
+    "Layers",
+    "Parallel",
+    "Routing",
+    "Shard",
+    "Transformer",
+    "gpus",
+    "transformers",
+]

@@ -18,6 +18,7 @@ from pipesim.costs.microbatch_costs import joined_microbatches
 from pipesim.errors import ArgumentError, check_name
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
+from pipesim.models.parallel import PARALLEL, Parallel
 from pipesim.models.placed_split import LayerModel, Placed, is_word, placed_sizes, stage_sizes
 from pipesim.models.shard import Shard
 from pipesim.models.shard_sizes import StageKey, stage_keys
@@ -35,6 +36,7 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     sizes = {field.name: field.default for field in fields(Transformer)}
     options = signature(Transformer.costs).parameters
     named = {name: p for name, p in options.items() if p.kind == p.KEYWORD_ONLY}
+    del named["parallel"]  # whose fields stand beside it
     for name in settings:
         check_name("setting of a transformer", name, (*sizes, *named))
     is_counted = isinstance(layers_per_stage, Integral) or is_word(layers_per_stage)
@@ -50,11 +52,8 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
 
 
-#: Arguments of a shard that settings always have.
-_ALWAYS = (
-    "microbatch_size", "tensor_parallel", "sequence_parallel", "recompute", "flash_attention",
-    "scatter_gather", "fused_loss",
-)  # fmt: skip
+#: Settings that the workload of costs always has.
+_ALWAYS = PARALLEL[: PARALLEL.index("fused_loss") + 1]
 
 
 def model_costs(
@@ -125,9 +124,7 @@ def _lists(value: Any) -> Any:
 def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None) -> dict[str, Any]:
     """Return the arguments of `Costs.transformer` that give model, shard and rates again."""
     model = {k: v for k, v in _plain(shard.model).items() if k not in SIZES_OF_SOME or v}
-    values = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "model"}
-    defaults = {f.name: f.default for f in fields(shard)}
-    own = {name: x for name, x in values.items() if name in _ALWAYS or x != defaults[name]}
+    own = {k: v for k, v in shard.settings.items() if k in _ALWAYS or v != getattr(Parallel, k)}
     if "routing" in own:
         own["routing"] = shard.routing.to_dict()
     settings = {**model, **own}

@@ -19,12 +19,12 @@ projection     awh
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated
 
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
+from pipesim.errors import ArgumentError, check_count, number, value_text
+from pipesim.utils.checks import Range
 
 if TYPE_CHECKING:
-    from pipesim.models.shard import Shard
     from pipesim.models.transformer import Transformer
 
 
@@ -146,41 +146,18 @@ def check_latent_attention(model: Transformer) -> None:
 
 #: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
 _LARGEST, _LARGEST_VALUE = 10**15, 1e100
+#: A size of at least 1; one that may be 0; and bytes.
+Size = Annotated[int, Range(1, _LARGEST)]
+OptionalSize = Annotated[int, Range(0, _LARGEST)]
+Amount = Annotated[float, Range(0, _LARGEST_VALUE)]
 
 
 def check_size(name: str, value: object, minimum: int = 1) -> int:
     """Return a whole number of at least ``minimum``, small enough that no formula overflows."""
     size = check_count(name, value, minimum)
     if size > _LARGEST:
-        raise ArgumentError(f"{name} must be at most {_LARGEST:g}, got {_shortened(size)}")
+        raise ArgumentError(f"{name} must be at most {_LARGEST:g}, got {value_text(size)}")
     return size
-
-
-def _shortened(value: int) -> str:
-    return f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
-
-
-def _text(value: object) -> str:
-    return _shortened(value) if isinstance(value, int) else f"{value!r:.60}"
-
-
-def checked_documents(shard: Shard) -> tuple[int, ...]:
-    """Return the tokens of each document packed into the one sequence of a shard, if any."""
-    documents, length = shard.documents, shard.model.sequence_length
-    if isinstance(documents, tuple) and not documents:
-        return ()
-    if not isinstance(documents, (tuple, list)):
-        raise ArgumentError(
-            f"documents must be the tokens of each document, such as (512, 1536), got "
-            f"{documents!r:.60}"
-        )
-    sizes = tuple(check_size(f"documents[{k}]", size) for k, size in enumerate(documents))
-    if sum(sizes) != length or shard.microbatch_size != 1:
-        raise ArgumentError(
-            f"documents have {sum(sizes)} tokens, but a micro-batch is {shard.microbatch_size} "
-            f"sequences of {length}; pack one sequence, with as many tokens"
-        )
-    return sizes
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
@@ -196,102 +173,9 @@ def checked_value(name: str, value: object, unit: str, *, above_zero: bool = Fal
     result = number(value)
     if result is None or not 0 <= result < inf or (result == 0 and above_zero):
         least = "> 0" if above_zero else ">= 0"
-        raise ArgumentError(f"{name} must be finite {unit} {least}, got {_text(value)}")
+        raise ArgumentError(f"{name} must be finite {unit} {least}, got {value_text(value)}")
     if result > _LARGEST_VALUE:
-        raise ArgumentError(f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {_text(value)}")
+        raise ArgumentError(
+            f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {value_text(value)}"
+        )
     return result
-
-
-ContextExchange = Literal["ring", "all_gather", "all_to_all"]
-
-
-def check_context(shard: Shard) -> None:
-    """Check that context parallelism suits the sizes that it splits."""
-    c, length = shard.context_parallel, shard.model.sequence_length
-    check_name("context_exchange", shard.context_exchange, get_args(ContextExchange))
-    check_flag("context_balance", shard.context_balance)
-    check_flag("context_shards_optimizer", shard.context_shards_optimizer)
-    if c == 1:
-        return
-    splits_heads = shard.context_exchange == "all_to_all"
-    if length % c or (shard.context_balance and not splits_heads and length % (2 * c)):
-        parts = f"{c} parts" if length % c else f"{2 * c} parts, two a GPU (context_balance=True)"
-        raise ArgumentError(
-            f"context_parallel={c} splits a sequence into {parts}, which do not divide "
-            f"sequence_length={length}; choose context_parallel such that they do"
-            + ("" if length % c else ", or give context_balance=False")
-        )
-    if shard.sequence_parallel:
-        check_divides(
-            "tensor_parallel", shard.tensor_parallel, "sequence_length / context_parallel",
-            length // c,
-        )  # fmt: skip
-    if not splits_heads:
-        return
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(shard.model, name)
-        if heads % shard.n_gpus:
-            raise ArgumentError(
-                f'context_exchange="all_to_all" splits heads among the {shard.n_gpus} GPUs of a '
-                f"device (tensor_parallel x context_parallel), which do not divide {name}={heads}; "
-                'give fewer, or context_exchange="ring"'
-            )
-
-
-ExpertExchange = Literal["direct", "hierarchical"]
-
-
-def check_expert_parallel(shard: Shard) -> None:
-    """Check that expert parallelism suits the sizes that it splits."""
-    model, x, t = shard.model, shard.expert_parallel, shard.tensor_parallel
-    parts = check_size("expert_tensor_parallel", shard.expert_tensor_parallel, 0)
-    object.__setattr__(shard, "expert_tensor_parallel", parts)
-    check_name("expert_exchange", shard.expert_exchange, get_args(ExpertExchange))
-    nbytes = checked_value("dispatch_element_bytes", shard.dispatch_element_bytes, "bytes")
-    object.__setattr__(shard, "dispatch_element_bytes", nbytes)
-    if not model.n_experts:
-        _check_unused(shard)
-        return
-    if x > model.n_experts:
-        raise ArgumentError(
-            f"expert_parallel={x} exceeds n_experts={model.n_experts}: each GPU has at least one "
-            f"expert; give at most {model.n_experts}"
-        )
-    check_divides("expert_parallel", x, "n_experts", model.n_experts)
-    if parts:
-        check_divides("expert_tensor_parallel", parts, "tensor_parallel", t)
-    check_divides(
-        "expert_tensor_parallel" if parts else "tensor_parallel", parts or t, "expert_ffn_size",
-        model.expert_ffn_size,
-    )  # fmt: skip
-    if model.shared_experts:
-        size = model.shared_experts * model.expert_ffn_size
-        check_divides("tensor_parallel", t, "shared_experts x expert_ffn_size", size)
-    if parts not in (0, t) and not shard.sequence_parallel:
-        raise ArgumentError(
-            f"expert_tensor_parallel={parts} with tensor_parallel={t} needs "
-            "sequence_parallel=True: otherwise several GPUs would send the same tokens to experts"
-        )
-    used, n_gpus = x * (parts or t), shard.n_gpus
-    if used % n_gpus and n_gpus % used:
-        raise ArgumentError(
-            f"expert_parallel={x} and the {n_gpus} GPUs of a device (tensor_parallel x "
-            "context_parallel) must be multiples of each other, so that groups of experts fill "
-            "whole replicas; choose another expert_parallel"
-        )
-    shard.routing.shares(model.n_experts, model.experts_per_token)  # refuses other counts
-
-
-def _check_unused(shard: Shard) -> None:
-    arguments = {
-        "expert_parallel": (shard.expert_parallel, 1),
-        "expert_tensor_parallel": (shard.expert_tensor_parallel, 0),
-        "routing": (shard.routing.to_dict(), {"distribution": "uniform"}),
-        "expert_exchange": (shard.expert_exchange, "direct"),
-        "dispatch_element_bytes": (shard.dispatch_element_bytes, 0),
-    }
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise ArgumentError(
-                f"{name}={value}, but the model has no experts; give n_experts, or leave {name} out"
-            )

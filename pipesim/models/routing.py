@@ -218,12 +218,12 @@ class Routing:
         return value
 
 
-def as_routing(value: Routing | Mapping[str, Any] | str) -> Routing:
-    """Return a routing from a `Routing`, ``"uniform"``, or a mapping of its fields."""
+def as_routing(value: Routing | Mapping[str, Any] | str | None) -> Routing:
+    """Return a routing from a `Routing`, ``"uniform"``, None, or a mapping of its fields."""
     if isinstance(value, Routing):
         return value
-    if isinstance(value, str) and value == "uniform":
-        return Routing()
+    if value is None or (isinstance(value, str) and value == "uniform"):
+        return UNIFORM
     if not isinstance(value, Mapping) or not value:
         raise ArgumentError(
             f"routing must be a pipesim.Routing, got {value!r:.60}; give such as "

@@ -6,21 +6,14 @@ Letters and sources are those of `pipesim.models.transformer`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
-from pipesim.errors import check_flag, check_name, check_type
-from pipesim.models.model_sizes import (
-    ContextExchange,
-    ExpertExchange,
-    check_context,
-    check_divides,
-    check_expert_parallel,
-    check_size,
-    checked_documents,
-)
+from pipesim.errors import ArgumentError
+from pipesim.models.model_sizes import OptionalSize, check_divides, check_size
+from pipesim.models.parallel import Parallel
 from pipesim.models.placed_split import stage_sizes
-from pipesim.models.routing import UNIFORM, Routing, as_routing
+from pipesim.models.routing import Routing
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     Matrix,
@@ -41,100 +34,25 @@ from pipesim.models.stage_memory import (
     stage_workspaces,
 )
 from pipesim.models.stage_seconds import stage_seconds
-from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
+from pipesim.models.transformer import Transformer
+from pipesim.utils.checks import checked
 
 
+@checked
 @dataclass(frozen=True)
-class Shard:
-    """One GPU's share of a transformer.
-
-    A device of the pipeline is the t * c GPUs of a tensor- and context-parallel group. Experts are
-    spread over GPUs of several devices, which are replicas of each other.
+class Shard(Parallel):
+    """One GPU's share of a transformer that is spread as its `Parallel` says.
 
     Attributes
     ----------
     model
         The transformer.
-    microbatch_size
-        b.
-    tensor_parallel
-        t: GPUs that share each layer. It divides the heads of queries, keys and values, and f.
-    sequence_parallel
-        Whether tensors that tensor parallelism leaves whole are split along the sequence; t then
-        divides s.
-    recompute
-        Recompute of layers inside B and I. ``"selective"``: of the attention core, whose softmax
-        and dropout are dropped (FlashAttention does not store them either). ``"full"``: of whole
-        layers, of which only the input is kept.
-    flash_attention
-        Whether the attention core is one fused kernel, which keeps neither scores nor softmax, but
-        32 bits for each head and token.
-    scatter_gather
-        Whether each GPU of the group sends its part of a stage's output, and the receiving group
-        gathers the parts (arXiv 2104.04473, section 4.1). Otherwise each sends the whole output to
-        its counterpart. Sequence parallelism has parts already, and needs none gathered.
-    fused_loss
-        Whether the loss is fused into kernels that turn the logits into their gradient in place, in
-        16 bits, such as Transformer Engine's ``parallel_cross_entropy``. Otherwise it keeps a copy
-        of the logits in 32 bits, Megatron-LM's own fusion included.
-    context_parallel
-        c: groups of t GPUs that share each sequence, s/c tokens each. It divides s.
-    context_exchange
-        How a GPU gets keys and values of the other tokens (sources:
-        `pipesim.models.shard_collectives`):
-
-        - ``"ring"`` (the default): they go around a ring, while attention to those that arrived
-          last is computed.
-        - ``"all_gather"``: they are gathered before attention.
-        - ``"all_to_all"``: GPUs exchange tokens for heads before attention, and back after it. tc
-          divides all heads.
-    context_balance
-        Whether GPU i has the parts i and 2c - 1 - i of 2c parts of a sequence, so that the causal
-        mask leaves each as many scores; 2c then divides s. Otherwise it has the i-th of c parts,
-        and the last GPU computes 2 - 1/c times as many scores as the mean. It does not matter for
-        ``"all_to_all"``, which splits heads.
-    context_shards_optimizer
-        Whether the c groups share the optimizer's state, of parameters that each of them has, as
-        replicas do with ``lower(shard_optimizer=True)``; True (the default) as in Megatron-LM's
-        distributed optimizer.
-    expert_parallel
-        x: GPUs among which the experts of a layer are divided, E/x each. They are those of several
-        replicas, with consecutive numbers in Megatron-LM's order (tp-cp-ep-dp-pp).
-    expert_tensor_parallel
-        GPUs that share each expert; a divisor of t. 0 (the default) for t.
-    routing
-        How tokens spread over experts: a `pipesim.Routing` or a mapping of its fields. By default
-        each expert gets as many.
     documents
         Tokens of each document packed into a sequence, whose tokens attend to their own document
         alone; empty for one. Only a fused attention core leaves out the other scores.
     prefix
         Tokens of the sequence before these, whose keys and values were kept: these are then a
         slice of it.
-    expert_exchange
-        How a token gets to its experts on other GPUs:
-
-        - ``"direct"`` (the default): once for each of its experts, as with an all-to-all of NCCL.
-        - ``"hierarchical"``: once to each other node that has any of them, and from there to each
-          GPU of the node that has any. Both overlap (DeepEP).
-    dispatch_element_bytes
-        Bytes of an element of tokens on the way to their experts, scales included; 0 (the default)
-        for ``bytes_per_activation``. In the backward pass, gradients on the way to experts have as
-        many; as tasks, the two exchanges of a layer then have each other's seconds, and the same
-        sum. Results and gradients on the way back have the bytes of activations, and memory is
-        that of activations.
-    gradient_passes
-        Whether the framework scales, checks and clips gradients, and copies stepped parameters, in
-        passes of their own, as Megatron-LM's distributed optimizer:
-
-        - Of all gradients of a GPU, before they are reduced: a read for the check for NaN, a read
-          and a write to divide them by the number of replicas, and a write that sets them to zero.
-        - Of those that it steps: a read and a write by which they are clipped.
-        - Of parameters in 16 bits that it steps: a read of those in 32 bits, which are copied
-          (``_copy_main_params_to_model_params``).
-
-        Megatron-LM does so (``param_and_grad_buffer.py``, ``clip_grads.py``), while norms are above
-        the limit. False (the default): STEP reads and writes gradients three times in all.
 
     Examples
     --------
@@ -147,70 +65,22 @@ class Shard:
     """
 
     model: Transformer
-    microbatch_size: int = 1
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    recompute: LayerRecompute = "none"
-    flash_attention: bool = False
-    scatter_gather: bool = False
-    fused_loss: bool = False
-    context_parallel: int = 1
-    context_exchange: ContextExchange = "ring"
-    context_balance: bool = True
-    context_shards_optimizer: bool = True
-    expert_parallel: int = 1
-    expert_tensor_parallel: int = 0
-    routing: Routing = UNIFORM
-    documents: tuple[int, ...] = ()
-    prefix: int = 0
-    expert_exchange: ExpertExchange = "direct"
-    dispatch_element_bytes: float = 0.0
-    gradient_passes: bool = False
+    documents: tuple[int, ...] = field(default=(), kw_only=True)
+    prefix: OptionalSize = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_type("model", self.model, Transformer)
-        for name in ("microbatch_size", "tensor_parallel", "context_parallel", "expert_parallel"):
-            object.__setattr__(self, name, check_size(name, getattr(self, name)))
-        for name in ("sequence_parallel", "flash_attention", "scatter_gather", "fused_loss",
-                     "gradient_passes"):  # fmt: skip
-            check_flag(name, getattr(self, name))
-        check_name("recompute", self.recompute, RECOMPUTE)
-        has_dense = self.model.n_expert_layers < self.model.n_layers
+        object.__setattr__(self, "documents", _checked_documents(self))
+        model, t = self.model, self.tensor_parallel
+        has_dense = model.n_expert_layers < model.n_layers
         for name in ("n_heads", "n_kv_heads", *(("ffn_size",) if has_dense else ())):
-            check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
-        if self.sequence_parallel and self.context_parallel == 1:
-            length = self.model.sequence_length
-            check_divides("tensor_parallel", self.tensor_parallel, "sequence_length", length)
-        object.__setattr__(self, "routing", as_routing(self.routing))
-        object.__setattr__(self, "documents", checked_documents(self))
-        object.__setattr__(self, "prefix", check_size("prefix", self.prefix, 0))
-        check_context(self)
-        check_expert_parallel(self)
-
-    @property
-    def n_gpus(self) -> int:
-        """GPUs of a device of the pipeline: tc."""
-        return self.tensor_parallel * self.context_parallel
+            check_divides("tensor_parallel", t, name, getattr(model, name))
+        _check_context(self)
+        _check_experts(self)
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one GPU: bs/c."""
         return self.microbatch_size * self.model.sequence_length // self.context_parallel
-
-    @property
-    def context_steps(self) -> int:
-        """Kernels of a fused attention core: one for each step of a ring, else 1."""
-        return self.context_parallel if self.context_exchange == "ring" else 1
-
-    @property
-    def causal_share(self) -> float:
-        """Scores of the busiest GPU of a context-parallel group over their mean.
-
-        1 if they are balanced; else 2 - 1/c, those of the last of c parts of a sequence.
-        """
-        c = self.context_parallel
-        is_even = c == 1 or self.context_balance or self.context_exchange == "all_to_all"
-        return 1.0 if is_even else 2 - 1 / c
 
     @property
     def attended(self) -> float:
@@ -233,11 +103,6 @@ class Shard:
     def attended_columns(self) -> float:
         """Columns of the scores that an attention core computes if it is not fused, over s."""
         return 1 + self.prefix / self.model.sequence_length
-
-    @property
-    def expert_tensor_size(self) -> int:
-        """GPUs that share each expert."""
-        return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
     def local_experts(self) -> int:
@@ -266,19 +131,6 @@ class Shard:
         return mean * self.imbalance
 
     @property
-    def expert_copies(self) -> float:
-        """GPUs of a device that have the same experts; below 1 if a device lacks some experts.
-
-        1/g if g replicas have different experts.
-        """
-        return self.n_gpus / (self.expert_tensor_size * self.expert_parallel)
-
-    @property
-    def expert_replicas(self) -> int:
-        """Replicas that together have all experts, g; 1 if each has all of them."""
-        return max(1, round(1 / self.expert_copies))
-
-    @property
     def output_bytes(self) -> float:
         """Bytes of a stage's output that a GPU sends.
 
@@ -286,11 +138,6 @@ class Shard:
         """
         parts = self.tensor_parallel if self.scattered_messages else 1
         return self._input_bytes / parts
-
-    @property
-    def scattered_messages(self) -> bool:
-        """Whether the receiving group gathers the parts of a message, each sent by one GPU."""
-        return self.scatter_gather and self.tensor_parallel > 1 and not self.sequence_parallel
 
     @property
     def layer_activation_bytes(self) -> float:
@@ -577,3 +424,99 @@ class Shard:
     def _split_parameters(self, total: int, whole: int) -> float:
         """Return the parameters on one GPU, of ``total`` of which ``whole`` are not split."""
         return (total - whole) / self.tensor_parallel + whole
+
+
+#: Settings that a model without experts does not have.
+_OF_EXPERTS = (
+    "expert_parallel", "expert_tensor_parallel", "routing", "expert_exchange",
+    "dispatch_element_bytes",
+)  # fmt: skip
+
+
+def _checked_documents(shard: Shard) -> tuple[int, ...]:
+    """Return the tokens of each document packed into the one sequence of a shard, if any."""
+    documents, length = shard.documents, shard.model.sequence_length
+    if isinstance(documents, tuple) and not documents:
+        return ()
+    if not isinstance(documents, (tuple, list)):
+        raise ArgumentError(
+            f"documents must be the tokens of each document, such as (512, 1536), got "
+            f"{documents!r:.60}"
+        )
+    sizes = tuple(check_size(f"documents[{k}]", size) for k, size in enumerate(documents))
+    if sum(sizes) != length or shard.microbatch_size != 1:
+        raise ArgumentError(
+            f"documents have {sum(sizes)} tokens, but a micro-batch is {shard.microbatch_size} "
+            f"sequences of {length}; pack one sequence, with as many tokens"
+        )
+    return sizes
+
+
+def _check_context(shard: Shard) -> None:
+    """Check that context parallelism suits the sizes that it splits."""
+    c, length = shard.context_parallel, shard.model.sequence_length
+    splits_heads = shard.context_exchange == "all_to_all"
+    in_pairs = c > 1 and shard.context_balance and not splits_heads
+    if length % c or (in_pairs and length % (2 * c)):
+        parts = f"{c} parts" if length % c else f"{2 * c} parts, two a GPU (context_balance=True)"
+        raise ArgumentError(
+            f"context_parallel={c} splits a sequence into {parts}, which do not divide "
+            f"sequence_length={length}; choose context_parallel such that they do"
+            + ("" if length % c else ", or give context_balance=False")
+        )
+    if shard.sequence_parallel:
+        name = "sequence_length" + " / context_parallel" * (c > 1)
+        check_divides("tensor_parallel", shard.tensor_parallel, name, length // c)
+    for name in ("n_heads", "n_kv_heads") if splits_heads and c > 1 else ():
+        heads = getattr(shard.model, name)
+        if heads % shard.n_gpus:
+            raise ArgumentError(
+                f'context_exchange="all_to_all" splits heads among the {shard.n_gpus} GPUs of a '
+                f"device (tensor_parallel x context_parallel), which do not divide {name}={heads}; "
+                'give fewer, or context_exchange="ring"'
+            )
+
+
+def _check_experts(shard: Shard) -> None:
+    """Check that expert parallelism suits the sizes that it splits."""
+    model, x, t = shard.model, shard.expert_parallel, shard.tensor_parallel
+    parts = shard.expert_tensor_parallel
+    if not model.n_experts:
+        for name in _OF_EXPERTS:
+            value, default = getattr(shard, name), getattr(Parallel, name)
+            if isinstance(value, Routing):
+                value, default = value.to_dict(), default.to_dict()
+            if value != default:
+                raise ArgumentError(
+                    f"{name}={value}, but the model has no experts; give n_experts, or leave "
+                    f"{name} out"
+                )
+        return
+    if x > model.n_experts:
+        raise ArgumentError(
+            f"expert_parallel={x} exceeds n_experts={model.n_experts}: each GPU has at least one "
+            f"expert; give at most {model.n_experts}"
+        )
+    check_divides("expert_parallel", x, "n_experts", model.n_experts)
+    if parts:
+        check_divides("expert_tensor_parallel", parts, "tensor_parallel", t)
+    check_divides(
+        "expert_tensor_parallel" if parts else "tensor_parallel", parts or t, "expert_ffn_size",
+        model.expert_ffn_size,
+    )  # fmt: skip
+    if model.shared_experts:
+        size = model.shared_experts * model.expert_ffn_size
+        check_divides("tensor_parallel", t, "shared_experts x expert_ffn_size", size)
+    if parts not in (0, t) and not shard.sequence_parallel:
+        raise ArgumentError(
+            f"expert_tensor_parallel={parts} with tensor_parallel={t} needs "
+            "sequence_parallel=True: otherwise several GPUs would send the same tokens to experts"
+        )
+    used, n_gpus = x * (parts or t), shard.n_gpus
+    if used % n_gpus and n_gpus % used:
+        raise ArgumentError(
+            f"expert_parallel={x} and the {n_gpus} GPUs of a device (tensor_parallel x "
+            "context_parallel) must be multiples of each other, so that groups of experts fill "
+            "whole replicas; choose another expert_parallel"
+        )
+    shard.routing.shares(model.n_experts, model.experts_per_token)  # refuses other counts

@@ -17,15 +17,17 @@ DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Unpack
 
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split
-from pipesim.errors import check_count, check_flag, check_name
+from pipesim.errors import check_count, check_name
 from pipesim.models.model_sizes import (
-    ContextExchange,
-    ExpertExchange,
+    Amount,
+    OptionalSize,
+    Size,
     active_matrices,
     attention_biases,
     attention_matrices,
@@ -33,13 +35,20 @@ from pipesim.models.model_sizes import (
     check_experts,
     check_latent_attention,
     check_size,
-    checked_value,
     expert_matrix,
     latent_norms,
 )
+from pipesim.models.parallel import (
+    RECOMPUTE,
+    LayerRecompute,
+    Parallel,
+    ParallelSettings,
+    as_parallel,
+    takes_settings,
+)
 from pipesim.models.published_models import published_sizes
-from pipesim.models.routing import UNIFORM, Routing, as_routing
 from pipesim.network.network import Network
+from pipesim.utils.checks import checked
 from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
@@ -53,18 +62,7 @@ if TYPE_CHECKING:
     from pipesim.scheduling.schedule import Schedule
 
 
-LayerRecompute = Literal["none", "selective", "full"]
-RECOMPUTE = ("none", "selective", "full")
-
-_COUNTS = (
-    "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
-    "n_kv_heads", "head_size", "n_experts", "experts_per_token", "shared_experts",
-    "expert_ffn_size", "n_dense_layers", "kv_rank", "query_rank", "rope_head_size",
-    "value_head_size", "expert_groups", "groups_per_token",
-)  # fmt: skip
-_SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
-
-
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A decoder-only transformer. The defaults are GPT-3's shape, as in the papers' formulas.
@@ -136,45 +134,36 @@ class Transformer:
     '4.059e+11'
     """
 
-    hidden_size: int
-    n_layers: int
-    n_heads: int
-    sequence_length: int
-    vocabulary_size: int
-    ffn_size: int = 0
-    n_kv_heads: int = 0
-    head_size: int = 0
+    hidden_size: Size
+    n_layers: Size
+    n_heads: Size
+    sequence_length: Size
+    vocabulary_size: Size
+    ffn_size: OptionalSize = 0
+    n_kv_heads: OptionalSize = 0
+    head_size: OptionalSize = 0
     gated_mlp: bool = False
     biases: bool = True
     learned_positions: bool = True
     dropout: bool = True
     tied_embeddings: bool = True
-    bytes_per_parameter: float = 2
-    bytes_per_gradient: float = 2
-    bytes_per_activation: float = 2
-    optimizer_bytes_per_parameter: float = 12
-    n_experts: int = 0
-    experts_per_token: int = 0
-    shared_experts: int = 0
-    expert_ffn_size: int = 0
-    n_dense_layers: int = 0
-    kv_rank: int = 0
-    query_rank: int = 0
-    rope_head_size: int = 0
-    value_head_size: int = 0
-    expert_groups: int = 0
-    groups_per_token: int = 0
+    bytes_per_parameter: Amount = 2
+    bytes_per_gradient: Amount = 2
+    bytes_per_activation: Amount = 2
+    optimizer_bytes_per_parameter: Amount = 12
+    n_experts: OptionalSize = 0
+    experts_per_token: OptionalSize = 0
+    shared_experts: OptionalSize = 0
+    expert_ffn_size: OptionalSize = 0
+    n_dense_layers: OptionalSize = 0
+    kv_rank: OptionalSize = 0
+    query_rank: OptionalSize = 0
+    rope_head_size: OptionalSize = 0
+    value_head_size: OptionalSize = 0
+    expert_groups: OptionalSize = 0
+    groups_per_token: OptionalSize = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _COUNTS:
-                checked: float = check_size(field.name, value, int(field.default is MISSING))
-                object.__setattr__(self, field.name, checked)
-            elif field.name in _SWITCHES:
-                check_flag(field.name, value)
-            else:
-                object.__setattr__(self, field.name, checked_value(field.name, value, "bytes"))
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         if not self.head_size:
@@ -463,41 +452,20 @@ class Transformer:
             again += self.n_expert_layers * {"none": 0, "selective": core, "full": layer}[recompute]
         return 3 * (layers + self.head_flops(batch_size)) + again
 
+    @takes_settings(ParallelSettings)
     def shard(
         self,
-        *,
-        microbatch_size: int = 1,
-        tensor_parallel: int = 1,
-        sequence_parallel: bool = False,
-        recompute: LayerRecompute = "none",
-        flash_attention: bool = False,
-        scatter_gather: bool = False,
-        fused_loss: bool = False,
-        context_parallel: int = 1,
-        context_exchange: ContextExchange = "ring",
-        context_balance: bool = True,
-        context_shards_optimizer: bool = True,
-        expert_parallel: int = 1,
-        expert_tensor_parallel: int = 0,
-        routing: Routing | Mapping[str, Any] | None = None,
-        expert_exchange: ExpertExchange = "direct",
-        dispatch_element_bytes: float = 0,
-        gradient_passes: bool = False,
+        parallel: Parallel | Mapping[str, Any] | None = None,
+        **settings: Unpack[ParallelSettings],
     ) -> Shard:
         """Return the share of one GPU in a device of the pipeline.
 
         Parameters
         ----------
-        microbatch_size
-            Sequences of a micro-batch.
-        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
-            As in `pipesim.Shard`.
-        context_parallel, context_exchange, context_balance, context_shards_optimizer
-            Likewise.
-        expert_parallel, expert_tensor_parallel, routing, expert_exchange, dispatch_element_bytes
-            Likewise; None (the default) for ``routing`` gives each expert as many tokens.
-        gradient_passes
-            Likewise.
+        parallel
+            A `Parallel`, or a mapping of its fields; None (the default) for their defaults.
+        **settings
+            Fields of `Parallel` that are other than those of ``parallel``.
 
         Returns
         -------
@@ -506,43 +474,15 @@ class Transformer:
         """
         from pipesim.models.shard import Shard
 
-        return Shard(
-            self,
-            microbatch_size,
-            tensor_parallel,
-            sequence_parallel,
-            recompute,
-            flash_attention,
-            scatter_gather,
-            fused_loss,
-            context_parallel,
-            context_exchange,
-            context_balance,
-            context_shards_optimizer,
-            expert_parallel,
-            expert_tensor_parallel,
-            UNIFORM if routing is None else as_routing(routing),
-            expert_exchange=expert_exchange,
-            dispatch_element_bytes=dispatch_element_bytes,
-            gradient_passes=gradient_passes,
-        )
+        return Shard(self, **as_parallel(Transformer.shard, parallel, settings).settings)
 
+    @takes_settings(ParallelSettings, microbatch_size=Parameter.empty)
     def kernels(
         self,
         gpu: GPU | Mapping[str, Any] | str,
         *,
-        microbatch_size: int,
-        tensor_parallel: int = 1,
-        sequence_parallel: bool = False,
-        recompute: LayerRecompute = "none",
-        flash_attention: bool = False,
-        fused_loss: bool = False,
-        context_parallel: int = 1,
-        context_exchange: ContextExchange = "ring",
-        context_balance: bool = True,
-        expert_parallel: int = 1,
-        expert_tensor_parallel: int = 0,
-        routing: Routing | Mapping[str, Any] | None = None,
+        parallel: Parallel | Mapping[str, Any] | None = None,
+        **settings: Unpack[ParallelSettings],
     ) -> pd.DataFrame:
         """Return the kernels that one GPU runs for one micro-batch, as a table of one row a kernel.
 
@@ -551,14 +491,8 @@ class Transformer:
         gpu
             Rates that kernels reach: a `pipesim.GPU`, the name of a preset, or a mapping of a GPU's
             fields.
-        microbatch_size
-            Sequences of a micro-batch.
-        tensor_parallel, sequence_parallel, recompute, flash_attention, fused_loss
-            As in `pipesim.Shard`.
-        context_parallel, context_exchange, context_balance
-            Likewise.
-        expert_parallel, expert_tensor_parallel, routing
-            Likewise.
+        parallel, **settings
+            As for `shard`; ``microbatch_size`` must be among them.
 
         Returns
         -------
@@ -580,45 +514,17 @@ class Transformer:
         """
         from pipesim.models.layer_kernels import kernel_table
 
-        shard = self.shard(
-            microbatch_size=microbatch_size,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            flash_attention=flash_attention,
-            fused_loss=fused_loss,
-            context_parallel=context_parallel,
-            context_exchange=context_exchange,
-            context_balance=context_balance,
-            expert_parallel=expert_parallel,
-            expert_tensor_parallel=expert_tensor_parallel,
-            routing=routing,
-        )
+        shard = self.shard(as_parallel(Transformer.kernels, parallel, settings))
         return kernel_table(shard, gpu)
 
+    @takes_settings(ParallelSettings, microbatch_size=Parameter.empty)
     def costs(
         self,
         layers_per_stage: Split,
         *,
-        microbatch_size: int,
         gpu: GPU | Mapping[str, Any] | str | None = None,
         flops_per_second: float | None = None,
-        tensor_parallel: int = 1,
-        sequence_parallel: bool = False,
-        recompute: LayerRecompute = "none",
-        flash_attention: bool = False,
-        scatter_gather: bool = False,
-        fused_loss: bool = False,
-        context_parallel: int = 1,
-        context_exchange: ContextExchange = "ring",
-        context_balance: bool = True,
-        context_shards_optimizer: bool = True,
-        expert_parallel: int = 1,
-        expert_tensor_parallel: int = 0,
-        routing: Routing | Mapping[str, Any] | None = None,
-        expert_exchange: ExpertExchange = "direct",
-        dispatch_element_bytes: float = 0,
-        gradient_passes: bool = False,
+        parallel: Parallel | Mapping[str, Any] | None = None,
         lengths: Lengths | None = None,
         slices: Slices = 1,
         partition: LayerPartition | None = None,
@@ -627,6 +533,7 @@ class Transformer:
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
+        **settings: Unpack[ParallelSettings],
     ) -> Costs:
         """Return the costs of stages; the first has the embedding, the last the LM head.
 
@@ -636,8 +543,6 @@ class Transformer:
             Layers of each stage, in order (first and last may have none); or a layout string of
             Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages; or, with ``placement``,
             ``"even"`` or ``"balanced"``.
-        microbatch_size
-            Sequences of a micro-batch.
         gpu
             A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields; or the path of a
             file ``.json`` that `Calibration.save` wrote, or the mapping in it, whose factors of the
@@ -652,19 +557,9 @@ class Transformer:
             host needs time to launch them; collectives of tensor parallelism; and STEP. Do not
             compare configurations by it: measured against 240 steps on a node of A100, the best
             configuration by such costs is slower than one chosen at random.
-        tensor_parallel, sequence_parallel, recompute, flash_attention, scatter_gather, fused_loss
-            As in `pipesim.Shard`, whose ``stages`` has the formulas of all values.
-        context_parallel, context_exchange, context_balance, context_shards_optimizer
-            Likewise.
-        expert_parallel, expert_tensor_parallel, routing
-            Likewise. The GPUs are those of several replicas: lower the graph with ``n_replicas``
-            that are a multiple of ``costs.expert_replicas``. `Layout` says which GPU has what. With
-            a network of nodes, the seconds of exchanges are those between neighbours in
-            Megatron-LM's order, ``lower(layout="stage_major")``.
-        expert_exchange, dispatch_element_bytes
-            Likewise; an element of FP8 has ``1 + 4 / 128`` bytes.
-        gradient_passes
-            Likewise. With ``gpu``, STEP takes longer by them.
+        parallel
+            A `Parallel`, or a mapping of its fields: sizes of parallelism, recompute, experts.
+            `Shard.stages` has the formulas of all values.
         lengths
             Micro-batches of other lengths: for each, the tokens of its ``microbatch_size``
             sequences, padded to it (``[512, 2048, ...]``), or a list of the tokens of each document
@@ -693,7 +588,13 @@ class Transformer:
             them: those are ``gpu.launch``.
         network
             Links between devices, and between the GPUs of a device: with ``tensor_parallel=8``
-            such as ``Network.preset("dgx_h100", gpus_per_device=8)``.
+            such as ``Network.preset("dgx_h100", gpus_per_device=8)``. With a network of nodes, the
+            seconds of exchanges of experts are those between neighbours in Megatron-LM's order,
+            ``lower(layout="stage_major")``.
+        **settings
+            Fields of `Parallel` that are other than those of ``parallel``; without it,
+            ``microbatch_size`` must be among them. If experts are spread over several replicas,
+            lower the graph with ``n_replicas`` that are a multiple of ``costs.expert_replicas``.
 
         Returns
         -------
@@ -730,25 +631,7 @@ class Transformer:
         """
         from pipesim.models.model_costs import model_costs
 
-        shard = self.shard(
-            microbatch_size=microbatch_size,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            flash_attention=flash_attention,
-            scatter_gather=scatter_gather,
-            fused_loss=fused_loss,
-            context_parallel=context_parallel,
-            context_exchange=context_exchange,
-            context_balance=context_balance,
-            context_shards_optimizer=context_shards_optimizer,
-            expert_parallel=expert_parallel,
-            expert_tensor_parallel=expert_tensor_parallel,
-            routing=routing,
-            expert_exchange=expert_exchange,
-            dispatch_element_bytes=dispatch_element_bytes,
-            gradient_passes=gradient_passes,
-        )
+        shard = self.shard(as_parallel(Transformer.costs, parallel, settings))
         return model_costs(
             shard,
             layers_per_stage,

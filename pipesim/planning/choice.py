@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
 from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.models.parallel import SEARCHED
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ScheduleInfo, schedule_info
@@ -61,17 +62,17 @@ class PlanChoice:
     (2, 2)
     """
 
-    tensor_parallel: int
-    pipeline_parallel: int
-    data_parallel: int
-    microbatch_size: int
-    n_microbatches: int
-    schedule: str
-    n_chunks: int
-    recompute: str
-    shard_optimizer: bool
-    sequence_parallel: bool
-    layers_per_stage: tuple[int, ...]
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    microbatch_size: int = 1
+    n_microbatches: int = 1
+    schedule: str = "1f1b"
+    n_chunks: int = 1
+    recompute: str = "none"
+    shard_optimizer: bool = False
+    sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] = ()
     ordered_for_costs: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
@@ -86,15 +87,8 @@ class PlanChoice:
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """Arguments of `Transformer.shard` that say what one GPU has and runs."""
-        return {
-            "microbatch_size": self.microbatch_size,
-            "tensor_parallel": self.tensor_parallel,
-            "sequence_parallel": self.sequence_parallel,
-            "recompute": self.recompute,
-            "context_parallel": self.context_parallel,
-            "expert_parallel": self.expert_parallel,
-        }
+        """Fields that are also of `pipesim.Parallel`."""
+        return {name: getattr(self, name) for name in SEARCHED}
 
     @property
     def n_gpus(self) -> int:
@@ -176,13 +170,7 @@ def invalid(choice: PlanChoice, reason: str, status: Status = "invalid") -> Eval
 
 def partial_choice(**settings: Any) -> PlanChoice:
     """Return some settings of many configurations; 0 and "" stand for values that do not matter."""
-    none: dict[str, Any] = {
-        **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "data_parallel"), 0),
-        **dict.fromkeys(("microbatch_size", "n_microbatches", "n_chunks", "n_slices"), 0),
-        **dict.fromkeys(("context_parallel", "expert_parallel"), 0),
-        **dict.fromkeys(("schedule", "recompute", "shard_parameters", "offload"), ""),
-        "shard_optimizer": False, "sequence_parallel": False, "layers_per_stage": (),
-    }  # fmt: skip
+    none = {field.name: type(getattr(PlanChoice, field.name))() for field in fields(PlanChoice)}
     return PlanChoice(**{**none, **settings})
 
 

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
+from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.cluster import Cluster
@@ -40,6 +41,7 @@ PlanSplit = Literal["refined", "balanced", "even"]
 _NEAREST = 3
 
 
+@takes_settings(FixedSettings, flash_attention=True)
 def plan(
     model: Transformer | Layers,
     cluster: Cluster,
@@ -59,9 +61,6 @@ def plan(
     shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
     offload: str | float | Sequence[str | float] | None = None,
     n_slices: int | Sequence[int] | None = None,
-    flash_attention: bool = True,
-    scatter_gather: bool = False,
-    fused_loss: bool = False,
     split: PlanSplit = "refined",
     layout: Layout = "stage_major",
     memory_limit: float | str | None = None,
@@ -73,6 +72,7 @@ def plan(
     n_jobs: int = 1,
     backend: str | None = None,
     progress: bool | None = None,
+    **settings: Unpack[FixedSettings],
 ) -> Plans:
     """Return the configurations with the shortest steps that fit in memory, best first.
 
@@ -127,8 +127,6 @@ def plan(
         default ``"none"``. The network of the cluster must have a link to the host.
     n_slices
         Slices of each sequence, for schedules that take slices; by default 1, whole sequences.
-    flash_attention, scatter_gather, fused_loss
-        As in `Transformer.costs`.
     split
         Layers of each stage: ``"balanced"``, such that the busiest device has as little work as
         possible; ``"refined"`` (the default), balanced, and those of the best few moved as long as
@@ -150,6 +148,8 @@ def plan(
         Processes, and backend of joblib, as in `sweep`; by default this process alone.
     progress
         Whether to show a progress bar; by default on a terminal.
+    **settings
+        Other fields of `Parallel`, each with one value; ``flash_attention`` is True by default.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def plan(
     check_name("split", split, get_args(PlanSplit))
     problem = checked_problem(
         model, cluster, global_batch, memory_limit, memory_reserve, layout, split == "even",
-        flash_attention, scatter_gather, fused_loss,
+        as_parallel(plan, {"flash_attention": True}, settings),
     )  # fmt: skip
     space = SearchSpace.checked(
         tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
@@ -254,7 +254,7 @@ _MOST_SEQUENCES = 10**9
 
 def checked_problem(
     model: Any, cluster: Any, global_batch: Any, memory_limit: Any, memory_reserve: Any,
-    layout: Any, is_even: bool, *flags: bool,
+    layout: Any, is_even: bool, parallel: Parallel,
 ) -> PlanProblem:  # fmt: skip
     """Return the problem of checked arguments."""
     if not isinstance(model, (Transformer, Layers)):
@@ -265,8 +265,6 @@ def checked_problem(
     check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
     if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
         raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
-    names = ("flash_attention", "scatter_gather", "fused_loss")
-    options = {name: check_flag(name, flag) for name, flag in zip(names, flags, strict=True)}
     limit = memory_limit_bytes(memory_limit)
     if isinstance(limit, Iterable):
         raise ArgumentError(
@@ -282,7 +280,7 @@ def checked_problem(
         model, cluster, global_batch,
         None if limit is None else float(checked_memory_limit(limit, 1)[0]),
         layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
-        memory_reserve=reserve, is_even=is_even, **options,
+        memory_reserve=reserve, is_even=is_even, parallel=parallel,
     )  # fmt: skip
 
 

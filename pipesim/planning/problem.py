@@ -18,6 +18,7 @@ from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
+from pipesim.models.parallel import Parallel
 from pipesim.models.shard import Shard
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.models.transformer import Transformer
@@ -34,11 +35,15 @@ from pipesim.scheduling.registry import schedule as named_schedule
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
+#: Settings of the model in a plan that is given none.
+_USUAL = Parallel(flash_attention=True)
+
 
 @dataclass(frozen=True)
 class PlanProblem:
     """Model, cluster and batch of a plan; settings are those of `pipesim.plan`.
 
+    ``parallel``: settings of the model that no configuration changes.
     ``is_even``: whether each stage has as many layers; otherwise devices are balanced.
     ``measured_size``: sequences of the micro-batch of measured layers; None for one.
     """
@@ -47,9 +52,7 @@ class PlanProblem:
     cluster: Cluster
     global_batch: int
     memory_limit: float | None = None
-    flash_attention: bool = True
-    scatter_gather: bool = False
-    fused_loss: bool = False
+    parallel: Parallel = _USUAL
     layout: Layout = "stage_major"
     memory_reserve: float = 0.0
     is_even: bool = False
@@ -103,12 +106,10 @@ class PlanProblem:
             costs = self.model.costs(
                 choice.layers_per_stage,
                 gpu=self.cluster.gpus[kind],
-                flash_attention=self.flash_attention,
-                scatter_gather=self.scatter_gather,
-                fused_loss=self.fused_loss,
+                parallel=self.parallel,
                 slices=choice.n_slices,
-                **choice.shard_options,
                 network=network,
+                **choice.shard_options,
             )
         return replace(costs, memory_reserve=self.memory_reserve) if self.memory_reserve else costs
 
@@ -127,12 +128,8 @@ class PlanProblem:
         return self._shard(choice).expert_replicas
 
     def _shard(self, choice: PlanChoice) -> Shard:
-        return check_type("model", self.model, Transformer).shard(
-            flash_attention=self.flash_attention,
-            scatter_gather=self.scatter_gather,
-            fused_loss=self.fused_loss,
-            **choice.shard_options,
-        )
+        model = check_type("model", self.model, Transformer)
+        return model.shard(self.parallel, **choice.shard_options)
 
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
         """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.

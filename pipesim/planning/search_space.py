@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -12,7 +12,8 @@ from pipesim.costs.layer_split import checked_split
 from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
 from pipesim.graph.options import StageOffload, checked_offload
 from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
-from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.models.parallel import RECOMPUTE
+from pipesim.models.transformer import Transformer
 from pipesim.planning import possible_settings
 from pipesim.planning.choice import (
     Evaluation,
@@ -348,26 +349,12 @@ def _sizes(tp: int, cp: int) -> str:
 
 # A configuration from its settings, checked as those of a search.
 
+#: Settings that have other defaults than a `PlanChoice`: None if they follow from others.
 _DEFAULTS: Mapping[str, Any] = {
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "data_parallel": None,
-    "microbatch_size": 1,
-    "schedule": "1f1b",
-    "n_chunks": None,
-    "recompute": "none",
-    "shard_optimizer": False,
-    "sequence_parallel": False,
-    "context_parallel": 1,
-    "expert_parallel": 1,
-    "shard_parameters": "none",
-    "offload": "none",
-    "n_slices": 1,
+    **{field.name: field.default for field in fields(PlanChoice)},
+    **dict.fromkeys(("data_parallel", "n_chunks", "n_microbatches", "layers_per_stage")),
 }
-_COUNTS = (
-    "tensor_parallel", "pipeline_parallel", "data_parallel", "microbatch_size", "n_microbatches",
-    "n_chunks", "context_parallel", "expert_parallel", "n_slices",
-)  # fmt: skip
+_COUNTS = tuple(field.name for field in fields(PlanChoice) if field.type == "int")
 
 
 def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoice:
@@ -375,8 +362,8 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     for name in settings:
         check_name("setting of a configuration", name, SETTINGS)
     single = {**_DEFAULTS, **settings}
-    n_microbatches, layers = (single.pop(x, None) for x in ("n_microbatches", "layers_per_stage"))
-    ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs", False))
+    n_microbatches, layers = single.pop("n_microbatches"), single.pop("layers_per_stage")
+    ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs"))
     for name, value in single.items():
         may_be_missing = name in ("data_parallel", "n_chunks")
         is_value = isinstance(value, (str, bool, Real))

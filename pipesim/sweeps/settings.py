@@ -24,8 +24,9 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.list_scheduling.limits import activation_limits
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
-from pipesim.models.transformer import RECOMPUTE, Transformer
+from pipesim.models.transformer import Transformer
 from pipesim.network.links import HostLink, Nodes
 from pipesim.network.network import Network
 from pipesim.network.sources import KEYS
@@ -106,6 +107,7 @@ MODEL = ("model", *_SIZES)
 #: Arguments of `Transformer.costs` that are of a GPU, of `Costs` or of a schedule.
 _OTHERS = (
     "gpu", "flops_per_second", "network", "launch", "optimizer_step", "placement", "memory_limit",
+    "parallel",
 )  # fmt: skip
 #: Its other arguments.
 COST_OPTIONS = tuple(
@@ -148,8 +150,6 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     """
     others = dict(costs)
     settings, network = others.pop("transformer"), dict(others.pop("network", {}))
-    if "microbatch_size" not in settings:
-        raise ArgumentError("microbatch_size is missing; give the sequences of a micro-batch")
     if "preset" in network:
         network.setdefault("gpus_per_device", device_size(settings))
     options = {name: settings[name] for name in COST_OPTIONS if name in settings}

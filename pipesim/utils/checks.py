@@ -38,6 +38,7 @@ from pipesim.errors import (
     check_text,
     check_type,
     number,
+    value_text,
     wrong_type,
 )
 
@@ -201,7 +202,7 @@ def _of_range(kind: type, allowed: Range) -> Check:
         if result is None:
             raise wrong_type(name, wanted, value)
         if not allowed.low <= result <= allowed.high or (allowed.above and result == allowed.low):
-            raise ArgumentError(f"{name} must be {wanted}, got {value!r:.60}")
+            raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}")
         return result
 
     return Check(run, wanted, kind)

@@ -110,9 +110,10 @@ def _metavar(name: str, annotation: str) -> str:
     """Return a word for the values of an option."""
     for pattern, metavar in (
         ("Iterable", "VALUE"), ("PerStage", "BYTES" if name.endswith("bytes") else "SECONDS"),
-        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int", "N"), ("float", "NUMBER"), ("str", "NAME"),
+        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int|Size|OptionalSize", "N"),
+        ("float|Amount", "NUMBER"), ("str", "NAME"),
     ):  # fmt: skip
-        if re.search(rf"\b{pattern}\b", annotation):
+        if re.search(rf"\b(?:{pattern})\b", annotation):
             return metavar
     return "VALUE"
 

@@ -275,6 +275,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Routing.shares": lambda _: {"self": ps.Routing(), "n_experts": 4},
     "ps.Routing.to_dict": lambda _: {"self": ps.Routing()},
     "ps.Routing.zipf": lambda _: {"exponent": 0.5},
+    "ps.Parallel": lambda _: {},
     "ps.Shard": lambda _: {"model": model()},
     "ps.Shard.stage_bytes": lambda _: {"self": model().shard(), "layers_per_stage": 2},
     "ps.Shard.stage_parameters": lambda _: {"self": model().shard(), "layers_per_stage": 2},

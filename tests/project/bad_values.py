@@ -93,8 +93,11 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "bool": lambda v: isinstance(v, bool),
     "int": lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool),
     "float": _number,
-    **dict.fromkeys(("Count", "Whole"), lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    **dict.fromkeys(("Fraction", "NotNegative", "Positive", "Seconds"), _number),
+    **dict.fromkeys(
+        ("Count", "OptionalSize", "Size", "Whole"),
+        lambda v: isinstance(v, int) and not isinstance(v, bool),
+    ),
+    **dict.fromkeys(("Amount", "Fraction", "NotNegative", "Positive", "Seconds"), _number),
     "str": lambda v: isinstance(v, str),
     "Path": lambda v: isinstance(v, str | Path),
     "Callable": callable,

@@ -1,7 +1,7 @@
-"""A field of a record that a place forgets: files, flags, sweeps, prices.
+"""A field of a record that a place forgets: files, flags, sweeps, prices, plans.
 
-Options of `lower` and fields of `Costs` are read from their signatures, so a new one fails here
-until it has an example, and then until each place knows it.
+Options of `lower` and fields of `Costs` and `Parallel` are read from their signatures, so a new one
+fails here until it has an example, and then until each place knows it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from command_output import succeed
 from same_timelines import same
 
 import pipesim as ps
-from pipesim.sweeps.settings import FLAT, LOWERING
+from pipesim.models.parallel import PARALLEL, SEARCHED, ParallelSettings
+from pipesim.sweeps.settings import FLAT, LOWERING, transformer_costs
 
 #: Each option of `lower` with a value that is not its default, and the options that it needs.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -210,3 +211,105 @@ def test_graphs_have_all_operations(graphs: list[ps.TaskGraph]) -> None:
     """Those of sharded parameters are priced as those of a sharded optimizer are."""
     ops = {ps.Op(op) for graph in graphs for op in np.unique(graph.op)}
     assert set(ps.Op) - ops == {ps.Op.RESHARD}
+
+
+#: Each field of `Parallel` with another value, and the fields that it needs.
+SPREAD: dict[str, dict[str, Any]] = {
+    "microbatch_size": {"microbatch_size": 2},
+    "tensor_parallel": {"tensor_parallel": 2},
+    "sequence_parallel": {"sequence_parallel": True, "tensor_parallel": 2},
+    "recompute": {"recompute": "full"},
+    "flash_attention": {"flash_attention": True},
+    "scatter_gather": {"scatter_gather": True, "tensor_parallel": 2},
+    "fused_loss": {"fused_loss": True},
+    "context_parallel": {"context_parallel": 2},
+    "context_exchange": {"context_exchange": "all_gather", "context_parallel": 2},
+    "context_balance": {"context_balance": False, "context_parallel": 2, "flash_attention": True},
+    "context_shards_optimizer": {"context_shards_optimizer": False, "context_parallel": 2},
+    "expert_parallel": {"expert_parallel": 2},
+    "expert_tensor_parallel": {
+        "expert_tensor_parallel": 1, "tensor_parallel": 2, "sequence_parallel": True
+    },
+    "routing": {"routing": ps.Routing.zipf(1), "expert_parallel": 2},
+    "expert_exchange": {"expert_exchange": "hierarchical", "expert_parallel": 8},
+    "dispatch_element_bytes": {"dispatch_element_bytes": 1, "expert_parallel": 2},
+    "gradient_passes": {"gradient_passes": True},
+}  # fmt: skip
+EXPERTS = ps.Transformer(
+    hidden_size=256, n_layers=4, n_heads=8, sequence_length=16384, vocabulary_size=64, n_experts=16,
+    experts_per_token=4, bytes_per_gradient=4, dropout=False,
+)  # fmt: skip
+CLUSTER = ps.Cluster(
+    n_gpus=8, gpu="h100_sxm", network=ps.Network(nodes=ps.Nodes(4, 1e-6, 4e11, 5e-6, 5e10))
+)
+#: Fields of `Parallel` that are no flag of ``pipesim plan``: routing is a table of TOML files.
+NO_FLAG = {"routing"}
+#: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
+#: of torchtitan that give them do not change the pipeline, and are among those ignored.
+NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel"}
+
+
+def spread_costs(parallel: ps.Parallel | None = None, **settings: Any) -> ps.Costs:
+    """Return the costs of two stages with experts, spread with these settings."""
+    record = ps.Parallel(**{**(parallel.settings if parallel else {}), **settings})
+    options = {"microbatch_size": 1, **settings} if parallel is None else settings
+    return EXPERTS.costs(
+        [2, 2], gpu="h100_sxm", network=CLUSTER.network(record.n_gpus), parallel=parallel, **options
+    )
+
+
+def test_all_settings_of_parallel_have_an_example() -> None:
+    """Add a field of `Parallel` above; `ParallelSettings` has the same names and types."""
+    assert tuple(SPREAD) == PARALLEL
+    hints, types = get_type_hints(ps.Parallel), get_type_hints(ParallelSettings)
+    assert types.keys() == set(PARALLEL)
+    assert {name for name in PARALLEL if hints[name] != types[name]} == {"routing"}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_costs_know_each_setting_of_parallel(name: str) -> None:
+    """It changes costs, in each way to give it, and files keep it."""
+    chosen = SPREAD[name]
+    others = {key: value for key, value in chosen.items() if key != name}
+    costs = spread_costs(**chosen)
+    assert costs != spread_costs(**others)
+    record = ps.Parallel(**{"microbatch_size": 1, **others})
+    assert spread_costs(parallel=record, **{name: chosen[name]}) == costs
+    assert ps.Costs.from_dict(costs.to_dict()).rebuilt(network=costs.network) == costs
+    table = {**vars(EXPERTS), "microbatch_size": 1, "gpu": "h100_sxm", "layers_per_stage": [2, 2]}
+    settings = {"transformer": {**table, **chosen}, "network": costs.network.to_dict()}
+    assert transformer_costs(settings, ps.linear(2)) == costs
+    assert name == "recompute" or FLAT[name] == ("costs", "transformer", name)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_plans_know_each_setting_of_parallel(name: str) -> None:
+    """It changes the step or the memory of a configuration, or is a setting of configurations."""
+    chosen = SPREAD[name]
+
+    def planned(**settings: Any) -> list[float]:
+        usual = dict.fromkeys(("tensor_parallel", "microbatch_size", "expert_parallel"), 1)
+        flags = dict.fromkeys(("flash_attention", "sequence_parallel"), False)
+        options = {**usual, **flags, "recompute": "none", **settings}
+        plan = ps.plan(
+            EXPERTS, CLUSTER, global_batch=16, pipeline_parallel=1, schedules="1f1b",
+            progress=False, **options,
+        ).best  # fmt: skip
+        assert plan.choice.shard_options.items() >= {k: options[k] for k in usual}.items()
+        return [plan.step, plan.evaluation.memory, *plan.costs.output_bytes]
+
+    others = {key: value for key, value in chosen.items() if key != name}
+    assert planned(**chosen) != planned(**others)
+
+
+def test_flags_and_trainers_know_each_setting_of_parallel(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`pipesim plan` has a flag, and settings of trainers give it to `costs`, or a list has it."""
+    text = succeed(capsys, "plan", "--help")
+    text = text.replace("[no-]", "")
+    lacking = {name for name in PARALLEL if f"--{name.replace('_', '-')}" not in text}
+    assert lacking == NO_FLAG
+    flags = "--micro-batch-size 1 --expert-model-parallel-size 2 --num-layers 4"
+    options = ps.read_megatron(flags).cost_options
+    assert set(PARALLEL) - options.keys() == NOT_READ

@@ -190,7 +190,7 @@ def test_bad_groups(changes: dict[str, Any], text: str) -> None:
     ("options", "text"),
     [
         ({"expert_exchange": "tree"}, "'tree'"),
-        ({"dispatch_element_bytes": -1}, "dispatch_element_bytes must be finite bytes >= 0"),
+        ({"dispatch_element_bytes": -1}, "dispatch_element_bytes must be a finite number"),
         ({"gradient_passes": 1}, "gradient_passes must be"),
     ],
 )
