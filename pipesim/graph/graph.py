@@ -8,11 +8,11 @@ and its micro-batch; the other columns and `Task` objects are made on demand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from pipesim.graph.copies import (
 )
 from pipesim.graph.dependencies import apply_rules, peer_kinds, with_ends, with_fetches
 from pipesim.graph.options import (
-    GradSyncArgument,
     GradSyncs,
     Hosts,
     LoweringOptions,
@@ -37,6 +36,7 @@ from pipesim.graph.options import (
     host_of_devices,
 )
 from pipesim.graph.precedence import issued_first, levels, precedence, stable_topological_order
+from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
 from pipesim.ops import Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
@@ -50,6 +50,19 @@ if TYPE_CHECKING:
 
 
 _NO_OPTIONS = LoweringOptions()
+Value = TypeVar("Value")
+
+
+class _Option(property, Generic[Value]):
+    """A field of `LoweringOptions` as an attribute of the graph."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(attrgetter(f"options.{name}"))
+        self.__doc__ = f"{text} See `LoweringOptions`."
+
+    if TYPE_CHECKING:  # a property of any type would be `Any`
+
+        def __get__(self, graph: object, owner: type | None = None) -> Value: ...  # type: ignore[override]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,21 +144,7 @@ class TaskGraph:
         name: str = "custom",
         group: Ints | None = None,
         hosts: Hosts = "one",
-        host_threads: bool = False,
-        rendezvous: bool = False,
-        recompute: str = "never",
-        overlap: bool = True,
-        n_batches: int = 1,
-        n_slices: int = 1,
-        grad_sync: GradSyncArgument = "last",
-        weight_versions: Versions = "one",
-        skips: Iterable[tuple[int, int]] = (),
-        portals: bool = True,
-        forward_only: bool = False,
-        tied: Iterable[Iterable[int]] | str = (),
-        prefetch: int = 1,
-        expert_replicas: int = 0,
-        offload_shares: Sequence[float] | str = (),
+        **options: Any,
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph; streams run them in this order.
 
@@ -162,26 +161,15 @@ class TaskGraph:
             collective. By default, the members are the tasks of one collective operation, stage,
             part and micro-batch over all replicas; for REDUCE_TIED, those of a part and replica,
             and for GRAD_NORM all.
-        name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
-            As the attributes and `pipesim.lower` describe. With several mini-batches, operations on
-            whole stages have the number of the last micro-batch of their mini-batch.
-        n_slices
-            Number of slices of a sequence, as `Schedule.n_slices`; micro-batches are then slices.
-        host_threads, skips, portals, forward_only
-            Likewise. By default, skips are the pairs of stages that ``peer_stage`` of the tasks
-            names; give them for messages that carry several, or for skips that need no message.
-            The keys of a mapping count.
-        tied
-            Groups of tied stages, as `pipesim.lower` describes: a REDUCE_TIED has the number of its
-            group as ``part``.
-        prefetch
-            Number of compute tasks that a fetch (UNSHARD, RELOAD) may run beside before the task
-            that needs it; see `pipesim.graph.dependencies`.
-        expert_replicas
-            Number of consecutive replicas that exchange the tokens of experts; 0 for all.
-        offload_shares
-            Share of the bytes of activations that the OFFLOADs of each stage move, as
-            `LoweringOptions.offload_shares`; by default 1 for all.
+        name, hosts
+            As the attribute and `pipesim.lower` describe.
+        **options
+            Fields of `pipesim.graph.options.LoweringOptions`, in any form that `pipesim.lower`
+            takes. With several mini-batches, operations on whole stages have the number of the last
+            micro-batch of their mini-batch. By default, ``skips`` are the pairs of stages that
+            ``peer_stage`` of the tasks names; give them for messages that carry several, or for
+            skips that need no message. A REDUCE_TIED has the number of its group in ``tied`` as
+            ``part``.
 
         Returns
         -------
@@ -208,8 +196,8 @@ class TaskGraph:
         >>> ps.simulate(graph, ps.Costs(forward=1, backward=2)).makespan
         3.0
         """
-        options = {name: value for name, value in locals().items() if name not in ("cls", "tasks")}
-        return cls.wire(tasks, **options).in_topological_order()
+        graph = cls.wire(tasks, group=group, name=name, hosts=hosts, **options)
+        return graph.in_topological_order()
 
     @classmethod
     def wire(
@@ -341,75 +329,20 @@ class TaskGraph:
         """`partial_dependency`, under its earlier name."""
         return self.partial_dependency
 
-    @property
-    def recompute(self) -> str:
-        """Micro-batches that are recomputed, as `LoweringOptions.recompute`."""
-        return self.options.recompute
-
-    @property
-    def overlap(self) -> bool:
-        """Whether transfers overlap compute, as `LoweringOptions.overlap`."""
-        return self.options.overlap
-
-    @property
-    def rendezvous(self) -> bool:
-        """Whether a SEND waits until its RECV is reached (rule 6)."""
-        return self.options.rendezvous
-
-    @property
-    def host_threads(self) -> bool:
-        """Whether hosts are threads of one process, which wait for each other (rule 7)."""
-        return self.options.host_threads
-
-    @property
-    def n_batches(self) -> int:
-        """Number of mini-batches, each with its own optimizer step."""
-        return self.options.n_batches
-
-    @property
-    def n_slices(self) -> int:
-        """Number of slices of a sequence, as `Schedule.n_slices`; 1 without slices."""
-        return self.options.n_slices
-
-    @property
-    def grad_sync(self) -> GradSyncs:
-        """Times of gradient reductions, as `LoweringOptions.grad_sync`."""
-        return self.options.grad_sync
-
-    @property
-    def weight_versions(self) -> Versions:
-        """Versions of the weights that F uses, as `pipesim.Schedule` describes."""
-        return self.options.weight_versions
-
-    @property
-    def skips(self) -> tuple[tuple[int, int], ...]:
-        """``(source, target)`` stages of each skip connection, sorted."""
-        return self.options.skips
-
-    @property
-    def portals(self) -> bool:
-        """Whether each skip has its own message, as `LoweringOptions.portals`."""
-        return self.options.portals
-
-    @property
-    def forward_only(self) -> bool:
-        """Whether this is an evaluation, whose F keep no activations."""
-        return self.options.forward_only
-
-    @property
-    def tied(self) -> Tied:
-        """Stages of each group with copies of one parameter, as `LoweringOptions.tied`."""
-        return self.options.tied
-
-    @property
-    def prefetch(self) -> int:
-        """Compute tasks that a fetch may run beside, as `LoweringOptions.prefetch`."""
-        return self.options.prefetch
-
-    @property
-    def expert_replicas(self) -> int:
-        """Replicas that exchange tokens, as `LoweringOptions.expert_replicas`."""
-        return self.options.expert_replicas
+    recompute = _Option[str]("recompute", "Micro-batches that are recomputed.")
+    overlap = _Option[bool]("overlap", "Whether transfers overlap compute.")
+    rendezvous = _Option[bool]("rendezvous", "Whether a SEND waits for its RECV (rule 6).")
+    host_threads = _Option[bool]("host_threads", "Whether hosts are threads (rule 7).")
+    n_batches = _Option[int]("n_batches", "Number of mini-batches.")
+    n_slices = _Option[int]("n_slices", "Number of slices of a sequence; 1 without slices.")
+    grad_sync = _Option[GradSyncs]("grad_sync", "Times of gradient reductions.")
+    weight_versions = _Option[Versions]("weight_versions", "Versions of the weights that F uses.")
+    skips = _Option[tuple[Skip, ...]]("skips", "Stages ``(source, target)`` of each skip.")
+    portals = _Option[bool]("portals", "Whether each skip has its own message.")
+    forward_only = _Option[bool]("forward_only", "Whether this is an evaluation.")
+    tied = _Option[Tied]("tied", "Stages of each group with copies of one parameter.")
+    prefetch = _Option[int]("prefetch", "Compute tasks that a fetch may run beside.")
+    expert_replicas = _Option[int]("expert_replicas", "Replicas that exchange tokens; 0: all.")
 
     @property
     def offload_shares(self) -> NDArray[np.float64]:

@@ -7,9 +7,9 @@ here, and written as text to files and read again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,14 @@ from pipesim.errors import (
     GraphError,
     UnknownNameError,
     check_count,
-    check_flag,
     check_name,
-    check_text,
     number,
 )
-from pipesim.graph.skips import Skip, skips_of
+from pipesim.graph.skips import Skip, skip_from_text, skip_text, skips_of
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
-from pipesim.scheduling.schedule import VERSIONS, Schedule, Versions
+from pipesim.scheduling.schedule import Schedule, Versions
+from pipesim.utils.checks import Count, Whole, checked
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import parse_float, parse_int
 
@@ -220,7 +219,7 @@ def shares_text(shares: Sequence[float]) -> str:
 # When replicas reduce gradients
 
 GradSync = Literal["last", "every", "bucketed"]
-GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
+GRAD_SYNC: tuple[GradSync, ...] = get_args(GradSync)
 #: As a graph has it: one value for all stages, or one a stage. A number k is every k micro-batches.
 GradSyncs: TypeAlias = str | int | tuple[str | int, ...]
 #: As users give it.
@@ -235,7 +234,7 @@ def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: in
     stages have ``"last"``.
     """
     if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
-        grad_sync = from_text(grad_sync)
+        grad_sync = parse_grad_sync(grad_sync)
     listed = _values_of_stages("grad_sync", grad_sync, n_stages, "last", "every")
     if listed is None:
         return _checked_times(grad_sync, "grad_sync", batch_size)
@@ -267,7 +266,7 @@ def _checked_times(value: object, name: str, batch_size: int) -> str | int:
     return "every" if k == 1 else k
 
 
-def of_stages(grad_sync: GradSyncs, n_stages: int) -> tuple[str | int, ...]:
+def grad_sync_by_stage(grad_sync: GradSyncs, n_stages: int) -> tuple[str | int, ...]:
     """Return the value of each stage."""
     return grad_sync if isinstance(grad_sync, tuple) else (grad_sync,) * n_stages
 
@@ -278,17 +277,17 @@ def group_sizes(grad_sync: GradSyncs, n_stages: int) -> Ints:
     0 for once a mini-batch, with ``"last"`` and ``"bucketed"``. Shape ``(n_stages,)``.
     """
     sizes = {"every": 1, "last": 0, "bucketed": 0}
-    values = of_stages(grad_sync, n_stages)
+    values = grad_sync_by_stage(grad_sync, n_stages)
     groups: Ints = np.array([sizes[x] if isinstance(x, str) else x for x in values], dtype=np.int64)
     return groups
 
 
-def to_text(grad_sync: GradSyncs) -> str:
-    """Return the text that `from_text` reads."""
+def grad_sync_text(grad_sync: GradSyncs) -> str:
+    """Return the text that `parse_grad_sync` reads."""
     return _BETWEEN.join(map(str, grad_sync if isinstance(grad_sync, tuple) else (grad_sync,)))
 
 
-def from_text(text: str) -> str | int | tuple[str | int, ...]:
+def parse_grad_sync(text: str) -> str | int | tuple[str | int, ...]:
     """Read a value, or one a stage: ``"every"``, ``"2"``, ``"every/2/last"``."""
     values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
     return values if len(values) > 1 else values[0]
@@ -385,11 +384,12 @@ class LoweredSchedule:
     arguments: Mapping[str, Any]
 
 
+@checked
 @dataclass(frozen=True)
 class LoweringOptions:
     """Options of `pipesim.lower` that hold for a whole graph, checked and normalized.
 
-    `TaskGraph` describes those that are its attributes too.
+    A `TaskGraph` has most as attributes too.
     """
 
     #: Labels: which micro-batches are recomputed, and whether transfers overlap compute. The tasks
@@ -397,14 +397,17 @@ class LoweringOptions:
     recompute: str = "never"
     overlap: bool = True
     rendezvous: bool = False
+    #: Whether hosts are threads of one process, which wait for each other (rule 7).
     host_threads: bool = False
-    n_batches: int = 1
+    #: Number of mini-batches, each with its own optimizer step.
+    n_batches: Count = 1
     #: Micro-batches ``k * n_slices`` and the next ``n_slices - 1`` are the slices of one sequence.
-    n_slices: int = 1
+    n_slices: Count = 1
     #: As `pipesim.lower` describes: one value, or one a stage if stages differ. The backwards that
     #: a REDUCE_GRAD needs are, for ``"every"``, those of its micro-batch; for a number k, those of
     #: the k micro-batches up to its own; otherwise those of the whole mini-batch.
     grad_sync: GradSyncs = "last"
+    #: Versions of the weights that F uses, as `pipesim.Schedule` describes.
     weight_versions: Versions = "one"
     #: Source and target stage of each skip connection, sorted.
     skips: tuple[Skip, ...] = ()
@@ -417,9 +420,9 @@ class LoweringOptions:
     tied: Tied = ()
     #: Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
     #: its consumer; see `pipesim.graph.dependencies`.
-    prefetch: int = 1
+    prefetch: Whole = 1
     #: Number of consecutive replicas that exchange the tokens of experts; 0 for all.
-    expert_replicas: int = 0
+    expert_replicas: Whole = 0
     #: Share of the bytes of a micro-batch's activations that an OFFLOAD moves, one a stage, above
     #: 0 and at most 1; empty if all are 1. The tasks show which micro-batches are offloaded.
     offload_shares: tuple[float, ...] = ()
@@ -427,62 +430,76 @@ class LoweringOptions:
     source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
     #: Number of equal replicas for which the one of the graph stands; see
     #: `pipesim.simulation.equal_replicas`.
-    n_equal: int = 1
+    n_equal: Count = 1
 
     @classmethod
-    def checked(
-        cls,
-        kinds: Kinds,
-        n_microbatches: int,
-        *,
-        recompute: str = "never",
-        n_batches: int = 1,
-        n_slices: int = 1,
-        grad_sync: GradSyncArgument = "last",
-        weight_versions: Versions = "one",
-        skips: Iterable[Skip] = (),
-        portals: bool = True,
-        forward_only: bool = False,
-        tied: Iterable[Iterable[int]] | str = (),
-        prefetch: int = 1,
-        expert_replicas: int = 0,
-        offload_shares: Sequence[float] | str = (),
-        **flags: bool,
-    ) -> LoweringOptions:
+    def checked(cls, kinds: Kinds, n_microbatches: int, **options: Any) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
-        for name, flag in (flags | {"portals": portals, "forward_only": forward_only}).items():
-            check_flag(name, flag)
-        if forward_only and kinds.is_op(_BACKWARDS).any():
+        record = cls(**options)
+        if record.forward_only and kinds.is_op(_BACKWARDS).any():
             raise GraphError(
                 "forward_only=True, but the graph has tasks of a backward, whose forward keeps "
                 "activations; leave forward_only out"
             )
-        if n_microbatches % check_count("n_batches", n_batches):
+        if n_microbatches % record.n_batches:
             raise GraphError(
-                f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
+                f"{n_microbatches} micro-batches cannot be shared evenly by "
+                f"n_batches={record.n_batches}"
             )
-        if n_microbatches // n_batches % check_count("n_slices", n_slices):
+        batch_size = n_microbatches // record.n_batches
+        if batch_size % record.n_slices:
             raise GraphError(
-                f"{n_microbatches // n_batches} micro-batches of a mini-batch are no whole number "
-                f"of sequences of n_slices={n_slices}; give a divisor"
+                f"{batch_size} micro-batches of a mini-batch are no whole number of sequences of "
+                f"n_slices={record.n_slices}; give a divisor"
             )
-        check_name("weight_versions", weight_versions, VERSIONS)
         n_stages = int(kinds.stage.max(initial=0)) + 1
-        groups = checked_tied(tied, n_stages)
+        groups = checked_tied(record.tied, n_stages)
         check_tied_kinds(kinds, groups)
-        return cls(
-            recompute=check_text("recompute", recompute),
-            n_batches=n_batches,
-            n_slices=n_slices,
-            grad_sync=checked_grad_sync(grad_sync, n_stages, n_microbatches // n_batches),
-            weight_versions=weight_versions,
-            skips=skips_of(kinds, skips, portals),
-            portals=portals,
-            forward_only=forward_only,
+        return replace(
+            record,
+            grad_sync=checked_grad_sync(record.grad_sync, n_stages, batch_size),
+            skips=skips_of(kinds, record.skips, record.portals),
             tied=groups,
-            prefetch=check_count("prefetch", prefetch, 0),
-            expert_replicas=check_count("expert_replicas", expert_replicas, 0),
-            offload_shares=checked_shares(offload_shares, n_stages),
-            source=None,
-            **flags,
+            offload_shares=checked_shares(record.offload_shares, n_stages),
         )
+
+    def texts(self) -> dict[str, str]:
+        """Return the `FILE_OPTIONS` that are not the default, as texts."""
+        values = {x.name: getattr(self, x.name) for x in fields(self) if x.name in FILE_OPTIONS}
+        return {
+            name: _TEXTS[name][0](value) if name in _TEXTS else str(value)
+            for name, value in values.items()
+            if value != getattr(LoweringOptions, name)
+        }
+
+
+#: Options that the tasks of a graph do not show, so that its files have them.
+FILE_OPTIONS = tuple(
+    field.name
+    for field in fields(LoweringOptions)
+    if field.name not in ("recompute", "overlap", "source", "n_equal")
+)
+#: Text of an option that is neither a flag, a count nor a name, and what reads the text. Values are
+#: checked with the graph.
+_TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "grad_sync": (grad_sync_text, parse_grad_sync),
+    "skips": (
+        lambda skips: " ".join(map(skip_text, skips)),
+        lambda text: [skip_from_text(skip) for skip in text.split()],
+    ),
+    "tied": (lambda tied: tied_text(tied).replace(",", " "), str.split),
+    "offload_shares": (shares_text, str),
+}
+
+
+def parse_option(name: str, text: str) -> Any:
+    """Return ``hosts``, or one of `LoweringOptions.texts`, as an argument of `TaskGraph.build`."""
+    if name in _TEXTS:
+        return _TEXTS[name][1](text)
+    usual = getattr(LoweringOptions, name, text)
+    if isinstance(usual, bool):
+        return check_name(name, text, ("False", "True")) == "True"
+    count = parse_int(text)
+    if isinstance(usual, int) and count is None:
+        raise ArgumentError(f"{name} is no number but {text!r}")
+    return count if isinstance(usual, int) else text

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, check_flag
+from pipesim.errors import ArgumentError
 from pipesim.graph.options import Tied, tied_text
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
@@ -39,7 +39,7 @@ def checked_device_collectives(
 ) -> DeviceCollectives:
     """Return the options of `pipesim.lower`, checked to suit the schedule."""
     what = [f"tied={tied_text(tied)!r}"] * bool(tied)
-    what += ["grad_norm=True"] * check_flag("grad_norm", grad_norm)
+    what += ["grad_norm=True"] * grad_norm
     if what and schedule.n_batches > 1:
         raise ArgumentError(
             f"{' and '.join(what)}, but schedule {schedule.name!r} steps {schedule.n_batches} "

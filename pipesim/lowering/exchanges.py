@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_flag, check_name
+from pipesim.errors import ArgumentError
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
@@ -49,14 +49,11 @@ class Exchanges(NamedTuple):
 
 def checked_exchanges(
     sharded: tuple[int, ...],
-    exchange_work: object,
-    prefetch_keys: object,
-    sparse_grad_sync: object,
+    exchange_work: ExchangeWork,
+    prefetch_keys: bool,
+    sparse_grad_sync: SparseGradSync,
 ) -> Exchanges:
     """Check the options of `pipesim.lower` for exchanges of sharded stages, and return them."""
-    check_name("exchange_work", exchange_work, ("collective", "compute"))
-    check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
-    check_flag("prefetch_keys", prefetch_keys)
     needs_shards = {
         'exchange_work="compute"': exchange_work == "compute",
         'sparse_grad_sync="last"': sparse_grad_sync == "last",
@@ -73,7 +70,7 @@ def checked_exchanges(
             "0, or leave prefetch_keys out"
         )
     return Exchanges(sharded, *needs_shards.values())._replace(
-        prefetches=bool(prefetch_keys), accumulates=sparse_grad_sync == "last"
+        prefetches=prefetch_keys, accumulates=sparse_grad_sync == "last"
     )
 
 

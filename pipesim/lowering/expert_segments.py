@@ -82,7 +82,7 @@ def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int
     """Return the number of replicas that exchange tokens; 0 for all."""
     if expert_replicas is None:
         return 0
-    if n_replicas % check_count("expert_replicas", expert_replicas):
+    if n_replicas % expert_replicas:
         raise ArgumentError(
             f"expert_replicas={expert_replicas} replicas that together have all experts do not "
             f"divide n_replicas={n_replicas}; give lower(n_replicas=...) a multiple of it"

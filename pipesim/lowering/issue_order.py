@@ -7,7 +7,7 @@ change only the ids of tasks: each stream keeps its order, which is the schedule
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -354,7 +354,7 @@ def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:
 
 
 IssueOrder = Literal["clock_cycle", "microbatch_major", "stage_major"]
-ISSUE_ORDERS: tuple[IssueOrder, ...] = ("clock_cycle", "microbatch_major", "stage_major")
+ISSUE_ORDERS: tuple[IssueOrder, ...] = get_args(IssueOrder)
 
 
 def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:

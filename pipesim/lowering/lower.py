@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.errors import ArgumentError, check_count
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import (
     GradSyncArgument,
@@ -22,10 +22,10 @@ from pipesim.graph.options import (
     OffloadArgument,
     checked_grad_sync,
     checked_tied,
+    grad_sync_by_stage,
+    grad_sync_text,
     group_sizes,
     host_of_devices,
-    of_stages,
-    to_text,
 )
 from pipesim.graph.skips import border_crossings, checked_skips
 from pipesim.graph.verify import verify, verify_listing
@@ -49,7 +49,6 @@ from pipesim.lowering.exchanges import (
 )
 from pipesim.lowering.expert_segments import checked_expert_layers, checked_expert_replicas
 from pipesim.lowering.issue_order import (
-    ISSUE_ORDERS,
     IssueOrder,
     in_issue_order,
     issue,
@@ -63,7 +62,6 @@ from pipesim.lowering.parameter_shards import (
     with_parameter_shards,
 )
 from pipesim.lowering.recomputes import (
-    RECOMPUTE,
     Chosen,
     clock_cycles,
     recompute_label,
@@ -71,39 +69,11 @@ from pipesim.lowering.recomputes import (
     with_recomputes_and_steps,
 )
 from pipesim.scheduling.memory_checks import check_tasks
-from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
+from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule, forward_actions
+from pipesim.utils.checks import Count, Range, Whole, checked
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
-STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
-#: Values of each option of `pipesim.lower` that is a name.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("listed", *RECOMPUTE),
-    "streams": STREAMS,
-    "issue_order": ISSUE_ORDERS,
-    "step": ("flush", "none"),
-    "layout": LAYOUTS,
-}
-#: Options that are True or False.
-_FLAGS = (
-    *("overlap", "rendezvous", "host_threads", "shard_optimizer", "prefetch_keys", "portals"),
-    *("recompute_first", "recompute_waits", "forward_only"),
-)
-#: Buckets that a stage may have; each is a task.
-_MOST_BUCKETS = 1000
-
-
-def check_options(options: Mapping[str, object]) -> None:
-    """Check options that are names or flags, and their combinations."""
-    for name, allowed in _NAMES.items():
-        check_name("recompute mode" if name == "recompute" else name, options[name], allowed)
-    for name in _FLAGS:
-        check_flag(name, options[name])
-    if options["recompute_waits"] and options["overlap"]:
-        raise ArgumentError(
-            "recompute_waits=True, but transfers overlap: a gradient is received on its own "
-            "stream, and R never waits for it; add overlap=False, or leave recompute_waits out"
-        )
 
 
 def checked_collectives(
@@ -117,8 +87,6 @@ def checked_collectives(
 ) -> Collectives:
     """Return the collectives of a schedule, from options of `pipesim.lower`."""
     n_stages = schedule.n_stages
-    if check_count("n_buckets", n_buckets) > _MOST_BUCKETS:
-        raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
     batch_size = schedule.n_microbatches // schedule.n_batches
     syncs = checked_grad_sync(grad_sync, n_stages, batch_size)
     named = set(grad_sync) & set(exchanges.sharded) if isinstance(grad_sync, Mapping) else ()
@@ -132,13 +100,13 @@ def checked_collectives(
         grad_sync=syncs,
         buckets=tuple(
             n_buckets if sync == "bucketed" else 1
-            for sync in (of_stages(syncs, n_stages) if reduces else ())
+            for sync in (grad_sync_by_stage(syncs, n_stages) if reduces else ())
         ),
         groups=tuple(group_sizes(syncs, n_stages).tolist()),
         exchanges=exchanges,
         unshards=shard_optimizer and n_replicas > 1,
     )
-    _check_collectives(schedule, collectives, to_text(syncs), step)
+    _check_collectives(schedule, collectives, grad_sync_text(syncs), step)
     return collectives
 
 
@@ -210,6 +178,7 @@ def _check_collectives(
         )
 
 
+@checked
 def lower(
     schedule: Schedule,
     *,
@@ -221,10 +190,10 @@ def lower(
     host_threads: bool = False,
     issue_order: IssueOrder = "clock_cycle",
     step: Literal["flush", "none"] = "flush",
-    n_replicas: int = 1,
+    n_replicas: Count = 1,
     layout: Layout = "replica_major",
     grad_sync: GradSyncArgument = "last",
-    n_buckets: int = 4,
+    n_buckets: Annotated[int, Range(1, 1000)] = 4,
     shard_optimizer: bool = False,
     sharded: Iterable[int] | int = (),
     exchange_work: ExchangeWork = "collective",
@@ -237,11 +206,11 @@ def lower(
     forward_only: bool = False,
     tied: Iterable[Iterable[int]] | str = (),
     grad_norm: bool = False,
-    prefetch: int = 1,
+    prefetch: Whole = 1,
     offload: OffloadArgument = "none",
     shard_parameters: ShardParameters = "none",
     expert_layers: Iterable[float] | float = (),
-    expert_replicas: int | None = None,
+    expert_replicas: Count | None = None,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -455,10 +424,11 @@ def lower(
     ['0F0', '0SEND_F0', '1RECV_F0', '0F1']
     """
     arguments = {name: value for name, value in locals().items() if name != "schedule"}
-    check_options(arguments)
-    n_replicas = check_count("n_replicas", n_replicas)
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
+    if recompute_waits and overlap:
+        raise ArgumentError(
+            "recompute_waits=True, but transfers overlap: a gradient is received on its own "
+            "stream, and R never waits for it; add overlap=False, or leave recompute_waits out"
+        )
     verify_listing(schedule)
     check_tasks(len(schedule) * n_replicas)
     host = host_of_devices(hosts, n_replicas * schedule.n_devices)
@@ -472,7 +442,6 @@ def lower(
     experts = checked_expert_layers(expert_layers, schedule.n_stages, shards)
     n_sharing = checked_expert_replicas(expert_replicas, n_replicas)
     of_devices = checked_device_collectives(schedule, groups, grad_norm, shards, step)
-    prefetch = check_count("prefetch", prefetch, 0)
     offloads = checked_offloads(offload, prefetch, schedule, shards)
     parameters = checked_parameter_shards(
         schedule, shard_parameters, prefetch, n_replicas=n_replicas, tied=groups, sharded=shards,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from pipesim.utils.csr import Ints
 #: Modes of recompute. `Chosen` adds ``"listed"``: the micro-batches that the schedule lists.
 Recompute = Literal["never", "always", "except_last"]
 Chosen = Recompute | Literal["listed"]
-RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 _BACKWARD = frozenset({Op.B, Op.I})
 

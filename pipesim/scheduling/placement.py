@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from pipesim.errors import ArgumentError, check_count
 from pipesim.scheduling.memory_checks import check_microbatches, check_stages
 
 Layout = Literal["replica_major", "stage_major"]
-LAYOUTS: tuple[Layout, ...] = ("replica_major", "stage_major")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 @dataclass(frozen=True)

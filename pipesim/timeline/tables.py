@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
+from pipesim.errors import PipeError, TimelineError, suggestion
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.options import HOSTS, from_text, hosts_text, shares_text, tied_text, to_text
-from pipesim.graph.skips import skip_from_text, skip_text
+from pipesim.graph.options import FILE_OPTIONS, hosts_text, parse_option
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
-from pipesim.scheduling.schedule import VERSIONS
 from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.files import check_path, read_text, write_text
 from pipesim.utils.texts import (
@@ -36,20 +34,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-#: Settings that are one of a few texts. A setting is left out if it is the first of them.
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "rendezvous": ("False", "True"),
-    "hosts": HOSTS,
-    "weight_versions": VERSIONS,
-    "portals": ("True", "False"),
-    "host_threads": ("False", "True"),
-    "forward_only": ("False", "True"),
-}
-_FLAGS = ("rendezvous", "portals", "host_threads", "forward_only")
-#: Settings that are counts. A setting is left out if it is this one.
-COUNTS = {"n_batches": 1, "n_slices": 1, "prefetch": 1, "expert_replicas": 0}
 #: Options of a graph that its tasks do not show.
-SETTINGS = (*_CHOICES, *COUNTS, "grad_sync", "skips", "tied", "offload_shares")
+SETTINGS = ("hosts", *FILE_OPTIONS)
 #: Columns of integers that may be missing, and their values then.
 OPTIONAL = {"replica": 0, "overlapped": 0, "peer_stage": -1, "part": -1}
 #: Columns of integers, and of floats.
@@ -64,22 +50,9 @@ def to_rows(timeline: Timeline) -> tuple[pd.DataFrame, dict[str, str]]:
     `SETTINGS` that are not the default.
     """
     rows, graph = timeline.all_rows(), timeline.graph
-    texts = {
-        name: hosts_text(graph.host) if name == "hosts" else str(getattr(graph, name))
-        for name in _CHOICES
-    }
-    settings = {name: text for name, text in texts.items() if text != _CHOICES[name][0]}
-    if graph.grad_sync != "last":
-        settings["grad_sync"] = to_text(graph.grad_sync)
-    for name, usual in COUNTS.items():
-        if getattr(graph, name) != usual:
-            settings[name] = str(getattr(graph, name))
-    if graph.skips:
-        settings["skips"] = " ".join(map(skip_text, graph.skips))
-    if graph.tied:
-        settings["tied"] = tied_text(graph.tied).replace(",", " ")
-    if graph.options.offload_shares:
-        settings["offload_shares"] = shares_text(graph.options.offload_shares)
+    settings = graph.options.texts()
+    if (hosts := hosts_text(graph.host)) != "one":
+        settings["hosts"] = hosts
     if timeline.issued is not None:
         rows["issued"] = timeline.issued
     elif timeline.issue_times.any():
@@ -100,8 +73,8 @@ def from_rows(
             rows = rows.assign(**{column: value})
     _check_columns(rows)
     tasks = _tasks(rows)
-    options = _options(settings)
-    check_all_tasks(tasks, options["n_batches"], options["forward_only"])
+    options = {name: parse_option(name, text) for name, text in settings.items()}
+    check_all_tasks(tasks, options.get("n_batches", 1), options.get("forward_only", False))
     graph = TaskGraph.wire(
         tasks,
         name=name,
@@ -162,25 +135,6 @@ def _tasks(rows: pd.DataFrame) -> Tasks:
         stream=streams.to_numpy(),
         **{name: rows[name].to_numpy(np.int64) for name in INTEGERS},
     )
-
-
-def _options(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options that a graph was lowered with and that its tasks do not show."""
-    options: dict[str, Any] = dict(settings)
-    for name, values in _CHOICES.items():
-        options.setdefault(name, values[0])
-        if name != "hosts":  # hosts may be a list, and are checked with the graph
-            check_name(name, options[name], values)
-    for name, usual in COUNTS.items():
-        text = options.get(name, str(usual))
-        count = parse_int(text)
-        if count is None:
-            raise TimelineError(f"{name} is no number but {text!r}")
-        options[name] = check_count(name, count, int(name in ("n_batches", "n_slices")))
-    options["grad_sync"] = from_text(options.get("grad_sync", "last"))  # checked with the graph
-    options["skips"] = [skip_from_text(text) for text in options.get("skips", "").split()]
-    options["tied"] = options.get("tied", "").split()  # checked with the graph
-    return options | {name: options[name] == "True" for name in _FLAGS}
 
 
 def _is_stream(name: object) -> bool:
@@ -317,8 +271,6 @@ def _settings(rows: pd.DataFrame) -> dict[str, str]:
     settings = {name: rows[name].iloc[0] for name in SETTINGS if name in rows}
     for name, text in settings.items():
         check_rows(rows, rows[name] == text, f"has another {name} than the first")
-        if name in COUNTS:
-            _numbers(rows[:1], name, parse_int)
     return settings
 
 

@@ -20,6 +20,7 @@ from bad_values import SELDOM, VALUES, allowed_by
 from case_choice import EVERY_CASE
 
 from pipesim.errors import CapacityError, PipeError, PipeWarning
+from pipesim.graph.options import LoweringOptions
 
 #: Seconds of one call, which none comes near but on a machine with much other work, and bytes that
 #: the process may take besides what it has.
@@ -104,10 +105,21 @@ def sandbox() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+#: Callables whose ``**options`` are the fields of a record.
+RECORDS = {"TaskGraph.build": LoweringOptions, "TaskGraph.wire": LoweringOptions}
+
+
 @cache
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function, which are looked at in each of its many calls."""
-    return list(inspect.signature(function).parameters.values())
+    own = list(inspect.signature(function).parameters.values())
+    record = RECORDS.get(getattr(function, "__qualname__", ""))
+    if record is None:
+        return own
+    options = inspect.signature(record).parameters.values()
+    return own + [
+        x.replace(kind=x.KEYWORD_ONLY) for x in options if x.name not in ("source", "n_equal")
+    ]
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -117,7 +117,11 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("ps.Keys", "frequencies"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Keys.from_counts", "counts"): (("[[1], [1, 2]]",), "tables of one row and of two"),
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
-    ("ps.TaskGraph.build", "skips"): (("''", "{}"), "no skip, as text or as a mapping"),
+    **{
+        (f"ps.TaskGraph.{name}", option): (("''", "{}", "[]", "empty array"), "none, in any form")
+        for name in ("build", "wire")
+        for option in ("skips", "tied", "offload_shares")
+    },
     ("ps.lower", "offload"): (("0",), "the share 0 of the bytes: none"),
     ("ps.Cluster", "memory"): (("1.5", "10**12", "10**30", "float32"), "bytes of a GPU"),
     ("ps.compare", "memory_limit"): (

@@ -105,6 +105,10 @@ def test_all_options_have_an_example() -> None:
     assert OPTIONS.keys() == inspect.signature(ps.lower).parameters.keys() - {"schedule"}
 
 
+#: Options that tasks show.
+SHOWN: dict[str, Any] = {"recompute": "never", "overlap": True}
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_files_keep_each_option(option: str, tmp_path: Path) -> None:
     """A step with it differs from one without, and is what each kind of file returns."""
@@ -112,8 +116,8 @@ def test_files_keep_each_option(option: str, tmp_path: Path) -> None:
     others = {name: value for name, value in chosen.items() if name != option}
     graph, without = lowered(**chosen), lowered(**others)
     timeline = ps.simulate(graph, costs_of(graph))
-    shown = [name for name in ("recompute", "overlap") if name != option]
-    usual = dict.fromkeys(shown, None) | {"source": None}
+    shown = {name: usual for name, usual in SHOWN.items() if name != option}
+    usual = {**shown, "source": None}
     costs = replace(costs_of(without), expert_replicas=without.n_replicas)
     assert not same(timeline, ps.simulate(without, costs)) or (
         replace(graph.options, **usual) != replace(without.options, **usual)

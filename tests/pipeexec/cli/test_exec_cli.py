@@ -204,7 +204,7 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--schedules ,", "name at least one schedule, one recompute mode and one --grad-sync"),
         ("--replicas 0", "n_replicas must be"),
         ("--replicas 2 --grad-sync often", "unknown grad_sync 'often'"),
-        ("--recompute sometimes", "unknown recompute mode 'sometimes'"),
+        ("--recompute sometimes", "unknown recompute 'sometimes'"),
         ("--model convnet --heads 2", "unknown option of model 'convnet': 'heads'"),
         ("--image-size 8", "unknown option of model 'gpt': 'image_size'"),
         ("--devices cpu,tpu", "'tpu' is no device"),

@@ -343,10 +343,10 @@ def test_lowering_is_repeatable(case: Lowering) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": "sometimes"}, r"unknown recompute mode 'sometimes' \(known: always, exc"),
-        ({"recompute": "alway"}, "unknown recompute mode 'alway'; did you mean 'always'"),
-        ({"recompute": True}, "unknown recompute mode True"),
-        ({"recompute": None}, "unknown recompute mode None"),
+        ({"recompute": "sometimes"}, r"unknown recompute 'sometimes' \(known: always, exc"),
+        ({"recompute": "alway"}, "unknown recompute 'alway'; did you mean 'always'"),
+        ({"recompute": True}, "unknown recompute True"),
+        ({"recompute": None}, "unknown recompute None"),
         ({"streams": "per-peer"}, "unknown streams 'per-peer'; did you mean 'per_peer'"),
         ({"hosts": "two"}, r"unknown hosts 'two'.*\(known: one, per_device\)"),
         ({"hosts": 1}, "unknown hosts 1"),
@@ -370,11 +370,11 @@ def test_flags_are_booleans(name: str, value: Any) -> None:
 @pytest.mark.parametrize("thing", [None, "1f1b", [["0F0", "0B0"]]])
 def test_only_schedules_are_lowered(thing: Any) -> None:
     """A name is no schedule yet, and neither are bare orders."""
-    with pytest.raises(ArgumentError, match=f"lower takes a Schedule, got {type(thing).__name__}"):
+    with pytest.raises(ArgumentError, match=r"schedule must be a pipesim\.Schedule, got"):
         ps.lower(thing)
 
 
 def test_graphs_are_not_lowered_twice() -> None:
     """A graph has its transfers already."""
-    with pytest.raises(ArgumentError, match="lower takes a Schedule, got TaskGraph"):
+    with pytest.raises(ArgumentError, match=r"schedule must be .*, got .*TaskGraph"):
         ps.lower(ps.lower(ps.schedule("gpipe", 2, 2)))  # type: ignore[arg-type]

@@ -383,9 +383,9 @@ def test_bad_settings_in_a_file(tmp_path: Path) -> None:
     for wrong, message in (
         (text.replace("True", "maybe"), "unknown rendezvous 'maybe'"),
         (text.replace("True", "False", 1), r"line 3 .*has another rendezvous than the first"),
-        (text.replace("stashed,2", "stashed,x"), "line 2: n_batches is no number but 'x'"),
-        (text.replace("stashed,2", "stashed,0"), "n_batches must be .*, got 0"),
-        (text.replace("stashed,2", "stashed,3"), "2 micro-batches cannot be shared evenly"),
+        (text.replace("2,stashed", "x,stashed"), "n_batches is no number but 'x'"),
+        (text.replace("2,stashed", "0,stashed"), "n_batches must be .*, got 0"),
+        (text.replace("2,stashed", "3,stashed"), "2 micro-batches cannot be shared evenly"),
     ):
         (tmp_path / "t.csv").write_text(wrong)
         with pytest.raises(TimelineError, match=message):
