@@ -187,7 +187,7 @@ class GradientAccumulation:
         self._check_beginning(n_samples)
         self._n_losses, self._n_backwards = check_count("n_losses", n_losses), 0
         if not self._n_done:
-            self._check_batch_norms(self.n_steps, stacklevel=4)
+            self._check_batch_norms(self.n_steps)
             self.optimizer.zero_grad()
         self.has_stepped = False
         self._state = "forward"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipesim.errors import BatchNormWarning
+from pipesim.utils.caller_warnings import warn_caller
 
 #: Most names that a message lists; it counts the others.
 _MAX_NAMES = 5
@@ -31,7 +31,7 @@ class BatchNormCheck:
         ]
         self._advice = advice
 
-    def __call__(self, n_microbatches: int, stacklevel: int = 3) -> None:
+    def __call__(self, n_microbatches: int) -> None:
         """Warn if a batch of ``n_microbatches`` would be normalized in parts."""
         if n_microbatches < 2 or not self._norms:
             return
@@ -44,7 +44,7 @@ class BatchNormCheck:
             return
         self._norms = []
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        warnings.warn(
+        warn_caller(
             f"batch norms {', '.join(map(repr, names[:_MAX_NAMES]))}{more} normalize each of "
             f"{n_microbatches} micro-batches by its own mean and variance: loss and gradients are "
             "not those of the whole batch at once, and running statistics are updated "
@@ -52,5 +52,4 @@ class BatchNormCheck:
             "freeze the batch norms with their eval(). SyncBatchNorm shares statistics between "
             f"replicas, not between micro-batches. {self._advice}",
             BatchNormWarning,
-            stacklevel=stacklevel,
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -27,6 +26,7 @@ from torch import Tensor
 from pipeexec.devices.gpu_kernels import load_kernels
 from pipesim.errors import AccuracyWarning, ArgumentError
 from pipesim.network.network import Network
+from pipesim.utils.caller_warnings import warn_caller
 
 
 class TimedMessage(tuple[Tensor | None, ...]):
@@ -221,11 +221,10 @@ def make_timer(device: torch.device) -> StreamTimer:
     try:
         return GpuTimer(device)
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
-        warnings.warn(
+        warn_caller(
             f"the kernels of imposed links cannot be loaded ({error}): {CycleTimer.description}; "
             "for exact ones use a CUDA driver of release 10 or later, and a release of torch that "
             "has torch.cuda._utils._cuda_load_module",
             AccuracyWarning,
-            stacklevel=3,
         )
         return CycleTimer(device)

@@ -16,7 +16,6 @@ the driver keeps them, a slice's copies run on its own SMs.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 
 import torch
@@ -35,6 +34,7 @@ from pipeexec.devices.make_devices import parse_device
 from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
+from pipesim.utils.caller_warnings import warn_caller
 
 
 class Slice(CudaDevice):
@@ -188,11 +188,10 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
     try:
         parts, rest = _split_once(gpu.index, n, properties.major)
     except GreenContextsMissingError as error:
-        warnings.warn(
+        warn_caller(
             f"{gpu} cannot be split ({error}): its {n} slices are plain streams, whose stages "
             "share all SMs and slow each other down; use a driver of CUDA 12.4 or later",
             SharedSlicesWarning,
-            stacklevel=2,
         )
         parts, rest = [], None
     links = None if link is None else EmulatedLinks(link, n, make_timer(gpu))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,6 +33,7 @@ from pipeexec.devices.streams import (
 )
 from pipesim.errors import ArgumentError, OversubscriptionWarning, check_count, number
 from pipesim.network.network import Network
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.host_memory import check_memory
 
 
@@ -50,14 +50,12 @@ def make_devices(
     *,
     local_rank: int = 0,
     n_local: int = 1,
-    stacklevel: int = 2,
 ) -> list[Device]:
     """Make devices of names such as ``"cpu"`` and ``"cuda:0"``; each ``"cpu"`` is a new worker.
 
     ``n_local`` processes on this machine have as many workers each; this one is number
-    ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number. ``stacklevel`` counts
-    from the caller, as in `warnings.warn`: more CPU workers than cores cause an
-    `OversubscriptionWarning`.
+    ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number. More CPU workers
+    than cores cause an `OversubscriptionWarning`.
     """
     parsed = [
         name if isinstance(name, (CpuDevice, CudaDevice)) else parse_device(name) for name in names
@@ -70,7 +68,7 @@ def make_devices(
         )
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
     first = local_rank * n_cpu
-    cores = _worker_cores(n_cpu * n_local, pin_threads, stacklevel + 2)[first : first + n_cpu]
+    cores = _worker_cores(n_cpu * n_local, pin_threads)[first : first + n_cpu]
     workers = (CpuDevice(index, core) for index, core in enumerate(cores))
     devices: list[Device] = []
     for device in parsed:
@@ -86,17 +84,16 @@ def make_devices(
     return devices
 
 
-def _worker_cores(n_workers: int, pin_threads: bool, stacklevel: int) -> Sequence[int | None]:
+def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
     """Return the core of each CPU worker of this machine; None for workers that are not pinned."""
     available = available_cores()
     if n_workers:
         _keep_freed_memory()
     if n_workers > len(available):
-        warnings.warn(
+        warn_caller(
             f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
             "down, and measured times say little; use at most one device a core to measure",
             OversubscriptionWarning,
-            stacklevel=stacklevel,
         )
         return [None] * n_workers
     if not pin_threads or not hasattr(os, "sched_setaffinity"):

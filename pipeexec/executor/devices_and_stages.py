@@ -68,7 +68,7 @@ def make_pipeline_devices(
     local_rank, n_local = (0, 1) if processes is None else (processes.local_rank, processes.n_local)
     own = names if processes is not None or len(names) == graph.n_devices else ()
     devices = make_devices(  # warnings name the line that calls `Pipeline`
-        own, pin_threads, local_rank=local_rank, n_local=n_local, stacklevel=4
+        own, pin_threads, local_rank=local_rank, n_local=n_local
     )
     if processes is not None:
         devices = processes.spread(devices)

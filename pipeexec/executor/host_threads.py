@@ -10,7 +10,6 @@ the step is abandoned, hosts stop before their next task.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter, sleep
@@ -23,6 +22,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph
+from pipesim.utils.caller_warnings import warn_caller
 
 #: Seconds between two checks of whether the step was stopped.
 _CHECK_SECONDS = 0.1
@@ -96,12 +96,11 @@ def make_host_threads(
     """
     has_one_host = processes is not None or not graph.host.any()
     if not has_one_host and not graph.host_threads:
-        warnings.warn(
+        warn_caller(
             f"the {len(np.unique(graph.host))} hosts of graph {graph.name!r} run as threads of "
             "this process, which wait for each other; the graph models hosts that do not, so its "
             "simulated makespan is too short: lower it with host_threads=True",
             AccuracyWarning,
-            stacklevel=4,
         )
     if has_one_host and not any(task.device.launch for task in tasks):
         return None

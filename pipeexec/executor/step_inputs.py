@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,6 +32,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.utils.caller_warnings import warn_caller
 
 
 def check_step_batch(
@@ -77,26 +77,24 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
     number, unlike, difference = loss.unchecked_number(), loss.unlike_shapes(), loss.difference()
     if unlike is not None:
         name, shapes = unlike
-        warnings.warn(
+        warn_caller(
             f"{name} of Microbatches have unlike shapes beyond their samples, such as {shapes[0]} "
             f"and {shapes[1]}, and loss_fn returns a mean: micro-batches are weighted by samples, "
             "so a mean over tokens is not that of all tokens; let loss_fn return the tuple (sum, "
             "count), or give px.Microbatches(targets, weights=[number of tokens of each]), or "
             "their numbers of samples if that is right",
             LossWarning,
-            stacklevel=5,
         )
     if number is not None:
-        warnings.warn(
+        warn_caller(
             f"the loss depends on {number}, a number that the model computes for each micro-batch: "
             "a step is that of the whole batch only if it is a mean over samples; if it is a mean "
             "over anything else (tokens that are not ignored), leave labels out of the inputs, and "
             "compute the loss in loss_fn, which can return the tuple (sum, count)",
             LossWarning,
-            stacklevel=5,
         )
     if difference is not None:
-        warnings.warn(
+        warn_caller(
             f"the losses of {difference.n_microbatches} micro-batches combine to "
             f"{difference.combined:.6g}, but computed at once their loss is "
             f"{difference.whole:.6g}, and gradients at the output differ by "
@@ -111,7 +109,6 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
                 "give loss_reduction='sum'"
             ),
             LossWarning,
-            stacklevel=5,
         )
 
 
@@ -119,13 +116,12 @@ def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
     """Warn if backwards are split, and stages are compiled."""
     compiled = sorted({stage.index for stage in stages if is_compiled(stage.module)})
     if compiled and (graph.op == Op.W).any():
-        warnings.warn(
+        warn_caller(
             f"stage {', '.join(map(str, compiled))}: torch computes all gradients of a compiled "
             "module at once, so I computes those of its weights too, and W only those of layers "
             "that are not compiled; run a schedule without I and W, such as 1f1b, or do not "
             "compile",
             SplitBackwardWarning,
-            stacklevel=4,
         )
 
 
@@ -143,24 +139,22 @@ def warn_of_untrained(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
             has_gradient[number] = has_gradient.get(number, False) or is_any
     if numbers := [number for number, is_any in has_gradient.items() if not is_any]:
         several = len(numbers) > 1
-        warnings.warn(
+        warn_caller(
             f"the parameters of stage{'s' * several} {', '.join(map(str, numbers))} require "
             f"gradients, and got none in the step, so that {'they are' if several else 'it is'} "
             "not trained; look for detach(), no_grad() or integers there and in later stages, or "
             "set requires_grad of the parameters to False",
             LossWarning,
-            stacklevel=5,
         )
 
 
 def warn_of_nan(microbatches: Iterable[int], step: int) -> None:
     """Warn of micro-batches whose loss is NaN."""
     for microbatch in microbatches:
-        warnings.warn(
+        warn_caller(
             f"the loss of micro-batch {microbatch} is NaN (step {step}); "
             "look at its inputs, or lower the learning rate",
             NanLossWarning,
-            stacklevel=5,
         )
 
 
@@ -173,11 +167,10 @@ def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
         return
     for stage in stages:
         stage.is_random = dict.fromkeys((True, False), True)
-    warnings.warn(
+    warn_caller(
         "a stage drew random numbers that it did not draw in its first forward; this step "
         "cannot be repeated, later ones can",
         RandomnessWarning,
-        stacklevel=5,
     )
 
 

@@ -162,9 +162,7 @@ class StepRunner:
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step; see `Pipeline.step`."""
-        self.model.check_batch_norms(
-            self.graph.n_microbatches // self.graph.n_batches, stacklevel=4
-        )
+        self.model.check_batch_norms(self.graph.n_microbatches // self.graph.n_batches)
         capture = self.capture
         if capture is not None and are_microbatches(inputs, targets):
             raise ArgumentError(

@@ -296,7 +296,7 @@ class GPipe(nn.Module):
         recomputed, tracked = self._recomputed(m), self._tracked(inputs, runtime)
         if tracked:
             check_microbatches(self._switches.backward_order, m)
-        self._check_batch_norms(m, stacklevel=6)
+        self._check_batch_norms(m)
         for norm in self._batch_norms if self.training else ():
             norm.begin(m)
         self._last_call, is_atomic, outputs = self._runner.run(

@@ -16,7 +16,6 @@ Of `Microbatches`, one of each class of equal shapes is measured, in turns (`Sha
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -74,6 +73,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -460,17 +460,15 @@ def warn_of_poor_accuracy(table: pd.DataFrame) -> None:
     """
     tasks = table[(table["loaded"] > 0) & (table.index.get_level_values("op") != "STEP")]
     for name, row in tasks[tasks["loaded"] < SHORTEST].nsmallest(1, "loaded").iterrows():
-        warnings.warn(
+        warn_caller(
             short_task_text(_label(name), row["loaded"]),
             AccuracyWarning,
-            stacklevel=4,
         )
     for name, row in tasks[tasks["spread"] > UNSTEADY].nlargest(1, "spread").iterrows():
-        warnings.warn(
+        warn_caller(
             f"the mean of {_label(name)} moves by {row['spread']:.0%} from step to step: the "
             "machine is busy, and predictions are no better than that",
             AccuracyWarning,
-            stacklevel=4,
         )
 
 

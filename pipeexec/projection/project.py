@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +40,7 @@ from pipesim.errors import (
 from pipesim.models.layers import Layers
 from pipesim.network.sources import MACHINES
 from pipesim.planning.cluster import Cluster
+from pipesim.utils.caller_warnings import warn_caller
 
 
 def project(
@@ -290,12 +290,11 @@ def _microbatch_size(arguments: tuple[Tensor, ...], size: int | None) -> int:
 def _warn_of_spread(layers: LayerStages, spread: list[float]) -> None:
     most = max(range(len(spread)), key=spread.__getitem__)
     if spread[most] > UNSTEADY:
-        warnings.warn(
+        warn_caller(
             f"the mean of an operation of layer {most} ({layers.modules[most][0]}) moves by "
             f"{spread[most]:.0%} from step to step: the machine is busy, and predictions are no "
             "better than that",
             AccuracyWarning,
-            stacklevel=3,
         )
 
 

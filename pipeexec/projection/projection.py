@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -41,6 +40,7 @@ from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline, simulate
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import format_bytes, format_time
 
@@ -489,7 +489,7 @@ def warn_of_short_tasks(device: str, costs: Costs, n_stages: int) -> None:
     )
     if device.startswith("cpu") and seconds < SHORTEST:
         text = short_task_text(f"{op} of stage {stage}", seconds)
-        warnings.warn(text, AccuracyWarning, stacklevel=4)
+        warn_caller(text, AccuracyWarning)
 
 
 def schedule_name(schedule: Schedule | str) -> str:

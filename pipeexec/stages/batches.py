@@ -15,7 +15,6 @@ These rules tell what a micro-batch has of each value of the batch:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from pipeexec.stages.sequence_slices import (
     slice_sizes,
 )
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning, suggestion
+from pipesim.utils.caller_warnings import warn_caller
 
 #: Dimension of the samples by path; None for values that are not split.
 BatchDims = Mapping[str, int | None]
@@ -127,13 +127,12 @@ def warn_of_squares(inputs: Any, batch_dims: BatchDims) -> None:
         leaf for leaf, dim in zip(tensors[1:], dims.inputs[1:], strict=True) if dim is not None
     ):
         if tensor.shape == (dims.n_samples, dims.n_samples) and path not in options:
-            warnings.warn(
+            warn_caller(
                 f"{path} has shape {tuple(tensor.shape)}, and the batch {dims.n_samples} samples: "
                 "it is split along its first dimension. If it is a mask of the sequence, which "
                 f"every micro-batch needs whole, give Pipeline batch_dims={{{path!r}: None}}; if "
                 f"its rows are samples, {{{path!r}: 0}}",
                 BatchWarning,
-                stacklevel=6,
             )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,6 +24,7 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import AccuracyWarning
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -250,12 +250,11 @@ def warn_of_other_sizes(costs: Costs, measured: Timeline) -> None:
     sent = output_bytes(measured)
     differs = (sent > 0) & (np.abs(expected - sent) > 0.01 * sent)
     for stage in np.flatnonzero(differs)[:1]:
-        warnings.warn(
+        warn_caller(
             f"the costs have {expected[stage]:.0f} output bytes a micro-batch for stage {stage}, "
             f"but a step sent {sent[stage]:.0f}: they are of another model or size of "
             "micro-batch; profile this one",
             AccuracyWarning,
-            stacklevel=3,
         )
 
 

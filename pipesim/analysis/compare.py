@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from pipesim.errors import ArgumentError, CostsWarning, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     return table
 
 
-def warn_of_other_models(
-    rows: Iterable[tuple[str, int, int, Hashable]], stacklevel: int = 3
-) -> None:
+def warn_of_other_models(rows: Iterable[tuple[str, int, int, Hashable]]) -> None:
     """Warn if different numbers of stages have the same costs of a stage, on as many devices.
 
     Each of ``rows`` has the name of a timeline, its numbers of devices and stages, and its costs.
@@ -157,13 +155,12 @@ def warn_of_other_models(
     for (n_devices, _), names in of_costs.items():  # type: ignore[misc]  # keys are such pairs
         if len(names) > 1:
             stages = " and ".join(f"{name!r} {n_stages}" for n_stages, name in names.items())
-            warnings.warn(
+            warn_caller(
                 f"on {n_devices} devices {stages} stages have the same costs a stage, so that the "
                 "models that are compared differ in size; give the costs of a device: "
                 'per="device" in a sweep or --per device, and costs.in_chunks(placement) from '
                 'Python (per="stage" says that costs a stage are meant)',
                 CostsWarning,
-                stacklevel=stacklevel,
             )
             return
 

@@ -7,7 +7,6 @@ that were measured alone are too short.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, OF_DEVICES, SEGMENTED, SENDS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
 
 #: Mean or median.
@@ -122,13 +122,12 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
     weights = np.where(reductions, timeline.duration, 0.0)
     longest = float(np.bincount(graph.device, weights).max())
     if longest > _MUCH * timeline.makespan:
-        warnings.warn(
+        warn_caller(
             f"reductions of gradients took up to {longest:.2e} s of a device in timeline "
             f"{timeline.name!r}, and cost nothing on the network that was given; give "
             "parameter_bytes=, from which the network says how long the replicas of a graph reduce "
             "them, or parameter_bytes=0 if they are to cost nothing",
             AccuracyWarning,
-            stacklevel=4,
         )
 
 
@@ -143,12 +142,11 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
         host = graph.host[graph.device]
         last = np.zeros(host.max() + 1)
         np.maximum.at(last, host, timeline.issue_times)
-        warnings.warn(
+        warn_caller(
             f"tasks of timeline {timeline.name!r} waited until their host had issued them, for "
             f"{1 - in_time / late:.0%} of its makespan, and these costs leave that out: launch is "
             f"0; give launch, such as the mean of this timeline: {last.sum() / len(graph):.3g}",
             AccuracyWarning,
-            stacklevel=4,
         )
 
 

@@ -66,6 +66,7 @@ from pipesim.errors import (
 from pipesim.models.gpu import GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.files import check_path, write_text
 from pipesim.utils.texts import CHECKSUM, checksum
 
@@ -272,7 +273,7 @@ def fit_gpu(
     result = _result(steps, predictions, number, chosen, progress)
     table, errors = _constants_table(chosen, result), _rows_table(steps, number, result)
     for text in calibration_warnings(table, errors):
-        warnings.warn(text, CalibrationWarning, stacklevel=3)
+        warn_caller(text, CalibrationWarning)
     name = chosen.gpu.name.partition(_FITTED)[0]
     name = f"{name}{_FITTED}{steps_text('steps', len(steps), count)}".strip()
     return Calibration(

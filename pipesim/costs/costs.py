@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -48,6 +47,7 @@ from pipesim.network.network import ALL_REDUCE, Network
 from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import (
     CHECKSUM,
@@ -583,12 +583,11 @@ class Costs:
         names = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
         values = [getattr(self, name) for name in names]
         if any(isinstance(x, tuple) and len(set(x)) > 1 for x in values):
-            warnings.warn(
+            warn_caller(
                 "the seconds of devices differ, and all stages of a slow device are slow; if "
                 "layers of the model are slow, give per='layers' (costs.in_chunks, sweeps and "
                 "--per), which cuts the model in order of its layers",
                 CostsWarning,
-                stacklevel=3,
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Static bytes and workspaces of devices are those of a graph of one micro-batch a
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -23,6 +22,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.memory_limit import checked_memory_limit, limits_beyond_static
 from pipesim.timeline.task_bytes import workspaces
+from pipesim.utils.caller_warnings import warn_caller
 
 Floats = NDArray[np.float64]
 
@@ -36,18 +36,17 @@ def checked_costs(costs: object) -> Costs:
     return costs
 
 
-def check_weight_bytes(costs: Costs, n_stages: int, stacklevel: int = 6) -> None:
+def check_weight_bytes(costs: Costs, n_stages: int) -> None:
     """Warn if W holds no bytes under a memory limit only because the costs give none for it."""
     held, seconds = (
         _is_positive(costs, name, n_stages) for name in ("activation_bytes", "weight_grad")
     )
     if held and seconds and not np.any(costs.weight_grad_bytes):
-        warnings.warn(
+        warn_caller(
             "the costs have activation_bytes and no weight_grad_bytes, so that under the memory "
             "limit a W counts as holding nothing; give weight_grad_bytes, the bytes that are held "
             "between I and W (at most, those of activations and gradients of outputs)",
             CostsWarning,
-            stacklevel=stacklevel,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -39,6 +38,7 @@ from pipesim.list_scheduling.scheduler import Ranks, list_orders, scheduled
 from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import Bytes
 
@@ -140,16 +140,15 @@ def order_by(
     if is_limited and isinstance(placement, Placement):
         user_costs = checked_costs(costs)
         if not np.any(user_costs.activation_bytes) and not np.any(user_costs.weight_grad_bytes):
-            warnings.warn(
+            warn_caller(
                 f"{'activation' if memory_limit is None else 'memory'}_limit limits nothing: the "
                 "costs have no activation_bytes; give them, such as "
                 "ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches of "
                 "a stage",
                 CostsWarning,
-                stacklevel=2,
             )
         elif split_backward:
-            check_weight_bytes(user_costs, placement.n_stages, stacklevel=3)
+            check_weight_bytes(user_costs, placement.n_stages)
     return list_schedule(
         placement,
         n_microbatches,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -42,6 +41,7 @@ from pipesim.order_search import LaneOrder, meets
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.texts import Bytes
 
 # Variants: numbers of micro-batches in flight, and patience of W
@@ -155,18 +155,16 @@ def _automatic_schedule(
     if memory_limit is not None and not np.any(equal_costs.activation_bytes):
         if activation_limit is None and not _has_static_bytes(equal_costs):
             activation_limit, memory_limit = memory_limit, None
-            warnings.warn(
+            warn_caller(
                 "memory_limit counts micro-batches here, as the costs have no bytes; give "
                 "activation_limit, which means the same: in the next release memory_limit is bytes",
                 FutureWarning,
-                stacklevel=5,
             )
         else:
-            warnings.warn(
+            warn_caller(
                 "memory_limit limits no activations: the costs have no activation_bytes; give "
                 "them, or activation_limit as a number of micro-batches",
                 CostsWarning,
-                stacklevel=5,
             )
     is_free = activation_limit is None and (
         memory_limit is None or not np.any(equal_costs.activation_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -45,6 +44,7 @@ from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import checked_noise, predict_timeline
 from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 from pipesim.timeline.rates import longest_span
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.texts import Bytes, format_time
 
 
@@ -293,12 +293,11 @@ def _checked_limit(problem: OrderProblem, costs: Costs, memory_limit: object) ->
     if memory_limit is None:
         memory_limit = None if costs.work is None else costs.work.memory
     elif not np.any(costs.activation_bytes) and not np.any(costs.weight_grad_bytes):
-        warnings.warn(
+        warn_caller(
             "memory_limit limits no order: the costs have no activation_bytes; give them, such as "
             "ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches of a "
             "stage",
             CostsWarning,
-            stacklevel=3,
         )
     if memory_limit is None:
         return None

@@ -97,8 +97,8 @@ class Plan:
         """Simulated step of all replicas; ``fits`` is None for layers without bytes."""
         limits = self.problem.limits(self.choice)
         timeline = replace(predict_timeline(self.graph, self.costs), limits=limits)
-        warn_of_costs(self.graph, self.costs, stacklevel=4)
-        warn_of_memory_limit(timeline, stacklevel=4)
+        warn_of_costs(self.graph, self.costs)
+        warn_of_memory_limit(timeline)
         return timeline
 
     def to_megatron(self) -> str:

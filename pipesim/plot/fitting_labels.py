@@ -5,8 +5,6 @@ Imported when something is drawn, since it loads matplotlib.
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import LegibilityWarning
 from pipesim.plot.paper_figure import axes_size, thinned_ticks
+from pipesim.utils.caller_warnings import warn_caller
 
 Floats = NDArray[np.float64]
 
@@ -156,13 +155,12 @@ class NodeTexts(BoxLabels):
             np.ceil(10.5 * size * max(1.0, factor)) / 10
             for size, factor in zip(figure.get_size_inches().tolist(), factors, strict=True)
         )
-        warnings.warn(
+        warn_caller(
             f"{missing} of {len(self.texts)} nodes of this figure have no text: letters of "
             f"{self.smallest:g} points do not fit; give axes of a figure of about {width:.1f} by "
             f"{height:.1f} inches, graph.plot(ax=plt.figure(figsize=({width:.1f}, {height:.1f}), "
             'layout="constrained").add_subplot()), or lower fewer micro-batches',
             LegibilityWarning,
-            stacklevel=2,
         )
 
 

@@ -212,8 +212,8 @@ def simulate_many(
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)
     quiet = predict_timeline(graph, tasks)
-    warn_of_costs(graph, costs, stacklevel=3)
-    warn_of_memory_limit(quiet, stacklevel=3)
+    warn_of_costs(graph, costs)
+    warn_of_memory_limit(quiet)
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))
     parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]

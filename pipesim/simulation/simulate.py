@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,10 +31,11 @@ from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, limit_text, static_text
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.texts import Bytes
 
 
-def warn_of_costs(graph: TaskGraph, costs: object, stacklevel: int) -> None:
+def warn_of_costs(graph: TaskGraph, costs: object) -> None:
     """Warn where costs of a transformer do not suit their network or the recompute of a graph.
 
     - The seconds of stages include collectives between the GPUs of a device. They are those of the
@@ -47,22 +47,20 @@ def warn_of_costs(graph: TaskGraph, costs: object, stacklevel: int) -> None:
         return
     difference = _network_difference(work, costs.network)
     if difference:
-        warnings.warn(
+        warn_caller(
             "costs: the seconds of F, B, I, W and R include collectives between the "
             f"{work.gpus_per_device} GPUs of a device, of the network that the costs were built "
             f"with; simulated is one with {difference}, and these seconds do not change with it; "
             "costs.rebuilt(network=...) gives the costs on it",
             CostsWarning,
-            stacklevel=stacklevel,
         )
     mode = (work.settings or {}).get("recompute", "none")
     if mode != "none" and graph.is_op(frozenset({Op.R})).any():
-        warnings.warn(
+        warn_caller(
             f"costs: their backwards include a recompute (recompute={mode!r}), and the graph has "
             'tasks R, so that activations are recomputed twice; give lower(recompute="never"), or '
             'costs.rebuilt(recompute="none")',
             CostsWarning,
-            stacklevel=stacklevel,
         )
 
 
@@ -173,8 +171,8 @@ def simulate(
     timeline = predict_timeline(
         graph, costs, engine=engine, noise=noise, scenario=scenario, memory_limit=memory_limit
     )
-    warn_of_costs(graph, costs, stacklevel=3)
-    warn_of_memory_limit(timeline, stacklevel=3)
+    warn_of_costs(graph, costs)
+    warn_of_memory_limit(timeline)
     return timeline
 
 
@@ -223,7 +221,7 @@ def predict_timeline(
     return timeline
 
 
-def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
+def warn_of_memory_limit(timeline: Timeline) -> None:
     """Warn if a device needs more bytes than it may hold, and name changes that fit."""
     if timeline.fits is not False:
         return
@@ -239,7 +237,7 @@ def warn_of_memory_limit(timeline: Timeline, stacklevel: int) -> None:
         advice += ", such as " + ", or ".join(changes) if changes else ""
     if not changes and (needs := static_text(timeline)):
         advice = f"{needs}; {advice}"
-    warnings.warn(f"{limit_text(timeline)}; {advice}", MemoryLimitWarning, stacklevel=stacklevel)
+    warn_caller(f"{limit_text(timeline)}; {advice}", MemoryLimitWarning)
 
 
 def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
@@ -269,11 +267,10 @@ def checked_noise(noise: object) -> Noise:
 
 def _engine(name: str) -> Engine:
     if name == "compiled" and not jit.available():
-        warnings.warn(
+        warn_caller(
             "numba is missing or switched off; SimPy's engine serves instead of the compiled one, "
             "with the same answer some hundred times more slowly",
             EngineWarning,
-            stacklevel=4,
         )
         name = "simpy"
     return ENGINES[name]

@@ -67,6 +67,7 @@ from pipesim.sweeps.settings import (
 )
 from pipesim.sweeps.worker_pool import LostCall, run_calls
 from pipesim.timeline.memory_limit import memory_limit_bytes
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.host_memory import check_memory, count_text
 
 if TYPE_CHECKING:
@@ -464,8 +465,8 @@ def run_rows(
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
     for category, text in dict.fromkeys(collected):
-        warnings.warn(text, category, stacklevel=3)
-    warn_of_other_models(_costs_per_stage(rows, results), stacklevel=4)
+        warn_caller(text, category)
+    warn_of_other_models(_costs_per_stage(rows, results))
     return _frame(rows, results)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from pipesim.costs.cost_fields import Workload
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError, check_type, number
 from pipesim.ops import SCHEDULED
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.caller_warnings import warn_caller
 
 #: Share by which sums of seconds may be off.
 _ROUNDING = 1e-9
@@ -46,13 +46,12 @@ def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None)
             f"for {work.flops:g} FLOPs of a micro-batch; give the FLOP/s of one GPU's data sheet"
         )
     if share > 1 + _ROUNDING:
-        warnings.warn(
+        warn_caller(
             f"the model FLOPs utilization of timeline {timeline.name!r} is {share:.3g}, above 1: "
             f"GPUs cannot do more than their peak; check the seconds of the costs, peak_flops "
             f"({rate:g} FLOP/s of one GPU), and the workload's flops ({work.flops:g} of a "
             f"micro-batch) and gpus_per_device ({work.gpus_per_device})",
             CostsWarning,
-            stacklevel=3,
         )
     return share
 

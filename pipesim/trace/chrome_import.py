@@ -239,7 +239,6 @@ def load(
         output_bytes=output_bytes,
         gaps=gaps,
         name=name or files[0].name.split(".")[0],
-        stacklevel=4,
     )
     return ImportedStep(*step_of_tasks, n_steps)
 

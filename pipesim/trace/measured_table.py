@@ -102,7 +102,7 @@ def read_step(
     tasks = _with_overlapped(with_parts(_with_message_numbers(rows, tasks)))
     _check_tasks(rows, tasks)
     n_devices = int(device.max()) + 1
-    return timeline_of(tasks, n_devices=n_devices, gaps=gaps, name=name, stacklevel=4)
+    return timeline_of(tasks, n_devices=n_devices, gaps=gaps, name=name)
 
 
 # The rows

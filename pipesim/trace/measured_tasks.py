@@ -6,7 +6,6 @@ message. `timeline_of` aligns the clocks, adds the messages, and wires the graph
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -34,6 +33,7 @@ from pipesim.ops import (
 from pipesim.scheduling.registry import options_of_schedules, schedule
 from pipesim.timeline.timeline import Timeline, align_collectives
 from pipesim.trace.clock_offsets import ClockBounds, align_clocks
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
 
 #: Options that follow from the number of stages of a device, and that number over the option.
@@ -197,7 +197,6 @@ def timeline_of(
     output_bytes: float | Sequence[float] = 0.0,
     gaps: str = "keep",
     name: str = "",
-    stacklevel: int = 3,
 ) -> MeasuredStep:
     """Return the timeline of the tasks of a step, complete and each of them once.
 
@@ -236,7 +235,7 @@ def timeline_of(
     tasks = tasks[np.lexsort((tasks.end, tasks.op, tasks.end > tasks.start, tasks.start))]
     messages = _messages(tasks)  # rows, which stay while times change
     bounds = _clock_bounds(tasks, messages)
-    _warn_of_unconnected(tasks, bounds, n_devices, stacklevel + 1)
+    _warn_of_unconnected(tasks, bounds, n_devices)
     offsets, residual = align_clocks(bounds, n_devices)
     shift = offsets[tasks.device]
     tasks = replace(tasks, start=tasks.start + shift, end=tasks.end + shift)
@@ -269,12 +268,11 @@ def timeline_of(
     times = align_collectives(graph, tasks.start[rows], tasks.end[rows])
     timeline = Timeline(graph, *times, nbytes)
     if residual > _LARGE_RESIDUAL * timeline.makespan:
-        warnings.warn(
+        warn_caller(
             f"after joining the clocks of the devices, a message is still used {residual:.2e} s "
             "before it was sent: clocks drift, or times do not cover the work; times between "
             "devices are no better than that",
             AccuracyWarning,
-            stacklevel=stacklevel,
         )
     return MeasuredStep(timeline, offsets, residual)
 
@@ -453,9 +451,7 @@ def _calls(tasks: MeasuredTasks) -> Ints:
     )
 
 
-def _warn_of_unconnected(
-    tasks: MeasuredTasks, bounds: ClockBounds, n_devices: int, stacklevel: int
-) -> None:
+def _warn_of_unconnected(tasks: MeasuredTasks, bounds: ClockBounds, n_devices: int) -> None:
     """Warn of devices whose times do not overlap, if nothing tells the offset of their clocks."""
     group = np.arange(n_devices)
     while True:  # each device gets the lowest number of its neighbours, until nothing changes
@@ -472,12 +468,11 @@ def _warn_of_unconnected(
     first = np.unique(group)[order]
     apart = np.flatnonzero(start[first[1:]] > np.maximum.accumulate(end[first])[:-1])
     for k in apart[:1].tolist():
-        warnings.warn(
+        warn_caller(
             f"devices {first[k]} and {first[k + 1]} have no messages or collectives in common, and "
             f"their times are {start[first[k + 1]] - end[first[k]]:.6g} s apart: the offset of "
             "their clocks is unknown, and the makespan counts that time; read each replica alone",
             AccuracyWarning,
-            stacklevel=stacklevel,
         )
 
 

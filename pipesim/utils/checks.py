@@ -4,8 +4,7 @@ Annotations that are checked: `bool`, `str`, classes, `Literal`, `Callable`, `Ma
 below, and unions of these. All others, such as plain `int` and `float`, sequences, arrays and
 paths, are left to the function, and so are classes that are imported for type checking alone.
 
-A warning of a checked function names the caller by `pipesim.utils.caller_warnings.warn_caller`:
-the check is one more frame, which a ``stacklevel`` would count.
+The check is one more frame, which warnings skip (`pipesim.utils.caller_warnings.warn_caller`).
 """
 
 from __future__ import annotations

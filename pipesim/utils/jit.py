@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 import zlib
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -22,6 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 import numpy as np
 
 from pipesim.errors import EngineWarning
+from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.packages import uninterrupted
 
 P = ParamSpec("P")
@@ -52,12 +52,11 @@ def _numba() -> Any:
             import numba
             import numba.extending
     except Exception as error:  # raised by numba or by any of its imports
-        warnings.warn(
+        warn_caller(
             f"numba cannot be imported ({type(error).__name__}: {error}): loops run as plain "
             "Python, with the same results but some hundred times more slowly; install a release "
             "of numba that supports this numpy",
             EngineWarning,
-            stacklevel=4,
         )
         return None
     return numba

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipeexec.gpipe.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
+from pipeexec.gpipe.gpipe import GPipe
+from pipesim.errors import BatchNormWarning
 
 convert = DeferredBatchNorm.convert_deferred_batch_norm
 
@@ -113,3 +115,12 @@ def test_a_batch_norm_stays_in_its_mode(training: bool) -> None:
 def test_one_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
         DeferredBatchNorm(3)(torch.zeros(3))
+
+
+def test_a_warning_names_the_line_of_the_call() -> None:
+    """Lines of torch, which calls the forward, are between this file and the warning."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = GPipe(module, balance=[1, 1], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(BatchNormWarning) as caught:
+        model(torch.ones(4, 4))
+    assert caught[0].filename == __file__
