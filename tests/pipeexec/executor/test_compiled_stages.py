@@ -157,7 +157,8 @@ def test_blocks_of_split_models(way: Any, backend: Backend) -> None:
     for stage in stages:
         assert stage is not None
         stage.compile(backend=backend)
-    with pipeline(stages, lowered("1f1b", 2, 2, n_replicas=2), logits_loss) as subject:
+    graph = lowered("1f1b", 2, 2, n_replicas=2)
+    with pipeline(stages, graph, logits_loss, timeout=None) as subject:  # compiles in the step
         result = subject.step(WORDS, WORDS)
         assert backend.n_runs >= 3 * 2 * 2
         assert set(subject.state_dict()) == set(whole.state_dict())

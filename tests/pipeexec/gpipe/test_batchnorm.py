@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from torch import Tensor, nn
 
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
@@ -21,9 +23,14 @@ def in_chunks(norm: nn.Module, batch: Tensor, chunks: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.1, None, 0.5])
-@pytest.mark.parametrize("shape", [(24, 3), (24, 3, 5), (24, 3, 4, 5), (24, 3, 2, 2, 2)])
-@pytest.mark.parametrize("chunks", [1, 4, 5])
+@pytest.mark.parametrize(
+    ("chunks", "shape", "momentum"),
+    covering(
+        product([1, 4, 5], [(24, 3), (24, 3, 5), (24, 3, 4, 5), (24, 3, 2, 2, 2)],
+                [0.1, None, 0.5]),
+        2,
+    ),
+)  # fmt: skip
 def test_statistics_are_those_of_the_whole_batch(
     chunks: int, shape: tuple[int, ...], momentum: Any
 ) -> None:

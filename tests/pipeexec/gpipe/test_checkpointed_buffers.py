@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from gpipe_models import step
 from stateful_layers import BUFFER_LAYERS, stateful_stages
 from torch import Tensor, nn
@@ -43,9 +45,10 @@ def check_same(model: nn.Module, same: nn.Module) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("name", BUFFER_LAYERS)
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "chunks"),
+    covering(product(BUFFER_LAYERS, ["always", "except_last", "never"], [1, 4]), 2),
+)
 def test_equal_to_the_module_itself(name: str, checkpoint: str, chunks: int) -> None:
     model, same = models(nn.Sequential(*stateful_stages(name)), chunks, checkpoint)
     for _ in range(3):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from gpipe_models import (
     CASES,
     CPUS,
@@ -57,8 +58,11 @@ def test_outputs_and_gradients_are_those_of_the_module(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switch", ["dependencies", "copy_streams", "portals"])
-@pytest.mark.parametrize(("name", "balance"), CASES)
+@pytest.mark.parametrize(
+    ("name", "balance", "switch"),
+    covering(((*case, switch) for case in CASES
+              for switch in ("dependencies", "copy_streams", "portals")), 2),
+)  # fmt: skip
 def test_mechanisms_change_nothing_but_time(name: str, balance: list[int], switch: str) -> None:
     plain = sequential(name)
     options: dict[str, Any] = {switch: False}
@@ -282,8 +286,10 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "balance"), CASES)
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(
+    ("name", "balance", "checkpoint"),
+    covering(((*case, mode) for case in CASES for mode in MODES), 2),
+)
 def test_it_is_the_same_in_the_thread_of_the_caller(
     name: str, balance: list[int], checkpoint: Any
 ) -> None:
