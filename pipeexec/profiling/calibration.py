@@ -66,7 +66,7 @@ from pipeexec.stages.batches import Batch, repeated_samples, split_batches
 from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
-from pipesim.costs.collective_costs import Buckets
+from pipesim.costs.cost_fields import Buckets
 from pipesim.costs.costs import Costs
 from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.graph.graph import TaskGraph

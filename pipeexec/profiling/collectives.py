@@ -15,7 +15,7 @@ from pipesim.analysis.measured_costs import (
     measured_collectives,
     measured_segments,
 )
-from pipesim.costs.collective_costs import Buckets
+from pipesim.costs.cost_fields import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower

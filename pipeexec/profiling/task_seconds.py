@@ -18,11 +18,10 @@ from pipeexec.stages.batches import Batch
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
 from pipesim.analysis.measured_costs import microbatch_values, output_bytes, stage_seconds
 from pipesim.costs.costs import Costs
-from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
-from pipesim.costs.pricing import DURATION_OF
+from pipesim.costs.rows import COMPUTED, ROWS
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import EXCHANGES, Op, is_expert_exchange
+from pipesim.ops import EXCHANGES, PART_NAMES, Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -34,9 +33,8 @@ Floats = NDArray[np.float64]
 
 #: Field of `Costs` for each operation, and for its part if it has several.
 _FIELDS: dict[tuple[Op, int | None], str] = {
-    **{(op, None): DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W, Op.DISPATCH)},
-    (Op.REORDER, EXCHANGES.index("vectors")): "reorder",
-    (Op.REORDER, EXCHANGES.index("gradients")): "reorder_gradients",
+    (op, PART_NAMES[op].index(part) if part else None): name
+    for (op, part), name in COMPUTED.items()
 }
 
 
@@ -134,7 +132,7 @@ class ShapeClasses(NamedTuple):
             **{
                 name: self._seconds(timelines, op, part)
                 for op, part, name in measured_fields(timelines[0].graph, with_split)
-                if name in MICROBATCH_FIELDS
+                if ROWS[name].each
             },
             "output_bytes": self._output_bytes(timelines[-1]),
         }

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.pricing import MEASURED_COPIES
+from pipesim.costs.rows import MEASURED
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COPIES, RECVS, SENDS, Op
 from pipesim.timeline.timeline import Timeline
@@ -206,11 +205,7 @@ def collective_latency(timeline: Timeline) -> Floats:
     rows = graph.is_op((COLLECTIVES - {Op.GRAD_NORM}) | COPIES)
     if timeline.costs is not None and rows.any():
         costs = timeline.costs
-        measured = (
-            name
-            for name in (*MEASURED_COLLECTIVES.values(), *MEASURED_COPIES.values())
-            if getattr(costs, name) is not None
-        )
+        measured = (name for name in MEASURED.values() if getattr(costs, name) is not None)
         none: dict[str, Any] = dict.fromkeys(measured, 0.0)
         empty = replace(costs, network=costs.network.unlimited(), **none)
         latency[rows] = empty.of(graph).duration[rows]

@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import STAGE_FIELDS, UNSHARED, Costs, stage_fields
-from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS, each_microbatch, n_priced
+from pipesim.costs.costs import Costs
+from pipesim.costs.microbatch_costs import each_microbatch, n_priced
+from pipesim.costs.rows import ROWS, given_rows
 from pipesim.errors import (
     CostsError,
     CostsWarning,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-#: Fields that do not depend on the size of a micro-batch: those of whole stages, the time of the
-#: host, and the exchange of counts, which are one number a rank.
-_OF_BATCHES = frozenset(STAGE_FIELDS) - {*MICROBATCH_FIELDS} | {"launch", "exchange_counts"}
 #: Settings that may have one value a stage.
 _STAGE_SETTINGS = ("optimizer_step", "launch")
 
@@ -217,12 +215,11 @@ def _carry_over(costs: Costs, before: Costs, after: Costs) -> Costs:
     if costs.n_microbatches is not None:
         return each_microbatch(_carry_over, costs, before, after)
     changed: dict[str, Any] = {}
-    for name in (field.name for field in fields(Costs)):
+    for name, row in ROWS.items():
         own, old, new = (getattr(x, name) for x in (costs, before, after))
         if own == old or name in ("network", "workload"):
             continue
-        is_number = name in (*STAGE_FIELDS, "tied_bytes")
-        if not is_number or own is None or old is None or new is None:
+        if row.item not in ("stage", "group") or own is None or old is None or new is None:
             changed[name] = own
             continue
         own, old, new = np.broadcast_arrays(*(np.array(x, dtype=float) for x in (own, old, new)))
@@ -252,11 +249,9 @@ def _of_devices(costs: Costs, placement: Placement) -> Costs:
         return each_microbatch(lambda own: _of_devices(own, placement), costs)
     device = np.array(placement.device_of)
     changed: dict[str, Any] = {}
-    for name in stage_fields(costs):
-        if getattr(costs, name) is None:
-            continue
+    for name, row in given_rows(costs).items():
         values = costs.per_stage(name, placement.n_stages)
-        if name in UNSHARED:  # each stage has that of the device: the largest counts
+        if row.whole:  # each stage has that of the device: the largest counts
             total = np.zeros(placement.n_devices)
             np.maximum.at(total, device, values)
         else:
@@ -277,9 +272,8 @@ def _divided(costs: Costs, factor: int) -> Costs:
     if costs.exchange_bytes is not None or isinstance(costs.skip_sizes, tuple):
         raise CostsError("exchange_bytes and skip_bytes are of one size of micro-batches")
     changed: dict[str, Any] = {
-        name: _quotient(getattr(costs, name), 1 if name in _OF_BATCHES else factor, factor)
-        for name in stage_fields(costs)
-        if getattr(costs, name) is not None
+        name: _quotient(getattr(costs, name), factor if row.each and not row.fixed else 1, factor)
+        for name, row in given_rows(costs).items()
     }
     if costs.skip_bytes is not None:
         changed["skip_bytes"] = costs.skip_bytes / factor  # type: ignore[operator]  # a number

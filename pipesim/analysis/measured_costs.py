@@ -16,23 +16,18 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import Floats, measured_shares
 from pipesim.analysis.replay import message_times, replay_costs
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, NORM_BYTES, exchange_name
-from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
+from pipesim.costs.collective_costs import NORM_BYTES, exchange_name, optimizer_parts
+from pipesim.costs.costs import Costs
 from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.microbatch_costs import repeated
-from pipesim.costs.pricing import (
-    DURATION_OF,
-    MEASURED_COPIES,
-    add_expert_exchanges,
-    message_bytes,
-    optimizer_parts,
-)
+from pipesim.costs.pricing import add_expert_exchanges, message_bytes
+from pipesim.costs.rows import COMPUTED, LAYER_SECONDS, MEASURED, ROWS
 from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError, check_flag, check_name
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
-from pipesim.ops import EXCHANGES, OF_DEVICES, SEGMENTED, SENDS, Op
+from pipesim.ops import COPIES, OF_DEVICES, PART_NAMES, SEGMENTED, SENDS, Op
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
@@ -44,6 +39,10 @@ Average = Callable[[Floats], Any]
 #: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
 
+#: Fields that are not seconds and that a timeline shows, or hides in other tasks.
+_SHOWN = ("network", "buckets", "segments", "expert_layers", "skip_bytes", "tied_bytes")
+#: Fields that a timeline does not show.
+_KEPT = [k for k, row in ROWS.items() if row.unit != "seconds" and k not in _SHOWN]
 _AVERAGES: dict[str, Average] = {"mean": np.mean, "median": np.median}
 
 
@@ -61,14 +60,14 @@ def costs_from_timeline(
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
     for name in fields:
-        check_name("cost", name, (*VALUE_FIELDS, *OTHER_FIELDS))
+        check_name("cost", name, [name for name in ROWS if name != "network"])
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
     old_costs = timeline.costs
     if old_costs is not None:  # costs that a timeline does not show
         if per_microbatch:
             old_costs = repeated(old_costs, n_measured(timeline.graph))
-        values = {name: getattr(old_costs, name) for name in (*_BYTES, *_KEPT)}
+        values = {name: getattr(old_costs, name) for name in _KEPT}
         if timeline.graph.tied:  # otherwise it is part of STEP
             values["tied_bytes"] = old_costs.tied_bytes
         if network is None:
@@ -86,8 +85,7 @@ def costs_from_timeline(
     if network is None:
         network = measured_network(timeline, mean)
         values |= measured_collectives(timeline, network, mean)
-        for size, seconds in _SECONDS_OF_BYTES.items():
-            values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
+        values = {k: v for k, v in values.items() if fields.keys().isdisjoint(ROWS[k].sizes)}
     values |= grad_norm_seconds(timeline, network, mean)
     costs = Costs(**{**values, **fields}, network=network)
     if "recompute" not in fields:
@@ -150,54 +148,34 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
         )
 
 
-#: Seconds that come from bytes, not from the timeline, if bytes are given.
-_SECONDS_OF_BYTES = {
-    "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
-    "gradient_bytes": ("reduce_grad", "buckets"),
-    "tied_bytes": ("reduce_tied",),
-    "key_bytes": ("exchange_counts", "exchange_keys"),
-    "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
-    "dispatch_bytes": ("exchange_dispatch",),
-    "combine_bytes": ("exchange_combine",),
-    "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),
-}
-#: Fields of costs that a timeline does not show.
-_BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
-_KEPT = (
-    *("all_reduce", "exchange_bytes", "workload", "memory_reserve", "expert_replicas"),
-    *("expert_parameter_bytes", "expert_gradient_bytes", "expert_optimizer_bytes", "reduced_share"),
-)
-
-
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
     """Return the seconds of each operation that every stage has."""
     graph = timeline.graph
-    puts, sums = EXCHANGES.index("vectors"), EXCHANGES.index("gradients")  # parts of REORDER
     seconds = {
-        op: stage_seconds(timeline, op, average, part=puts if op == Op.REORDER else None)
-        for op in DURATION_OF
+        name: stage_seconds(
+            timeline, op, average, part=PART_NAMES[op].index(part) if part else None
+        )
+        for (op, part), name in COMPUTED.items()
     }
-    if np.isnan(seconds[Op.B]).any():
-        halves = seconds[Op.I] + seconds[Op.W]
-        seconds[Op.B] = np.where(np.isnan(seconds[Op.B]), halves, seconds[Op.B])
-    both = _overlaps(timeline, seconds, average) if graph.kinds.overlapped.any() else {}
+    halves = seconds["input_grad"] + seconds["weight_grad"]
+    seconds["backward"] = np.where(np.isnan(seconds["backward"]), halves, seconds["backward"])
+    if graph.kinds.overlapped.any():
+        seconds["overlapped"] = _overlaps(timeline, seconds, average)
     if (graph.op == Op.R).any():
-        seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
-    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0) * parts_of_steps(timeline)
-    for op in (Op.DISPATCH, Op.REORDER):
-        seconds[op] = np.nan_to_num(seconds[op], nan=0.0)
-    durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
-    of_sums = stage_seconds(timeline, Op.REORDER, average, part=sums)
-    if not np.isnan(of_sums).all():
-        durations["reorder_gradients"] = np.nan_to_num(of_sums, nan=0.0)
+        own, forward = seconds["recompute"], seconds["forward"]
+        seconds["recompute"] = np.where(np.isnan(own), forward, own)
+    for name, own in seconds.items():
+        if ROWS[name].default == 0 or (name == "reorder_gradients" and not np.isnan(own).all()):
+            seconds[name] = np.nan_to_num(own, nan=0.0)
+    seconds["optimizer_step"] *= parts_of_steps(timeline)
     return {
         name: tuple(values.tolist())
-        for name, values in durations.items()
+        for name, values in seconds.items()
         if not np.isnan(values).any()
     }
 
 
-def _overlaps(timeline: Timeline, seconds: dict[Op, Floats], average: str) -> dict[str, Floats]:
+def _overlaps(timeline: Timeline, seconds: dict[str, Floats], average: str) -> Floats:
     """Return seconds of overlapped actions, from which `Costs.of` restores their halves.
 
     - A stage with both halves has the sum of their seconds.
@@ -206,13 +184,17 @@ def _overlaps(timeline: Timeline, seconds: dict[Op, Floats], average: str) -> di
 
     The first F and the last backward of a stage overlap with no task, so that ``seconds`` has both.
     """
-    halves = {op: stage_seconds(timeline, op, average, overlapped=True) for op in (Op.F, Op.B)}
-    both = halves[Op.F] + halves[Op.B]
-    alone = seconds[Op.F] + seconds[Op.B]
-    for op, of_halves in halves.items():
-        share = np.divide(seconds[op], alone, out=np.ones_like(alone), where=seconds[op] > 0)
+    halves = {
+        LAYER_SECONDS[op]: stage_seconds(timeline, op, average, overlapped=True)
+        for op in (Op.F, Op.B)
+    }
+    both = halves["forward"] + halves["backward"]
+    alone = seconds["forward"] + seconds["backward"]
+    for name, of_halves in halves.items():
+        own = seconds[name]
+        share = np.divide(own, alone, out=np.ones_like(alone), where=own > 0)
         both = np.where(np.isnan(both), of_halves / share, both)
-    return {"overlapped": np.where(np.isnan(both), alone, both)}
+    return np.where(np.isnan(both), alone, both)
 
 
 def stage_seconds(
@@ -291,11 +273,11 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
         if op == Op.ALL_TO_ALL:
             exchanges.setdefault(exchange_name(part), []).append(of_stage)
         elif part < 0:
-            values[MEASURED_COLLECTIVES[op.name]] = _as_tuple(of_stage)
+            values[MEASURED[op, ""]] = _as_tuple(of_stage)
     for name, of_stages in exchanges.items():  # several layers of experts have one name
         counts = (~np.isnan(of_stages)).sum(axis=0)
         mean = np.nansum(of_stages, axis=0) / np.where(counts, counts, np.nan)
-        values[MEASURED_COLLECTIVES[name]] = _as_tuple(mean)
+        values[MEASURED[Op.ALL_TO_ALL, name]] = _as_tuple(mean)
     n_buckets = 1 + max((part for op, part in seconds if op == Op.REDUCE_GRAD), default=-1)
     if n_buckets == 0:
         return values
@@ -359,7 +341,7 @@ def _tied_sums(timeline: Timeline, average: Average) -> dict[str, Any]:
     seconds = np.zeros(graph.n_stages)
     for stage in np.unique(lowest).tolist():
         seconds[stage] = average(lasted[sums][lowest == stage])
-    return {MEASURED_COLLECTIVES[Op.REDUCE_TIED.name]: tuple(seconds.tolist())}
+    return {MEASURED[Op.REDUCE_TIED, ""]: tuple(seconds.tolist())}
 
 
 def grad_norm_seconds(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
@@ -415,11 +397,6 @@ def _as_tuple(values: Floats) -> tuple[float, ...]:
 
 # Values of each micro-batch.
 
-#: Operations on one micro-batch, by field of `pipesim.Costs`.
-_MICROBATCH_OPS = {
-    "forward": Op.F, "backward": Op.B, "input_grad": Op.I, "weight_grad": Op.W, "recompute": Op.R,
-}  # fmt: skip
-
 
 def n_measured(graph: TaskGraph) -> int:
     """Return the number of micro-batches of all data-parallel replicas."""
@@ -434,7 +411,7 @@ def microbatch_values(timeline: Timeline, averages: dict[str, Any]) -> dict[str,
     halves of overlapped actions.
     """
     values = {}
-    for name, op in _MICROBATCH_OPS.items():
+    for op, name in LAYER_SECONDS.items():
         if name in averages:
             seconds = _of_microbatches(timeline, op, timeline.duration)
             if name == "backward":
@@ -520,8 +497,8 @@ def measured_copies(
     without any has the mean of the others. Empty without copies.
     """
     graph, values = timeline.graph, dict[str, Any]()
-    for op, name in MEASURED_COPIES.items():
-        tasks = np.flatnonzero(graph.op == op)
+    for op in sorted(COPIES):
+        name, tasks = MEASURED[op, ""], np.flatnonzero(graph.op == op)
         seconds = np.full(graph.n_stages, np.nan)
         for stage in np.unique(graph.stage[tasks]).tolist():
             own = tasks[graph.stage[tasks] == stage]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.cli.help_texts import EXAMPLES, PAGES
-from pipesim.costs.costs import VALUE_FIELDS, Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import ArgumentError, check_name, suggestion
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU
@@ -180,7 +181,8 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool = False) -> 
         "--costs", dest="settings.costs", type=lambda text: {"file": text}, metavar="FILE.json",
         help="costs to start from; other options override them",
     )  # fmt: skip
-    names = (*VALUE_FIELDS, "skip_bytes", "tied_bytes", "all_reduce", "memory_reserve")
+    names = [name for name, row in STAGE_ROWS.items() if not row.is_rare]
+    names += ["skip_bytes", "tied_bytes", "all_reduce", "memory_reserve"]
     flags = {name: f"--{flag.replace('_', '-')}" for name, flag in SECONDS.items()}
     add_parameters(group, Costs, names, prefix="settings.costs.", flags=flags)
     group = command.add_argument_group("network", "links between devices, and to host memory")

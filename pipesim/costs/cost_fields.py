@@ -1,4 +1,4 @@
-"""Fields of `pipesim.Costs` with rules of their own: workload, bytes of exchanges, experts."""
+"""Fields of `pipesim.Costs` with rules of their own: workload, exchanges, buckets, experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipesim.network.links import Nodes
 from pipesim.ops import EXCHANGES
 
 if TYPE_CHECKING:
-    from pipesim.costs.costs import Costs
+    from pipesim.costs.rows import CostFields
 
 
 #: Units of the fields that must be finite and above 0.
@@ -238,18 +238,48 @@ def _matrix(stage: int, name: str, values: object) -> Matrix:
     return tuple(map(tuple, matrix.tolist()))
 
 
+# Buckets of gradients
+
+#: For each stage, its buckets of gradients as pairs. First the share of the bytes, or of measured
+#: seconds, which sum to more than 1 where overlap slows reductions. Then the share of the backward
+#: after which the bucket is complete.
+Buckets = tuple[tuple[tuple[float, float], ...], ...]
+
+
+def checked_buckets(buckets: object) -> Buckets | None:
+    """Return buckets as tuples."""
+    if buckets is None:
+        return None
+    try:
+        if isinstance(buckets, (str, bytes, Mapping)):
+            raise TypeError
+        stages = tuple(
+            tuple((float(a), float(b)) for a, b in stage)
+            for stage in buckets  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise CostsError(
+            "buckets must be, of each stage, pairs (share of bytes, share of the backward), such "
+            f"as [[(0.5, 0.4), (0.5, 1.0)]], got {buckets!r}"
+        ) from None
+    for index, stage in enumerate(stages):
+        if not all(0 <= a < math.inf and 0 <= b <= 1 for a, b in stage):
+            raise CostsError(
+                f"buckets of stage {index} must be shares >= 0, those of the backward at most 1, "
+                f"got {stage!r}"
+            )
+        if stage and sum(a for a, _ in stage) < 1 - 1e-6:
+            raise CostsError(
+                f"buckets of stage {index} have {sum(a for a, _ in stage):g} of its bytes; give "
+                "shares that sum to 1, or more if they are shares of measured seconds"
+            )
+    return stages
+
+
 # Experts and copies of parameters
 
 #: For each stage, shares of F, of B and of I between its exchanges of experts.
 Segments: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
-#: Values of fields that files leave out.
-EXPERT_DEFAULTS = {
-    **dict.fromkeys(("expert_layers", "dispatch_bytes", "combine_bytes", "reduce_copies"), 0.0),
-    **{f"expert_{name}_bytes": 0.0 for name in ("parameter", "gradient", "optimizer")},
-    "reduced_share": 1.0,
-}
-#: Fields with one value a stage that are about experts and copies of parameters.
-EXPERT_FIELDS = (*EXPERT_DEFAULTS, "exchange_dispatch", "exchange_combine")
 _SEGMENTS_FORM = (
     "segments must have, for each stage, the shares of F, of B and of I between its exchanges of "
     "experts, such as [[(0.5, 0.3, 0.2), (0.2, 0.3, 0.5), (0.2, 0.3, 0.5)]]"
@@ -258,17 +288,15 @@ _SEGMENTS_FORM = (
 _TOLERANCE = 1e-6
 
 
-def checked_experts(costs: Costs) -> dict[str, Any]:
-    """Return ``expert_replicas`` and ``segments`` as `pipesim.Costs` keeps them."""
+def check_experts(costs: CostFields) -> None:
+    """Raise `CostsError` for fields about experts and copies that contradict others."""
     check_whole_layers(costs.expert_layers)
     if np.max(costs.reduced_share) > 1:
         raise CostsError(f"reduced_share must be at most 1, got {costs.reduced_share!r:.60}")
     for name in ("parameter", "gradient", "optimizer"):
         _check_part(costs, f"expert_{name}_bytes", f"{name}_bytes")
-    return {
-        "expert_replicas": check_count("expert_replicas", costs.expert_replicas),
-        "segments": _checked_segments(costs.segments, costs.expert_layers),
-    }
+    if costs.segments is not None:
+        _check_segments(costs.segments, costs.expert_layers)
 
 
 def check_whole_layers(layers: object) -> None:
@@ -280,7 +308,7 @@ def check_whole_layers(layers: object) -> None:
         )
 
 
-def _check_part(costs: Costs, part: str, whole: str) -> None:
+def _check_part(costs: CostFields, part: str, whole: str) -> None:
     if getattr(costs, part) == 0:
         return
     total = getattr(costs, whole)
@@ -298,18 +326,22 @@ def _check_part(costs: Costs, part: str, whole: str) -> None:
         )
 
 
-def _checked_segments(value: object, layers: Any) -> Segments | None:
+def checked_segments(value: object) -> Segments | None:
+    """Return segments as tuples; `check_experts` compares them with ``expert_layers``."""
     if value is None:
         return None
     try:
         if isinstance(value, (str, bytes, Mapping)):
             raise TypeError
-        segments = tuple(
+        return tuple(
             tuple(tuple(map(float, shares)) for shares in stage)
             for stage in value  # type: ignore[attr-defined]
         )
     except (TypeError, ValueError):
         raise CostsError(f"{_SEGMENTS_FORM}, got {value!r:.60}") from None
+
+
+def _check_segments(segments: Any, layers: Any) -> None:
     counts = [layers] * len(segments) if isinstance(layers, float) else layers
     if not segments or len(counts) != len(segments):
         raise CostsError(
@@ -318,7 +350,6 @@ def _checked_segments(value: object, layers: Any) -> Segments | None:
         )
     for stage, (operations, n) in enumerate(zip(segments, counts, strict=True)):
         _check_stage(stage, operations, 2 * int(n) + 1)
-    return segments
 
 
 def _check_stage(stage: int, operations: tuple[tuple[float, ...], ...], n: int) -> None:

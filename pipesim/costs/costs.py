@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,21 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import Buckets, checked_buckets
 from pipesim.costs.cost_fields import (
-    EXPERT_DEFAULTS,
-    EXPERT_FIELDS,
-    ExchangeBytes,
-    Segments,
     Workload,
+    check_experts,
     check_whole_layers,
-    checked_exchange_bytes,
-    checked_experts,
     checked_workload,
 )
 from pipesim.costs.layer_split import LayerPartition, Split, write_layout
 from pipesim.costs.microbatch_costs import (
-    MICROBATCH_FIELDS,
     averaged,
     costs_of_microbatch,
     each_microbatch,
@@ -39,11 +32,19 @@ from pipesim.costs.microbatch_costs import (
     n_stages_of,
 )
 from pipesim.costs.pricing import price
+from pipesim.costs.rows import (
+    LAYER_SECONDS,
+    ROWS,
+    STAGE_ROWS,
+    CostFields,
+    PerStage,
+    given_rows,
+)
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.errors import CostsError, CostsWarning, check_count, check_name, check_type, number
+from pipesim.errors import CostsError, CostsWarning, check_count, check_name, check_type
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
-from pipesim.network.network import ALL_REDUCE, Network
+from pipesim.graph.skips import SkipBytes, checked_skip_bytes
+from pipesim.network.network import Network
 from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
@@ -66,30 +67,13 @@ if TYPE_CHECKING:
     from pipesim.timeline.timeline import Timeline
 
 
-#: One value for all stages, one a stage, or one a stage and micro-batch.
-PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
 #: Parts that costs may be of, where schedules have several stages a device.
 Per = Literal["device", "layers"]
 PER = ("device", "layers")
-#: Field that a missing field takes its values from.
-_SUBSTITUTES = {
-    "recompute": "forward",
-    "gradient_bytes": "parameter_bytes",
-    "reorder_gradients": "reorder",
-    "vector_bytes": "output_bytes",
-}
-#: Fields of which each stage of a device has the whole value, and not a share.
-UNSHARED = (
-    *("launch", "output_bytes", "output_seconds"),
-    *("forward_workspace_bytes", "backward_workspace_bytes", "reduce_tied"),
-    *("dispatch_bytes", "combine_bytes", "exchange_dispatch", "exchange_combine", "reduced_share"),
-)
-#: Units of fields that are neither bytes nor seconds.
-_UNITS = {"expert_layers": "numbers of layers", "reduced_share": "shares"}
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(CostFields):
     """Seconds and bytes of each operation: one value for all stages, one a stage, or more.
 
     Fields of operations on one micro-batch may also have one value a stage and micro-batch, as
@@ -253,77 +237,12 @@ class Costs:
     (2.0, 2.6666666666666665)
     """
 
-    forward: PerStage | None = None
-    backward: PerStage | None = None
-    input_grad: PerStage | None = None
-    weight_grad: PerStage | None = None
-    overlapped: PerStage | None = None
-    recompute: PerStage | None = None
-    optimizer_step: PerStage = 0.0
-    dispatch: PerStage = 0.0
-    reorder: PerStage = 0.0
-    reorder_gradients: PerStage | None = None
-    launch: PerStage = 0.0
-    output_bytes: PerStage = 0.0
-    output_seconds: PerStage = 0.0
-    activation_bytes: PerStage = 0.0
-    weight_grad_bytes: PerStage = 0.0
-    parameter_bytes: PerStage = 0.0
-    optimizer_bytes: PerStage = 0.0
-    gradient_bytes: PerStage | None = None
-    reduce_grad: PerStage | None = None
-    unshard: PerStage | None = None
-    exchange_counts: PerStage | None = None
-    exchange_keys: PerStage | None = None
-    exchange_vectors: PerStage | None = None
-    exchange_gradients: PerStage | None = None
-    exchange_accumulated: PerStage | None = None
-    key_bytes: PerStage = 0.0
-    vector_bytes: PerStage | None = None
-    buckets: Buckets | None = None
-    exchange_bytes: Mapping[int, Mapping[str, Any]] | ExchangeBytes | None = None
-    skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
-    tied_bytes: PerStage = 0.0
-    network: Network = field(default_factory=Network)
-    all_reduce: str = "ring"
-    workload: Workload | Mapping[str, Any] | None = None
-    forward_workspace_bytes: PerStage = 0.0
-    backward_workspace_bytes: PerStage = 0.0
-    memory_reserve: float = 0.0
-    grad_norm: PerStage = 0.0
-    reduce_tied: PerStage | None = None
-    expert_layers: PerStage = 0.0
-    dispatch_bytes: PerStage = 0.0
-    combine_bytes: PerStage = 0.0
-    exchange_dispatch: PerStage | None = None
-    exchange_combine: PerStage | None = None
-    expert_parameter_bytes: PerStage = 0.0
-    expert_gradient_bytes: PerStage = 0.0
-    expert_optimizer_bytes: PerStage = 0.0
-    reduced_share: PerStage = 1.0
-    reduce_copies: PerStage = 0.0
-    expert_replicas: int = 1
-    segments: Segments | Sequence[Sequence[Sequence[float]]] | None = None
-    offload: PerStage | None = None
-    reload: PerStage | None = None
-    offload_bytes: PerStage | None = None
-
     def __post_init__(self) -> None:
-        if not isinstance(self.network, Network):
-            raise CostsError(f"network must be a pipesim.Network, got {self.network!r}")
-        check_name("all-reduce", self.all_reduce, ALL_REDUCE)
-        for name in STAGE_FIELDS:
+        for name, row in ROWS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, _checked(name, value))
-        object.__setattr__(self, "skip_bytes", checked_skip_bytes(self.skip_bytes))
-        object.__setattr__(self, "buckets", checked_buckets(self.buckets))
-        object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
-        object.__setattr__(self, "workload", checked_workload(self.workload))
-        object.__setattr__(self, "tied_bytes", _checked("tied_bytes", self.tied_bytes, "group"))
-        object.__setattr__(self, "memory_reserve", _checked_reserve(self.memory_reserve))
-        for name, experts in checked_experts(self).items():
-            object.__setattr__(self, name, experts)
+            if value is not row.default:
+                object.__setattr__(self, name, row.check(name, value))
+        check_experts(self)
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
         n_microbatches_of(self)  # refuses fields of different numbers
@@ -393,22 +312,18 @@ class Costs:
         if column is not None and type(n_stages) is int and len(column) == n_stages:
             return column.copy()
         check_stages(check_count("n_stages", n_stages))
-        self._columns[name] = self._column(check_name("cost", name, STAGE_FIELDS), n_stages)
+        self._columns[name] = self._column(check_name("cost", name, STAGE_ROWS), n_stages)
         return self._columns[name].copy()
 
     def _column(self, name: str, n_stages: int) -> NDArray[np.float64]:
         value = getattr(self, name)
-        if value is None and name in _SUBSTITUTES:
-            return self.per_stage(_SUBSTITUTES[name], n_stages)
-        if value is None and name == "overlapped":
-            return self._sum("overlapped", "forward", "backward", n_stages)
-        if value is None and name == "backward":
-            if self.input_grad is None or self.weight_grad is None:
-                raise CostsError(
-                    "backward is missing, and so is input_grad or weight_grad; give the seconds "
-                    "of B, or of both I and W"
-                )
-            return self._sum("backward", "input_grad", "weight_grad", n_stages)
+        if value is None and name == "backward" and None in (self.input_grad, self.weight_grad):
+            raise CostsError(
+                "backward is missing, and so is input_grad or weight_grad; give the seconds of B, "
+                "or of both I and W"
+            )
+        if value is None and STAGE_ROWS[name].instead:
+            return self._sum(name, STAGE_ROWS[name].instead, n_stages)
         if value is None:
             remedy = f"give {name}, the seconds of these tasks"
             if name in ("input_grad", "weight_grad"):
@@ -436,16 +351,16 @@ class Costs:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # equal costs have equal pickles
-        return {x.name: getattr(self, x.name) for x in fields(self)}
+        return {name: getattr(self, name) for name in ROWS}
 
-    def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
+    def _sum(self, name: str, others: Sequence[str], n_stages: int) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):
-            total: NDArray[np.float64] = self.per_stage(first, n_stages)
-            total = total + self.per_stage(second, n_stages)
+            columns = [self.per_stage(other, n_stages) for other in others]
+            total: NDArray[np.float64] = np.sum(columns, axis=0)
         infinite = np.flatnonzero(np.isinf(total))
         if len(infinite):
             raise CostsError(
-                f"{name} of stage {infinite[0]}, the sum of {first} and {second}, is too large a "
+                f"{name} of stage {infinite[0]}, the sum of {' and '.join(others)}, is too large a "
                 f"number: inf; give smaller ones, or {name}"
             )
         return total
@@ -560,9 +475,9 @@ class Costs:
             device = np.arange(n_stages) * n_devices // n_stages
         n_sharing = np.bincount(device)[device]
         changed: dict[str, Any] = {}
-        for name in stage_fields(self):
+        for name, row in given_rows(self).items():
             value = getattr(self, name)
-            if value is None or (name in UNSHARED and isinstance(value, float)):
+            if row.whole and isinstance(value, float):
                 continue
             if isinstance(value, tuple) and len(value) != placement.n_devices:
                 raise CostsError(
@@ -571,7 +486,7 @@ class Costs:
                 )
             per_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = per_device[device]
-            changed[name] = whole if name in UNSHARED else whole / n_sharing
+            changed[name] = whole if row.whole else whole / n_sharing
         check_whole_layers(changed.get("expert_layers"))
         if self.segments is not None:
             changed["segments"] = None  # shares of a device's stages are unknown
@@ -580,8 +495,7 @@ class Costs:
         return replace(self, **changed)
 
     def _warn_of_slow_devices(self) -> None:
-        names = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
-        values = [getattr(self, name) for name in names]
+        values = [getattr(self, name) for name in (*LAYER_SECONDS.values(), "overlapped")]
         if any(isinstance(x, tuple) and len(set(x)) > 1 for x in values):
             warn_caller(
                 "the seconds of devices differ, and all stages of a slow device are slow; if "
@@ -598,25 +512,11 @@ class Costs:
         dict
             Fields by name. Numbers are in seconds or bytes; infinite bandwidth is None.
         """
-        values = {name: getattr(self, name) for name in STAGE_FIELDS}
-        values = {k: v for k, v in values.items() if v != EXPERT_DEFAULTS.get(k)}
-        stages = checked_exchange_bytes(self.exchange_bytes)
-        exchanges = None if stages is None else {str(k): dict(own) for k, own in stages}
-        if isinstance(self.skip_sizes, tuple):
-            values["skip_bytes"] = {skip_text(skip): size for skip, size in self.skip_sizes}
-        else:
-            values["skip_bytes"] = self.skip_sizes
+        values = ((name, row, getattr(self, name)) for name, row in ROWS.items())
         return {
-            **{name: value for name, value in values.items() if value is not None},
-            "network": self.network.to_dict(),
-            "all_reduce": self.all_reduce,
-            **({} if self.tied_bytes == 0 else {"tied_bytes": self.tied_bytes}),
-            **({} if self.memory_reserve == 0 else {"memory_reserve": self.memory_reserve}),
-            **({} if self.buckets is None else {"buckets": self.buckets}),
-            **({} if exchanges is None else {"exchange_bytes": exchanges}),
-            **({} if self.work is None else {"workload": self.work.to_dict()}),
-            **({} if self.expert_replicas == 1 else {"expert_replicas": self.expert_replicas}),
-            **({} if self.segments is None else {"segments": self.segments}),
+            name: row.write(value)
+            for name, row, value in values
+            if value is not None and not (row.is_rare and value == row.default)
         }
 
     @classmethod
@@ -640,7 +540,7 @@ class Costs:
                 'give such as {"forward": 1e-3, "backward": 2e-3}'
             )
         for key in values:
-            check_name("cost", key, (*VALUE_FIELDS, *OTHER_FIELDS, "network"))
+            check_name("cost", key, ROWS)
         network = Network.from_dict(values.get("network", {}))
         return cls(**{**values, "network": network})
 
@@ -945,25 +845,6 @@ class Costs:
         return scaled(self, factor, op, stage, n_stages)
 
 
-#: Fields of `Costs` that are plain values, but not one a stage, or of experts.
-OTHER_FIELDS = (
-    *("skip_bytes", "all_reduce", "buckets", "exchange_bytes", "workload", "memory_reserve"),
-    *("tied_bytes", "expert_replicas", "segments", *EXPERT_FIELDS),
-)
-#: Every field of `Costs` that is a number or one number a stage, but for those of experts.
-VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
-#: Every field of `Costs` that is a number or one number a stage.
-STAGE_FIELDS = (*VALUE_FIELDS, *EXPERT_FIELDS)
-#: Those of them that may be None.
-_OPTIONAL = frozenset(f.name for f in fields(Costs) if f.default is None and f.name in STAGE_FIELDS)
-
-
-def stage_fields(costs: Costs) -> tuple[str, ...]:
-    """Return the fields with one value a stage, without those of experts that have no effect."""
-    experts = [x for x in EXPERT_FIELDS if getattr(costs, x) != EXPERT_DEFAULTS.get(x)]
-    return (*VALUE_FIELDS, *experts)
-
-
 def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[float, ...]]) -> Costs:
     """Return costs with other values of stages, faster than `dataclasses.replace`.
 
@@ -977,64 +858,6 @@ def replace_stages(costs: Costs, names: Sequence[str], rows: Sequence[tuple[floa
     columns = dict(zip(names, table, strict=True))
     changed.__dict__.update({**costs.__dict__, **values, "_columns": columns})
     return changed
-
-
-def _checked(name: str, value: object, item: str = "stage") -> PerStage:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, (tuple, list)):
-        return _checked_number(name, value, "")
-    if not value:
-        raise CostsError(f"{name} is empty; give one value, or one a {item}")
-    if any(isinstance(row, (tuple, list, np.ndarray)) for row in value):
-        return _checked_rows(name, value, item)
-    are_floats = isinstance(value, tuple) and {*map(type, value)} == {float}
-    if are_floats and all(map(math.isfinite, value)) and min(value) >= 0:
-        return tuple(value)
-    return tuple(_checked_number(name, v, f" of {item} {s}") for s, v in enumerate(value))
-
-
-def _checked_rows(name: str, rows: Sequence[Any], item: str) -> PerStage:
-    """Return one tuple a stage, with a value a micro-batch; a number is that of all of them."""
-    if name not in MICROBATCH_FIELDS:
-        raise CostsError(
-            f"{name} is of a whole {item}, but was given a value for each micro-batch; give one "
-            f"value, or one a {item}"
-        )
-    sizes = {len(row) for row in rows if isinstance(row, (tuple, list, np.ndarray))}
-    if len(sizes) > 1 or 0 in sizes:
-        raise CostsError(
-            f"{name} has {' and '.join(map(str, sorted(sizes)))} values of different stages; give "
-            "each stage one value a micro-batch"
-        )
-    (n,) = sizes
-    return tuple(
-        tuple(
-            _checked_number(name, value, f" of stage {stage}, micro-batch {number}")
-            for number, value in enumerate(row)
-        )
-        if isinstance(row, (tuple, list, np.ndarray))
-        else (_checked_number(name, row, f" of stage {stage}"),) * n
-        for stage, row in enumerate(rows)
-    )
-
-
-def _checked_number(name: str, value: object, where: str) -> float:
-    result = number(value)
-    if result is None or result < 0 or math.isinf(result):
-        unit = "bytes" if name.endswith("bytes") else _UNITS.get(name, "seconds")
-        raise CostsError(f"{name}{where} must be finite {unit} >= 0, got {value!r}")
-    return result
-
-
-def _checked_reserve(value: object) -> float:
-    result = number(value)
-    if result is None or not 0 <= result < math.inf:
-        raise CostsError(
-            f"memory_reserve must be a finite share >= 0 of the bytes of tensors, got "
-            f"{value!r:.60}; give such as 0.05 for 5 %"
-        )
-    return result
 
 
 #: Fields of the line, and their names there.
@@ -1070,7 +893,7 @@ def costs_text(costs: Costs) -> str:
 
 def n_stages_of_costs(costs: Costs) -> int | None:
     """Return the number of stages of costs; None if they have one value for all."""
-    sizes = (n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name))))
+    sizes = (n for name in STAGE_ROWS if (n := n_stages_of(getattr(costs, name))))
     return max(sizes, default=None)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.rows import ROWS
 from pipesim.errors import CostsError, check_count
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.utils.csr import Ints
@@ -24,18 +25,8 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-#: Fields of `Costs` that may differ between micro-batches. Others are of operations on a whole
-#: stage, such as STEP, or of bytes that a stage always holds.
-MICROBATCH_FIELDS = (
-    *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
-    *("dispatch", "reorder", "reorder_gradients", "launch"),
-    *("output_bytes", "output_seconds", "activation_bytes", "weight_grad_bytes"),
-    *("forward_workspace_bytes", "backward_workspace_bytes"),
-    *("exchange_counts", "exchange_keys", "exchange_vectors", "exchange_gradients"),
-    *("key_bytes", "vector_bytes", "skip_bytes"),
-    *("dispatch_bytes", "combine_bytes", "exchange_dispatch", "exchange_combine"),
-    *("offload", "reload", "offload_bytes"),
-)
+#: Fields whose values may differ between micro-batches.
+_EACH = tuple(name for name, row in ROWS.items() if row.each)
 
 
 class CostClasses(NamedTuple):
@@ -52,7 +43,7 @@ class CostClasses(NamedTuple):
 
 def n_microbatches_of(costs: Costs) -> int | None:
     """Return the number of micro-batches that costs have values for; None for one for all."""
-    sizes = {name: n for name in MICROBATCH_FIELDS if (n := _width(getattr(costs, name)))}
+    sizes = {name: max(map(len, rows)) for name, rows in _rows(costs).items()}
     if len({*sizes.values()}) > 1:
         texts = ", ".join(f"{name} {n}" for name, n in sizes.items())
         raise CostsError(
@@ -75,12 +66,29 @@ def n_stages_of(value: object) -> int | None:
     return len(value)
 
 
-def _width(value: object) -> int:
-    """Return the number of micro-batches of a field's value; 0 for one value for all."""
-    rows = value if isinstance(value, tuple) else ()
-    if rows and isinstance(rows[0], tuple) and isinstance(rows[0][0], tuple):  # skip_bytes
-        rows = tuple(size for _, size in rows)
-    return max((len(row) for row in rows if isinstance(row, tuple)), default=0)
+def _entries(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the number, or the row of micro-batches, of each stage or skip; empty for one."""
+    if not isinstance(value, tuple):
+        return ()
+    return tuple(size for _, size in value) if ROWS[name].item == "skip" else value
+
+
+def _with_entries(name: str, value: Any, entries: Any) -> Any:
+    """Return a value with other `_entries`."""
+    if ROWS[name].item == "skip":
+        return {skip: size for (skip, _), size in zip(value, entries, strict=True)}
+    return entries if len(entries) > 1 else entries[0]
+
+
+def _rows(costs: Costs) -> dict[str, list[tuple[float, ...]]]:
+    """Return the rows of micro-batches of each field that has some."""
+    values = ((name, getattr(costs, name)) for name in _EACH)
+    rows = {
+        name: [x for x in _entries(name, value) if isinstance(x, tuple)]
+        for name, value in values
+        if isinstance(value, tuple)
+    }
+    return {name: own for name, own in rows.items() if own}
 
 
 def costs_of_microbatch(costs: Costs, number: int) -> Costs:
@@ -109,17 +117,10 @@ def least_costs(costs: Costs) -> Costs:
 def _with_each(costs: Costs, of_row: Callable[[tuple[float, ...]], float]) -> Costs:
     """Return costs with ``of_row`` of the values of each stage, or skip."""
     changed: dict[str, Any] = {}
-    for name in MICROBATCH_FIELDS:
+    for name in _rows(costs):
         value = getattr(costs, name)
-        if not _width(value):
-            continue
-        if name == "skip_bytes":
-            changed[name] = {
-                skip: of_row(size) if isinstance(size, tuple) else size for skip, size in value
-            }
-        else:
-            rows = tuple(of_row(row) for row in value)
-            changed[name] = rows if len(rows) > 1 else rows[0]
+        new = [of_row(x) if isinstance(x, tuple) else x for x in _entries(name, value)]
+        changed[name] = _with_entries(name, value, tuple(new))
     return replace(costs, **changed)
 
 
@@ -150,19 +151,15 @@ def joined_microbatches(costs: Costs, parts: Sequence[Costs], of_column: Ints) -
     Parts have one value a stage; ``costs`` have the other fields.
     """
     changed: dict[str, Any] = {}
-    for name in MICROBATCH_FIELDS:
+    for name in _EACH:
         values = [getattr(part, name) for part in parts]
         if all(value == values[0] for value in values):
             changed[name] = values[0]
             continue
-        if name == "skip_bytes":
-            sizes = [dict(value) for value in values]
-            changed[name] = {skip: [size[skip] for size in sizes] for skip in sizes[0]}
-            for skip, row in changed[name].items():
-                changed[name][skip] = np.array(row)[of_column]
-        else:
-            columns = np.broadcast_arrays(*map(np.atleast_1d, values))
-            changed[name] = np.stack(columns, axis=1)[:, of_column]
+        entries = (_entries(name, value) or (value,) for value in values)
+        table = np.stack(np.broadcast_arrays(*map(np.array, entries)), axis=1)[:, of_column]
+        is_skip = ROWS[name].item == "skip"
+        changed[name] = _with_entries(name, values[0], table) if is_skip else table
     return replace(costs, **changed)
 
 
@@ -228,13 +225,7 @@ def distinct_costs(costs: Costs, n_microbatches: int) -> tuple[list[Costs], Ints
 
 def _classes(costs: Costs, n: int) -> tuple[Ints, Ints]:
     """Return the first micro-batch of each class, and the class of each micro-batch."""
-    rows = []
-    for name in MICROBATCH_FIELDS:
-        value = getattr(costs, name)
-        if _width(value) and name == "skip_bytes":
-            rows += [size for _, size in value if isinstance(size, tuple)]
-        elif _width(value):
-            rows += value
+    rows = [row for own in _rows(costs).values() for row in own]
     values: Floats = np.array(rows, dtype=np.float64).reshape(-1, n)
     _, first, inverse = np.unique(values, axis=1, return_index=True, return_inverse=True)
     return first, inverse.ravel()

@@ -7,45 +7,33 @@ depends on the number of stages and not on the number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import (
-    MEASURED_COLLECTIVES,
-    CollectiveCosts,
-    ExpertReductions,
-    Priced,
+    check_expert_replicas,
+    collective_links,
+    n_replicas,
+    price_collectives,
 )
-from pipesim.costs.cost_fields import checked_exchange_bytes
 from pipesim.costs.kind_routes import KindRoutes, message_rows
 from pipesim.costs.microbatch_costs import cost_classes
+from pipesim.costs.rows import COMPUTED, MEASURED
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
-from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import input_bytes
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
-from pipesim.ops import COPIES, EXCHANGES, KEPT, SEGMENTED, Op
+from pipesim.ops import COPIES, KEPT, PART_NAMES, SEGMENTED, Op
 
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
 
 Floats = NDArray[np.float64]
-#: Field of `Costs` with the seconds of an operation. The network prices messages and collectives.
-DURATION_OF = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input_grad",
-    Op.W: "weight_grad",
-    Op.R: "recompute",
-    Op.STEP: "optimizer_step",
-    Op.DISPATCH: "dispatch",
-    Op.REORDER: "reorder",
-}
 
 
 def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
@@ -92,10 +80,9 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     links = routes.links.copy() if with_links else routes.links
     share = np.ones(len(kinds))
     if routes.collectives:
-        priced = Priced(duration, nbytes, links, share)
-        duration, nbytes, links, share = _collective_costs(costs, routes).price(
-            routes, priced, with_links=with_links
-        )
+        price_collectives(costs, routes, duration, nbytes, share)
+        if with_links:
+            links = collective_links(routes, nbytes, links)
     if costs.tied_bytes and not graph.tied:
         _add_tied_sums(costs, routes, duration)
     if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
@@ -109,15 +96,13 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
 def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
     graph, n_stages = routes.graph, routes.graph.n_stages
     duration = np.zeros(len(graph.kinds))
-    for op, name in DURATION_OF.items():
+    for (op, part), name in COMPUTED.items():
         if op in routes.rows_of_ops:
             rows, stages = routes.rows_of_ops[op]
+            if part:
+                own = graph.kinds.part[rows] == PART_NAMES[op].index(part)
+                rows, stages = rows[own], stages[own]
             duration[rows] = costs.per_stage(name, n_stages)[stages]
-    if Op.REORDER in routes.rows_of_ops:
-        rows, stages = routes.rows_of_ops[Op.REORDER]
-        of_gradients = graph.kinds.part[rows] == EXCHANGES.index("gradients")
-        rows, stages = rows[of_gradients], stages[of_gradients]
-        duration[rows] = costs.per_stage("reorder_gradients", n_stages)[stages]
     if graph.kinds.has_segments:
         duration *= segment_shares(costs, graph)
     if costs.overlapped is not None and graph.kinds.overlapped.any():
@@ -158,77 +143,6 @@ def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
     duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
 
-def _collective_costs(costs: Costs, routes: KindRoutes) -> CollectiveCosts:
-    graph, n_stages = routes.graph, routes.graph.n_stages
-    exchange_bytes = {
-        stage: {name: np.array(matrix) for name, matrix in matrices}
-        for stage, matrices in checked_exchange_bytes(costs.exchange_bytes) or ()
-    }
-    for stage in exchange_bytes:
-        if stage >= n_stages:
-            raise CostsError(
-                f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
-                f"0..{n_stages - 1}; give those of its sharded stages"
-            )
-        if graph.sharded and stage not in graph.sharded:
-            raise CostsError(
-                f"exchange_bytes are of stage {stage}, but the graph was lowered with "
-                f"sharded={list(graph.sharded)}: no other stage exchanges; give theirs"
-            )
-    measured = {
-        name: costs.per_stage(field, n_stages)
-        for name, field in MEASURED_COLLECTIVES.items()
-        if getattr(costs, field) is not None
-    }
-    key_bytes = vector_bytes = np.empty(0)
-    if Op.ALL_TO_ALL in routes.rows_of_ops:
-        key_bytes, vector_bytes = (
-            costs.per_stage(name, n_stages) for name in ("key_bytes", "vector_bytes")
-        )
-    return CollectiveCosts(
-        costs.network,
-        costs.all_reduce,
-        gradient_bytes=costs.per_stage("gradient_bytes", n_stages),
-        parameter_bytes=costs.per_stage("parameter_bytes", n_stages),
-        key_bytes=key_bytes,
-        vector_bytes=vector_bytes,
-        measured=measured,
-        buckets=costs.buckets,
-        exchange_bytes=exchange_bytes,
-        tied_bytes=_tied_bytes(costs, graph),
-        grad_norm=costs.per_stage("grad_norm", n_stages),
-        routed_bytes=routed_bytes(costs, graph),
-        step_parts=optimizer_parts(costs, graph),
-        experts=_expert_reductions(costs, graph),
-    )
-
-
-def _expert_reductions(costs: Costs, graph: TaskGraph) -> ExpertReductions | None:
-    g = costs.expert_replicas
-    if g == 1 and costs.reduced_share == 1:
-        return None
-    if g > 1:
-        check_expert_replicas(costs, graph)
-    gradients, parameters, share = (
-        costs.per_stage(name, graph.n_stages)
-        for name in ("expert_gradient_bytes", "expert_parameter_bytes", "reduced_share")
-    )
-    n_copies = max(1, graph.n_replicas * graph.options.n_equal // g)
-    return ExpertReductions(g, n_copies, gradients, parameters, share)
-
-
-def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:
-    n = len(graph.tied)
-    if isinstance(costs.tied_bytes, float):
-        return np.full(n, costs.tied_bytes)
-    if len(costs.tied_bytes) != n and n:
-        raise CostsError(
-            f"tied_bytes has {len(costs.tied_bytes)} values, but the graph has {n} groups of tied "
-            "stages; give one number for all, or one a group"
-        )
-    return np.array(costs.tied_bytes)
-
-
 def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
     """Return the bytes of each kind of message: a stage's output, or the gradient of its input.
 
@@ -241,9 +155,6 @@ def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
 
 
 # OFFLOAD and RELOAD, the copies between devices and host memory
-
-#: Field of `Costs` with the measured seconds of each copy.
-MEASURED_COPIES = {Op.OFFLOAD: "offload", Op.RELOAD: "reload"}
 
 
 def kept_inputs(graph: TaskGraph, costs: Costs) -> Floats:
@@ -299,8 +210,8 @@ def price_copies(costs: Costs, routes: KindRoutes, duration: Floats, nbytes: Flo
     nbytes[rows] = own
     ops, stages, n_stages = graph.kinds.op[rows], graph.kinds.stage[rows], graph.n_stages
     is_input = graph.kinds.part[rows] == KEPT.index("input")
-    for op, name in MEASURED_COPIES.items():
-        copies = ops == op
+    for op in sorted(COPIES):
+        copies, name = ops == op, MEASURED[op, ""]
         if getattr(costs, name) is not None:
             whole = np.zeros(n_stages)
             np.maximum.at(whole, stages[copies & ~is_input], own[copies & ~is_input])
@@ -318,10 +229,8 @@ def price_copies(costs: Costs, routes: KindRoutes, duration: Floats, nbytes: Flo
             )
 
 
-# Experts: exchanges without tasks, and bytes that replicas share
+# Experts: exchanges without tasks
 
-#: What a replica holds of a stage.
-Held = Literal["parameter", "gradient", "optimizer"]
 #: Operations that contain the exchanges of their stage.
 _WITH_EXCHANGES = (Op.F, Op.B, Op.I, Op.R)
 
@@ -353,15 +262,6 @@ def segment_shares(costs: Costs, graph: TaskGraph) -> Floats:
             of_stage = costs.segments[int(kinds.stage[row])]
             shares[row] = of_stage[positions[Op(kinds.op[row])]][int(kinds.part[row])]
     return shares
-
-
-def routed_bytes(costs: Costs, graph: TaskGraph) -> dict[str, Floats]:
-    """Return the bytes of tokens in the exchanges of a graph, by name."""
-    if not graph.kinds.has_segments:
-        return {}
-    return {
-        name: costs.per_stage(f"{name}_bytes", graph.n_stages) for name in ("dispatch", "combine")
-    }
 
 
 def exchange_seconds(costs: Costs, n_stages: int) -> Floats:
@@ -427,7 +327,7 @@ def _add_network_exchange(
 ) -> None:
     graph, g = routes.graph, costs.expert_replicas
     if graph.kinds.has_segments:
-        g = graph.expert_replicas or _n_replicas(graph)
+        g = graph.expert_replicas or n_replicas(graph)
     if g == 1:  # inside a device
         return
     homes = graph.homes if routes.replicas is None else routes.replicas[:, graph.homes[0]]
@@ -438,81 +338,3 @@ def _add_network_exchange(
             seconds = costs.network.all_to_all(float(nbytes[stage]), members)
             own = rows & (graph.kinds.replica == replica) & (graph.kinds.stage == stage)
             duration[own] += layers[stage] * seconds
-
-
-def _n_replicas(graph: TaskGraph) -> int:
-    """Return the number of data-parallel replicas that a graph stands for."""
-    return (1 + int(copy_of_replicas(graph.homes).max())) * graph.options.n_equal
-
-
-def check_expert_replicas(costs: Costs, graph: TaskGraph) -> None:
-    """Raise `CostsError` unless the replicas of a graph are groups that have all experts.
-
-    One copy of the pipeline may stand for one of such a group, if the costs have the seconds of its
-    exchanges.
-    """
-    g = costs.expert_replicas
-    n = _n_replicas(graph)
-    if n == 1 and None not in (costs.exchange_dispatch, costs.exchange_combine):
-        return
-    if n % g:
-        raise CostsError(
-            f"the experts of a layer are on {g} replicas (expert_replicas), but the graph has {n}; "
-            f"give lower(n_replicas=...) a multiple of {g}, or costs of fewer expert-parallel "
-            "GPUs, or exchange_dispatch= and exchange_combine=, with which one replica stands for "
-            "all"
-        )
-    size = graph.expert_replicas or n
-    if graph.kinds.has_segments and g > 1 and size != g:
-        raise CostsError(
-            f"the experts of a layer are on {g} replicas (expert_replicas), but {size} of the "
-            f"graph exchange tokens; give lower(..., expert_replicas={g})"
-        )
-
-
-def held_bytes(costs: Costs, graph: TaskGraph, name: Held) -> Floats:
-    """Return the bytes of parameters, gradients or optimizer that a replica holds of each stage.
-
-    A replica has its share of what is sharded: experts are shared among fewer replicas.
-    """
-    shares = graph.optimizer_shares if name == "optimizer" else graph.parameter_shares
-    if costs.expert_replicas > 1 and np.any(getattr(costs, f"expert_{name}_bytes")):
-        check_expert_replicas(costs, graph)
-    return shared_bytes(costs, graph.n_stages, shares, name)
-
-
-def shared_bytes(
-    costs: Costs, n_stages: int, shares: int | NDArray[np.int64], name: Held
-) -> Floats:
-    """Return `held_bytes` of one of ``shares`` replicas: one number, or one a stage."""
-    whole: Floats = costs.per_stage(f"{name}_bytes", n_stages)
-    if costs.expert_replicas == 1 or not np.any(getattr(costs, f"expert_{name}_bytes")):
-        return whole / shares
-    experts = costs.per_stage(f"expert_{name}_bytes", n_stages)
-    held: Floats = (whole - experts) / shares + experts / np.maximum(
-        1, shares // costs.expert_replicas
-    )
-    return held
-
-
-def moved_bytes(
-    costs: Costs, n_stages: int, n_replicas: int, name: Literal["parameter", "gradient"]
-) -> Floats:
-    """Return the bytes of each stage that replicas gather or reduce: experts if others have them.
-
-    Gathers need memory for them, and so do gradients that wait for their reduction.
-    """
-    whole: Floats = costs.per_stage(f"{name}_bytes", n_stages)
-    if n_replicas > costs.expert_replicas or costs.expert_replicas == 1:
-        return whole
-    moved: Floats = whole - costs.per_stage(f"expert_{name}_bytes", n_stages)
-    return moved
-
-
-def optimizer_parts(costs: Costs, graph: TaskGraph) -> Floats:
-    """Return the number by which the seconds of STEP of each stage are divided."""
-    if costs.expert_replicas == 1 or not np.any(costs.expert_optimizer_bytes):
-        return np.asarray(graph.optimizer_shares)
-    whole = costs.per_stage("optimizer_bytes", graph.n_stages)
-    held = held_bytes(costs, graph, "optimizer")
-    return np.divide(whole, held, out=np.ones_like(whole), where=held > 0)

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import STAGE_FIELDS, Costs, stage_fields
+from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import each_microbatch, n_stages_of
-from pipesim.costs.pricing import DURATION_OF
+from pipesim.costs.rows import COMPUTED, STAGE_ROWS, given_rows
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_stages
 
 Floats = NDArray[np.float64]
-#: Fields with the seconds of all operations that compute.
-_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients", "grad_norm", "reduce_copies")
 
 
 def scaled(
@@ -43,12 +41,12 @@ def scaled(
     factors[slice(None) if stage is None else stage] = value
     with np.errstate(over="ignore"):  # infinite seconds are refused below
         if op is None:
-            names = {*_SECONDS} & {*stage_fields(costs)}
-            present = [name for name in names if getattr(costs, name) is not None]
-            seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
+            names = [name for name, row in given_rows(costs).items() if row.computes]
+            seconds = {name: costs.per_stage(name, len(factors)) * factors for name in names}
         else:
             name = op.name if isinstance(op, Op) else op
-            own = Op[check_name("operation", name, [computing.name for computing in DURATION_OF])]
+            names = list(dict.fromkeys(computing.name for computing, _ in COMPUTED))
+            own = Op[check_name("operation", name, names)]
             seconds = _scaled_operation(costs, own, factors)
     changed: dict[str, Any] = {}
     for name, values in seconds.items():
@@ -68,23 +66,20 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
     A field that follows from one that changes is given the value that it has now.
     """
     n = len(factors)
-    name = DURATION_OF[op]
-    if getattr(costs, name) is None and name not in ("backward", "recompute"):
+    own = [name for (computing, _), name in COMPUTED.items() if computing == op]
+    name = own[0]
+    if getattr(costs, name) is None and not STAGE_ROWS[name].instead:
         raise CostsError(f"{name} is missing, so that {op.name} cannot be scaled; give its seconds")
-    before = costs.per_stage(name, n)
-    changed = {name: before * factors}
-    if op is Op.F and costs.recompute is None:
-        changed["recompute"] = before
     if op is Op.B:  # B is I and W together
-        for half in ("input_grad", "weight_grad"):
-            if getattr(costs, half) is not None:
-                changed[half] = costs.per_stage(half, n) * factors
-    if op in (Op.I, Op.W) and costs.backward is None:
-        changed["backward"] = costs.per_stage("backward", n)
+        own += [half for half in STAGE_ROWS[name].instead if getattr(costs, half) is not None]
     if op is Op.STEP and costs.reduce_copies:
-        changed["reduce_copies"] = costs.per_stage("reduce_copies", n) * factors
-    if op is Op.REORDER:
-        changed["reorder_gradients"] = costs.per_stage("reorder_gradients", n) * factors
+        own.append("reduce_copies")
+    changed = {other: costs.per_stage(other, n) * factors for other in own}
+    for other in COMPUTED.values():
+        follows = getattr(costs, other) is None and not {*own}.isdisjoint(STAGE_ROWS[other].instead)
+        if follows and other not in own:
+            changed[other] = costs.per_stage(other, n)
+    before = costs.per_stage(name, n)
     if op in (Op.F, Op.B) and costs.overlapped is not None:
         separate = costs.per_stage("forward", n) + costs.per_stage("backward", n)
         share = np.divide(before, separate, out=np.full(n, 0.5), where=separate > 0)
@@ -94,7 +89,7 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
 
 def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:
     """Return the number of stages of costs, or None if they have one value for all."""
-    sizes = {n for name in STAGE_FIELDS if (n := n_stages_of(getattr(costs, name)))}
+    sizes = {n for name in STAGE_ROWS if (n := n_stages_of(getattr(costs, name)))}
     if n_stages is not None:
         sizes.add(check_count("n_stages", n_stages))
     if len(sizes) > 1 and (stage is not None or n_stages is not None):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import VALUE_FIELDS, Costs, PerStage
+from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
@@ -25,6 +25,7 @@ from pipesim.costs.layer_split import (
     check_partition,
     checked_split,
 )
+from pipesim.costs.rows import STAGE_ROWS, PerStage
 from pipesim.errors import (
     ArgumentTypeError,
     CostsError,
@@ -364,7 +365,7 @@ def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[f
 
 #: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
 #: `input_grad` and `weight_grad`.
-COLUMNS = tuple(name for name in VALUE_FIELDS if name != "launch")
+COLUMNS = tuple(k for k, row in STAGE_ROWS.items() if not row.is_rare and k != "launch")
 #: A column of names for readers, which is ignored.
 NAMES = "layer"
 #: Columns to suggest in messages.

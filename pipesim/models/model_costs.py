@@ -12,9 +12,10 @@ from typing import Any, cast
 import numpy as np
 
 from pipesim.costs.cost_fields import Workload
-from pipesim.costs.costs import Costs, PerStage, replace_stages
+from pipesim.costs.costs import Costs, replace_stages
 from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
 from pipesim.costs.microbatch_costs import joined_microbatches
+from pipesim.costs.rows import PerStage
 from pipesim.errors import ArgumentError, check_name
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size

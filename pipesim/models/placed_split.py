@@ -20,6 +20,7 @@ from pipesim.costs.layer_split import (
     checked_split,
 )
 from pipesim.costs.pricing import exchange_seconds
+from pipesim.costs.rows import LAYER_SECONDS
 from pipesim.errors import ArgumentError, ArgumentTypeError, CostsError, CostsWarning, check_count
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -110,15 +111,6 @@ def _sum(seconds: Sequence[float]) -> float:
 
 #: Costs of stages with these many layers.
 StageCosts = Callable[[Sequence[int]], Costs]
-
-#: Fields of `Costs` with the seconds of operations that layers take.
-_SECONDS = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input_grad",
-    Op.W: "weight_grad",
-    Op.R: "recompute",
-}
 
 
 @dataclass(frozen=True)
@@ -217,7 +209,7 @@ def _graph_work(graph: TaskGraph) -> _Work:
     load = np.zeros((graph.n_devices, graph.n_stages))
     np.add.at(load, (device[forwards], stage[forwards]), 1 / graph.n_microbatches)
     place = device * graph.n_stages + stage
-    counts = {x: np.bincount(place[op == x], minlength=load.size) for x in _SECONDS}
+    counts = {x: np.bincount(place[op == x], minlength=load.size) for x in LAYER_SECONDS}
     has_forwards = counts[Op.F] > 0
     n_forwards = counts[Op.F][has_forwards]
     n_all = max(1, int(forwards.sum()))
@@ -246,7 +238,7 @@ def _seconds(costs: Costs, n: int, ops: dict[Op, float]) -> Floats:
     seconds = np.zeros(n)
     for op, times in ops.items():
         if times:
-            seconds += times * costs.per_stage(_SECONDS[op], n)
+            seconds += times * costs.per_stage(LAYER_SECONDS[op], n)
             if costs.expert_layers and op != Op.W:
                 seconds += times * exchange_seconds(costs, n)
     return seconds

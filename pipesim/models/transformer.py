@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Unpack
 
-from pipesim.costs.costs import Costs, PerStage
+from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import LayerPartition, Split
+from pipesim.costs.rows import PerStage
 from pipesim.errors import check_count, check_name
 from pipesim.models.model_sizes import (
     Amount,

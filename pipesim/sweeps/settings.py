@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from pipesim.costs.costs import OTHER_FIELDS, PER, VALUE_FIELDS, Costs
+from pipesim.costs.costs import PER, Costs
+from pipesim.costs.rows import ROWS
 from pipesim.errors import ArgumentError, UnknownNameError, check_count, check_name, suggestion
 from pipesim.graph.graph import TaskGraph
 from pipesim.list_scheduling.limits import activation_limits
@@ -186,9 +187,7 @@ SETTINGS = (*COUNTS, *LOWERING, "engine", "memory_limit", "options", "per", "cos
 
 #: Flat names of seconds whose names are options of the lowering.
 SECONDS = {
-    "recompute": "recompute_time",
-    "grad_norm": "grad_norm_time",
-    "offload": "offload_time",
+    name: f"{name}_time" for name, row in ROWS.items() if name in LOWERING and row.unit == "seconds"
 }
 #: Path in the tables of each flat setting. Other names are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
@@ -197,9 +196,7 @@ FLAT: dict[str, tuple[str, ...]] = {
     **{flat: (key,) for key, flat in LOWERING.items()},
     **{key: (key,) for key in ("engine", "memory_limit", "per", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes; likewise others.
-    **{SECONDS.get(k, k): ("costs", k) for k in VALUE_FIELDS if SECONDS.get(k, k) not in LOWERING},
-    **{key: ("costs", key) for key in OTHER_FIELDS if key not in LOWERING},
-    "network": ("costs", "network"),
+    **{SECONDS.get(k, k): ("costs", k) for k in ROWS if SECONDS.get(k, k) not in LOWERING},
     "latency": ("costs", "network", "latency"),
     "bandwidth": ("costs", "network", "bandwidth"),
     **{f"host_{k}": ("costs", "network", "host", k) for k in ("latency", "bandwidth")},
@@ -250,7 +247,7 @@ def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) 
         _check_table(f"{where}: options", table["options"], None)  # the schedule checks the keys
     if "costs" not in table:
         return table
-    cost_keys = ("file", "network", "transformer", *OTHER_FIELDS, *VALUE_FIELDS)
+    cost_keys = ("file", "transformer", *ROWS)
     costs = _check_table(f"{where}: costs", table["costs"], cost_keys)
     if "transformer" in costs:
         model = _check_table(f"{where}: costs.transformer", costs["transformer"], TRANSFORMER)

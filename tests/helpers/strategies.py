@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.microbatch_costs import MICROBATCH_FIELDS
+from pipesim.costs.rows import MEASURED, STAGE_ROWS
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.options import GRAD_SYNC
@@ -34,8 +34,7 @@ replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 issue_orders = st.sampled_from(["clock_cycle", *ISSUE_ORDERS])
 #: Fields of `Costs` that replace what the network says of collectives.
-COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "reduce_tied", "exchange_counts", "reload",
-                      "exchange_vectors", "exchange_accumulated")  # fmt: skip
+COLLECTIVE_SECONDS = tuple(MEASURED.values())
 #: Options of `pipesim.lower` that are for sharded stages.
 EXCHANGE_OPTIONS = ("exchange_work", "sparse_grad_sync", "prefetch_keys")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
@@ -398,21 +397,13 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
             return draw(one)
         return tuple(draw(one) for _ in range(n_stages))
 
-    times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
-             "optimizer_step", "dispatch", "reorder", "reorder_gradients", "grad_norm")  # fmt: skip
-    nbytes = (
-        "output_bytes",
-        "activation_bytes",
-        "weight_grad_bytes",
-        "forward_workspace_bytes",
-        "backward_workspace_bytes",
-        "parameter_bytes",
-        "optimizer_bytes",
-        "key_bytes",
-        "vector_bytes",
-        "dispatch_bytes",
-        "combine_bytes",
-    )
+    times = [name for name, row in STAGE_ROWS.items() if row.computes and not row.is_rare]
+    limited = ("expert", "offload", "gradient")  # parts of others; or drawn below
+    nbytes = [
+        name
+        for name, row in STAGE_ROWS.items()
+        if row.unit == "bytes" and not name.startswith(limited)
+    ]
     return ps.Costs(
         **{name: values(seconds) for name in times},
         **{name: values(sizes) for name in nbytes},
@@ -449,7 +440,7 @@ def unequal_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs
     n_copies = 1 + int(copy_of_replicas(graph.homes)[-1])
     n = graph.n_microbatches * draw(st.sampled_from([1, n_copies]))
     rows = draw(st.sampled_from([1, graph.n_stages]))
-    names = st.sampled_from([name for name in MICROBATCH_FIELDS if name != "skip_bytes"])
+    names = st.sampled_from([name for name, row in STAGE_ROWS.items() if row.each])
     changed = {}
     for name in draw(st.sets(names, min_size=1, max_size=4)):
         values = st.lists(sizes if name.endswith("bytes") else seconds, min_size=n, max_size=n)

@@ -18,6 +18,7 @@ from command_output import succeed
 from same_timelines import same
 
 import pipesim as ps
+from pipesim.costs.rows import ROWS, STAGE_ROWS
 from pipesim.models.parallel import PARALLEL, SEARCHED, ParallelSettings
 from pipesim.sweeps.settings import FLAT, LOWERING, transformer_costs
 
@@ -54,36 +55,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},
 }
 NETWORK = ps.Network(latency=0.01, bandwidth=64, host=ps.HostLink(bandwidth=32))
+#: A number of each unit.
+NUMBERS = {"seconds": 0.5, "bytes": 4.0, "shares": 0.5, "numbers of layers": 1.0}
 #: Costs of which network and bytes give the seconds of messages and collectives.
-DERIVED = ps.Costs(
-    forward=1.0, backward=2.5, input_grad=1.25, weight_grad=1.125, optimizer_step=0.5,
-    dispatch=0.25, reorder=0.125, launch=0.0625, output_bytes=4, output_seconds=0.03,
-    activation_bytes=16, weight_grad_bytes=3, parameter_bytes=48, optimizer_bytes=96, key_bytes=2,
-    tied_bytes=8, network=NETWORK, forward_workspace_bytes=5, backward_workspace_bytes=6,
-    memory_reserve=0.1, grad_norm=0.2, expert_layers=1, dispatch_bytes=7, combine_bytes=9,
-    expert_parameter_bytes=20, expert_gradient_bytes=21, expert_optimizer_bytes=22,
-    reduce_copies=0.3, skip_bytes={(0, 2): 10.0}, expert_replicas=2,
-)  # fmt: skip
-#: Another value of each field of `Costs`.
+DERIVED = ps.Costs(**{
+    **{name: NUMBERS[row.unit] for name, row in STAGE_ROWS.items() if row.default == 0},
+    "forward": 1.0, "backward": 2.5, "input_grad": 1.25, "weight_grad": 1.125,
+    "activation_bytes": 16.0, "parameter_bytes": 48.0, "optimizer_bytes": 96.0,
+    "tied_bytes": 8.0, "network": NETWORK, "memory_reserve": 0.1,
+    "skip_bytes": {(0, 2): 10.0}, "expert_replicas": 2,
+})  # fmt: skip
+#: Another value of each field of `Costs` with a form of its own.
 CHANGES: dict[str, Any] = {
-    **dict.fromkeys(("recompute", "reorder_gradients", "reduce_grad", "unshard"), 3.5),
-    **dict.fromkeys(("exchange_counts", "exchange_keys", "exchange_vectors"), 3.5),
-    **dict.fromkeys(("exchange_gradients", "exchange_accumulated", "reduce_tied"), 3.5),
-    **dict.fromkeys(("exchange_dispatch", "exchange_combine", "offload", "reload"), 3.5),
-    "overlapped": 3.25,
-    "gradient_bytes": 100,
-    "vector_bytes": 11,
-    "offload_bytes": 12,
-    "buckets": [[(0.75, 0.25), (0.25, 1.0)]],
+    "buckets": [[(0.75, 0.25), (0.25, 1.0)]] * 4,
     "exchange_bytes": {0: {"keys": [[1, 2], [3, 4]]}},
     "skip_bytes": {(0, 2): 20.0},
     "network": ps.Network(latency=0.02, bandwidth=64, host=ps.HostLink(bandwidth=32)),
     "all_reduce": "tree",
     "workload": ps.Workload(tokens=10, flops=100),
     "memory_reserve": 0.2,
-    "reduced_share": 0.5,
     "expert_replicas": 1,
-    "expert_layers": 2,
     "segments": [[(0.5, 0.25, 0.25)] * 3] * 4,
 }
 
@@ -144,17 +135,21 @@ def test_flags_and_sweeps_know_each_option(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_all_costs_have_an_example() -> None:
-    """Add a field of `Costs` above: to `DERIVED`, or with another value to `CHANGES`."""
+    """Add a field of `Costs` with a form of its own to `CHANGES`, with another value."""
     names = {x.name for x in fields(ps.Costs)}
-    usual = {x.name for x in fields(ps.Costs) if getattr(DERIVED, x.name) == x.default}
-    assert usual | CHANGES.keys() <= names
-    assert usual <= CHANGES.keys()
+    assert names == ROWS.keys()
+    assert CHANGES.keys() == {name for name, row in ROWS.items() if row.item in ("", "skip")}
 
 
 def with_change(name: str) -> ps.Costs:
     """Return costs with another value of one field."""
-    value = CHANGES[name] if name in CHANGES else getattr(DERIVED, name) * 2
-    return replace(DERIVED, **{name: value})
+    if name in CHANGES:
+        return replace(DERIVED, **{name: CHANGES[name]})
+    value, row = getattr(DERIVED, name), ROWS[name]
+    number = NUMBERS[row.unit]
+    if value == row.default:
+        return replace(DERIVED, **{name: number if row.default else 3 * number})
+    return replace(DERIVED, **{name: value + number})
 
 
 @pytest.mark.parametrize("name", [x.name for x in fields(ps.Costs)])

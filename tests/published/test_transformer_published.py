@@ -9,12 +9,11 @@ import pytest
 from simulated_runs import published
 
 import pipesim as ps
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.costs.rows import MEASURED, STAGE_ROWS
 
 #: What follows from sizes; seconds of collectives are measured or the network's.
-MEASURED = (*MEASURED_COLLECTIVES.values(), "offload", "reload", "offload_bytes")
-SIZED = [name for name in VALUE_FIELDS if name not in MEASURED]
+OTHERS = (*MEASURED.values(), "offload_bytes")
+SIZED = [name for name, row in STAGE_ROWS.items() if not row.is_rare and name not in OTHERS]
 
 
 FORMULAS = published("korthikanti_activation_formulas")["expected"]

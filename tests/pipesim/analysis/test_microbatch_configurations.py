@@ -11,7 +11,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.analysis.configurations import configuration
-from pipesim.costs.costs import STAGE_FIELDS
+from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import CostsError
 
 LENGTHS = np.array([[1.0, 2.0, 3.0, 4.0]])
@@ -81,22 +81,22 @@ def test_models_have_equal_micro_batches() -> None:
 
 def test_stages_put_together_again_give_the_costs_of_devices() -> None:
     """Of every field with one value a stage: those that stages have whole are not summed."""
-    names = sorted({*STAGE_FIELDS} - {"expert_layers", "reduced_share"})
+    names = sorted({*STAGE_ROWS} - {"expert_layers", "reduced_share"})
     costs = ps.Costs(**dict.fromkeys(names, (4.0, 6.0)), expert_layers=(2, 4), reduced_share=0.5)
     placement = ps.looped(2, 2)
     timeline = ps.simulate(
         ps.lower(ps.schedule("interleaved_1f1b", 2, 4)), costs.in_chunks(placement)
     )
     again = configuration(timeline).with_schedule("1f1b").costs
-    for name in STAGE_FIELDS:
+    for name in STAGE_ROWS:
         assert again.per_stage(name, 2).tolist() == costs.per_stage(name, 2).tolist(), name
 
 
 def test_smaller_micro_batches_divide_what_is_of_one() -> None:
     """Fields of whole stages, launches and exchanges of counts stay; seconds and bytes halve."""
-    values: dict[str, Any] = {name: 4.0 for name in STAGE_FIELDS if name != "reduced_share"}
+    values: dict[str, Any] = {name: 4.0 for name in STAGE_ROWS if name != "reduced_share"}
     halved = named("1f1b", ps.Costs(**values)).with_smaller_microbatches(2).costs
-    whole = {name for name in STAGE_FIELDS if getattr(halved, name) == values.get(name, 1.0)}
+    whole = {name for name in STAGE_ROWS if getattr(halved, name) == values.get(name, 1.0)}
     assert whole == {
         "launch", "exchange_counts", "exchange_accumulated", "optimizer_step", "grad_norm",
         "parameter_bytes", "optimizer_bytes", "gradient_bytes", "reduce_grad", "reduce_tied",
@@ -112,7 +112,7 @@ def test_other_settings_keep_each_field_that_the_user_has_changed() -> None:
         "skip_bytes": 7.0, "buckets": [[(1.0, 1.0)], [(1.0, 1.0)]],
         "exchange_bytes": {0: {"keys": [[1.0]]}}, "segments": [[(1.0,)] * 3] * 2,
     }  # fmt: skip
-    assert {*settings, *STAGE_FIELDS, "network", "workload"} == {x.name for x in fields(costs)}
+    assert {*settings, *STAGE_ROWS, "network", "workload"} == {x.name for x in fields(costs)}
     own = replace(costs, **settings)
     changed = named("1f1b", own).with_settings(flash_attention=True).costs
     for name in settings:

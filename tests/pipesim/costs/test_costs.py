@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from strategies import cases, costs, skipping_cases
 
 import pipesim as ps
-from pipesim.costs.costs import VALUE_FIELDS, replace_stages
-from pipesim.costs.pricing import DURATION_OF
+from pipesim.costs.costs import replace_stages
+from pipesim.costs.rows import COMPUTED, STAGE_ROWS
 from pipesim.errors import CostsError, CostsWarning, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, TRANSFERS, Op
 
@@ -108,9 +108,8 @@ def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 def test_every_operation_has_a_duration() -> None:
     """A field, or the network; an operation without either would silently take no time."""
     of_network = TRANSFERS | COLLECTIVES | COPIES
-    assert set(DURATION_OF) == COMPUTE - {Op.RESHARD}, "which takes no time"
-    assert set(DURATION_OF) | of_network | {Op.RESHARD} == set(Op)
-    assert set(DURATION_OF.values()) <= set(VALUE_FIELDS)
+    assert {op for op, _ in COMPUTED} == COMPUTE - {Op.RESHARD}, "which takes no time"
+    assert {op for op, _ in COMPUTED} | of_network | {Op.RESHARD} == set(Op)
 
 
 def test_algorithm_of_reductions(tmp_path: Path) -> None:
@@ -130,14 +129,7 @@ def test_algorithm_of_reductions(tmp_path: Path) -> None:
 
 
 #: None stands for what follows from others, and for what is not measured.
-OPTIONAL = {
-    *("backward", "input_grad", "weight_grad", "overlapped", "recompute", "vector_bytes"),
-    *("gradient_bytes", "reorder_gradients"),
-    *("reduce_grad", "unshard", "reduce_tied", "exchange_counts", "exchange_keys"),
-    *("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
-    *("offload", "reload", "offload_bytes"),
-}
-REQUIRED = sorted(set(VALUE_FIELDS) - OPTIONAL)
+REQUIRED = sorted(k for k, row in STAGE_ROWS.items() if row.default is not None or k == "forward")
 
 
 #: What no field of costs takes.
@@ -147,10 +139,10 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("name", VALUE_FIELDS)
+@pytest.mark.parametrize("name", STAGE_ROWS)
 def test_bad_value(name: str) -> None:
     """Field and value are named, and what is allowed; nothing else is raised."""
-    unit = "bytes" if name.endswith("bytes") else "seconds"
+    unit = STAGE_ROWS[name].unit
     for value in BAD_VALUES:
         values = {"forward": 1.0, "backward": 1.0, name: value}
         with pytest.raises(

@@ -71,6 +71,10 @@ def test_exchanges_share_their_links_with_messages() -> None:
     assert free.duration[graph.op == Op.ALL_TO_ALL].tolist() == [1.0] * 32
     assert timeline.makespan > free.makespan + 3 * 4
     assert (timeline.start == ps.simulate(graph, costs, engine="simpy").start).all()
+    slower = ps.Network(nodes=replace(nodes, nic_bandwidth=0.5))
+    again = ps.Costs.from_timeline(timeline, network=slower)
+    assert (again.dispatch_bytes, again.combine_bytes) == (2, 2)
+    assert ps.simulate(graph, again).duration[graph.op == Op.ALL_TO_ALL].tolist() == [2.0] * 32
 
 
 def test_layers_are_numbered_in_the_order_in_which_they_run() -> None:

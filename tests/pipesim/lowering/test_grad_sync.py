@@ -239,6 +239,15 @@ def test_share_of_the_backward(share: float, start: float) -> None:
     assert timeline.start[first].tolist() == [start] * 2
 
 
+@pytest.mark.parametrize("n_stages", [1, 3])
+def test_buckets_of_another_number_of_stages(n_stages: int) -> None:
+    """They are refused, as other values of stages are, but not by a graph without buckets."""
+    costs = replace(COSTS, buckets=[[(0.5, 0.5), (0.5, 1.0)]] * n_stages)
+    with pytest.raises(CostsError, match=f"buckets has {n_stages} values for 2 stages"):
+        simulate(2, 2, costs, grad_sync="bucketed", n_buckets=2)
+    simulate(2, 2, costs)
+
+
 @given(
     lasts=st.floats(1e-3, 1e3), begins=st.floats(0, 1e3), share=st.floats(0, 1),
     noise=st.booleans(),

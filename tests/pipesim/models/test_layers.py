@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from places import PUBLISHED
 
 import pipesim as ps
-from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import ArgumentError, CostsError, PipeError
 from pipesim.models.layers import COLUMNS
 
@@ -304,7 +304,7 @@ def test_every_field_but_launch_is_a_column() -> None:
     columns = {"forward": [1, 2, 4], "backward": [2, 2, 2], "overlapped": [2, 3, 5]}
     costs = ps.Layers(columns).costs([1, 2])
     assert costs.overlapped == (2, 8)
-    names = set(VALUE_FIELDS) - {"launch"}
+    names = {k for k, row in STAGE_ROWS.items() if not row.is_rare} - {"launch"}
     assert ps.Layers({name: [1.0, 2.0] for name in names}).costs([2]).gradient_bytes == (3,)
     with pytest.raises(CostsError, match="unknown column 'launch'"):
         ps.Layers({**columns, "launch": [1, 1, 1]})

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.costs.rows import MEASURED, STAGE_ROWS
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -33,8 +32,8 @@ SMALL = ps.Transformer(**SIZES, n_layers=8)
 RUN: dict[str, Any] = {"microbatch_size": 2, "flops_per_second": 1e12}
 
 #: What follows from sizes; seconds of collectives are measured or the network's.
-MEASURED = (*MEASURED_COLLECTIVES.values(), "offload", "reload", "offload_bytes")
-SIZED = [name for name in VALUE_FIELDS if name not in MEASURED]
+OTHERS = (*MEASURED.values(), "offload_bytes")
+SIZED = [name for name, row in STAGE_ROWS.items() if not row.is_rare and name not in OTHERS]
 
 
 def test_stages_by_hand() -> None:
