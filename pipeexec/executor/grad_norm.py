@@ -32,7 +32,7 @@ from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_part import StepPart
 from pipeexec.stages.stage import Stage
-from pipesim.costs.collective_costs import NORM_BYTES
+from pipesim.costs.pricing import NORM_BYTES
 from pipesim.errors import ArgumentError, ExecutionError, check_flag, check_type, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op

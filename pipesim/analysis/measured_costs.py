@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import Floats, measured_shares
 from pipesim.analysis.replay import message_times, replay_costs
-from pipesim.costs.collective_costs import NORM_BYTES, exchange_name, optimizer_parts
 from pipesim.costs.costs import Costs
 from pipesim.costs.kind_routes import KindRoutes
 from pipesim.costs.microbatch_costs import repeated
-from pipesim.costs.pricing import add_expert_exchanges, message_bytes
+from pipesim.costs.pricing import (
+    NORM_BYTES,
+    add_expert_exchanges,
+    exchange_name,
+    message_bytes,
+    optimizer_parts,
+)
 from pipesim.costs.rows import COMPUTED, LAYER_SECONDS, MEASURED, ROWS
 from pipesim.errors import AccuracyWarning, ArgumentError, TimelineError, check_flag, check_name
 from pipesim.graph.copies import copy_of_replicas

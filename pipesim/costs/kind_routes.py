@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Kinds
-from pipesim.network.network import Network, all_reduce_seconds
+from pipesim.network.collectives import all_reduce_seconds
+from pipesim.network.network import Network
 from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, COPIES, OF_DEVICES, RECVS, SENDS, Op
 from pipesim.utils.csr import Ints

@@ -27,7 +27,8 @@ from pipesim.costs.cost_fields import (
 )
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
-from pipesim.network.network import ALL_REDUCE, Network
+from pipesim.network.collectives import ALL_REDUCE
+from pipesim.network.network import Network
 from pipesim.ops import LISTED, Op
 
 #: One value for all stages, one a stage, or one a stage and micro-batch.

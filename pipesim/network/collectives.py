@@ -42,16 +42,20 @@ https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, number
+from pipesim.errors import NetworkError, check_name, number
 from pipesim.network.links import MAX_DEVICE, Nodes
 from pipesim.network.routes import Paths, Router
 from pipesim.utils.host_memory import check_memory
+
+if TYPE_CHECKING:
+    from pipesim.network.network import Network
+
 
 # Collectives over nodes
 
@@ -142,6 +146,10 @@ def tree(group: Group, nbytes: float) -> float:
     return 2 * nbytes / group.bandwidth + chain + 2 * depth * group.nic_latency
 
 
+def _fastest(group: Group, nbytes: float) -> float:
+    return min(ring(group, nbytes), tree(group, nbytes))
+
+
 # Collectives over any links
 
 Devices = NDArray[np.int64]
@@ -180,24 +188,47 @@ def fastest_all_reduce(router: Router, nbytes: float, devices: Devices) -> float
     return min(ring_seconds, tree_all_reduce(router, nbytes, devices))
 
 
-def all_reduce_formula(
-    router: Router, devices: Devices, algorithm: str
+#: Algorithms of an all-reduce.
+ALL_REDUCE = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "fastest": fastest_all_reduce,
+}
+
+
+def all_reduce_seconds(
+    network: Network, devices: Sequence[int] | NDArray[Any], algorithm: str
 ) -> Callable[[float], float]:
-    """Return the seconds of all-reduces over ``devices`` as a function of bytes.
+    """Return `Network.all_reduce` of some devices as a function of bytes.
 
     Members on nodes are counted once, so that a call takes a microsecond.
     """
-    if (nodes := _only_nodes(router, devices)) is None:
-        formula = {"ring": ring_all_reduce, "tree": tree_all_reduce}.get(
-            algorithm, fastest_all_reduce
+    of_members = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
+    of_group = {"ring": ring, "tree": tree}.get(algorithm, _fastest)
+    _, members = checked_members("all-reduce", 0, devices)
+    router = network._router
+    nodes = _only_nodes(router, members)
+    group = None if nodes is None else group_of_devices(nodes, members)
+    is_plain = group is not None and len(members) > 1  # no arrays
+
+    def formula(nbytes: float) -> float:
+        return of_members(router, nbytes, members) if group is None else of_group(group, nbytes)
+
+    def seconds(nbytes: float) -> float:
+        if 0 <= nbytes < math.inf and is_plain:
+            try:
+                plain = formula(nbytes)
+            except ZeroDivisionError:  # reported below
+                plain = math.inf
+            if plain < math.inf:
+                return plain
+        if not 0 <= nbytes < math.inf:
+            raise NetworkError(f"all-reduce: bytes must be finite and >= 0, got {nbytes!r}")
+        return finite_seconds(
+            "all-reduce", lambda _, size, __: formula(size), router, nbytes, members
         )
-        return lambda nbytes: formula(router, nbytes, devices)
-    group = group_of_devices(nodes, devices)
-    if algorithm == "ring":
-        return lambda nbytes: ring(group, nbytes)
-    if algorithm == "tree":
-        return lambda nbytes: tree(group, nbytes)
-    return lambda nbytes: min(ring(group, nbytes), tree(group, nbytes))
+
+    return seconds
 
 
 def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.network.collectives import (
+    ALL_REDUCE,
     Group,
-    all_reduce_formula,
     all_to_all,
     all_to_all_links,
     checked_matrix,
     checked_members,
-    fastest_all_reduce,
     finite_seconds,
     group_of_gpus,
     ring,
-    ring_all_reduce,
     ring_links,
     tree,
-    tree_all_reduce,
     tree_links,
     uneven_all_to_all,
 )
@@ -54,12 +51,6 @@ from pipesim.network.sources import (
 )
 from pipesim.utils.files import check_path
 
-#: Algorithms of an all-reduce.
-ALL_REDUCE = {
-    "ring": ring_all_reduce,
-    "tree": tree_all_reduce,
-    "fastest": fastest_all_reduce,
-}
 #: Links that the members of each collective hold. Those of the fastest all-reduce are the ring's.
 _LINKS = {
     "ring": ring_links,
@@ -671,29 +662,3 @@ class Network:
             Equal to the network that `to_dict` was called on.
         """
         return cls(**network_fields(values))
-
-
-def all_reduce_seconds(
-    network: Network, devices: Sequence[int] | NDArray[Any], algorithm: str
-) -> Callable[[float], float]:
-    """Return `Network.all_reduce` of some devices as a function of bytes; they are counted once."""
-    _, members = checked_members("all-reduce", 0, devices)
-    router = network._router  # of this module
-    formula = all_reduce_formula(router, members, check_name("all-reduce", algorithm, ALL_REDUCE))
-    is_plain = len(members) > 1 and network.nodes is not None and not network.links  # no arrays
-
-    def seconds(nbytes: float) -> float:
-        if 0 <= nbytes < math.inf and is_plain:
-            try:
-                plain = formula(nbytes)
-            except ZeroDivisionError:  # reported below
-                plain = math.inf
-            if plain < math.inf:
-                return plain
-        if not 0 <= nbytes < math.inf:
-            raise NetworkError(f"all-reduce: bytes must be finite and >= 0, got {nbytes!r}")
-        return finite_seconds(
-            "all-reduce", lambda _, size, __: formula(size), router, nbytes, members
-        )
-
-    return seconds

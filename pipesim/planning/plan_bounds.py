@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipesim.costs.collective_costs import moved_bytes, shared_bytes
 from pipesim.costs.costs import Costs
-from pipesim.costs.pricing import exchange_seconds
-from pipesim.network.network import Network, all_reduce_seconds
+from pipesim.costs.pricing import exchange_seconds, moved_bytes, shared_bytes
+from pipesim.network.collectives import all_reduce_seconds
+from pipesim.network.network import Network
 from pipesim.planning.choice import Floats, StageDevices
 from pipesim.scheduling.placement import Layout, replica_devices
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import held_bytes, moved_bytes
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import cost_classes
-from pipesim.costs.pricing import copied_bytes, kept_inputs
+from pipesim.costs.pricing import copied_bytes, held_bytes, kept_inputs, moved_bytes
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import border_bytes, message_bytes
