@@ -132,7 +132,7 @@ class ShapeClasses(NamedTuple):
             **{
                 name: self._seconds(timelines, op, part)
                 for op, part, name in measured_fields(timelines[0].graph, with_split)
-                if ROWS[name].each
+                if ROWS[name].varies
             },
             "output_bytes": self._output_bytes(timelines[-1]),
         }

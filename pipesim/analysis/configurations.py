@@ -272,7 +272,9 @@ def _divided(costs: Costs, factor: int) -> Costs:
     if costs.exchange_bytes is not None or isinstance(costs.skip_sizes, tuple):
         raise CostsError("exchange_bytes and skip_bytes are of one size of micro-batches")
     changed: dict[str, Any] = {
-        name: _quotient(getattr(costs, name), factor if row.each and not row.fixed else 1, factor)
+        name: _quotient(
+            getattr(costs, name), factor if row.varies and not row.constant else 1, factor
+        )
         for name, row in given_rows(costs).items()
     }
     if costs.skip_bytes is not None:

@@ -322,8 +322,8 @@ class Costs(CostFields):
                 "backward is missing, and so is input_grad or weight_grad; give the seconds of B, "
                 "or of both I and W"
             )
-        if value is None and STAGE_ROWS[name].instead:
-            return self._sum(name, STAGE_ROWS[name].instead, n_stages)
+        if value is None and STAGE_ROWS[name].substitutes:
+            return self._sum(name, STAGE_ROWS[name].substitutes, n_stages)
         if value is None:
             remedy = f"give {name}, the seconds of these tasks"
             if name in ("input_grad", "weight_grad"):

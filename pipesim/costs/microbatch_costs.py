@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 #: Fields whose values may differ between micro-batches.
-_EACH = tuple(name for name, row in ROWS.items() if row.each)
+_VARYING = tuple(name for name, row in ROWS.items() if row.varies)
 
 
 class CostClasses(NamedTuple):
@@ -82,7 +82,7 @@ def _with_entries(name: str, value: Any, entries: Any) -> Any:
 
 def _rows(costs: Costs) -> dict[str, list[tuple[float, ...]]]:
     """Return the rows of micro-batches of each field that has some."""
-    values = ((name, getattr(costs, name)) for name in _EACH)
+    values = ((name, getattr(costs, name)) for name in _VARYING)
     rows = {
         name: [x for x in _entries(name, value) if isinstance(x, tuple)]
         for name, value in values
@@ -151,7 +151,7 @@ def joined_microbatches(costs: Costs, parts: Sequence[Costs], of_column: Ints) -
     Parts have one value a stage; ``costs`` have the other fields.
     """
     changed: dict[str, Any] = {}
-    for name in _EACH:
+    for name in _VARYING:
         values = [getattr(part, name) for part in parts]
         if all(value == values[0] for value in values):
             changed[name] = values[0]

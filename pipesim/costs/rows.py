@@ -53,13 +53,13 @@ class Row(NamedTuple):
     computes
         Whether they are seconds in which a device computes. Other seconds of an operation are
         measured ones, in place of those that follow from the network.
-    each
+    varies
         Whether micro-batches may have values of their own.
-    fixed
+    constant
         Whether smaller micro-batches have the same value though micro-batches may differ.
     whole
         Whether each stage of a device has the whole value of the device, and not a share.
-    instead
+    substitutes
         Fields whose sum stands for a missing value.
     sizes
         Bytes from which the network says how long it takes, if it was not measured.
@@ -76,10 +76,10 @@ class Row(NamedTuple):
     op: Op | None = None
     part: str = ""
     computes: bool = False
-    each: bool = False
-    fixed: bool = False
+    varies: bool = False
+    constant: bool = False
     whole: bool = False
-    instead: tuple[str, ...] = ()
+    substitutes: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     is_rare: bool = False
     write: Callable[[Any], Any] = lambda value: value
@@ -103,7 +103,7 @@ def _checked_numbers(name: str, value: object) -> PerStage:
 
 def _checked_rows(name: str, rows: Sequence[Any]) -> PerStage:
     """Return one tuple a stage, with a value a micro-batch; a number is that of all of them."""
-    if not ROWS[name].each:
+    if not ROWS[name].varies:
         item = ROWS[name].item
         raise CostsError(
             f"{name} is of a whole {item}, but was given a value for each micro-batch; give one "
@@ -158,13 +158,13 @@ def _numbers(unit: str, default: float | None = 0.0, **kind: Any) -> Any:
 
 def _work(op: Op | None, part: str = "", default: float | None = None, **kind: Any) -> Any:
     """Return a field with the seconds in which a device computes, of each micro-batch."""
-    kind = {"each": True, **kind}
+    kind = {"varies": True, **kind}
     return _numbers("seconds", default, op=op, part=part, computes=True, **kind)
 
 
-def _measured(op: Op, part: str = "", *sizes: str, each: bool = True, **kind: Any) -> Any:
+def _measured(op: Op, part: str = "", *sizes: str, varies: bool = True, **kind: Any) -> Any:
     """Return a field with measured seconds of a collective or a copy."""
-    return _numbers("seconds", None, op=op, part=part, sizes=sizes, each=each, **kind)
+    return _numbers("seconds", None, op=op, part=part, sizes=sizes, varies=varies, **kind)
 
 
 def _exchange(part: str, size: str, **kind: Any) -> Any:
@@ -191,38 +191,40 @@ class CostFields:
     """Fields of `Costs`, whose docstring describes them."""
 
     forward: PerStage | None = _work(Op.F)
-    backward: PerStage | None = _work(Op.B, instead=("input_grad", "weight_grad"))
+    backward: PerStage | None = _work(Op.B, substitutes=("input_grad", "weight_grad"))
     input_grad: PerStage | None = _work(Op.I)
     weight_grad: PerStage | None = _work(Op.W)
-    overlapped: PerStage | None = _work(None, instead=("forward", "backward"))
-    recompute: PerStage | None = _work(Op.R, instead=("forward",))
-    optimizer_step: PerStage = _work(Op.STEP, default=0.0, each=False)
+    overlapped: PerStage | None = _work(None, substitutes=("forward", "backward"))
+    recompute: PerStage | None = _work(Op.R, substitutes=("forward",))
+    optimizer_step: PerStage = _work(Op.STEP, default=0.0, varies=False)
     dispatch: PerStage = _work(Op.DISPATCH, default=0.0)
     reorder: PerStage = _work(Op.REORDER, "vectors", default=0.0)
-    reorder_gradients: PerStage | None = _work(Op.REORDER, "gradients", instead=("reorder",))
-    launch: PerStage = _numbers("seconds", each=True, fixed=True, whole=True)
-    output_bytes: PerStage = _numbers("bytes", each=True, whole=True)
-    output_seconds: PerStage = _numbers("seconds", each=True, whole=True)
-    activation_bytes: PerStage = _numbers("bytes", each=True)
-    weight_grad_bytes: PerStage = _numbers("bytes", each=True)
+    reorder_gradients: PerStage | None = _work(Op.REORDER, "gradients", substitutes=("reorder",))
+    launch: PerStage = _numbers("seconds", varies=True, constant=True, whole=True)
+    output_bytes: PerStage = _numbers("bytes", varies=True, whole=True)
+    output_seconds: PerStage = _numbers("seconds", varies=True, whole=True)
+    activation_bytes: PerStage = _numbers("bytes", varies=True)
+    weight_grad_bytes: PerStage = _numbers("bytes", varies=True)
     parameter_bytes: PerStage = _numbers("bytes")
     optimizer_bytes: PerStage = _numbers("bytes")
-    gradient_bytes: PerStage | None = _numbers("bytes", None, instead=("parameter_bytes",))
-    reduce_grad: PerStage | None = _measured(Op.REDUCE_GRAD, "", *_GRADIENTS, each=False)
-    unshard: PerStage | None = _measured(Op.UNSHARD, "", "parameter_bytes", each=False)
-    exchange_counts: PerStage | None = _exchange("counts", "key_bytes", fixed=True)
+    gradient_bytes: PerStage | None = _numbers("bytes", None, substitutes=("parameter_bytes",))
+    reduce_grad: PerStage | None = _measured(Op.REDUCE_GRAD, "", *_GRADIENTS, varies=False)
+    unshard: PerStage | None = _measured(Op.UNSHARD, "", "parameter_bytes", varies=False)
+    exchange_counts: PerStage | None = _exchange("counts", "key_bytes", constant=True)
     exchange_keys: PerStage | None = _exchange("keys", "key_bytes")
     exchange_vectors: PerStage | None = _exchange("vectors", "vector_bytes")
     exchange_gradients: PerStage | None = _exchange("gradients", "vector_bytes")
-    exchange_accumulated: PerStage | None = _exchange("accumulated", "vector_bytes", each=False)
-    key_bytes: PerStage = _numbers("bytes", each=True)
-    vector_bytes: PerStage | None = _numbers("bytes", None, each=True, instead=("output_bytes",))
+    exchange_accumulated: PerStage | None = _exchange("accumulated", "vector_bytes", varies=False)
+    key_bytes: PerStage = _numbers("bytes", varies=True)
+    vector_bytes: PerStage | None = _numbers(
+        "bytes", None, varies=True, substitutes=("output_bytes",)
+    )
     buckets: Buckets | None = _form(checked_buckets, sizes=_GRADIENTS)
     exchange_bytes: Mapping[int, Mapping[str, Any]] | ExchangeBytes | None = _form(
         checked_exchange_bytes, unit="bytes", write=lambda x: {str(k): dict(own) for k, own in x}
     )
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = _form(
-        checked_skip_bytes, unit="bytes", item="skip", each=True,
+        checked_skip_bytes, unit="bytes", item="skip", varies=True,
         write=lambda x: {skip_text(k): v for k, v in x} if isinstance(x, tuple) else x,
     )  # fmt: skip
     tied_bytes: PerStage = _numbers("bytes", item="group", is_rare=True)
@@ -231,16 +233,16 @@ class CostFields:
         lambda name: check_name("all-reduce", name, ALL_REDUCE), default="ring", is_rare=False
     )
     workload: Workload | Mapping[str, Any] | None = _form(checked_workload, write=Workload.to_dict)
-    forward_workspace_bytes: PerStage = _numbers("bytes", each=True, whole=True)
-    backward_workspace_bytes: PerStage = _numbers("bytes", each=True, whole=True)
+    forward_workspace_bytes: PerStage = _numbers("bytes", varies=True, whole=True)
+    backward_workspace_bytes: PerStage = _numbers("bytes", varies=True, whole=True)
     memory_reserve: float = _form(_checked_reserve, default=0.0, unit="shares")
-    grad_norm: PerStage = _work(None, default=0.0, each=False)
+    grad_norm: PerStage = _work(None, default=0.0, varies=False)
     reduce_tied: PerStage | None = _measured(
-        Op.REDUCE_TIED, "", "tied_bytes", each=False, whole=True
+        Op.REDUCE_TIED, "", "tied_bytes", varies=False, whole=True
     )
     expert_layers: PerStage = _numbers("numbers of layers", is_rare=True)
-    dispatch_bytes: PerStage = _numbers("bytes", each=True, whole=True, is_rare=True)
-    combine_bytes: PerStage = _numbers("bytes", each=True, whole=True, is_rare=True)
+    dispatch_bytes: PerStage = _numbers("bytes", varies=True, whole=True, is_rare=True)
+    combine_bytes: PerStage = _numbers("bytes", varies=True, whole=True, is_rare=True)
     exchange_dispatch: PerStage | None = _measured(
         Op.ALL_TO_ALL, "dispatch", "dispatch_bytes", whole=True, is_rare=True
     )
@@ -251,12 +253,12 @@ class CostFields:
     expert_gradient_bytes: PerStage = _numbers("bytes", is_rare=True)
     expert_optimizer_bytes: PerStage = _numbers("bytes", is_rare=True)
     reduced_share: PerStage = _numbers("shares", 1.0, whole=True, is_rare=True)
-    reduce_copies: PerStage = _work(None, default=0.0, each=False, is_rare=True)
+    reduce_copies: PerStage = _work(None, default=0.0, varies=False, is_rare=True)
     expert_replicas: int = _form(lambda n: check_count("expert_replicas", n), default=1)
     segments: Segments | Sequence[Sequence[Sequence[float]]] | None = _form(checked_segments)
     offload: PerStage | None = _measured(Op.OFFLOAD)
     reload: PerStage | None = _measured(Op.RELOAD)
-    offload_bytes: PerStage | None = _numbers("bytes", None, each=True)
+    offload_bytes: PerStage | None = _numbers("bytes", None, varies=True)
 
 
 #: Kind of each field of `Costs`.

@@ -68,15 +68,17 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
     n = len(factors)
     own = [name for (computing, _), name in COMPUTED.items() if computing == op]
     name = own[0]
-    if getattr(costs, name) is None and not STAGE_ROWS[name].instead:
+    if getattr(costs, name) is None and not STAGE_ROWS[name].substitutes:
         raise CostsError(f"{name} is missing, so that {op.name} cannot be scaled; give its seconds")
     if op is Op.B:  # B is I and W together
-        own += [half for half in STAGE_ROWS[name].instead if getattr(costs, half) is not None]
+        own += [half for half in STAGE_ROWS[name].substitutes if getattr(costs, half) is not None]
     if op is Op.STEP and costs.reduce_copies:
         own.append("reduce_copies")
     changed = {other: costs.per_stage(other, n) * factors for other in own}
     for other in COMPUTED.values():
-        follows = getattr(costs, other) is None and not {*own}.isdisjoint(STAGE_ROWS[other].instead)
+        follows = getattr(costs, other) is None and not {*own}.isdisjoint(
+            STAGE_ROWS[other].substitutes
+        )
         if follows and other not in own:
             changed[other] = costs.per_stage(other, n)
     before = costs.per_stage(name, n)

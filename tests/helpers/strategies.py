@@ -440,7 +440,7 @@ def unequal_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs
     n_copies = 1 + int(copy_of_replicas(graph.homes)[-1])
     n = graph.n_microbatches * draw(st.sampled_from([1, n_copies]))
     rows = draw(st.sampled_from([1, graph.n_stages]))
-    names = st.sampled_from([name for name, row in STAGE_ROWS.items() if row.each])
+    names = st.sampled_from([name for name, row in STAGE_ROWS.items() if row.varies])
     changed = {}
     for name in draw(st.sets(names, min_size=1, max_size=4)):
         values = st.lists(sizes if name.endswith("bytes") else seconds, min_size=n, max_size=n)
