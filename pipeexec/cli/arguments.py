@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeexec.run_options import RunOptions
 from pipesim.errors import ArgumentError, check_count, check_name, number
-from pipesim.utils.command_line import RaisingParser, add_version
+from pipesim.lowering.lower import lower
+from pipesim.utils.command_line import (
+    CommandParser,
+    RaisingParser,
+    add_completion,
+    add_options,
+    add_version,
+)
 from pipesim.utils.texts import parse_float, parse_int
 
 if TYPE_CHECKING:
@@ -42,54 +50,7 @@ _EPILOG = """examples:
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = RaisingParser(
-        prog="pipeexec",
-        description="Run pipeline schedules on real devices, beside their prediction.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
-    add_workload(run, steps=21, what="measured steps of each row", name="validate")
-    run.add_argument("--repeat", type=integer, default=1, help="number of calibrations and "
-                     "measurements; more than 1 gives a confidence interval of the error "
-                     "(default: 1)")  # fmt: skip
-    run.add_argument("--costs", type=Path, help="predict from this costs.json, or the run "
-                     "directory that has it, without calibration")  # fmt: skip
-    steps = commands.add_parser("run", help="run training steps of one schedule, and measure them")
-    add_workload(
-        steps, steps=21, what="measured steps", name="run", schedules=["1f1b"], recompute=["never"]
-    )
-    steps.add_argument("--costs", type=Path, help="predict the steps from this costs.json, or the "
-                       "run directory that has it")  # fmt: skip
-    measure = commands.add_parser("profile", help="measure costs of stages and messages, and plot")
-    add_workload(measure, steps=7, what="calibration steps", name="profile")
-    _add_train(commands.add_parser("train", help="train from a TOML file, with checkpoints"))
-    show = commands.add_parser("show", help="print the tables of a run directory")
-    show.add_argument("directory", type=Path)
-    return parser
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``train``."""
-    add = parser.add_argument
-    add("config", type=Path, help="TOML file; a factory that it names is imported and called")
-    add("--steps", type=integer, help="steps in all, in place of the file's")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="continue from the last checkpoint, "
-                       "if there is one (the default)")  # fmt: skip
-    start.add_argument("--fresh", action="store_true", help="begin anew, and delete what is in the "
-                       "directory of the training")  # fmt: skip
-    add("--no-progress", action="store_true", help="show no progress bar")
-    add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
-        "step is given up (default: 60)")  # fmt: skip
-    parser.set_defaults(results=Path("results"), name="train")
-
-
-# Options of a run: its workload, its number of steps, its directory.
+# Values of options
 
 
 def words(text: str) -> list[str]:
@@ -127,64 +88,145 @@ def _counts(text: str) -> list[int]:
     return [count for count in counts if count is not None]
 
 
-def add_workload(
-    parser: argparse.ArgumentParser,
-    *,
-    steps: int,
-    what: str,
-    name: str,
-    schedules: Sequence[str] = ("gpipe", "1f1b"),
-    recompute: Sequence[str] = ("never", "always"),
-) -> None:
-    """Add the options of a run: its workload, its number of steps, its directory.
+# Commands
 
-    Arguments are defaults. In the help, steps are called ``what``.
-    """
-    add = parser.add_argument
-    add("--model", default="gpt", help="gpt or convnet (default: gpt)")
-    add(
-        "--stages",
-        type=integer,
-        help="number of devices of a replica, each of which has one stage, or the chunks of a "
-        "looped or V-shaped schedule (default: 2, or as --balance or a file has)",
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = RaisingParser(
+        prog="pipeexec",
+        description="Run pipeline schedules on real devices, beside their prediction.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
-    add("--microbatches", type=integer, help="of a step (default: 8, or as a file has)")
-    add("--batch", type=integer, help="samples of a step of each replica (default: depends on the "
-        "model)")  # fmt: skip
-    add("--replicas", type=integer, default=1, help="data-parallel replicas of the pipeline, each "
-        "on devices of its own (default: 1)")  # fmt: skip
-    add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
-        "(default: last; of last,every,bucketed, or a number of micro-batches; every/2/last: "
-        "one a stage)")  # fmt: skip
-    add("--n-buckets", type=integer, default=4, help="of a stage, with bucketed (default: 4)")
-    add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
-        f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
-    add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
-        f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
-    add("--devices", type=_some_words, help="devices to run on, one name each; under torchrun, "
-        "those of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
-    add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
-    add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
-    add("--timeout", type=real, default=60.0, help="seconds without any progress after which a "
-        "step is given up (default: 60)")  # fmt: skip
-    add(
-        "--no-overlap",
-        action="store_true",
-        help="transfers on the compute stream; over "
-        "processes only for orders that survive rendezvous, such as GPipe's",
+    add_version(parser)
+    add_completion(parser)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    add("--steps", type=integer, default=steps, help=f"{what} (default: {steps})")
-    add("--warm-up", type=integer, default=2, help="steps before them (default: 2)")
-    add("--learning-rate", type=real, default=3e-4, help="of AdamW (default: 3e-4)")
-    add("--seed", type=integer, default=0, help="of weights and data (default: 0)")
-    add("--name", default=name, help=f"of the run directory (default: {name})")
-    add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
-    model = parser.add_argument_group("sizes of the model")
-    for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
-        model.add_argument(f"--{option}", type=integer)
-    model.add_argument("--dropout", type=real)
-    model.add_argument("--text", type=Path, help="train on this file, not on Python's library")
+    for name, (add_arguments, summary) in _COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        add_arguments(commands.add_parser(name, help=summary, description=description))
+    return parser
+
+
+def _add_validate(command: argparse.ArgumentParser) -> None:
+    group = _add_workload(command, "validate", "measured steps of each row", 21, _BOTH, _MODES)
+    add_options(group, RunOptions, ["repeat"], parse=integer, with_defaults=True)
+    text = "predict from this costs.json, or the run directory that has it, without calibration"
+    group.add_argument("--costs", type=Path, metavar="FILE", help=text)
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    group = _add_workload(command, "run", "measured steps", 21, ["1f1b"], ["never"])
+    text = "predict the steps from this costs.json, or the run directory that has it"
+    group.add_argument("--costs", type=Path, metavar="FILE", help=text)
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    _add_workload(command, "profile", "calibration steps", 7, _BOTH, _MODES)
+
+
+def _add_train(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    text = "TOML file; a factory that it names is imported and called"
+    add("config", type=Path, metavar="FILE.toml", help=text)
+    add("--steps", type=integer, metavar="N", help="steps in all, in place of the file's")
+    start = command.add_mutually_exclusive_group()
+    text = "continue from the last checkpoint, if there is one (the default)"
+    start.add_argument("--resume", action="store_true", help=text)
+    text = "begin anew, and delete what is in the directory of the training"
+    start.add_argument("--fresh", action="store_true", help=text)
+    add("--no-progress", action="store_true", help="show no progress bar")
+    add("--timeout", type=real, metavar="SECONDS", default=60.0, help=_TIMEOUT)
+    command.set_defaults(results=Path("results"), name="train")
+
+
+def _add_show(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", type=Path, help="run directory, or that of a training")
+
+
+#: Adds the arguments of each command, and its summary.
+_COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "validate": (_add_validate, "profile, simulate, execute, compare, plot"),
+    "run": (_add_run, "run training steps of one schedule, and measure them"),
+    "profile": (_add_profile, "measure costs of stages and messages, and plot"),
+    "train": (_add_train, "train from a TOML file, with checkpoints"),
+    "show": (_add_show, "print the tables of a run directory"),
+}
+_BOTH, _MODES = ["gpipe", "1f1b"], ["never", "always"]
+_TIMEOUT = "seconds without any progress after which a step is given up (default: 60)"
+_SIZES = ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout", "text")
+
+
+def _add_workload(
+    command: argparse.ArgumentParser,
+    name: str,
+    steps: str,
+    n_steps: int,
+    schedules: list[str],
+    recompute: list[str],
+) -> argparse._ActionsContainer:
+    """Add the options of a run; return the group of its steps, which are ``steps``."""
+
+    def add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
+        if options.get("default") is not None:
+            shown = options["default"]
+            text += f" (default: {','.join(shown) if isinstance(shown, list) else shown})"
+        if "metavar" not in options and "action" not in options:
+            kind = options.get("type")
+            options["metavar"] = "N" if kind is integer else "NUMBER" if kind is real else "NAME"
+        group.add_argument(flag, help=text, **options)
+
+    group = command.add_argument_group("model")
+    add(group, "--model", "gpt or convnet", default="gpt")
+    for size in _SIZES[:6]:
+        add(group, f"--{size.replace('_', '-')}", "size of the model", type=integer)
+    add(group, "--dropout", "share of activations that are dropped", type=real)
+    text = "train on this file, not on Python's library"
+    add(group, "--text", text, type=Path, metavar="FILE")
+    group = command.add_argument_group("schedule")
+    text = "names or files, all with the same stages on the same devices"
+    add(group, "--schedules", text, type=words, default=schedules)
+    add(group, "--recompute", "of never,always,except_last", type=words, default=recompute)
+    text = "of a step (default: 8, or as a file has)"
+    add(group, "--microbatches", text, type=integer)
+    text = "samples of a step of each replica (default: depends on the model)"
+    add(group, "--batch", text, type=integer)
+    add(group, "--stages",
+        "number of devices of a replica, each of which has one stage, or the chunks of a looped or "
+        "V-shaped schedule (default: 2, or as --balance or a file has)", type=integer)  # fmt: skip
+    text = "layers of each stage, such as 4,6 (default: even work)"
+    add(group, "--balance", text, type=_counts, metavar="N,N,...")
+    flags = {"n_replicas": "--replicas"}
+    add_options(group, lower, ["n_replicas", "n_buckets"], flags=flags, parse=integer,
+                with_defaults=True)  # fmt: skip
+    add_options(group, lower, ["grad_sync"], parse=words, with_defaults=True)
+    text = (
+        "transfers on the compute stream; over processes only for orders that survive rendezvous, "
+        "such as GPipe's"
+    )
+    add(group, "--no-overlap", text, action="store_true")
+    group = command.add_argument_group("devices")
+    text = (
+        "devices to run on, one name each; under torchrun, those of each process, where cuda is "
+        "its own GPU (default: cpu for each)"
+    )
+    add(group, "--devices", text, type=_some_words)
+    text = "cut the GPU that --devices names into so many devices"
+    add(group, "--slices", text, type=integer)
+    add(group, "--cuda-graph", "capture each step once, and replay it", action="store_true")
+    group.add_argument("--timeout", type=real, metavar="SECONDS", default=60.0, help=_TIMEOUT)
+    group = command.add_argument_group("output")
+    add(group, "--name", "of the run directory", default=name)
+    text = "its parent folder"
+    add(group, "--results", text, type=Path, metavar="FOLDER", default=Path("results"))
+    group = command.add_argument_group("steps")
+    add(group, "--steps", steps, type=integer, default=n_steps)
+    add_options(group, RunOptions, ["warm_up"], parse=integer, with_defaults=True)
+    add(group, "--learning-rate", "of AdamW", type=real, default=3e-4)
+    add(group, "--seed", "of weights and data", type=integer, default=0)
+    return group
 
 
 # The workload: stages, graphs, devices, batches.
@@ -204,7 +246,7 @@ class Workload:
 
 
 def workload(arguments: argparse.Namespace, processes: Processes | None = None) -> Workload:
-    """Return the workload of parsed options, for one process; `add_workload` has the options."""
+    """Return the workload of parsed options, for one process; `_add_workload` has the options."""
     import torch
 
     from pipeexec.demo_models.data import replica_batches, replicas_of
@@ -227,13 +269,13 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         n_slices = next(iter(graphs.values())).n_slices  # `validate` refuses unlike graphs
         batch = _BATCH[arguments.model] * n_microbatches // n_slices
     rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
-    replicas = replicas_of(rank, n_ranks, arguments.replicas)
+    replicas = replicas_of(rank, n_ranks, arguments.n_replicas)
     record = {
         "model": arguments.model,
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in model.options.items()},
         "layers_of_stages": [len(stage) for stage in stages],
         "batch": batch,
-        "replicas": arguments.replicas,
+        "replicas": arguments.n_replicas,
         "seed": arguments.seed,
         "steps": arguments.steps,
     }
@@ -253,11 +295,7 @@ def _model(arguments: argparse.Namespace) -> DemoModel:
     from pipeexec.demo_models.registry import MODELS, build_model
 
     spec = MODELS[check_name("model", arguments.model, MODELS)]
-    sizes = {
-        name: getattr(arguments, name)
-        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
-                     "text")
-    }  # fmt: skip
+    sizes = {name: getattr(arguments, name) for name in _SIZES}
     sizes = {name: value for name, value in sizes.items() if value is not None}
     for name in sizes:
         check_name(f"option of model {arguments.model!r}:", name, spec.options)
@@ -298,7 +336,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     n_given = 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
     if arguments.slices is not None:
         n_given = int(arguments.slices)
-    n_replicas = check_count("n_replicas", arguments.replicas)
+    n_replicas = check_count("n_replicas", arguments.n_replicas)
     if n_given % n_replicas:
         raise ArgumentError(
             f"{n_given} devices cannot be shared by {n_replicas} replicas; give a multiple of "

@@ -62,13 +62,14 @@ from pipeexec.profiling.task_seconds import (
     shape_classes,
     with_stage_bytes,
 )
+from pipeexec.run_options import OF_PROFILE, RunOptions, run_options
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
 from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.cost_fields import Buckets
 from pipesim.costs.costs import Costs
-from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
+from pipesim.errors import AccuracyWarning, ArgumentError, check_list, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
@@ -80,7 +81,13 @@ if TYPE_CHECKING:
 
 
 def profile(
-    pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2
+    pipeline: Pipeline,
+    inputs: Batch,
+    targets: Any,
+    *,
+    options: RunOptions = OF_PROFILE,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
 ) -> Costs:
     """Return the costs of a pipeline's stages on its devices; `measure` returns tables too.
 
@@ -91,8 +98,9 @@ def profile(
     inputs, targets
         A batch as for ``pipeline.step``. Parameters, buffers and optimizers are unchanged after. Of
         `Microbatches`, costs have a value a stage and micro-batch; equal shapes are measured once.
-    n_steps, warm_up
-        Number of measured steps, and of steps before them that are not measured.
+    options, n_steps, warm_up
+        Number of measured steps (7), and of steps before them that are not measured (2): a
+        `RunOptions`, whose other values have no effect, or its values.
 
     Returns
     -------
@@ -119,7 +127,8 @@ def profile(
     >>> len(costs.forward), ps.simulate(graph, costs).makespan > 0
     (1, True)
     """
-    return measure(pipeline, inputs, targets, n_steps=n_steps, warm_up=warm_up).costs
+    options = run_options(options, n_steps=n_steps, warm_up=warm_up)
+    return measure(pipeline, inputs, targets, options=options).costs
 
 
 def measure(
@@ -127,15 +136,16 @@ def measure(
     inputs: Batch,
     targets: Any,
     *,
-    n_steps: int = 7,
-    warm_up: int = 2,
+    options: RunOptions = OF_PROFILE,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
     graphs: Iterable[TaskGraph] | None = None,
 ) -> Profile:
     """Measure every cost of a pipeline's stages, and return the tables of the measurement, too.
 
     Parameters
     ----------
-    pipeline, inputs, targets, n_steps, warm_up
+    pipeline, inputs, targets, options, n_steps, warm_up
         As for `profile`.
     graphs
         Graphs that the costs are for. If one of them has a split backward, I and W are measured.
@@ -147,12 +157,12 @@ def measure(
         Costs, and tables of durations (s), messages (s, bytes) and fitted links.
     """
     check_type("pipeline", pipeline, Pipeline)
-    n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    options = run_options(options, n_steps=n_steps, warm_up=warm_up)
     with guard_processes(pipeline.processes):
-        check_results([pipeline.graph], n_steps=n_steps)
+        check_results([pipeline.graph], n_steps=options.n_steps)
     calibration = Calibration(pipeline, inputs, targets, graphs)
-    calibration.warm_up(warm_up)
-    for _ in range(n_steps):
+    calibration.warm_up(options.warm_up)
+    for _ in range(options.n_steps):
         calibration.step()
     return calibration.result()
 

@@ -24,6 +24,7 @@ from pipeexec.projection.layer_seconds import (
     measure_layers,
 )
 from pipeexec.projection.projection import Projection
+from pipeexec.run_options import OF_PROFILE, RunOptions, run_options
 from pipeexec.splitting.split import split
 from pipeexec.splitting.stages import Stages
 from pipeexec.stages.optimizers import OptimizerFactory
@@ -56,8 +57,9 @@ def project(
     layers_at_once: int | None = None,
     split_backward: bool = True,
     n_busy: int = 0,
-    n_steps: int = 7,
-    warm_up: int = 2,
+    options: RunOptions = OF_PROFILE,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
 ) -> Projection:
     """Profile the layers of a model one after the other on one device, to predict steps on many.
 
@@ -98,8 +100,9 @@ def project(
     n_busy
         CPU workers that run copies of the layers meanwhile, so that contention between workers of
         one machine counts: 1 for two workers in all. By default nothing else runs.
-    n_steps, warm_up
-        Number of measured steps of 4 micro-batches, and of steps before them that are not measured.
+    options, n_steps, warm_up
+        Number of measured steps of 4 micro-batches, and of steps before them that are not measured,
+        as for `pipeexec.profile`.
 
     Returns
     -------
@@ -148,10 +151,11 @@ def project(
     torch_device = parse_device(check_text("device", device))
     is_function = not isinstance(model, nn.Module)
     at_once = None if layers_at_once is None else check_count("layers_at_once", layers_at_once)
-    options = {
+    steps = run_options(options, n_steps=n_steps, warm_up=warm_up)
+    settings = {
         "split": check_flag("split_backward", split_backward),
-        "n_steps": check_count("n_steps", n_steps),
-        "warm_up": check_count("warm_up", warm_up, 0),
+        "n_steps": steps.n_steps,
+        "warm_up": steps.warm_up,
         "n_busy": _checked_busy(n_busy, torch_device),
     }
     gpus = [torch_device] if torch_device.type == "cuda" else []
@@ -160,7 +164,7 @@ def project(
         size = _microbatch_size(layers.arguments, microbatch_size)
         n = at_once or (1 if is_function else len(layers))
         seconds, columns, joint = _profile(
-            layers, layer_loss_fn, torch_device, optimizer, min(n, len(layers)), options
+            layers, layer_loss_fn, torch_device, optimizer, min(n, len(layers)), settings
         )
     spread = [x for part in seconds for x in part.spread]
     _warn_of_spread(layers, spread)

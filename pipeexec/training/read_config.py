@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
-from pipesim.utils.files import check_path, read_text
+from pipesim.utils.files import check_path, read_toml
 
 # Sections and keys, with their types and defaults.
 
@@ -163,11 +162,7 @@ class Config:
 def read_config(path: Path | str) -> Config:
     """Read and check the TOML file of a training."""
     path = check_path("config", path)
-    text = read_text(path, "the configuration", ArgumentError)
-    try:
-        content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ArgumentError(f"{path} is no TOML: {error}; see docs/how_to/train.md") from error
+    content = read_toml(path, "the configuration (docs/how_to/train.md)")
     for name, section in content.items():
         if name not in SECTIONS:
             raise UnknownNameError(

@@ -5,71 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pipeexec.distributed.processes import Processes
 from pipeexec.profiling.profile import Profile
+from pipeexec.run_options import RunOptions
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation.accuracy import MeasuredStep, Repeat, Row, op_errors, parts_of_steps
 from pipeexec.validation.steppable import StepCalibration, Steppable
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, check_count, check_flag, check_function, check_type
+from pipesim.errors import ArgumentError
 from pipesim.simulation.simulate import predict_timeline
 
-
-class RunOptions(NamedTuple):
-    """Checked options of `validate` that pipelines and `GPipe` modules share.
-
-    ``batches`` yields ``repeat * (n_steps + 1)`` batches ``(inputs, targets)``, or raises
-    `ArgumentError`.
-    """
-
-    batches: Iterator[tuple[Batch, Any]]
-    n_steps: int
-    warm_up: int
-    repeat: int
-    optimizer: OptimizerFactory | None
-    costs: Costs | None
-    progress: Callable[[str], None] | None
+Batches = Iterator[tuple[Batch, Any]]
 
 
-def check_options(
-    batches: Iterable[tuple[Batch, Any]],
-    optimizer: OptimizerFactory | None,
-    *,
-    n_steps: int,
-    warm_up: int,
-    repeat: int,
-    costs: Costs | None,
-    progress: Callable[[str], None] | None,
-    processes: Processes | None,
-    cuda_graph: bool,
-) -> RunOptions:
-    """Return the options that every validation has."""
-    n_steps = check_count("n_steps", n_steps)
-    warm_up = check_count("warm_up", warm_up, 0)
-    repeat = check_count("repeat", repeat)
-    check_flag("cuda_graph", cuda_graph)
-    if processes is not None:
-        check_type("processes", processes, Processes, "give the result of pipeexec.join")
-    if progress is not None:
-        check_function("progress", progress, "progress(line)")
-    if optimizer is not None:
-        check_function("optimizer", optimizer, "optimizer(parameters)")
+def take_batches(batches: Iterable[tuple[Batch, Any]], options: RunOptions) -> Batches:
+    """Return the batches ``(inputs, targets)`` of all rounds; it raises if there are fewer."""
     if not isinstance(batches, Iterable):
         raise ArgumentError(
             f"batches must yield (inputs, targets), got {batches!r:.60} "
             f"({type(batches).__name__}); give a generator or a list of batches"
         )
-    source = _take_batches(batches, repeat * (n_steps + 1))
-    return RunOptions(source, n_steps, warm_up, repeat, optimizer, costs, progress)
+    return _first_batches(iter(batches), options.repeat * (options.n_steps + 1))
 
 
-def _take_batches(
-    batches: Iterable[tuple[Batch, Any]], n_batches: int
-) -> Iterator[tuple[Batch, Any]]:
-    """Yield ``n_batches`` batches; raise `ArgumentError` if there are fewer."""
-    source = iter(batches)
+def _first_batches(source: Batches, n_batches: int) -> Batches:
     for number in range(n_batches):
         try:
             yield next(source)
@@ -92,6 +51,7 @@ class MeasuredRepeat(NamedTuple):
 def run_repeats(
     subjects: Sequence[Steppable],
     make_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
+    batches: Batches,
     options: RunOptions,
 ) -> list[MeasuredRepeat]:
     """Run all repeats; without given costs, calibration steps alternate with measured steps.
@@ -103,6 +63,7 @@ def run_repeats(
         _run_repeat(
             subjects,
             make_calibration,
+            batches,
             options,
             f"repeat {number} of {n}, " if n > 1 else "",
         )
@@ -113,6 +74,7 @@ def run_repeats(
 def _run_repeat(
     subjects: Sequence[Steppable],
     make_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
+    batches: Batches,
     options: RunOptions,
     prefix: str,
 ) -> MeasuredRepeat:
@@ -122,7 +84,7 @@ def _run_repeat(
         if options.progress is not None:
             options.progress(prefix + line)
 
-    batch = next(options.batches)
+    batch = next(batches)
     calibration = make_calibration(batch) if options.costs is None else None
     report(f"warming up: {options.warm_up} rounds")
     for _ in range(options.warm_up):
@@ -132,7 +94,7 @@ def _run_repeat(
             subject.step(*batch)
     results: list[list[MeasuredStep]] = [[] for _ in subjects]
     for turn in range(options.n_steps):
-        batch = next(options.batches)
+        batch = next(batches)
         if calibration is not None:
             calibration.calibrate(*batch)
         for subject, steps in zip(subjects, results, strict=True):

@@ -20,17 +20,17 @@ from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.task_seconds import with_stage_bytes
+from pipeexec.run_options import OF_VALIDATION, RunOptions, run_options
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation.accuracy import warn_of_other_sizes
 from pipeexec.validation.repeats import (
-    MeasuredRepeat,
-    RunOptions,
-    check_options,
+    Batches,
     make_rows,
     measure_memory,
     run_repeats,
+    take_batches,
 )
 from pipeexec.validation.result import Validation, check_rows
 from pipeexec.validation.steppable import (
@@ -55,9 +55,10 @@ def validate(
     batches: Iterable[tuple[Batch, Any]],
     optimizer: OptimizerFactory | None = None,
     *,
-    n_steps: int = 9,
-    warm_up: int = 2,
-    repeat: int = 1,
+    options: RunOptions = OF_VALIDATION,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
+    repeat: int | None = None,
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
     timeout: float | None = 60.0,
@@ -79,9 +80,10 @@ def validate(
     loss_fn: Loss,
     batches: Iterable[tuple[Batch, Any]],
     optimizer: OptimizerFactory | None = None,
-    n_steps: int = 9,
-    warm_up: int = 2,
-    repeat: int = 1,
+    options: RunOptions = OF_VALIDATION,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
+    repeat: int | None = None,
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Validation: ...
@@ -95,9 +97,10 @@ def validate(
     batches: Iterable[tuple[Batch, Any]] = (),
     optimizer: OptimizerFactory | None = None,
     *,
-    n_steps: int = 9,
-    warm_up: int = 2,
-    repeat: int = 1,
+    options: RunOptions = OF_VALIDATION,
+    n_steps: int | None = None,
+    warm_up: int | None = None,
+    repeat: int | None = None,
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
     timeout: float | None = 60.0,
@@ -126,20 +129,13 @@ def validate(
         Yields ``(inputs, targets)``, a new batch for every round of steps. With replicas in several
         processes: the share of this process, as for ``pipeline.step``. `Microbatches` have the same
         shapes in every batch.
-    n_steps, warm_up
-        Number of measured steps of each graph, and of uncounted steps before them, in each repeat.
-    repeat
-        Number of times to calibrate and measure. Two or more give the uncertainty of the mean
-        error over calibrations.
+    options, n_steps, warm_up, repeat, costs, progress
+        How many steps are measured, and the costs to predict from: a `RunOptions`, or its values.
     timeout, processes, cuda_graph, loss_reduction, batch_dims, tied, max_grad_norm, grad_scaler
         As for `Pipeline`. With several processes, each calls this and gets the whole result. All
         graphs have the operations for ``tied``, ``max_grad_norm`` and ``grad_scaler``.
     slice_dim
         As for `Pipeline`; all graphs have the same number of slices a sequence.
-    costs
-        Costs to predict from, without calibration; from `px.profile` or `Costs.load`.
-    progress
-        Called with a line of text before the warm-up and after each round.
 
     Returns
     -------
@@ -175,68 +171,67 @@ def validate(
     >>> validation.table["predicted"].round(3).to_dict()
     {'gpipe': 0.015, '1f1b': 0.015}
     """
-    options = check_options(
-        batches, optimizer, n_steps=n_steps, warm_up=warm_up, repeat=repeat, costs=costs,
-        progress=progress, processes=processes, cuda_graph=cuda_graph,
-    )  # fmt: skip
+    options = run_options(
+        options, n_steps=n_steps, warm_up=warm_up, repeat=repeat, costs=costs, progress=progress
+    )
+    if optimizer is not None:
+        check_function("optimizer", optimizer, "optimizer(parameters)")
+    rounds = take_batches(batches, options)
+    if loss_fn is None:
+        raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
+    check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
+    settings: dict[str, Any] = {
+        "timeout": timeout, "processes": processes, "cuda_graph": cuda_graph,
+        "loss_reduction": loss_reduction, "batch_dims": batch_dims, "slice_dim": slice_dim,
+        "tied": tied, "max_grad_norm": max_grad_norm, "grad_scaler": grad_scaler,
+    }  # fmt: skip
     if isinstance(stages, (GPipe, Mapping)):
-        models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
-        check_rows(models)
-        check_results([], n_steps=options.n_steps, repeat=options.repeat)
-        _check_gpipe_options(
-            graphs, devices, processes, cuda_graph,
-            loss_reduction=None if loss_reduction == "mean" else loss_reduction,
-            batch_dims=batch_dims, tied=tied, max_grad_norm=max_grad_norm, grad_scaler=grad_scaler,
-            slice_dim=None if slice_dim == 1 else slice_dim,
-        )  # fmt: skip
-        return _validate_gpipes(models, _check_loss(loss_fn), options)
+        _check_gpipe_settings(graphs=graphs, devices=devices, **settings)
+        return _validate_gpipes(stages, loss_fn, rounds, optimizer, options)
     if graphs is None or devices is None:
         raise ArgumentError("validate needs graphs and devices; only a GPipe has its own")
-    loss_fn = _check_loss(loss_fn)
-    first = _widest_graph(graphs)
-    if costs is not None:
-        _check_costs(costs, graphs)
+    widest = _widest_graph(graphs)
+    _check_costs(options.costs, graphs)
     with guard_processes(processes):
         check_results(graphs.values(), n_steps=options.n_steps, repeat=options.repeat)
-    with Pipeline(
-        stages, first, devices, loss_fn, optimizer,
-        timeout=timeout, processes=processes, cuda_graph=cuda_graph, loss_reduction=loss_reduction,
-        batch_dims=batch_dims, slice_dim=slice_dim, tied=tied, max_grad_norm=max_grad_norm,
-        grad_scaler=grad_scaler,
-    ) as pipeline:  # fmt: skip
-        repeats, peaks = _run_graphs(pipeline, graphs, options)
-        clocks, notes = pipeline.clocks(), pipeline.notes
-    rows = make_rows(graphs, repeats, peaks)
-    if costs is not None:
-        warn_of_other_sizes(costs, next(iter(rows.values())).measured)
-    return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
+    with Pipeline(stages, widest, devices, loss_fn, optimizer, **settings) as pipeline:
+        return _validate_pipeline(pipeline, graphs, rounds, options)
 
 
-def _run_graphs(
-    pipeline: Pipeline, graphs: Mapping[str, TaskGraph], options: RunOptions
-) -> tuple[list[MeasuredRepeat], list[tuple[float, ...]]]:
-    """Run task graphs with the stages of a pipeline; return repeats, and the memory of each."""
+def _validate_pipeline(
+    pipeline: Pipeline, graphs: Mapping[str, TaskGraph], batches: Batches, options: RunOptions
+) -> Validation:
+    """Validate task graphs with the stages of a pipeline."""
     subjects = [PipelineSteps(pipeline.with_graph(graph)) for graph in graphs.values()]
     repeats = run_repeats(
-        subjects, lambda batch: PipelineCalibration(pipeline, subjects, *batch), options
+        subjects, lambda batch: PipelineCalibration(pipeline, subjects, *batch), batches, options
     )
-    measured_bytes = with_stage_bytes(repeats[-1].costs, pipeline)
-    return repeats, measure_memory(subjects, repeats, measured_bytes)
+    last = repeats[-1]
+    measured_bytes = with_stage_bytes(last.costs, pipeline)
+    rows = make_rows(graphs, repeats, measure_memory(subjects, repeats, measured_bytes))
+    if options.costs is not None:
+        warn_of_other_sizes(options.costs, next(iter(rows.values())).measured)
+    return Validation(rows, last.costs, last.profile, pipeline.clocks(), pipeline.notes)
 
 
-def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOptions) -> Validation:
+def _validate_gpipes(
+    stages: GPipe | Mapping[str, Any],
+    loss_fn: Loss,
+    batches: Batches,
+    optimizer: OptimizerFactory | None,
+    options: RunOptions,
+) -> Validation:
     """Validate `GPipe` modules; calibration steps are steps of the last one."""
-    subjects = [GPipeSteps(model, loss_fn, options.optimizer) for model in models.values()]
-    first = next(options.batches)
+    models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
+    check_rows(models)
+    subjects = [GPipeSteps(model, loss_fn, optimizer) for model in models.values()]
+    first = next(batches)
     if options.costs is not None:
         n_samples = len(first[0][0] if isinstance(first[0], tuple) else first[0])
-        graphs = {name: model.graph(n_samples) for name, model in models.items()}
-        _check_costs(options.costs, graphs)
+        _check_costs(options.costs, {name: x.graph(n_samples) for name, x in models.items()})
     check_backward(models, first[0])
     repeats = run_repeats(
-        subjects,
-        lambda _: GPipeCalibration(subjects[-1]),
-        options._replace(batches=chain([first], options.batches)),
+        subjects, lambda _: GPipeCalibration(subjects[-1]), chain([first], batches), options
     )
     last = repeats[-1]
     measured_bytes = (
@@ -247,30 +242,18 @@ def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOpt
     return Validation(rows, last.costs, notes=tuple(notes))
 
 
-# Checks of arguments
+#: Values of settings that are not given, and not None.
+_USUAL = {"cuda_graph": False, "loss_reduction": "mean", "slice_dim": 1}
 
 
-def _check_loss(loss_fn: Loss | None) -> Loss:
-    """Return the loss function; raise `ArgumentError` if there is none."""
-    if loss_fn is None:
-        raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
-    check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
-    return loss_fn
-
-
-def _check_gpipe_options(
-    graphs: object, devices: object, processes: object, cuda_graph: bool, **options: object
-) -> None:
-    """Raise `ArgumentError` for arguments that a GPipe sets itself, or does not support."""
-    if graphs is not None or devices is not None:
-        raise ArgumentError("a GPipe has its own graph and devices; leave out graphs and devices")
-    if processes is not None or cuda_graph:
-        raise ArgumentError(
-            "a GPipe runs in one process, without a CUDA graph; leave out processes and cuda_graph"
-        )
-    for name, value in options.items():
-        if value is not None:
-            raise ArgumentError(f"a GPipe has no {name}, got {value!r:.60}; leave it out")
+def _check_gpipe_settings(**settings: object) -> None:
+    """Raise `ArgumentError` for settings that a GPipe has itself, or does not support."""
+    for name, value in settings.items():
+        if value != _USUAL.get(name) and name != "timeout":
+            raise ArgumentError(
+                f"a GPipe has its own graph and devices, and runs in one process without a CUDA "
+                f"graph: it takes no {name}, got {value!r:.60}; leave it out"
+            )
 
 
 def _widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
@@ -301,10 +284,10 @@ def _widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
     return first
 
 
-def _check_costs(costs: object, graphs: Mapping[str, TaskGraph]) -> None:
-    """Raise `CostsError` unless given costs suit every graph."""
-    if not isinstance(costs, Costs):
-        raise ArgumentError(f"costs must be a pipesim.Costs, got {type(costs).__name__}")
+def _check_costs(costs: Costs | None, graphs: Mapping[str, TaskGraph]) -> None:
+    """Raise `CostsError` unless costs suit every graph, if there are costs."""
+    if costs is None:
+        return
     for name, graph in graphs.items():
         try:
             costs.of(graph)

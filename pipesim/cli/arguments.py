@@ -27,7 +27,7 @@ from pipesim.planning.cluster import Cluster
 from pipesim.planning.plan import plan
 from pipesim.plot.page.document import LAYOUTS
 from pipesim.plot.page.save import to_html
-from pipesim.scheduling.registry import schedule
+from pipesim.scheduling.registry import options_of_schedules, schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.settings import FLAT, SECONDS, SETTINGS, Settings, check_layer, set_value
 from pipesim.sweeps.sweep import sweep
@@ -35,6 +35,7 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.command_line import (
     CommandParser,
     RaisingParser,
+    add_completion,
     add_options,
     add_version,
     descriptions,
@@ -151,7 +152,8 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool = False) -> None:
     """Add the arguments of simulate and compare, or of sweep: settings, by their flat names."""
     text = "names, as pipesim schedules lists them; or files, .csv or .txt"
-    command.add_argument("names", nargs="*", metavar="SCHEDULE", default=[], help=text)
+    argument = command.add_argument("names", nargs="*", metavar="SCHEDULE", default=[], help=text)
+    argument.words = (*options_of_schedules(),)  # type: ignore[attr-defined]
     _add_config(command)
     _add_counts(command)
     group = command.add_argument_group("output")
@@ -386,6 +388,7 @@ def make_parser(
         prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
     )
     add_version(parser)
+    add_completion(parser)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, (run, summary) in commands.items():
         command = subparsers.add_parser(
@@ -399,7 +402,7 @@ def make_parser(
         )
         command.set_defaults(run=run, parser=command, verbose=False)
         command.add_argument("--verbose", action="store_true", help="show all lines of an error")
-        if name in names:
+        if name in names or "--completion" in names:
             _ADD_ARGUMENTS[name](command)
     return parser
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pipesim._version import __version__
 from pipesim.errors import ArgumentError, check_name
+from pipesim.utils.packages import import_extra
 
 #: Most lines of the short help of a command.
 MOST_LINES = 60
@@ -110,8 +111,8 @@ def _metavar(name: str, annotation: str) -> str:
     """Return a word for the values of an option."""
     for pattern, metavar in (
         ("Iterable", "VALUE"), ("PerStage", "BYTES" if name.endswith("bytes") else "SECONDS"),
-        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int|Size|OptionalSize", "N"),
-        ("float|Amount", "NUMBER"), ("str", "NAME"),
+        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int|Count|Whole|Size|OptionalSize", "N"),
+        ("float|NotNegative|Seconds|Positive|Fraction|Amount", "NUMBER"), ("str", "NAME"),
     ):  # fmt: skip
         if re.search(rf"\b(?:{pattern})\b", annotation):
             return metavar
@@ -137,6 +138,37 @@ def add_version(parser: argparse.ArgumentParser) -> None:
         version=f"{parser.prog} {__version__}",
         help="print the version and exit",
     )
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Add ``--completion``, which prints a script that completes the command in a shell."""
+    shells = ("bash", "zsh", "fish", "tcsh", "powershell")
+    text = "print a script that completes this command in a shell, and exit"
+    parser.add_argument("--completion", action=_Completion, choices=shells, help=text)
+
+
+class _Completion(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        shtab = import_extra("shtab", "completion", "--completion")
+        for command in _parsers(parser):
+            for action in command._actions:
+                words = getattr(action, "words", ())
+                if isinstance(action, _Help):
+                    words = command.topics
+                action.choices = action.choices or words or None
+                action.help = _sentence(action).replace("%", "%%")
+                if "FILE" in str(action.metavar):
+                    action.complete = shtab.FILE
+        sys.stdout.write(shtab.complete(parser, values) + "\n")
+        parser.exit()
+
+
+def _parsers(parser: Any) -> Iterator[Any]:
+    """Yield a parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
 
 
 class _Help(argparse._HelpAction):
@@ -171,7 +203,8 @@ class CommandParser(RaisingParser):
     def format_usage(self) -> str:
         """Return one line, with the positional arguments."""
         formatter = self._get_formatter()
-        words = [formatter._format_args(x, x.metavar) for x in self._get_positional_actions()]  # type: ignore[arg-type]
+        arguments = self._get_positional_actions()
+        words = [formatter._format_args(x, str(x.metavar or x.dest)) for x in arguments]
         return " ".join(["usage:", self.prog, "[OPTION ...]", *words]) + "\n"
 
     def format_help(self) -> str:
@@ -240,16 +273,20 @@ def _help_text(action: argparse.Action) -> str:
     return (action.help or "").replace("%%", "%")
 
 
+def _sentence(action: argparse.Action) -> str:
+    """Return the first sentence of the text of an option, beginning with a small letter."""
+    first = " ".join(re.split(r"\.(?:\s|$)|:\n|\n\n", _help_text(action))[0].split())
+    is_word = first[1:2].islower() or first.startswith("A ")
+    return first[0].lower() + first[1:] if is_word else first
+
+
 def _line(action: argparse.Action, width: int) -> str:
     """Return a line with an option and the first sentence of its text, or a part that fits."""
-    name = _invocation(action)
-    first = " ".join(re.split(r"\.(?:\s|$)|:\n|\n\n", _help_text(action))[0].split())
-    if first[1:2].islower() or first.startswith("A "):
-        first = first[0].lower() + first[1:]
+    name, first = _invocation(action), _sentence(action)
     column = max(_TEXT_COLUMN, len(name) + 4)
     room = width - column
     if len(first) > room:
-        clause = re.match(rf".{{12,{room - 1}}}(?=[;:] | \(|, (?:{_CLAUSES})\b)", first)
+        clause = re.match(rf"[^(]{{12,{room - 1}}}(?=[;:] | \(|, (?:{_CLAUSES})\b)", first)
         first = clause[0] if clause else textwrap.shorten(first, room, placeholder=" ...")
     return f"  {name:<{column - 2}}{first}".rstrip()
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +77,30 @@ def __getattr__(name: str) -> Any:
     return getattr(imported(module), attribute) if attribute else imported(module)
 
 
+def lazy_names(package: ModuleSpec) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package, which imports a name when it is first used.
+
+    The names are those that its ``__init__`` imports below ``if TYPE_CHECKING``.
+    """
+    source: str = package.loader.get_source(package.name)  # type: ignore[union-attr]
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    places = {alias.name: node.module for node in imports for alias in node.names}
+
+    def load(name: str) -> Any:
+        if (module := places.get(name)) is None:
+            raise AttributeError(f"module {package.name!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(module), name)
+        setattr(sys.modules[package.name], name, value)
+        return value
+
+    return load
+
+
 #: Package that each extra of pyproject.toml installs, as users call it.
 EXTRAS = {
     "chakra": "protobuf",
     "cluster": "Dask",
+    "completion": "shtab",
     "fit": "SciPy",
     "networkx": "networkx",
     "optimal": "ortools",

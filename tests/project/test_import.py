@@ -28,19 +28,19 @@ HEAVY = (
 PUBLIC = """
 GPU Action AutogradOrders ClosedForm Cluster Comparison CostTable Costs Counts Empirical Failures
 HostLink Keys Layers Layout Link LogNormal Network Nodes Noise Normal Op OptimizedSchedule
-Overlapped Placement Plan PlanChoice Plans Routes Routing Scenarios Schedule Shard Task TaskCosts
-TaskGraph Tasks Timeline TrainerSettings Transformer Workload audit autograd_orders balanced_split
-bidirectional chakra compare gpus hta linear looped lower lower_bound machines optimize order_by
-plan read_layout read_megatron read_torchtitan register replay schedule schedules simulate
-simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
+Overlapped Parallel Placement Plan PlanChoice Plans Routes Routing Scenarios Schedule Shard Task
+TaskCosts TaskGraph Tasks Timeline TrainerSettings Transformer Workload audit autograd_orders
+balanced_split bidirectional chakra compare gpus hta linear looped lower lower_bound machines
+optimize order_by plan read_layout read_megatron read_torchtitan register replay schedule schedules
+simulate simulate_many sweep to_html trace transformers v_shaped verify waves widget write_layout
 """
 PUBLIC_EXEC = """
 EmbeddingStage Equivalence EvaluationResult Experts GPipe GradientAccumulation KeyValueCache
-LRSchedulers Microbatches Pipeline Processes Profile Projection ShardedEmbedding Slice Stages
-StepResult TrainingRun Validation Worker annotate_torch_pipelining check_equivalent from_torch
-is_checkpointing is_recomputing join latest_checkpoint load_checkpoint load_run measure profile
-project read_checkpoint save_checkpoint scaled_learning_rate slices split sync_report to_torch
-torch_schedule_order train validate watch_sync workers
+LRSchedulers Microbatches Pipeline Processes Profile Projection RunOptions ShardedEmbedding Slice
+Stages StepResult TrainingRun Validation Worker annotate_torch_pipelining check_equivalent
+from_torch is_checkpointing is_recomputing join latest_checkpoint load_checkpoint load_run measure
+profile project read_checkpoint save_checkpoint scaled_learning_rate slices split sync_report
+to_torch torch_schedule_order train validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

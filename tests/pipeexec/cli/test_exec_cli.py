@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.run_directory import read_record
 from pipesim.errors import ArgumentError
+from pipesim.utils.command_line import MOST_LINES
 
 
 def words(text: str) -> list[str]:
@@ -464,6 +466,48 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out.startswith("usage: pipeexec")
     assert err == ""
+
+
+@pytest.mark.parametrize("command", ["validate", "run", "profile", "train", "show"])
+def test_help_is_short_and_complete(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for arguments in ([command, "--help"], [command, "--help", "all"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        texts.append(capsys.readouterr().out)
+    short, full = texts
+    assert "None" not in short
+    assert len(short.splitlines()) <= MOST_LINES
+    assert all(len(line) <= 80 for line in short.splitlines())
+    flags = re.findall(r"^  (?:-h, )?(--[\w-]+)", full, re.MULTILINE)
+    assert flags == re.findall(r"^  (?:-h, )?(--[\w-]+)", short, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["validate", "--help", "all"],
+        ["--completion", "bash"],
+        ["validate", "--stages", "x"],
+    ],
+)
+def test_help_and_mistakes_are_answered_without_torch(arguments: list[str]) -> None:
+    """Torch takes seconds to load. The package loads it when a name is first used."""
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['pipeexec', *{arguments}]\n"
+        "try:\n    runpy.run_module('pipeexec', run_name='__main__')\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
+        "import pipeexec\n"
+        "assert pipeexec.Pipeline.__name__ == 'Pipeline'\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    code = 2 if "--stages" in arguments else 0
+    assert done.stdout.splitlines()[-1] == f"{code} False"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ def changed(section: str, line: str) -> str:
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "no TOML": ("[model", "config.toml is no TOML"),
+    "no TOML": ("[model", "config.toml: Expected"),
     "section": ("[modell]", "unknown section [modell]; did you mean 'model'?"),
     "no section": ("model = 3", "model must be a section; write [model]"),
     "key": (changed("pipeline", "stage = 2"), "[pipeline] has unknown key 'stage'; did you mean "

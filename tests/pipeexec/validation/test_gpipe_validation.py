@@ -116,7 +116,7 @@ def test_costs_can_be_given() -> None:
          "'b' has balance"),
         ({}, {}, "at least one"),
         (model(), {"graphs": {}}, "its own graph and devices"),
-        (model(), {"max_grad_norm": 1.0}, "a GPipe has no max_grad_norm, got 1.0"),
+        (model(), {"max_grad_norm": 1.0}, "it takes no max_grad_norm, got 1.0"),
         (model(), {"cuda_graph": True}, "without a CUDA graph"),
         (model(), {"loss_fn": None}, "needs loss_fn"),
         (model(), {"batches": []}, "got 0 batches"),

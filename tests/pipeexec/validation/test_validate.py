@@ -267,7 +267,7 @@ class Counting(nn.Module):
         ({"warm_up": -1}, "warm_up must be at least 0"),
         ({"repeat": 0}, "repeat must be at least 1, got 0"),
         ({"repeat": 2, "batches": []}, "got 0 batches, but 12 are needed"),
-        ({"costs": 3}, "costs must be a pipesim.Costs, got int"),
+        ({"costs": 3}, "costs must be a pipesim.Costs, got 3"),
         (
             {"graphs": {"a": graphs(4)[NAMES[0]], "b": graphs(5)[NAMES[0]]}},
             "graph 'b' has 5 micro-batches, the first 4",
@@ -289,6 +289,21 @@ class Counting(nn.Module):
 def test_mistakes_are_found_before_any_step(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         validate(**{"stages": [Counting(), Counting()], **changes})
+
+
+def test_options_are_a_record_or_its_values() -> None:
+    """Values that are given replace those of the record."""
+    arguments: dict[str, Any] = {
+        "options": px.RunOptions(n_steps=3, repeat=2),
+        "n_steps": None,
+        "batches": [],
+    }
+    with pytest.raises(ArgumentError, match="got 0 batches, but 8 are needed"):
+        validate(**arguments)
+    with pytest.raises(ArgumentError, match="got 0 batches, but 4 are needed"):
+        validate(**arguments, repeat=1)
+    with pytest.raises(ArgumentError, match=r"options must be a pipeexec\.RunOptions, got 3"):
+        validate(options=3)
 
 
 def test_too_few_batches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -241,6 +242,35 @@ def test_help_is_short_and_complete(command: str, capsys: pytest.CaptureFixture[
             assert action.help is not None
             assert action.help.split()[-1].replace("%%", "%") in text
     assert "did you mean 'options'?" in fail(capsys, command, "--help", "option")
+
+
+def test_bash_completes_the_command() -> None:
+    """Options, values that an annotation lists, and groups of the help."""
+    script = """
+        source <(python -m pipesim --completion bash)
+        complete_words() {
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+            _shtab_pipesim
+            echo "${COMPREPLY[@]}"
+        }
+        complete_words pipesim simu
+        complete_words pipesim simulate --grad-s
+        complete_words pipesim simulate --streams per_
+        complete_words pipesim plan --help cho
+        complete_words pipesim compare zb_
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "simulate",
+        "--grad-sync",
+        "per_peer per_microbatch",
+        "choices",
+        "zb_h1 zb_h2 zb_1p zb_2p",
+    ]
 
 
 def test_help_shows_the_file(capsys: pytest.CaptureFixture[str]) -> None:
