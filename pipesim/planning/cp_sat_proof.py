@@ -139,7 +139,7 @@ def prove(
     left = None if seconds is None else seconds - (time.perf_counter() - began)
     if left is not None and left <= 0.0:
         return Proof(None, lower_bound, False)
-    outcome = solve(built, Effort(left, work, n_workers, seed), stop)
+    outcome = solve(built, SolverLimits(left, work, n_workers, seed), stop)
     bound = _certified(outcome, built.ticks, objective)
     better = _better_order(problem, outcome, value, objective)
     if better is not None:
@@ -265,7 +265,7 @@ def order_by_start(problem: OrderProblem, start: Ints) -> LaneOrder:
 _POLL_SECONDS = 0.05
 
 
-class Effort(NamedTuple):
+class SolverLimits(NamedTuple):
     """How long CP-SAT searches, as in `prove`."""
 
     seconds: float | None
@@ -286,12 +286,14 @@ class Outcome(NamedTuple):
     interrupted: bool
 
 
-def solve(built: OrderModel, effort: Effort, stop: Callable[[], bool] | None = None) -> Outcome:
+def solve(
+    built: OrderModel, limits: SolverLimits, stop: Callable[[], bool] | None = None
+) -> Outcome:
     """Search until the optimum is proved, a limit is reached, ``stop()`` is true, or Ctrl-C."""
     from pipesim.utils.packages import cp_model
 
     solver = cp_model.CpSolver()
-    _set_parameters(solver, effort)
+    _set_parameters(solver, limits)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(solver.solve, built.model)
         interrupted = _watch(future, solver.stop_search, stop)
@@ -329,18 +331,18 @@ def _watch(
             raise
 
 
-def _set_parameters(solver: cp_model.CpSolver, effort: Effort) -> None:
+def _set_parameters(solver: cp_model.CpSolver, limits: SolverLimits) -> None:
     parameters = solver.parameters
-    parameters.num_workers = effort.n_workers
-    parameters.random_seed = effort.seed
+    parameters.num_workers = limits.n_workers
+    parameters.random_seed = limits.seed
     # Probing takes up to minutes before the search, and linear relaxations see little of orders.
     # One thread raises the bound; the other ones improve the order in large neighbourhoods.
     parameters.subsolvers.append("objective_lb_search_no_lp")
     parameters.cp_model_probing_level = 0
     parameters.linearization_level = 0
     parameters.catch_sigint_signal = False  # Python's handler raises KeyboardInterrupt
-    if effort.seconds is not None:
-        parameters.max_time_in_seconds = effort.seconds
-    if effort.work is not None:
-        parameters.max_deterministic_time = effort.work
+    if limits.seconds is not None:
+        parameters.max_time_in_seconds = limits.seconds
+    if limits.work is not None:
+        parameters.max_deterministic_time = limits.work
         parameters.num_workers = 1  # deterministic; threads that take turns prove far less

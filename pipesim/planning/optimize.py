@@ -36,7 +36,7 @@ from pipesim.order_search import (
 )
 from pipesim.order_search.evaluate import ROUNDING
 from pipesim.planning.first_orders import Candidate, sequential_order
-from pipesim.planning.optimize_search import Effort, Search
+from pipesim.planning.optimize_search import Effort, OrderSearch
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.noise import Noise
@@ -228,7 +228,7 @@ def optimize(
     See Also
     --------
     pipesim.order_by : Put actions in order by a priority, without a search.
-    pipesim.plan : Search for the configuration, too.
+    pipesim.plan : OrderSearch for the configuration, too.
 
     Examples
     --------
@@ -251,7 +251,7 @@ def optimize(
     effort.began = time.perf_counter()
     is_exact = counts_all_costs(placement, costs, split_backward=split_backward)
     with SearchBar(effort, progress) as bar:
-        search = Search(
+        search = OrderSearch(
             placement, costs, limit, objective, effort, bar.show, problem,
             tries_all=noise is not None, is_exact=is_exact,
         )  # fmt: skip
@@ -333,7 +333,7 @@ class SearchBar:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def show(self, search: Search) -> None:
+    def show(self, search: OrderSearch) -> None:
         """Show how far the search is, and the gap."""
         if self._bar.disable or search.best is None:
             return
@@ -360,7 +360,7 @@ class _Simulated(NamedTuple):
 
 
 def search_result(
-    search: Search, name: str, noise: Noise | None, level: float
+    search: OrderSearch, name: str, noise: Noise | None, level: float
 ) -> OptimizedSchedule:
     """Return the best order, with its simulated times."""
     assert search.best is not None
@@ -391,7 +391,7 @@ def search_result(
 
 
 def _simulated(
-    search: Search, candidate: Candidate, noise: Noise | None, level: float
+    search: OrderSearch, candidate: Candidate, noise: Noise | None, level: float
 ) -> _Simulated:
     """Return the times of a candidate that `pipesim.simulate` predicts."""
     schedule = schedule_of(search.problem, candidate.order, search.placement, candidate.name)

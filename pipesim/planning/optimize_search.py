@@ -85,7 +85,7 @@ def _key(order: LaneOrder) -> bytes:
 
 
 @dataclass
-class Search:
+class OrderSearch:
     """A search for the best order of a placement; `best` is the best one at any moment.
 
     The first fields are arguments of `pipesim.optimize`; ``limit`` has the bytes of each device, or
@@ -105,7 +105,7 @@ class Search:
     limit: list[float] | None
     objective: Objective
     effort: Effort
-    report: Callable[[Search], None]
+    report: Callable[[OrderSearch], None]
     problem: OrderProblem
     best: Candidate | None = None
     first: Candidate | None = None
@@ -293,7 +293,7 @@ class Search:
             split_backward=bool((self.problem.op == Op.W).any()),
             memory_limit=self.limit,
         )
-        part = Search(
+        part = OrderSearch(
             self.placement, self.costs, self.limit, self.objective, self.effort,
             lambda _: self.report(self), small, is_exact=self.is_exact,
         )  # fmt: skip
@@ -379,7 +379,7 @@ _CALL_TASKS = 200_000
 _MANY = 2**62
 
 
-def improve_both(search: Search) -> None:
+def improve_both(search: OrderSearch) -> None:
     """Improve the orders of micro-batches that differ until the effort is spent.
 
     A round starts from one of the best orders. It moves micro-batches first, with the order of
@@ -401,18 +401,18 @@ def improve_both(search: Search) -> None:
         pool = sorted([*pool, result], key=lambda x: x.value)[:_MOST_ORDERS]
 
 
-def _is_spent(search: Search) -> bool:
+def _is_spent(search: OrderSearch) -> bool:
     return search.effort.is_spent() or _moves_left(search) <= 0
 
 
-def _moves_left(search: Search) -> int:
+def _moves_left(search: OrderSearch) -> int:
     """Return the number of moves that are left; very many if seconds are counted."""
     total = search.effort.evaluations
     return _MANY if total is None else total - search.evaluations
 
 
 def _anneal(
-    search: Search, order: LaneOrder, number: int, n_moves: int, target: float
+    search: OrderSearch, order: LaneOrder, number: int, n_moves: int, target: float
 ) -> LaneOrder:
     """Return an order after moves of micro-batches; the temperature falls from call to call."""
     random = np.random.default_rng((search.effort.seed, number))
@@ -434,7 +434,9 @@ def _anneal(
     return order
 
 
-def _round(search: Search, start: Candidate, number: int, length: int, target: float) -> Candidate:
+def _round(
+    search: OrderSearch, start: Candidate, number: int, length: int, target: float
+) -> Candidate:
     """Return the result of a round from an order; it is noted in the search."""
     order = _anneal(search, start.order, number, max(1, length // _RATIO), target)
     result = search._candidate(order, "local search")

@@ -17,7 +17,7 @@ from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.plan_evaluator import Evaluator
 from pipesim.planning.plan_search import (
-    Search,
+    PlanSearch,
     Workers,
     by_step,
     checked_filters,
@@ -198,7 +198,7 @@ def plan(
     workers = checked_workers(n_jobs, backend)
     if progress is not None:
         check_flag("progress", progress)
-    search = Search(Evaluator(problem), n_best)
+    search = PlanSearch(Evaluator(problem), n_best)
     fill_search(search, space, filters, progress)
     run_search(search, workers, progress)
     ranked = by_step(search.evaluations)

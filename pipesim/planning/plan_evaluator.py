@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +16,20 @@ from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower_replica
 from pipesim.models.layers import Layers
+from pipesim.models.parallel import SEARCHED
 from pipesim.ops import Op
 from pipesim.planning.choice import (
     Evaluation,
     Floats,
     PlanChoice,
+    choice_facts,
     hides_exchanges,
-    order_facts,
     placement_of,
     with_settings,
 )
 from pipesim.planning.plan_bounds import (
     Bounds,
+    DeviceWork,
     Reductions,
     Sharing,
     device_work,
@@ -34,7 +37,7 @@ from pipesim.planning.plan_bounds import (
     least_memory,
     reductions,
 )
-from pipesim.planning.problem import Cache, PlanProblem
+from pipesim.planning.problem import PlanProblem, kept
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
@@ -43,8 +46,13 @@ from pipesim.timeline.memory_limit import reserved_memory
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import format_bytes
 
-#: Graphs that an evaluator keeps at most.
-_MOST_GRAPHS = 512
+#: Schedules, orders, graphs and replicas that an evaluator keeps at most.
+_MOST_GRAPHS = 256
+#: Fields of a choice on which its placement, its order for equal costs, and the costs of its layers
+#: depend.
+_PLACE = ("schedule", "pipeline_parallel", "n_chunks", "n_slices")
+_ORDER = (*_PLACE, "n_microbatches")
+_LAYERS = (*SEARCHED, "n_slices")
 
 
 @dataclass(eq=False)
@@ -56,19 +64,10 @@ class Evaluator:
     """
 
     problem: PlanProblem
-    _cache: Cache = field(default_factory=Cache)
-    _graphs: Cache = field(default_factory=lambda: Cache(_MOST_GRAPHS))
 
     def with_split(self, choice: PlanChoice) -> PlanChoice | None:
         """Return a configuration with its balanced split; None if there are too few layers."""
-        gpus = self.problem.gpus_of_devices(choice)
-        key = ("split", self._layer_key(choice), *_place(choice), gpus)
-        sizes = self._cache.get(
-            key,
-            lambda: stages_of(
-                self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus]
-            ),
-        )
+        sizes = self._split(choice, self.problem.gpus_of_devices(choice))
         return None if sizes is None else with_settings(choice, layers_per_stage=sizes)
 
     def costs(self, choice: PlanChoice) -> Costs:
@@ -77,38 +76,10 @@ class Evaluator:
 
     def bounds(self, choice: PlanChoice) -> Bounds:
         """Return lower bounds on step and memory; see `pipesim.planning.plan_bounds`."""
-        priced = self._priced(choice)
-        costs, place = priced.costs, _place(choice)
-        facts = order_facts(*place)
-        devices, splits = facts.devices, facts.splits_backward
-        sharing = Sharing(choice.optimizer_shares, choice.shards_parameters)
-        offloads = choice.offload != "none"
-        work = priced.values.get(
-            ("work", place),
-            lambda: device_work(
-                costs,
-                devices,
-                splits_backward=splits,
-                hides_exchanges=hides_exchanges(choice),
-                n_slices=choice.n_slices,
-            ),
-        )
-        end = priced.values.get(
-            ("end", place, choice.data_parallel, sharing),
-            lambda: least_end(costs, devices, sharing, *self._reductions(choice, costs)),
-        )
-        memory = priced.values.get(
-            ("memory", place, sharing, offloads),
-            lambda: least_memory(
-                costs,
-                devices,
-                sharing,
-                splits_backward=splits,
-                offloads=offloads,
-                n_slices=choice.n_slices,
-            ),
-        )
-        return Bounds(work.least_step(choice.n_microbatches, end, int(devices.device[0])), memory)
+        priced, first = self._priced(choice), int(choice_facts(choice).devices.device[0])
+        end = priced.least_end(choice)
+        step = priced.work(choice).least_step(choice.n_microbatches, end, first)
+        return Bounds(step, priced.least_memory(choice, choice.offload != "none"))
 
     def memory(self, choice: PlanChoice) -> Floats | None:
         """Return the bytes of each device, the allocator's reserve included.
@@ -122,7 +93,7 @@ class Evaluator:
         order = self._order(choice)
         if order is None:
             return None
-        peak = self._bytes(choice).peak(order)
+        peak = self._priced(choice).order_bytes(choice).peak(order)
         return peak + self.problem.memory_reserve * peak
 
     def evaluate(self, choice: PlanChoice, bounds: Bounds, memory: Floats | None) -> Evaluation:
@@ -149,8 +120,7 @@ class Evaluator:
 
         ``memory`` is the result of `memory`; by default the bound, which holds in any order.
         """
-        key = ("limits", choice.gpus_per_device, choice.pipeline_parallel, choice.data_parallel)
-        limits = self._cache.get(key, lambda: np.array(self.problem.device_limits(choice)))
+        limits = self._limits(choice)
         needed = bounds.memory if memory is None else memory
         if (needed <= limits).all():
             return None
@@ -158,28 +128,7 @@ class Evaluator:
 
     def replica(self, choice: PlanChoice) -> OneOfReplicas | None:
         """Return a replica, ordered for equal costs, that stands for all; None if they differ."""
-        if self._needs_all(choice):
-            return None
-        replicated = choice.data_parallel > 1
-        key: tuple[Hashable, ...] = (
-            _place(choice), choice.n_microbatches, replicated,
-            replicated and choice.shard_optimizer,
-        )  # fmt: skip
-
-        def build() -> OneOfReplicas | None:
-            costs = self.costs(choice)
-            graph = self._graphs.get(key, lambda: lower_replica(
-                self._schedule(choice, costs),
-                replicated=replicated, shard_optimizer=choice.shard_optimizer,
-            ))  # fmt: skip
-            shared = self._cache.get(
-                ("routes", *sizes, choice.pipeline_parallel),
-                lambda: SharedRoutes(choice.data_parallel, self.problem.layout, costs.network),
-            )
-            return OneOfReplicas.make(graph, shared, costs.all_reduce)
-
-        sizes = (choice.gpus_per_device, choice.data_parallel)
-        return self._graphs.get(("replica", key, sizes), build)
+        return None if self._needs_all(choice) else self._replica(choice)
 
     def _needs_all(self, choice: PlanChoice) -> bool:
         """Return whether a choice is simulated with the tasks of all replicas in any case."""
@@ -189,70 +138,20 @@ class Evaluator:
             return False
         return hides_exchanges(choice) or self.costs(choice).exchange_dispatch is None
 
-    def _priced(self, choice: PlanChoice) -> _Priced:
-        return self._cache.get(
-            self._costs_key(choice), lambda: _Priced(self._stage_costs(choice), Cache())
-        )
+    def _priced(self, choice: PlanChoice) -> Priced:
+        """Return the costs of a configuration; where GPUs differ, those of its placement."""
+        if not self.problem.cluster.is_mixed:
+            return self._priced_at(choice, ())
+        place = tuple(getattr(choice, name) for name in _PLACE)
+        return self._priced_at(choice, (*place, self.problem.gpus_of_devices(choice)))
 
-    def _stage_costs(self, choice: PlanChoice) -> Costs:
-        """Return the costs of a configuration; splits of a transformer's layers share parts."""
-        problem, key = self.problem, self._layer_key(choice)
-        if isinstance(problem.model, Layers):
-            return problem.costs(choice)
-
-        def costs_on(kind: int) -> Costs:
-            make = self._cache.get(("shard", key, kind), lambda: problem.shard_costs(choice, kind))
-            return make(choice.layers_per_stage)
-
-        return problem.joined_costs(choice, costs_on)
-
-    def _order(self, choice: PlanChoice) -> Ints | None:
-        """Return, for each action of the schedule, its kind in `_small_graph`."""
-
-        def build() -> Ints | None:
-            schedule = self._schedule(choice, self.costs(choice))
-            kinds, n = self._small_graph(choice).kinds, schedule.n_stages
-            number = np.full(len(Op) * n, -1)
-            number[kinds.op * n + kinds.stage] = np.arange(len(kinds))
-            own: Ints = number[schedule.op.astype(np.int64) * n + schedule.stage]
-            return None if (own < 0).any() else own
-
-        return self._graphs.get(("order", _place(choice), choice.n_microbatches), build)
-
-    def _bytes(self, choice: PlanChoice) -> OrderBytes:
-        """Return the bytes of the kinds of tasks of a configuration."""
-        shares = choice.optimizer_shares
-        priced, place = self._priced(choice), _place(choice)
-
-        def build() -> OrderBytes:
-            small = self._small_graph(choice)
-            graph = self._cache.get(
-                ("small", place, shares),
-                lambda: replace(small, options=replace(small.options, n_equal=shares)),
-            )
-            return order_bytes(graph, priced.costs)
-
-        return priced.values.get(("bytes", place, shares), build)
-
-    def _small_graph(self, choice: PlanChoice) -> TaskGraph:
-        """Return the graph of few micro-batches of the schedule of a choice, without messages.
-
-        A replica gathers parameters; one that shares them with no other has them all.
-        """
-        place = _place(choice)
-        return self._cache.get(
-            ("few", place), lambda: replica_memory_graph(order_facts(*place).schedule)
-        )
-
-    def _schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
-        key: tuple[Hashable, ...] = ("schedule", _place(choice), choice.n_microbatches)
-        if choice.ordered_for_costs:
-            key = (*key, self._costs_key(choice))
-        return self._graphs.get(key, lambda: self.problem.schedule(choice, costs))
+    def _schedule(self, choice: PlanChoice) -> Schedule:
+        priced = self._priced(choice)
+        return self._ordered(choice, priced if choice.ordered_for_costs else None)
 
     def _whole(self, choice: PlanChoice, costs: Costs, bounds: Bounds) -> Evaluation:
         """Return the evaluation of a configuration by the tasks of all replicas."""
-        schedule = self._schedule(choice, costs)
+        schedule = self._schedule(choice)
         timeline = predict_timeline(self.problem.graph(choice, schedule, costs), costs)
         needed, most = reserved_memory(timeline), np.array(self.problem.limits(choice))
         if (needed > most).any():
@@ -262,56 +161,134 @@ class Evaluator:
             "simulated",
         )  # fmt: skip
 
-    def _reductions(
-        self, choice: PlanChoice, costs: Costs
-    ) -> tuple[Reductions | None, Reductions | None]:
-        """Return bounds on the reductions of each device: over all replicas, and of experts.
+    # Values that several configurations share.
 
-        Those of experts are over the replicas that have the same ones; None if all have them.
-        """
-        dp, p = choice.data_parallel, choice.pipeline_parallel
-        algorithm = "ring" if choice.optimizer_shares > 1 else costs.all_reduce
+    @kept(*_LAYERS, *_PLACE)
+    def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
+        return stages_of(self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
 
-        def over(step: int) -> Reductions | None:
-            return self._cache.get(
-                ("reductions", choice.gpus_per_device, p, dp, algorithm, step),
-                lambda: reductions(costs.network, dp, p, self.problem.layout, algorithm, step),
-            )
-
-        return over(1), None if costs.expert_replicas == 1 else over(costs.expert_replicas)
-
+    @kept(*_LAYERS)
     def _parts(self, choice: PlanChoice, gpu: int) -> DeviceSeconds:
         """Return the seconds of a layer, of the embedding and of the head on one GPU."""
-        return self._cache.get(
-            ("parts", self._layer_key(choice), gpu),
-            lambda: DeviceSeconds(*self.problem.parts(choice, self.problem.cluster.gpus[gpu])),
+        return DeviceSeconds(*self.problem.parts(choice, self.problem.cluster.gpus[gpu]))
+
+    @kept(*_LAYERS, "layers_per_stage")
+    def _priced_at(self, choice: PlanChoice, _place: tuple[object, ...]) -> Priced:
+        """Return the costs of a configuration; splits of a transformer's layers share parts."""
+        problem = self.problem
+        if isinstance(problem.model, Layers):
+            return Priced(self, problem.costs(choice))
+        return Priced(self, problem.joined_costs(
+            choice, lambda kind: self._shard_costs(choice, kind)(choice.layers_per_stage)
+        ))  # fmt: skip
+
+    @kept(*_LAYERS)
+    def _shard_costs(self, choice: PlanChoice, kind: int) -> Callable[[Sequence[int]], Costs]:
+        return self.problem.shard_costs(choice, kind)
+
+    @kept("gpus_per_device", "pipeline_parallel", "data_parallel")
+    def _limits(self, choice: PlanChoice) -> Floats:
+        return np.array(self.problem.device_limits(choice))
+
+    @kept("gpus_per_device", "pipeline_parallel", "data_parallel")
+    def _routes(self, choice: PlanChoice) -> SharedRoutes:
+        network = self.costs(choice).network
+        return SharedRoutes(choice.data_parallel, self.problem.layout, network)
+
+    @kept("gpus_per_device", "pipeline_parallel", "data_parallel")
+    def reductions(self, choice: PlanChoice, algorithm: str, step: int) -> Reductions | None:
+        """Return bounds on all-reduces over every ``step``-th replica of each device."""
+        network, layout = self.costs(choice).network, self.problem.layout
+        n_replicas, n_devices = choice.data_parallel, choice.pipeline_parallel
+        return reductions(network, n_replicas, n_devices, layout, algorithm, step)
+
+    @kept(*_ORDER, most=_MOST_GRAPHS)
+    def _ordered(self, choice: PlanChoice, priced: Priced | None) -> Schedule:
+        """Return the schedule of a configuration, for equal costs if there are none."""
+        return self.problem.schedule(choice, (priced or self._priced(choice)).costs)
+
+    @kept(*_ORDER, "shard_optimizer", "gpus_per_device", "data_parallel", most=_MOST_GRAPHS)
+    def _replica(self, choice: PlanChoice) -> OneOfReplicas | None:
+        replicated = choice.data_parallel > 1
+        graph = self._replica_graph(choice, replicated, replicated and choice.shard_optimizer)
+        return OneOfReplicas.make(graph, self._routes(choice), self.costs(choice).all_reduce)
+
+    @kept(*_ORDER, most=_MOST_GRAPHS)
+    def _replica_graph(self, choice: PlanChoice, replicated: bool, shards: bool) -> TaskGraph:
+        schedule = self._schedule(choice)
+        return lower_replica(schedule, replicated=replicated, shard_optimizer=shards)
+
+    @kept(*_ORDER, most=_MOST_GRAPHS)
+    def _order(self, choice: PlanChoice) -> Ints | None:
+        """Return, for each action of the schedule, its kind in `small_graph`; None if it lacks."""
+        schedule = self._schedule(choice)
+        kinds, n = self.small_graph(choice).kinds, schedule.n_stages
+        number = np.full(len(Op) * n, -1)
+        number[kinds.op * n + kinds.stage] = np.arange(len(kinds))
+        own: Ints = number[schedule.op.astype(np.int64) * n + schedule.stage]
+        return None if (own < 0).any() else own
+
+    @kept(*_PLACE)
+    def small_graph(self, choice: PlanChoice) -> TaskGraph:
+        """Return the graph of few micro-batches of the schedule of a choice, without messages.
+
+        A replica gathers parameters; one that shares them with no other has them all.
+        """
+        return replica_memory_graph(choice_facts(choice).schedule)
+
+    @kept(*_PLACE, "optimizer_shares")
+    def shared_graph(self, choice: PlanChoice) -> TaskGraph:
+        """Return the graph of few micro-batches with the replicas that share the optimizer."""
+        small = self.small_graph(choice)
+        return replace(small, options=replace(small.options, n_equal=choice.optimizer_shares))
+
+
+@dataclass(eq=False)
+class Priced:
+    """Costs of configurations, and values that follow from them."""
+
+    evaluator: Evaluator
+    costs: Costs
+
+    @kept(*_PLACE)
+    def work(self, choice: PlanChoice) -> DeviceWork:
+        """Return the work of each device for a micro-batch."""
+        facts = choice_facts(choice)
+        return device_work(
+            self.costs,
+            facts.devices,
+            splits_backward=facts.splits_backward,
+            hides_exchanges=hides_exchanges(choice),
+            n_slices=choice.n_slices,
         )
 
-    def _layer_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
-        """Return the values that the costs of layers depend on."""
-        return (choice.tensor_parallel, choice.microbatch_size, choice.recompute,
-                choice.sequence_parallel, choice.context_parallel, choice.expert_parallel,
-                choice.n_slices)  # fmt: skip
+    @kept(*_PLACE, "data_parallel", "optimizer_shares", "shards_parameters")
+    def least_end(self, choice: PlanChoice) -> Floats:
+        """Return the least seconds from the last backward of each device to the end of the step."""
+        costs, shares = self.costs, choice.optimizer_shares
+        algorithm = "ring" if shares > 1 else costs.all_reduce
+        over = partial(self.evaluator.reductions, choice, algorithm)
+        of_experts = None if costs.expert_replicas == 1 else over(costs.expert_replicas)
+        sharing = Sharing(shares, choice.shards_parameters)
+        return least_end(costs, choice_facts(choice).devices, sharing, over(1), of_experts)
 
-    def _costs_key(self, choice: PlanChoice) -> tuple[Hashable, ...]:
-        """Return the values that costs depend on."""
-        key = ("costs", self._layer_key(choice), choice.layers_per_stage)
-        if not self.problem.cluster.is_mixed:
-            return key
-        place = (choice.schedule, choice.n_chunks, choice.n_slices)
-        return (*key, place, self.problem.gpus_of_devices(choice))
+    @kept(*_PLACE, "optimizer_shares", "shards_parameters")
+    def least_memory(self, choice: PlanChoice, offloads: bool) -> Floats:
+        """Return the least bytes of each device, the allocator's reserve included."""
+        facts = choice_facts(choice)
+        return least_memory(
+            self.costs,
+            facts.devices,
+            Sharing(choice.optimizer_shares, choice.shards_parameters),
+            splits_backward=facts.splits_backward,
+            offloads=offloads,
+            n_slices=choice.n_slices,
+        )
 
-
-class _Priced(NamedTuple):
-    """Costs of a configuration, and values that follow from them."""
-
-    costs: Costs
-    values: Cache
-
-
-def _place(choice: PlanChoice) -> tuple[str, int, int, int]:
-    """Return the values that the placement of a choice depends on."""
-    return choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices
+    @kept(*_PLACE, "optimizer_shares")
+    def order_bytes(self, choice: PlanChoice) -> OrderBytes:
+        """Return the bytes of the kinds of tasks of a configuration."""
+        return order_bytes(self.evaluator.shared_graph(choice), self.costs)
 
 
 def _too_full(

@@ -45,7 +45,7 @@ class Workers:
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """Evaluations of configurations, and those that are left, with their bounds, by bound.
 
     The ``n_best`` are to be found. ``complete`` is False after an interrupt.
@@ -188,7 +188,7 @@ def evaluate(
 class Incumbents(NamedTuple):
     """Best steps and front of a search, by which workers rule configurations out.
 
-    Attributes are those of `Search`, as tuples.
+    Attributes are those of `PlanSearch`, as tuples.
     """
 
     n_best: int
@@ -200,7 +200,7 @@ def evaluate_all(
     problem: PlanProblem, choices: Sequence[PlanChoice], incumbents: Incumbents
 ) -> list[Evaluation]:
     """Return the evaluations of configurations, in a worker."""
-    search = Search(
+    search = PlanSearch(
         Evaluator(problem), incumbents.n_best,
         _steps=list(incumbents.steps), _front=list(incumbents.front),
     )  # fmt: skip
@@ -348,7 +348,7 @@ _SCENARIOS = 200
 
 
 def fill_search(
-    search: Search, space: SearchSpace, filters: Filters, progress: bool | None
+    search: PlanSearch, space: SearchSpace, filters: Filters, progress: bool | None
 ) -> None:
     """Add the configurations of a space to a search; Ctrl-C leaves the rest out."""
     try:
@@ -365,7 +365,7 @@ def fill_search(
 
 
 def _split(
-    search: Search, choices: Sequence[PlanChoice], filters: Filters, bar: tqdm[NoReturn]
+    search: PlanSearch, choices: Sequence[PlanChoice], filters: Filters, bar: tqdm[NoReturn]
 ) -> Iterator[PlanChoice]:
     """Yield configurations with their splits; rule out those that have none."""
     problem = search.evaluator.problem
@@ -380,7 +380,7 @@ def _split(
             yield with_split
 
 
-def run_search(search: Search, workers: Workers, progress: bool | None) -> None:
+def run_search(search: PlanSearch, workers: Workers, progress: bool | None) -> None:
     """Run a search with a progress bar, unless it was interrupted."""
     if not search.complete:
         return
@@ -403,7 +403,7 @@ def by_step(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def with_refined(
-    search: Search, rows: list[Evaluation], filters: Filters, progress: bool | None
+    search: PlanSearch, rows: list[Evaluation], filters: Filters, progress: bool | None
 ) -> list[Evaluation]:
     """Return the ranked configurations with refined ones among them."""
     with _bar(progress, None, "refinement") as bar:
@@ -421,7 +421,11 @@ def with_refined(
 
 
 def with_noise(
-    search: Search, rows: list[Evaluation], noise: Noise, percentile: float, progress: bool | None
+    search: PlanSearch,
+    rows: list[Evaluation],
+    noise: Noise,
+    percentile: float,
+    progress: bool | None,
 ) -> list[Evaluation]:
     """Return ranked configurations with the best ones ranked by a percentile of noisy steps."""
     problem = search.evaluator.problem

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipesim.errors import PipeError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, choice_facts
-from pipesim.planning.problem import Cache, PlanProblem
+from pipesim.planning.problem import PlanProblem, kept
 
 #: Most F and B of a replica; beyond it a single schedule takes many seconds and gigabytes.
 _MOST_TASKS = 500_000
 #: A reason, and the settings that it is about.
 _Reason = tuple[str, tuple[str, ...]]
 _NONE: _Reason = ("", ())
+#: Settings that must divide the sizes of a model.
+_SHARD = ("tensor_parallel", "context_parallel", "expert_parallel", "sequence_parallel", "n_slices")
 
 
 def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
@@ -93,7 +95,6 @@ class FeatureReasons:
     """Reasons against context and expert parallelism, sharded parameters, offload and slices."""
 
     problem: PlanProblem
-    _cache: Cache = field(default_factory=Cache)
 
     def reason(self, choice: PlanChoice) -> _Reason:
         """Return why a choice is impossible, and the settings that matter; empty if it is not."""
@@ -148,8 +149,7 @@ class FeatureReasons:
             return f"expert_parallel={choice.expert_parallel}: {text}", ("expert_parallel",)
         if (reason := self._shard(choice))[0]:
             return reason
-        key = ("replicas", *(getattr(choice, name) for name in names))
-        n = self._cache.get(key, lambda: self.problem.expert_replicas(choice))
+        n = self._expert_replicas(choice)
         if choice.data_parallel % n:
             text = (
                 f"expert_parallel={choice.expert_parallel}: the experts of a layer are on {n} "
@@ -160,18 +160,19 @@ class FeatureReasons:
 
     def _shard(self, choice: PlanChoice) -> _Reason:
         """Return why the sizes do not divide the model, in the words of the model."""
-        names = ("tensor_parallel", "context_parallel", "expert_parallel", "sequence_parallel",
-                 "n_slices")  # fmt: skip
+        return self._shard_error(choice), _SHARD
 
-        def check() -> str:
-            try:
-                self.problem.check_shards(choice)
-            except PipeError as error:
-                return str(error)
-            return ""
+    @kept(*_SHARD)
+    def _shard_error(self, choice: PlanChoice) -> str:
+        try:
+            self.problem.check_shards(choice)
+        except PipeError as error:
+            return str(error)
+        return ""
 
-        key: tuple[Hashable, ...] = tuple(getattr(choice, name) for name in names)
-        return self._cache.get(key, check), names
+    @kept("tensor_parallel", "context_parallel", "expert_parallel")
+    def _expert_replicas(self, choice: PlanChoice) -> int:
+        return self.problem.expert_replicas(choice)
 
 
 # Values of parameters that a plan tries where none are given.

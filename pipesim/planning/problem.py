@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -256,21 +257,33 @@ def mean_peak(cluster: Cluster) -> float | None:
     return math.fsum(group.n_gpus * (peak or 0.0) for group, peak in rows) / cluster.n_gpus
 
 
+S = TypeVar("S")
 T = TypeVar("T")
+P = ParamSpec("P")
+Method = Callable[Concatenate[S, PlanChoice, P], T]
 
 
-class Cache:
-    """Values by key. With more than ``most`` of them, the oldest are dropped."""
+def kept(*names: str, most: int | None = None) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
+    """Keep the values of a method by these attributes of a choice, and by its other arguments.
 
-    def __init__(self, most: int | None = None) -> None:
-        self._values: dict[Hashable, object] = {}
-        self._most = most
+    Each object keeps its own. With ``most`` of them, the oldest is dropped for a new one.
+    """
+    key_of = attrgetter(*names)
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key, made at its first use; it has the same type at each use."""
-        values = self._values
-        if key not in values:
-            while self._most is not None and len(values) >= self._most:
-                del values[next(iter(values))]
-            values[key] = make()
-        return values[key]  # type: ignore[return-value]  # of this key
+    def decorate(method: Method[S, P, T]) -> Method[S, P, T]:
+        place = f"{method.__name__} values"
+
+        @wraps(method)
+        def get(self: S, choice: PlanChoice, /, *args: P.args, **named: P.kwargs) -> T:
+            values: dict[object, T] = self.__dict__.setdefault(place, {})
+            key = (key_of(choice), *args)
+            if key not in values:
+                value = method(self, choice, *args, **named)
+                if most is not None and len(values) >= most:
+                    del values[next(iter(values))]
+                values[key] = value
+            return values[key]
+
+        return get
+
+    return decorate

@@ -21,7 +21,7 @@ from pipesim.order_search import (
     peak_bytes,
 )
 from pipesim.planning import cp_sat_proof
-from pipesim.planning.cp_sat_proof import Effort, _warn_of_missing_ortools, prove, solve
+from pipesim.planning.cp_sat_proof import SolverLimits, _warn_of_missing_ortools, prove, solve
 from pipesim.planning.first_orders import sequential_order
 
 PLACEMENTS = {
@@ -148,7 +148,7 @@ def test_contradiction_is_an_error_and_no_proof():
     model = cp_sat_proof._model(problem, order, evaluate(problem, order).makespan, 0.0, "makespan")
     model.model.add(model.start[0][0] < 0)
     with pytest.raises(AssertionError, match="error in pipesim"):
-        solve(model, Effort(30.0, None, 2, 0))
+        solve(model, SolverLimits(30.0, None, 2, 0))
 
 
 def test_room_for_one_microbatch_runs_them_in_turn():
@@ -171,7 +171,7 @@ def test_bound_of_coarse_ticks_holds(placement, objective, monkeypatch):
         orders = all_orders(problem)
         values = [getattr(evaluate(problem, order), objective) for order in orders]
         model = cp_sat_proof._model(problem, orders[0], values[0], 0.0, objective)
-        outcome = solve(model, Effort(30.0, None, 2, 0))
+        outcome = solve(model, SolverLimits(30.0, None, 2, 0))
         bound = cp_sat_proof._certified(outcome, model.ticks, objective)
         assert 0.6 * min(values) < bound <= min(values)
 

@@ -11,7 +11,7 @@ from every_order import all_orders
 import pipesim as ps
 from pipesim.ops import SCHEDULED
 from pipesim.order_search import checked_bound, order_problem, schedule_of
-from pipesim.planning.optimize_search import Effort, Search
+from pipesim.planning.optimize_search import Effort, OrderSearch
 
 CASES = {
     "linear": (ps.linear(2), 3, False),
@@ -64,7 +64,7 @@ def test_bound_and_order_are_those_of_brute_force(case, whole):
         problem = order_problem(placement, m, costs)
         for objective, best in values(placement, m, split, costs).items():
             effort = Effort(30.0, 2000, 0)
-            search = Search(placement, costs, None, objective, effort, lambda _: None, problem)
+            search = OrderSearch(placement, costs, None, objective, effort, lambda _: None, problem)
             search.run()
             assert search.lower_bound <= best * (1.0 + 1e-12)
             assert search.best.value == pytest.approx(best, rel=1e-9)

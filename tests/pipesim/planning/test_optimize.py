@@ -165,13 +165,13 @@ def test_shares_are_of_what_is_left():
 def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
     """Each micro-batch takes more than the busiest device's seconds; the period is no optimum."""
     placement, left = ps.v_shaped(4), []
-    improve = optimize_search.Search._improve
+    improve = optimize_search.OrderSearch._improve
 
     def noted(search, share):
         left.append((int(search.problem.count[0]), search.is_done))
         improve(search, share)
 
-    monkeypatch.setattr(optimize_search.Search, "_improve", noted)
+    monkeypatch.setattr(optimize_search.OrderSearch, "_improve", noted)
     ps.optimize(placement, 300, uneven(placement, True, 1), 3, evaluations=50, progress=False)
     part, is_done = left[0]
     assert part < 300
@@ -190,7 +190,7 @@ def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
         values.append(evaluate(arguments[2], order).makespan)
         return order
 
-    monkeypatch.setattr(optimize_search.Search, "_improve", interrupt)
+    monkeypatch.setattr(optimize_search.OrderSearch, "_improve", interrupt)
     monkeypatch.setattr(optimize_search, "unrolled", repeated)
     order = ps.optimize(placement, 300, uneven(placement, True), 4, seconds=20, progress=False)
     assert order.makespan == min(values)
@@ -369,7 +369,7 @@ def test_bad_arguments(wrong, message):
 
 def test_interrupt_returns_the_best_order_so_far(monkeypatch):
     """Ctrl-C ends a search of ten minutes with an order."""
-    placement, improve = ps.v_shaped(4), optimize_search.Search._improve
+    placement, improve = ps.v_shaped(4), optimize_search.OrderSearch._improve
     costs = uneven(placement, True)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -377,7 +377,7 @@ def test_interrupt_returns_the_best_order_so_far(monkeypatch):
         timer.start()
         improve(search, share)
 
-    monkeypatch.setattr(optimize_search.Search, "_improve", soon_interrupted)
+    monkeypatch.setattr(optimize_search.OrderSearch, "_improve", soon_interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         order = ps.optimize(placement, 20, costs, 6, seconds=600, progress=False)

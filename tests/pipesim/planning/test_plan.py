@@ -17,7 +17,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError
 from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.plan_evaluator import DeviceSeconds, Evaluator, uniform_split
-from pipesim.planning.plan_search import Search, _moves, evaluate
+from pipesim.planning.plan_search import PlanSearch, _moves, evaluate
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
 
@@ -375,7 +375,7 @@ def test_moves_of_single_layers(sizes: tuple[int, ...], least_at_ends: int) -> N
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=12))
 def test_a_search_keeps_the_whole_front(results: list[tuple[int, int]]) -> None:
     """Steps and bytes of which no other result is as good in both, and the best steps."""
-    search = Search(Evaluator(problem_of("shared", "stage_major")), n_best=3)
+    search = PlanSearch(Evaluator(problem_of("shared", "stage_major")), n_best=3)
     for step, memory in results:
         search._finish(Evaluation(choices("shared")[0], step, 0.0, memory, 0.0, "simulated"))
     front = {
