@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from pipesim.errors import (
     ExecutionError,
     check_count,
     check_flag,
-    check_function,
     check_list,
-    check_type,
 )
+from pipesim.utils.checks import Count, checked
 
 
 class GradientAccumulation:
@@ -95,29 +94,24 @@ class GradientAccumulation:
     True
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        n_steps: int,
+        optimizer: Annotated[torch.optim.Optimizer, "make it from the model's parameters"],
+        n_steps: Count,
         *,
-        n_batches: int | None = None,
+        n_batches: Count | None = None,
         scaler: Any = None,
-        before_step: Callable[[], object] | None = None,
+        before_step: Annotated[Callable[[], object], "before_step()"] | None = None,
     ) -> None:
-        check_type("model", model, nn.Module)
-        advice = "make it from the model's parameters"
-        check_type("optimizer", optimizer, torch.optim.Optimizer, advice)
         if scaler is not None and not all(
             callable(getattr(scaler, name, None))
             for name in ("scale", "step", "update", "unscale_")
         ):
             raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
-        if before_step is not None:
-            check_function("before_step", before_step, "before_step()")
-        self.model, self.optimizer = model, optimizer
-        self.n_steps = check_count("n_steps", n_steps)
-        if n_batches is not None and check_count("n_batches", n_batches) % n_steps:
+        self.model, self.optimizer, self.n_steps = model, optimizer, n_steps
+        if n_batches is not None and n_batches % n_steps:
             raise ArgumentError(
                 f"n_steps={n_steps} does not divide n_batches={n_batches}: "
                 f"{n_batches % n_steps} would be left at the end of an epoch; drop these, or leave "

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.errors import ArgumentError
+from pipesim.utils.checks import Count, NotNegative, checked
 
 #: Exponent of the ratio of batch sizes.
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
 
+@checked
 def scaled_learning_rate(
-    learning_rate: float,
-    batch_size: int,
-    reference_batch_size: int,
+    learning_rate: NotNegative,
+    batch_size: Count,
+    reference_batch_size: Count,
     *,
     rule: Literal["linear", "sqrt", "none"],
 ) -> float:
@@ -65,23 +67,13 @@ def scaled_learning_rate(
     >>> px.scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
     0.004
     """
-    rate = number(learning_rate)
-    if rate is None or not 0 <= rate < math.inf:
-        raise ArgumentError(
-            f"learning_rate must be a finite number of at least 0, got {learning_rate!r:.60}"
-        )
-    sizes = (
-        check_count("batch_size", batch_size),
-        check_count("reference_batch_size", reference_batch_size),
-    )
-    check_name("rule", rule, _EXPONENTS)
     try:
-        scaled = rate * math.pow(sizes[0] / sizes[1], _EXPONENTS[rule])
+        scaled = learning_rate * math.pow(batch_size / reference_batch_size, _EXPONENTS[rule])
     except OverflowError:
         scaled = math.inf
     if math.isinf(scaled):
         raise ArgumentError(
-            f"learning_rate={rate} cannot be scaled from reference_batch_size to batch_size: the "
-            "result is no finite number"
+            f"learning_rate={learning_rate} cannot be scaled from reference_batch_size to "
+            "batch_size: the result is no finite number"
         )
     return scaled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
     ExecutionError,
-    check_count,
-    check_flag,
     check_type,
 )
+from pipesim.utils.checks import Count, checked
 
 #: Bytes that Python and torch need for one expert, at least.
 _BYTES_PER_EXPERT = 1000
@@ -100,12 +99,13 @@ class Experts(nn.Module):
     ([4, 5, 6, 7], '4.weight')
     """
 
+    @checked
     def __init__(
         self,
-        expert: Callable[[], nn.Module],
-        width: int,
-        n_experts: int,
-        experts_per_token: int = 2,
+        expert: Annotated[Callable[[], nn.Module], "expert(), which makes one expert"],
+        width: Count,
+        n_experts: Count,
+        experts_per_token: Count = 2,
         *,
         share: tuple[int, int] = (0, 1),
         norm: nn.Module | None = None,
@@ -114,24 +114,18 @@ class Experts(nn.Module):
         normalize: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(expert, nn.Module) or not callable(expert):
+        if isinstance(expert, nn.Module):
             raise ArgumentTypeError(
                 f"expert must be a function that makes one expert, got {expert!r:.60}; give such "
                 "as lambda: nn.Linear(64, 64)"
             )
-        self.width = check_count("width", width)
-        self.n_experts = check_count("n_experts", n_experts)
-        self.experts_per_token = check_count("experts_per_token", experts_per_token)
+        self.width, self.n_experts, self.experts_per_token = width, n_experts, experts_per_token
         if experts_per_token > n_experts:
             raise ArgumentError(
                 f"experts_per_token={experts_per_token} must be at most n_experts={n_experts}"
             )
         self.held = _held(share, n_experts)
-        for name, module in (("norm", norm), ("shared", shared)):
-            if module is not None:
-                check_type(name, module, nn.Module, "give a module or None")
-        self.residual = check_flag("residual", residual)
-        self.normalize = check_flag("normalize", normalize)
+        self.residual, self.normalize = residual, normalize
         self.norm, self.shared = norm, shared
         check_tensors(
             f"{n_experts} experts of width {width}",

@@ -25,6 +25,7 @@ from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.precedence import Bits, Edges, ancestors, before
 from pipesim.simulation.simulate import checked_costs, predict_timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.csr import CSR, Ints
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Removal(NamedTuple):
     wait: WaitKind | None = None
 
 
+@checked
 def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     """Remove each kind of dependency, wait and stream in turn; return the changes as a table.
 
@@ -108,11 +110,6 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     """
     from pipesim.utils.packages import pandas as pd
 
-    if not isinstance(graph, TaskGraph):
-        raise ArgumentError(
-            f"audit takes a TaskGraph, got {type(graph).__name__}; lower the schedule first: "
-            "ps.audit(ps.lower(schedule), costs)"
-        )
     tasks = checked_costs(graph, costs)
     if len(graph) > MOST_TASKS:
         raise ArgumentError(

@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.errors import ArgumentError
 from pipesim.lowering.lower import lower
-from pipesim.lowering.recomputes import RECOMPUTE, Recompute
+from pipesim.lowering.recomputes import Recompute
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import Count, Whole, checked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,15 +121,16 @@ class AutogradOrders:
         return html
 
 
+@checked
 def autograd_orders(
-    n_devices: int,
-    n_microbatches: int,
+    n_devices: Count,
+    n_microbatches: Count,
     costs: Costs,
     *,
     recompute: Recompute = "always",
     recompute_thread: RecomputeThread = "device",
-    n_orders: int = 200,
-    seed: int = 0,
+    n_orders: Count = 200,
+    seed: Whole = 0,
     **lowering: Any,
 ) -> AutogradOrders:
     """Simulate possible orders of an unordered backward of GPipe on GPUs.
@@ -191,11 +193,7 @@ def autograd_orders(
     >>> orders
     <AutogradOrders: 5 orders (all), makespan 24 to 26 s>
     """
-    n, m = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
-    check_name("recompute mode", recompute, RECOMPUTE)
-    check_name("recompute_thread", recompute_thread, ("device", "caller"))
-    check_count("n_orders", n_orders)
-    generator = np.random.default_rng(check_count("seed", seed, minimum=0))
+    n, m, generator = n_devices, n_microbatches, np.random.default_rng(seed)
     if "recompute_first" in lowering:
         raise ArgumentError("autograd_orders chooses when R runs; leave recompute_first out")
     n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[recompute]

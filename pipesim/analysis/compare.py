@@ -18,6 +18,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked
 from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def known_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, ExtensionArray
     }
 
 
+@checked
 @dataclass(frozen=True)
 class Comparison:
     """A prediction beside a measurement of the same tasks.
@@ -245,9 +247,6 @@ class Comparison:
     _rows: NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        for name, timeline in (("predicted", self.predicted), ("measured", self.measured)):
-            if not isinstance(timeline, Timeline):
-                raise ArgumentError(f"{name} is no Timeline but {type(timeline).__name__}")
         rows = matching_rows(self.predicted.graph, self.measured.graph)
         object.__setattr__(self, "_rows", rows)
 

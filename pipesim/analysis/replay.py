@@ -12,12 +12,13 @@ from pipesim.analysis.blocking import (
     measured_shares,
 )
 from pipesim.costs.task_costs import CostTable, TaskCosts
-from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked
 
 
+@checked
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a timeline from its own durations: a check of the graph, no prediction.
 
@@ -60,11 +61,6 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     >>> ps.replay(timeline)
     <Timeline gpipe replayed: 18 tasks, makespan 9 s, bubble 33.3%>
     """
-    if not isinstance(timeline, Timeline):
-        raise ArgumentError(
-            f"replay takes a Timeline, got {type(timeline).__name__}; give what was measured or "
-            "loaded, such as ps.Timeline.load(path)"
-        )
     timeline.check_complete("replay")
     again = predict_timeline(timeline.graph, replay_costs(timeline), engine=engine)
     return again.with_name(f"{timeline.name} replayed")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
+from pipesim.utils.checks import Count, checked
 
 #: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1
@@ -117,6 +118,7 @@ class Link:
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Nodes:
     """Machines of several devices: one port a device, and NICs that the devices of a node share.
@@ -157,19 +159,19 @@ class Nodes:
     100000000000.0
     """
 
-    devices_per_node: int
+    devices_per_node: Count
     port_latency: float = 0.0
     port_bandwidth: float = math.inf
     nic_latency: float = 0.0
     nic_bandwidth: float = math.inf
-    n_nics: int | None = None
-    gpus_per_device: int = 1
-    nodes_per_device: int = 1
+    n_nics: Count | None = None
+    gpus_per_device: Count = 1
+    nodes_per_device: Count = 1
 
     def __post_init__(self) -> None:
         self._check_gpus()
-        per_node = check_count("nodes: devices_per_node", self.devices_per_node)
-        n_nics = per_node if self.n_nics is None else check_count("nodes: n_nics", self.n_nics)
+        per_node = self.devices_per_node
+        n_nics = per_node if self.n_nics is None else self.n_nics
         if per_node > MAX_DEVICE:
             raise NetworkError(f"nodes: devices_per_node must be at most {MAX_DEVICE}")
         if per_node % n_nics:
@@ -177,7 +179,6 @@ class Nodes:
                 f"nodes: {n_nics} NICs cannot be shared evenly by {per_node} devices; give a "
                 f"divisor of {per_node} (for several NICs a device, multiply nic_bandwidth)"
             )
-        object.__setattr__(self, "devices_per_node", per_node)
         object.__setattr__(self, "n_nics", n_nics)
         for name in ("port", "nic"):
             latency, bandwidth = f"{name}_latency", f"{name}_bandwidth"
@@ -187,9 +188,6 @@ class Nodes:
             object.__setattr__(self, bandwidth, rate)
 
     def _check_gpus(self) -> None:
-        for name in ("gpus_per_device", "nodes_per_device"):
-            count = check_count(f"nodes: {name}", getattr(self, name))
-            object.__setattr__(self, name, count)
         if self.gpus_per_device % self.nodes_per_device:
             raise NetworkError(
                 f"nodes: gpus_per_device={self.gpus_per_device} cannot be spread evenly over "
@@ -387,6 +385,7 @@ def _device(end: str, value: object) -> int:
     return device
 
 
+@checked
 @dataclass(frozen=True)
 class HostLink:
     """Link between devices and the memory of their host, such as PCIe; each direction has its own.
@@ -415,16 +414,16 @@ class HostLink:
 
     latency: float = 0.0
     bandwidth: float = math.inf
-    devices_per_link: int = 1
+    devices_per_link: Count = 1
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("host", self.latency, self.bandwidth)
-        count = check_count("host: devices_per_link", self.devices_per_link)
-        if count > MAX_DEVICE:
-            raise NetworkError(f"host: devices_per_link must be at most {MAX_DEVICE}, got {count}")
+        if self.devices_per_link > MAX_DEVICE:
+            raise NetworkError(
+                f"host: devices_per_link must be at most {MAX_DEVICE}, got {self.devices_per_link}"
+            )
         object.__setattr__(self, "latency", latency)
         object.__setattr__(self, "bandwidth", bandwidth)
-        object.__setattr__(self, "devices_per_link", count)
 
     def grouped(self, gpus_per_device: int) -> HostLink:
         """Return this link for groups of GPUs that act as one device, and bytes of one GPU each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, check_count, check_name, check_type
 from pipesim.network.network import Network
 from pipesim.network.sources import EFFICIENCY
+from pipesim.utils.checks import Count, Range, Whole, checked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +31,10 @@ _SIZES = {
 _EXPERT_KINDS, _DENSE_KINDS = ("etp", "ep", "edp", "pp"), ("tp", "cp", "dp", "pp")
 #: Most GPUs of a layout.
 _MOST = 10**7
+Size = Annotated[int, Range(1, _MOST)]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Coordinates of each GPU in tensor, context, expert, data and pipeline parallelism.
@@ -75,26 +78,20 @@ class Layout:
     ((0, 4), (1, 5), (2, 6), (3, 7))
     """
 
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    data_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_tensor_parallel: int = 0
+    tensor_parallel: Size = 1
+    context_parallel: Size = 1
+    expert_parallel: Size = 1
+    data_parallel: Size = 1
+    pipeline_parallel: Size = 1
+    expert_tensor_parallel: Whole = 0
     order: str = "tp-cp-ep-dp-pp"
-    gpus_per_node: int = 8
-    available_gpus: int | None = None
+    gpus_per_node: Size = 8
+    available_gpus: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES.values(), "gpus_per_node"):
-            size = check_count(name, getattr(self, name))
-            if size > _MOST:
-                raise ArgumentError(f"{name} must be at most {_MOST:,}, got {f'{size}':.40}")
-            object.__setattr__(self, name, size)
-        shared = check_count("expert_tensor_parallel", self.expert_tensor_parallel, 0)
-        object.__setattr__(self, "expert_tensor_parallel", shared or self.tensor_parallel)
-        kinds = self.order.split("-") if isinstance(self.order, str) else []
-        if sorted(kinds) != sorted(_SIZES):
+        shared = self.expert_tensor_parallel or self.tensor_parallel
+        object.__setattr__(self, "expert_tensor_parallel", shared)
+        if sorted(self.order.split("-")) != sorted(_SIZES):
             raise ArgumentError(
                 f"order must name {', '.join(_SIZES)} once each, such as 'tp-cp-ep-dp-pp', got "
                 f"{self.order!r:.60}"
@@ -102,14 +99,12 @@ class Layout:
         if self.n_gpus > _MOST:
             sizes = ", ".join(f"{_SIZES[kind]}={self._size(kind)}" for kind in _DENSE_KINDS)
             raise ArgumentError(f"a layout may have at most {_MOST:,} GPUs, got {sizes}")
-        if self.available_gpus is not None:
-            available = check_count("available_gpus", self.available_gpus)
-            if self.n_gpus > available:
-                sizes = " x ".join(f"{_SIZES[kind]}={self._size(kind)}" for kind in _DENSE_KINDS)
-                raise ArgumentError(
-                    f"the layout needs {self.n_gpus} GPUs ({sizes}), but the cluster has "
-                    f"{available}; give smaller sizes"
-                )
+        if self.available_gpus is not None and self.n_gpus > self.available_gpus:
+            sizes = " x ".join(f"{_SIZES[kind]}={self._size(kind)}" for kind in _DENSE_KINDS)
+            raise ArgumentError(
+                f"the layout needs {self.n_gpus} GPUs ({sizes}), but the cluster has "
+                f"{self.available_gpus}; give smaller sizes"
+            )
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -220,7 +215,8 @@ class Layout:
         table = numbers.transpose(*outside, *inside).reshape(-1, size)
         return tuple(map(tuple, table.tolist()))
 
-    def device(self, stage: int, replica: int) -> int:
+    @checked
+    def device(self, stage: Whole, replica: Whole) -> int:
         """Return the number of the device of a stage of a replica.
 
         Stages are those of ``pipeline_parallel``: with several chunks, devices of a pipeline.
@@ -237,7 +233,6 @@ class Layout:
         int
             The number, as in a graph of ``lower(schedule, **layout.lowering)``.
         """
-        stage, replica = check_count("stage", stage, 0), check_count("replica", replica, 0)
         for name, value, n in (
             ("stage", stage, self.pipeline_parallel),
             ("replica", replica, self.data_parallel),
@@ -266,7 +261,8 @@ class Layout:
         first = node * self.gpus_per_node
         return tuple(range(first, min(first + self.gpus_per_node, self.n_gpus)))
 
-    def experts(self, gpu: int, n_experts: int) -> range:
+    @checked
+    def experts(self, gpu: Whole, n_experts: Count) -> range:
         """Return the numbers of the experts of a layer that a GPU has.
 
         Parameters
@@ -281,15 +277,14 @@ class Layout:
         range
             Consecutive numbers of experts.
         """
-        n = check_count("n_experts", n_experts)
-        if check_count("gpu", gpu, 0) >= self.n_gpus:
+        if gpu >= self.n_gpus:
             raise ArgumentError(f"gpu must be 0 to {self.n_gpus - 1}, got {gpu}")
-        if n % self.expert_parallel:
+        if n_experts % self.expert_parallel:
             raise ArgumentError(
-                f"expert_parallel={self.expert_parallel} does not divide n_experts={n}; choose a "
-                "divisor"
+                f"expert_parallel={self.expert_parallel} does not divide n_experts={n_experts}; "
+                "choose a divisor"
             )
-        own, first = n // self.expert_parallel, int(self._coordinates["ep"][gpu])
+        own, first = n_experts // self.expert_parallel, int(self._coordinates["ep"][gpu])
         return range(first * own, (first + 1) * own)
 
     @property

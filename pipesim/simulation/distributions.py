@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, PipeError, number
 from pipesim.utils import random_draws
+from pipesim.utils.checks import Positive, Seconds, checked
 
 Floats = NDArray[np.float64]
 #: Largest ``sigma`` of `LogNormal`. The table of draws ends 5.9 standard deviations above the mean
@@ -179,6 +180,7 @@ class Empirical:
         return factors
 
 
+@checked
 @dataclass(frozen=True)
 class Failures:
     """Failures and the pauses after them: a task with a failure lasts ``pause`` longer.
@@ -203,17 +205,8 @@ class Failures:
     (9.0, True)
     """
 
-    every: float
-    pause: float
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", "> 0"), ("pause", ">= 0")):
-            value = number(getattr(self, name))
-            if value is None or not 0 <= value < np.inf or (value == 0 and least == "> 0"):
-                raise ArgumentError(
-                    f"{name} must be finite seconds {least}, got {getattr(self, name)!r}"
-                )
-            object.__setattr__(self, name, value)
+    every: Positive
+    pause: Seconds
 
 
 @lru_cache(maxsize=64)

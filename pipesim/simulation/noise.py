@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, SENDS, TRANSFERS, Op
 from pipesim.simulation.distributions import Distribution, Failures, check_distribution, tabulated
 from pipesim.utils import random_draws
+from pipesim.utils.checks import Count, Whole, checked
 
 
 def distributions_by_name(task: object) -> dict[str, object]:
@@ -37,10 +38,8 @@ def distributions_by_name(task: object) -> dict[str, object]:
     return {f"task {name}": value for name, value in task.items()}
 
 
-def checked_factors(name: str, factors: object, example: str) -> dict[Any, float]:
+def checked_factors(name: str, factors: Mapping[Any, object]) -> dict[Any, float]:
     """Return factors as floats; raise `ArgumentError` for other values."""
-    if not isinstance(factors, Mapping):
-        raise ArgumentError(f"{name} must be a mapping, such as {example}, got {factors!r}")
     checked = {}
     for where, factor in factors.items():
         got = number(factor)
@@ -68,6 +67,7 @@ class Draws(NamedTuple):
     pause: float
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     """Variation of the durations of tasks from scenario to scenario.
@@ -111,33 +111,31 @@ class Noise:
     15
     """
 
-    seed: int | None = None
+    seed: Whole | None = None
     task: Distribution | Mapping[str, Distribution] | None = None
     device: Distribution | None = None
     message: Distribution | None = None
-    gpus_per_device: int = 1
-    slow_devices: Mapping[int, float] = field(default_factory=dict)
-    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    gpus_per_device: Count = 1
+    slow_devices: Annotated[Mapping[int, float], "{3: 1.2}"] = field(default_factory=dict)
+    slow_links: Annotated[Mapping[tuple[int, int], float], "{(0, 1): 1.2}"] = field(
+        default_factory=dict
+    )
     failures: Failures | None = None
 
     def __post_init__(self) -> None:
         if self.seed is None:
             raise ArgumentError("noise needs a seed, so that it can be repeated: Noise(seed=0)")
-        for name, least in (("seed", 0), ("gpus_per_device", 1)):  # as ints, numpy's included
-            object.__setattr__(self, name, check_count(name, getattr(self, name), least))
         drawn = {"device": self.device, "message": self.message}
         for name, value in {**distributions_by_name(self.task), **drawn}.items():
             check_distribution(name, value)
-        if not isinstance(self.failures, Failures | None):
-            raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
         if self.failures is not None and not self._hit_every > 0:
             raise ArgumentError(
                 f"failures: every={self.failures.every!r} s of one GPU, over "
                 f"gpus_per_device={self.gpus_per_device}, is too small a number for the seconds "
                 "between failures of a device; give a larger every"
             )
-        for name, example in (("slow_devices", "{3: 1.2}"), ("slow_links", "{(0, 1): 1.2}")):
-            object.__setattr__(self, name, checked_factors(name, getattr(self, name), example))
+        for name in ("slow_devices", "slow_links"):
+            object.__setattr__(self, name, checked_factors(name, getattr(self, name)))
         for link in self.slow_links:
             if not (isinstance(link, tuple) and len(link) == 2):
                 raise ArgumentError(

@@ -55,10 +55,17 @@ class Range(NamedTuple):
     def text(self, kind: type) -> str:
         """Return the description of the allowed numbers of a type."""
         finite = "" if math.inf in (-self.low, self.high) else "finite "
-        low = f"{'above' if self.above else 'at least'} {self.low:.17g}" * (self.low > -_MAX)
-        limits = ", ".join(filter(None, [low, f"at most {self.high:.17g}" * (self.high < _MAX)]))
+        low = f"{'above' if self.above else 'at least'} {_digits(self.low)}" * (self.low > -_MAX)
+        high = f"at most {_digits(self.high)}" * (self.high < _MAX)
+        limits = ", ".join(filter(None, [low, high]))
         words = "whole " if kind is int else finite
         return f"a {words}number ({limits})" if limits else f"a {words}number"
+
+
+def _digits(number: float) -> str:
+    """Return the shortest text of a limit: 1e+15, but 1048577."""
+    text = f"{number:g}"
+    return text if float(text) == number else f"{number:.17g}"
 
 
 Count = Annotated[int, Range(1)]
@@ -178,8 +185,8 @@ def _of_class(hint: Any, advice: str = "") -> Check | None:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind in (Mapping, Callable):
-        called = f", called as {advice}" if advice else ""
-        wanted = "a mapping" if kind is Mapping else f"a function{called}"
+        word, example = ("mapping", "such") if kind is Mapping else ("function", "called")
+        wanted = f"a {word}, {example} as {advice}" if advice else f"a {word}"
 
         def run(name: str, value: Any) -> Any:
             if isinstance(value, kind):
@@ -200,6 +207,9 @@ def _of_range(kind: type, allowed: Range) -> Check:
         result = check_count(name, value, int(allowed.low)) if kind is int else number(value)
         if result is None:
             raise wrong_type(name, wanted, value)
+        if allowed.high < result and allowed.high < _MAX:
+            most = _digits(allowed.high)
+            raise ArgumentError(f"{name} must be at most {most}, got {value_text(value)}")
         if not allowed.low <= result <= allowed.high or (allowed.above and result == allowed.low):
             raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}")
         return result

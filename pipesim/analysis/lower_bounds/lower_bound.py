@@ -28,7 +28,7 @@ from pipesim.analysis.lower_bounds.lanes import (
 from pipesim.analysis.lower_bounds.memory_arcs import device_stages, memory_arcs
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import each_microbatch, least_costs
-from pipesim.errors import CostsError, check_count, check_flag, check_name, check_type
+from pipesim.errors import CostsError, check_count, check_name
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import COPIES, LISTED, RECVS, Op
@@ -39,10 +39,12 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST, Timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import Bytes
 
 
+@checked
 def lower_bound(
     placement: Placement,
     n_microbatches: int,
@@ -109,10 +111,7 @@ def lower_bound(
     >>> ps.simulate(ps.lower(ps.schedule("1f1b", 4, 8)), costs).makespan
     33.0
     """
-    check_type("placement", placement, Placement)
-    check_type("costs", costs, Costs)
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
-    check_flag("search", search)
     splits = is_split(costs, split_backward)
     if split_backward is None and splits:
         costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)

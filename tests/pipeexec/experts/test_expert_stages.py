@@ -368,9 +368,12 @@ def test_a_share_has_the_names_and_values_of_the_whole() -> None:
         ({"experts_per_token": 9}, "experts_per_token=9 must be at most n_experts=8"),
         ({"n_experts": 0}, "n_experts must be at least 1, got 0"),
         ({"width": 2.5}, "width must be"),
-        ({"expert": nn.Linear(4, 4).weight}, "expert must be a function that makes one expert"),
+        (
+            {"expert": nn.Linear(4, 4).weight},
+            "expert must be a function, called as expert(), which",
+        ),
         ({"expert": lambda: 3}, "expert() must be a torch.Module, got 3 (int); return a module"),
-        ({"norm": 3}, "norm must be a torch.Module, got 3 (int); give a module or None"),
+        ({"norm": 3}, "norm must be a torch.Module, got 3 (int)"),
         ({"residual": 1}, "residual must be True or False, got 1"),
     ],
 )

@@ -257,10 +257,10 @@ def test_links_of_nodes_by_hand(network: ps.Network, n: int, data: st.DataObject
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"devices_per_node": 0}, "nodes: devices_per_node must be at least 1, got 0"),
-        ({"devices_per_node": 2.0}, "nodes: devices_per_node must be a whole number"),
+        ({"devices_per_node": 0}, "devices_per_node must be at least 1, got 0"),
+        ({"devices_per_node": 2.0}, "devices_per_node must be a whole number"),
         ({"devices_per_node": 2**31}, "nodes: devices_per_node must be at most"),
-        ({"n_nics": 0}, "nodes: n_nics must be at least 1, got 0"),
+        ({"n_nics": 0}, "n_nics must be at least 1, got 0"),
         ({"n_nics": 3}, "3 NICs cannot be shared evenly by 8 devices; give a divisor of 8"),
         ({"n_nics": 16}, "16 NICs cannot be shared evenly by 8 devices"),
         ({"port_bandwidth": 0}, "nodes: port_bandwidth must be > 0 bytes/s"),

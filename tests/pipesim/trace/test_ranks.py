@@ -215,7 +215,7 @@ def test_no_steps(tmp_path: Path, step: Any) -> None:
 
 def test_no_timeline_and_no_path() -> None:
     """What is no timeline is not replayed, and none is written to what is no path."""
-    with pytest.raises(ArgumentError, match="replay takes a Timeline, got NoneType"):
+    with pytest.raises(ArgumentError, match=r"timeline must be a pipesim\.Timeline, got None"):
         ps.replay(None)  # type: ignore[arg-type]
     timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 1, 1)), ps.Costs(1, 2))
     with pytest.raises(ArgumentError, match="written to a path, got None"):
