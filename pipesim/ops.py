@@ -91,6 +91,8 @@ class Op(IntEnum):
 
 #: Operations that a schedule lists for every stage and micro-batch.
 SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
+#: Operations that add to the gradients of the weights.
+WEIGHT_GRADS = frozenset({Op.B, Op.W})
 #: Operations that a schedule may list; `pipesim.lower` adds all others.
 LISTED = SCHEDULED | {Op.R}
 #: Operations on a device's compute stream.

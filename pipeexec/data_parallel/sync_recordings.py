@@ -34,7 +34,7 @@ from pipeexec.data_parallel.sync_rules import (
     uncovered,
 )
 from pipesim.errors import ArgumentTypeError, TimelineError, number
-from pipesim.ops import COMPUTE, Op
+from pipesim.ops import COMPUTE, WEIGHT_GRADS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_json import complete_events, load, seconds
 from pipesim.trace.profiler_ranges import ALL_REDUCE, collective, is_communication, is_launch
@@ -102,7 +102,7 @@ def _timeline_report(timeline: Timeline) -> SyncReport:
     """Return the report on a timeline; see `sync_report`."""
     graph = timeline.graph
     timeline.check_complete("sync_report needs")
-    if not graph.is_op(frozenset((Op.B, Op.W))).any():
+    if not graph.is_op(WEIGHT_GRADS).any():
         raise TimelineError(f"timeline {timeline.name!r} has no backward; its graph is {graph!r}")
     has_steps = bool((graph.op == Op.STEP).any())
     compute_spans = [
@@ -158,7 +158,7 @@ def _history(
     last: dict[int, MicroStep] = {}  # of each mini-batch
     for task in ordered:
         op, microbatch = Op(graph.op[task]), int(graph.microbatch[task])
-        if op in (Op.B, Op.W):
+        if op in WEIGHT_GRADS:
             steps[microbatch] = last[microbatch // size] = MicroStep(microbatch)
             history.append(steps[microbatch])
         elif op == Op.STEP:

@@ -141,7 +141,22 @@ class CpuEvent:
         return self.time - base.time
 
 
-class CpuStream:
+class _CpuEvents(Stream, Protocol):
+    """Events of a stream of the CPU."""
+
+    def record(self) -> CpuEvent:
+        """Return an event that is set when everything submitted before has run."""
+        event = CpuEvent()
+        self.submit(event.set)
+        return event
+
+    def event_inside(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and the function by which work sets it."""
+        event = CpuEvent()
+        return event, event.set
+
+
+class CpuStream(_CpuEvents):
     """A worker thread that runs its queue in order; it ends when the stream is garbage.
 
     It first runs ``prepare``, which may pin it or set its number of threads.
@@ -169,22 +184,11 @@ class CpuStream:
         """Run ``work`` after everything submitted before."""
         self._queue.put(work)
 
-    def record(self) -> CpuEvent:
-        """Return an event that is set when everything submitted before has run."""
-        event = CpuEvent()
-        self._queue.put(event.set)
-        return event
-
     def wait_event(self, event: Event) -> None:
         """Let work submitted from now on wait for ``event``."""
         assert isinstance(event, CpuEvent)
         if event.time is None:
             self._queue.put(partial(self._block, event))
-
-    def event_inside(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and the function by which work sets it."""
-        event = CpuEvent()
-        return event, event.set
 
     def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
@@ -232,7 +236,7 @@ def _raise_first(errors: list[BaseException]) -> None:
         raise first
 
 
-class InlineStream:
+class InlineStream(_CpuEvents):
     """A stream without a thread: the thread that makes its next piece of work ready runs it.
 
     For work that takes no time, such as handing over a tensor within one memory. A separate thread
@@ -284,23 +288,12 @@ class InlineStream:
         self._queue.append(work)
         self._advance()
 
-    def record(self) -> CpuEvent:
-        """Return an event that is set when everything submitted before has run."""
-        event = CpuEvent()
-        self.submit(event.set)
-        return event
-
     def wait_event(self, event: Event) -> None:
         """Let work submitted from now on wait for ``event``."""
         assert isinstance(event, CpuEvent)
         if event.time is None:
             self._queue.append(event)
             self._advance()
-
-    def event_inside(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and the function by which work sets it."""
-        event = CpuEvent()
-        return event, event.set
 
     def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
@@ -321,7 +314,7 @@ class InlineStream:
         """Do nothing: there is no thread to end."""
 
 
-class CallerStream:
+class CallerStream(_CpuEvents):
     """A stream that runs work at once in the caller's thread.
 
     For work so short that a thread costs more than it gains. The caller waits for the events that
@@ -339,11 +332,6 @@ class CallerStream:
     def wait_event(self, event: Event) -> None:
         """Wait for ``event``."""
         wait_for(event)
-
-    def event_inside(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and the function by which work sets it."""
-        event = CpuEvent()
-        return event, event.set
 
     def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Run ``work`` once ``events`` are set; return the events around it."""

@@ -20,6 +20,7 @@ from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.nesting import Arguments, with_tensors
 from pipeexec.stages.activations import ActivationMeter, SavedActivations
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
+from pipeexec.stages.recompute import NO_CONTEXT
 from pipeexec.thread_modes import ThreadMode
 from pipesim.errors import ExecutionError
 
@@ -210,8 +211,6 @@ LossCall = Callable[[object, int], Tensor]
 #: the process's generator.
 Seed = int | Tensor | None
 
-_NO_CONTEXT = contextlib.nullcontext()
-
 
 class ModuleCaller:
     """Calls a module under the random numbers, autocast and hooks of a task.
@@ -295,7 +294,7 @@ class ModuleCaller:
         """Return the context in which to run the module; most calls need none."""
         if (generator is None and self.meter is None and deferred is None and self.ddp is None
                 and self.autocast is None and saved is None):  # fmt: skip
-            return _NO_CONTEXT
+            return NO_CONTEXT
         context = contextlib.ExitStack()
         if self.autocast is not None:
             context.enter_context(self.autocast())

@@ -37,7 +37,8 @@ class _Missing(enum.Enum):
     MISSING = 0
 
 
-_NO_CONTEXT = nullcontext()
+#: Context of a call that needs none.
+NO_CONTEXT = nullcontext()
 _MISSING: Literal[_Missing.MISSING] = _Missing.MISSING
 #: A buffer; None where it has no tensor, missing before the forward that registers it.
 Buffer = Tensor | None | Literal[_Missing.MISSING]
@@ -118,7 +119,7 @@ class ForwardBuffers:
         `ExecutionError`: its values are lost. They are copied from then on.
         """
         has_none = not self._slots and self._learned
-        return _NO_CONTEXT if has_none else self._watch(microbatch)
+        return NO_CONTEXT if has_none else self._watch(microbatch)
 
     @contextmanager
     def _watch(self, microbatch: int | None) -> Iterator[None]:

@@ -26,6 +26,7 @@ from pipeexec.stages.activations import (
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import LossCall, ModuleCaller, Seed, WeightVersions, default_state
 from pipeexec.stages.recompute import (
+    NO_CONTEXT,
     Buffers,
     ForwardBuffers,
     ModuleState,
@@ -102,9 +103,6 @@ class StageLike(Protocol):
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
         ...
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -302,7 +300,7 @@ class Stage(ModuleCaller):
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward without R: earlier micro-batches may need buffers."""
-        return self.buffers.watch(None) if self.buffers.is_needed else _NO_CONTEXT
+        return self.buffers.watch(None) if self.buffers.is_needed else NO_CONTEXT
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: accumulate the parameters' gradients, return those of the inputs."""
@@ -482,7 +480,7 @@ class Stage(ModuleCaller):
     def _slice(self, microbatch: int, mode: Mode) -> contextlib.AbstractContextManager[None]:
         """Return the context of a slice's forward, in which modules find keys and values."""
         if self.slices is None:
-            return _NO_CONTEXT
+            return NO_CONTEXT
         return self.slices.forward(microbatch, mode, self.meter)
 
     def _count(self, tensors: tuple[Tensor, ...]) -> tuple[CountedTensor, ...]:

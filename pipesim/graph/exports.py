@@ -12,7 +12,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.precedence import earlier_by_kind
-from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
+from pipesim.ops import SCHEDULED, TRANSFERS, WEIGHT_GRADS, Action, Op, Overlapped
 from pipesim.scheduling.files import signed_rows
 from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.files import check_path, write_text
@@ -58,9 +58,6 @@ def networkx_graph(graph: TaskGraph) -> Any:
 
 # Orders with messages for the runtime of torch.distributed.pipelining
 
-#: Operations that add to the gradients of the weights.
-_GRADIENTS = frozenset({Op.B, Op.W})
-
 
 def torch_orders(graph: TaskGraph) -> list[list[str]]:
     """Return the actions and messages of each device as texts, in issue order.
@@ -70,14 +67,14 @@ def torch_orders(graph: TaskGraph) -> list[list[str]]:
     """
     _check(graph)
     left = np.zeros(graph.n_stages, dtype=np.int64)
-    np.add.at(left, graph.stage[graph.is_op(_GRADIENTS)], 1)
+    np.add.at(left, graph.stage[graph.is_op(WEIGHT_GRADS)], 1)
     orders: list[list[str]] = [[] for _ in range(graph.n_devices)]
     for device, parts in _with_messages(graph):
         actions = [Action(*part) for part in parts]
         orders[device].append(str(actions[0] if len(actions) == 1 else Overlapped(*actions)))
         for stage, op, *_ in actions:
-            left[stage] -= op in _GRADIENTS
-            if op in _GRADIENTS and not left[stage]:
+            left[stage] -= op in WEIGHT_GRADS
+            if op in WEIGHT_GRADS and not left[stage]:
                 orders[device].append(str(Action(stage, Op.REDUCE_GRAD)))
     return orders
 

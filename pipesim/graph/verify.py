@@ -23,6 +23,7 @@ from pipesim.ops import (
     RECVS,
     SCHEDULED,
     SENDS,
+    WEIGHT_GRADS,
     Action,
     Op,
     is_expert_exchange,
@@ -216,7 +217,7 @@ def _check_updates(schedule: Schedule) -> None:
             "a bidirectional pipeline takes one at a time"
         )
     batch = schedule.microbatch // (schedule.n_microbatches // n_batches)
-    ends = np.flatnonzero(np.isin(schedule.op, (Op.B, Op.W)))
+    ends = np.flatnonzero(np.isin(schedule.op, tuple(WEIGHT_GRADS)))
     place = np.lexsort((ends, schedule.stage[ends], schedule.path[ends]))
     ends = ends[place]
     same = (np.diff(schedule.stage[ends]) == 0) & (np.diff(schedule.path[ends]) == 0)
@@ -327,7 +328,7 @@ def _check_members(graph: TaskGraph) -> None:
     n_members = np.zeros((len(cells), graph.n_replicas), dtype=np.int64)
     np.add.at(n_members, (cell_of_member, graph.replica[members]), 1)
     trains = np.zeros(graph.n_replicas, dtype=bool)
-    trains[graph.replica[graph.is_op(frozenset({Op.B, Op.W}))]] = True
+    trains[graph.replica[graph.is_op(WEIGHT_GRADS)]] = True
     for cell, replica in np.argwhere((n_members > 1) | (trains & (n_members == 0)))[:1].tolist():
         task = graph.task(int(members[cell_of_member == cell][0]))
         n = n_members[cell, replica]

@@ -17,7 +17,7 @@ from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.exchanges import Exchanges, exchange_kinds
 from pipesim.lowering.expert_segments import expert_exchange_kinds
 from pipesim.lowering.issue_order import Partners
-from pipesim.ops import RECVS, TRANSFERS, Op
+from pipesim.ops import RECVS, TRANSFERS, WEIGHT_GRADS, Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.host_memory import check_memory
@@ -163,7 +163,7 @@ def _add_reductions(
     reduce[is_bucket] = len(kinds) + numbers
     is_dense = ~np.isin(compute.stage, collectives.sharded)
     if len(n_buckets):
-        gradients = compute.is_op(frozenset({Op.B, Op.W})) & compute.completes
+        gradients = compute.is_op(WEIGHT_GRADS) & compute.completes
         last = np.flatnonzero(gradients & is_dense)
         adds_to[last] = compute.stage[last]
         kinds = kinds.joined(_reduction_kinds(homes, stream, n_buckets))

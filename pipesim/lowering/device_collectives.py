@@ -19,11 +19,11 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.options import Tied, tied_text
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
-from pipesim.ops import SENDS, Op
+from pipesim.ops import SENDS, WEIGHT_GRADS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-_GRADIENTS = frozenset({Op.B, Op.W, Op.REDUCE_GRAD})
+_GRADIENTS = WEIGHT_GRADS | {Op.REDUCE_GRAD}
 _STEPS = frozenset({Op.STEP, Op.UNSHARD})
 
 

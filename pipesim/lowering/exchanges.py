@@ -27,7 +27,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import EXCHANGES, WEIGHT_GRADS, Op
 from pipesim.utils.csr import CSR, Ints
 
 SparseGradSync = Literal["every", "last"]
@@ -145,7 +145,7 @@ def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Iss
     if exchanges.prefetches:
         order = _prefetched(kinds, kind, microbatch)
         kind, microbatch, phase = kind[order], microbatch[order], phase[order]
-    gradients = kinds.is_op(frozenset({Op.B, Op.W}))
+    gradients = kinds.is_op(WEIGHT_GRADS)
     is_exchange = (kinds.op == Op.ALL_TO_ALL) & (kinds.part == _ACCUMULATED)
     for stage in exchanges.sharded if exchanges.accumulates else ():
         end = 1 + np.flatnonzero((gradients & (kinds.stage == stage))[kind])[-1]

@@ -15,7 +15,7 @@ from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import verify
 from pipesim.lowering.expert_segments import ExpertLayers, with_segments
-from pipesim.ops import Op
+from pipesim.ops import WEIGHT_GRADS, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule, kept_actions
 from pipesim.utils.csr import Ints
@@ -220,7 +220,7 @@ def clock_cycles(schedule: Schedule, compute: TaskGraph) -> Ints:
     if schedule.placement.n_paths == 1:
         return cycles
     cycles, stage = cycles.copy(), compute.stage
-    gradients = np.flatnonzero(compute.is_op(frozenset({Op.B, Op.W})))
+    gradients = np.flatnonzero(compute.is_op(WEIGHT_GRADS))
     done = np.zeros(compute.n_stages, dtype=cycles.dtype)
     np.maximum.at(done, stage[gradients], cycles[gradients])
     for step in np.flatnonzero(compute.is_op(frozenset({Op.STEP}))).tolist():

@@ -13,7 +13,7 @@ from pipesim.costs.pricing import copied_bytes, held_bytes, kept_inputs, moved_b
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import border_bytes, message_bytes
-from pipesim.ops import COPIES, Op
+from pipesim.ops import COPIES, WEIGHT_GRADS, Op
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
@@ -59,7 +59,7 @@ def waiting_gradients(graph: TaskGraph, costs: Costs) -> Waiting:
     reductions = np.flatnonzero(is_reduction[graph.kind])
     of_group = np.where(once[graph.stage], graph.n_microbatches - 1, graph.microbatch)
     reductions = reductions[of_group[reductions] >= 0]
-    backwards = np.flatnonzero(graph.is_op(frozenset({Op.B, Op.W})))
+    backwards = np.flatnonzero(graph.is_op(WEIGHT_GRADS))
     backwards = backwards[groups[graph.stage[backwards]] > 0]
     # The first task of each key in order of ids, which is the order of its stream.
     keys, first = np.unique(
@@ -183,7 +183,7 @@ def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
     if graph.weight_versions == "stashed":
         kinds = graph.kinds
         role = np.select([(kinds.op == Op.F) & kinds.begins, kinds.op == Op.STEP], [1, 3], 0)
-        role[kinds.is_op(frozenset({Op.B, Op.W})) & kinds.completes] = 2
+        role[kinds.is_op(WEIGHT_GRADS) & kinds.completes] = 2
         cell = kinds.replica * graph.n_stages + kinds.stage
         version = np.zeros((most.size, graph.n_microbatches), dtype=np.int64)
         in_flight = np.zeros((most.size, graph.n_batches + 1), dtype=np.int64)
