@@ -19,8 +19,10 @@ from pipeexec.checkpoints.directory import FOLDERS, read_tensors
 from pipeexec.devices.device import Device
 from pipeexec.embedding.row_layout import row_numbers
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.executor.expert_layers import ExpertLayers
 from pipeexec.executor.named_state import merged_groups, optimizer_state
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.sharding import whole_optimizers
 from pipesim.errors import ArgumentError, CheckpointError
 
 # Values of objects as JSON, with tensors kept apart.
@@ -327,13 +329,13 @@ class Contents:
 def local_contents(pipeline: Pipeline, objects: Mapping[str, Any]) -> Contents:
     """Return the contents of this process."""
     names, contents = pipeline.names, Contents()
-    if groups := pipeline._model.expert_groups:
+    if groups := pipeline._model.part(ExpertLayers).groups:
         raise ArgumentError(
             f"stage {min(groups)} has a share of its experts in this process, and the files of a "
             "stage are written by one process; give pipeexec.Experts without share, so that each "
             "process holds all experts, or save pipeline.state_dict() of each process yourself"
         )
-    optimizer = optimizer_state(names, pipeline._model.whole_optimizers())
+    optimizer = optimizer_state(names, whole_optimizers(pipeline._model))
     rows, hidden = {}, set()
     for prefix, embedding in names.embeddings().items():
         state = optimizer["state"].get(f"{prefix}weight", {})

@@ -29,6 +29,7 @@ from pipeexec.executor.named_state import (
     prepared_states,
 )
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.sharding import Sharding, whole_optimizers
 from pipeexec.executor.state_methods import raise_together
 from pipeexec.executor.tied_parameters import TiedParameters
 from pipesim.errors import CheckpointError, check_type
@@ -97,7 +98,7 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
             processes.agree("the checkpoint (its checksum)", manifest[CHECKSUM])
         with raise_together(processes), _plain_errors(folder):
             check_files(folder, manifest, rank, n_ranks)
-        optimizers = pipeline._model.whole_optimizers()
+        optimizers = whole_optimizers(pipeline._model)
         with raise_together(processes), _plain_errors(folder):
             names, rows = pipeline.names, {}
             _check_model(names, manifest)
@@ -118,7 +119,7 @@ def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[st
             tied = pipeline._model.part(TiedParameters)
             values = tied.loaded_values(names, state)
         tied.check_loaded_values(values, processes, error=CheckpointError, label="the checkpoint")
-        with pipeline._model.whole_parameters(changes=True):
+        with pipeline._model.part(Sharding).whole_parameters(changes=True):
             load_model_state(names, state)
         apply_optimizer_states(prepared)
         pipeline.n_steps = manifest["n_steps"]

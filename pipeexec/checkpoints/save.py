@@ -30,6 +30,7 @@ from pipeexec.checkpoints.directory import (
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.accumulation import Accumulation
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.sharding import Sharding
 from pipeexec.executor.state_methods import raise_together
 from pipeexec.run_lock import run_lock
 from pipesim.errors import (
@@ -108,9 +109,10 @@ def save_checkpoint(
     if keep is not None:
         check_count("keep", keep)
     processes = pipeline.processes
-    with pipeline._model.locked("save_checkpoint"), pipeline._model.whole_parameters():
+    model = pipeline._model
+    with model.locked("save_checkpoint"), model.part(Sharding).whole_parameters():
         with raise_together(processes):
-            if n_steps := pipeline._model.part(Accumulation).steps.n_steps:
+            if n_steps := model.part(Accumulation).steps.n_steps:
                 raise ExecutionError(
                     f"{n_steps} step{'s' * (n_steps > 1)} with accumulate=True left gradients, "
                     "which a checkpoint does not hold; save it after the step that runs the "

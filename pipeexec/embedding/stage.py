@@ -300,3 +300,14 @@ class ShardedStage:
         self._exchanges.clear()
         if self._accumulated is not None:
             self._accumulated.clear()
+
+
+class ForwardShardedStage(ShardedStage):
+    """A sharded embedding whose exchanges end with the vectors."""
+
+    def reorder(self, name: str, microbatch: int, values: Values) -> Values:
+        """Append the vectors, and drop the exchange: no gradients follow."""
+        outputs = super().reorder(name, microbatch, values)
+        del self._exchanges[microbatch]
+        self.counter.release()
+        return outputs

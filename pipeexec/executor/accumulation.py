@@ -19,6 +19,7 @@ from torch import nn
 
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StepPart
 from pipeexec.executor.step_result import StepResult
 from pipeexec.executor.step_runner import StepRunner
@@ -81,10 +82,10 @@ class Accumulation(StepPart):
         self._modules: Sequence[nn.Module] = ()
         self._zero_grad = self._keeps = False
 
-    def place(self, model: PlacedModel) -> None:
+    def place(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Take the modules."""
         self._modules, self._zero_grad = model.modules, model.zero_grad
-        self._keeps = not model.zero_grad and not model.cuda_graph
+        self._keeps = not model.zero_grad and not model.part(CudaGraphs).is_on
 
     def before(self, step: Step) -> None:
         """Clear the gradients from before a step, or weigh them and keep them for a failure."""
@@ -142,7 +143,7 @@ class AccumulatingRunner(StepRunner):
                 "accumulate=True leaves gradients for an optimizer, which this pipeline has not: "
                 "its gradients add up in any case; leave accumulate out"
             )
-        if last.model.cuda_graph or any(stage.is_ddp for stage in last.stages):
+        if last.model.part(CudaGraphs).is_on or any(stage.is_ddp for stage in last.stages):
             raise ArgumentError(
                 "accumulate=True works neither with cuda_graph=True nor with stages that are "
                 "DistributedDataParallel; leave it out, and lower a schedule of more micro-batches"

@@ -1,29 +1,19 @@
-"""Make the devices and stages of a pipeline and its loss, and check that its processes agree."""
+"""Make the devices of a pipeline and the loss of its stages; check that its processes agree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.distributed.processes import Processes
-from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
 from pipeexec.executor.remote_messages import agree_on_weights
 from pipeexec.executor.step import Step
-from pipeexec.experts.expert_shares import layers_of_graph, member_of_replica, n_members
-from pipeexec.experts.stage import ExpertStage
-from pipeexec.stages.activations import ActivationCounter
-from pipeexec.stages.module_call import WeightVersions
-from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import Op
 
 
 class MicrobatchLoss:
@@ -82,76 +72,6 @@ def make_pipeline_devices(
     return devices
 
 
-def make_stages(
-    modules: Sequence[nn.Module],
-    graph: TaskGraph,
-    devices: Sequence[Device],
-    counters: Sequence[ActivationCounter],
-    loss: MicrobatchLoss,
-    stage_type: type[Stage] = Stage,
-    sharded_type: type[ShardedStage] = ShardedStage,
-    expert_type: type[ExpertStage] = ExpertStage,
-) -> list[StageLike]:
-    """Return the stages of all replicas, replica after replica.
-
-    ``counters`` count the held activations of each device. ``sharded_type`` is the class of sharded
-    embeddings, ``expert_type`` that of stages with experts.
-    """
-    n = graph.n_stages
-    layers, members = layers_of_graph(graph), member_of_replica(graph)
-    several = graph.n_batches > 1
-    size = graph.n_microbatches // graph.n_batches
-    delayed = graph.weight_versions == "double_buffered"
-    stages: list[StageLike] = [
-        sharded_type(
-            module,
-            index % n,
-            counters[device],
-            **exchange_options(graph),
-        )
-        if index % n in graph.sharded and isinstance(module, EmbeddingStage)
-        else expert_type(
-            module,
-            index % n,
-            devices[device].torch_device,
-            counters[device],
-            partial(loss, index // n) if index % n == n - 1 else None,
-            member=members[index // n],
-            n_members=n_members(graph),
-        )
-        if layers[index % n] and not isinstance(module, RemoteStage)
-        else stage_type(
-            module,
-            index % n,
-            devices[device].torch_device,
-            counters[device],
-            partial(loss, index // n) if index % n == n - 1 else None,
-            WeightVersions(module, size, delayed) if several else None,
-            size,
-            graph.n_slices,
-        )
-        for index, (module, device) in enumerate(
-            zip(modules, graph.homes.ravel().tolist(), strict=False)
-        )
-    ]
-    _mark_offloaded(graph, stages)
-    return stages
-
-
-def _mark_offloaded(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
-    """Tell each stage which of its micro-batches have an OFFLOAD."""
-    tasks = np.flatnonzero(graph.op == Op.OFFLOAD)
-    slots = graph.replica[tasks] * graph.n_stages + graph.stage[tasks]
-    for slot in np.unique(slots[slots < len(stages)]).tolist():
-        stage = stages[slot]
-        if not isinstance(stage, Stage):
-            raise ArgumentError(
-                f"graph {graph.name!r} offloads activations of stage {stage.index}, which is "
-                "sharded and keeps none; lower without offload for it"
-            )
-        stage.offloaded = frozenset(graph.microbatch[tasks[slots == slot]].tolist())
-
-
 def agree_on_pipeline(
     modules: Sequence[nn.Module],
     graph: TaskGraph,
@@ -165,4 +85,4 @@ def agree_on_pipeline(
     processes.agree("whether there is an optimizer", has_optimizer)
     processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
     if graph.n_replicas > 1:
-        agree_on_weights(modules, graph.n_stages, graph.sharded, processes)
+        agree_on_weights(modules, graph, processes)

@@ -19,21 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeexec.devices.device import RemoteDevice, Values
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
-from pipeexec.embedding.stage import ShardedStage
-from pipeexec.executor.devices_and_stages import MicrobatchLoss, make_stages
+from pipeexec.executor.devices_and_stages import MicrobatchLoss
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import check_batch_is_here
 from pipeexec.executor.step_result import EvaluationResult, StepResult
 from pipeexec.executor.step_runner import StepRunner
-from pipeexec.experts.stage import ForwardExpertStage
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
 from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
 from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
 from pipeexec.stages.module_call import Seed
 from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.sequence_slices import SequenceCut, positions_of
-from pipeexec.stages.stage import Stage, StageLike
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -120,42 +118,21 @@ class _ForwardStage(Stage):
         return self.evaluate(microbatch, values, seed)
 
 
-class _ForwardShardedStage(ShardedStage):
-    """A sharded embedding whose exchanges end with the vectors."""
-
-    def reorder(self, name: str, microbatch: int, values: Values) -> Values:
-        """Append the vectors, and drop the exchange: no gradients follow."""
-        outputs = super().reorder(name, microbatch, values)
-        del self._exchanges[microbatch]
-        self.counter.release()
-        return outputs
-
-
 class ForwardRunner(StepRunner):
     """Runs a forward-only graph as `StepRunner` runs the graph of a step.
 
     It keeps no gradients, and steps no optimizer. Modules must be in evaluation mode.
     """
 
-    result_type = EvaluationResult
+    result_type, stage_type, loss_type = EvaluationResult, _ForwardStage, MicrobatchResult
     trains = False
+    _microbatch_loss: MicrobatchResult
 
-    def _make_capture(self) -> None:
-        return None
-
-    def _make_stages(self) -> list[StageLike]:
-        self.microbatch_result = self._microbatch_loss = MicrobatchResult()
-        # The forward of DistributedDataParallel may wait for other processes.
-        return make_stages(
-            [m.module if isinstance(m, DistributedDataParallel) else m for m in self.model.modules],
-            self.graph,
-            self.model.devices,
-            self.held,
-            self.microbatch_result,
-            _ForwardStage,
-            _ForwardShardedStage,
-            ForwardExpertStage,
-        )
+    def _modules(self) -> list[nn.Module]:
+        """Return the modules; the forward of DistributedDataParallel may wait for processes."""
+        return [
+            m.module if isinstance(m, DistributedDataParallel) else m for m in self.model.modules
+        ]
 
     def evaluate(self, inputs: Batch | None, targets: Any, shapes: object) -> StepResult:
         """Return the loss of a batch; see `Pipeline.evaluate`.
@@ -170,12 +147,12 @@ class ForwardRunner(StepRunner):
         """Return the output of each micro-batch of this process by number, and all their sizes."""
         self._check_last_stages()
         self._agree_anew(shapes)
-        outputs = self.microbatch_result.outputs = {}
+        outputs = self._microbatch_loss.outputs = {}
         try:
             step = self.run(inputs, None, Step.walk)
             return outputs, list(step.inputs.loss.sizes)
         finally:
-            self.microbatch_result.outputs = None
+            self._microbatch_loss.outputs = None
 
     def _agree_anew(self, shapes: object) -> None:
         """Take the messages of these shapes, and agree on samples of micro-batches anew."""
@@ -198,7 +175,7 @@ class ForwardRunner(StepRunner):
                 )
 
     def _check(self, inputs: Batch | None, targets: Any) -> None:
-        predicts = self.microbatch_result.outputs is not None
+        predicts = self._microbatch_loss.outputs is not None
         check_batch_is_here(
             inputs, targets, self.graph, self.model.devices, needs_targets=not predicts
         )

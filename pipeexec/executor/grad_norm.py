@@ -30,6 +30,7 @@ from pipeexec.executor.op_handlers import for_all_members
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StepPart
 from pipeexec.stages.stage import Stage
 from pipesim.costs.pricing import NORM_BYTES
@@ -99,20 +100,20 @@ class GradNorm(StepPart):
                 "(grad_norm=True), but without an optimizer gradients add up over steps; give "
                 "Pipeline an optimizer, or lower without grad_norm"
             )
-        if model.cuda_graph and graph.has_grad_norm:
+        if graph.has_grad_norm and model.part(CudaGraphs).is_on:
             raise ArgumentError(
                 "cuda_graph=True does not capture the norm of gradients; leave cuda_graph out, or "
                 "lower without grad_norm"
             )
 
-    def agree(self, processes: Processes) -> None:
+    def agree(self, model: PlacedModel, processes: Processes) -> None:
         """Check that every process clips and scales alike."""
         options = self.max_norm, self.error_if_nonfinite
         processes.agree("max_grad_norm and error_if_nonfinite", repr(options))
         state = None if self.scaler is None else repr(self.scaler.state_dict())
         processes.agree("the state of grad_scaler", state)
 
-    def place(self, model: PlacedModel) -> None:
+    def place(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Raise if gradients are to be clipped, and no stage of any process is trained.
 
         Without any gradient in a step, the norm is 0, as in torch.
@@ -147,7 +148,9 @@ class GradNorm(StepPart):
             assign_reduced_gradients(step, slot)
             gradients = [
                 p.grad
-                for p in step.gradients.counted(slot, step.gradients.trained(slot).parameters())
+                for p in step.gradients.counted(
+                    slot, step.gradients.trained_module(slot).parameters()
+                )
                 if p.grad is not None and id(p) not in step.gradients.uncounted
             ]
             if any(x.dtype in (torch.float64, torch.complex128) for x in gradients):
@@ -179,7 +182,7 @@ class GradNorm(StepPart):
         if state.scale == 1 and state.factor is None:
             return True
         factors: dict[torch.device, Tensor] = {}
-        for parameter in step.gradients.trained(task.slot).parameters():
+        for parameter in step.gradients.trained_module(task.slot).parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
-from pipeexec.experts.expert_shares import shared_out
-from pipeexec.experts.stage import ExpertStage
 from pipeexec.stages.restore import add_gradients
 from pipesim.errors import ExecutionError
 
@@ -115,27 +113,52 @@ def add_to_group(handler: Handler, group_size: int, step: Step, task: PlannedTas
         parameter.grad = None
 
 
+def local_gradients(
+    step: Step, task: PlannedTask
+) -> tuple[list[list[Tensor | None]], list[list[nn.Parameter]], bool]:
+    """Return the gradients of a REDUCE_GRAD and the parameters of each local copy.
+
+    The last value is whether they are of a group of micro-batches, and not in ``parameter.grad``.
+    """
+    is_per_group = bool(step.graph.reduction_groups[task.stage.index])
+    parameters = [reduced_parameters(step, slot, task) for slot in task.copies]
+    gradients = [
+        step.gradients.per_microbatch_grads.pop((slot, task.microbatch))
+        if is_per_group
+        else [p.grad for p in row]
+        for slot, row in zip(task.copies, parameters, strict=True)
+    ]
+    for gradient in (x for row in gradients for x in row if x is not None):
+        task.device.adopt(gradient, task.stream)  # computed on another stream
+    graph = step.graph
+    members = graph.collectives[int(graph.group[task.id])]
+    slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
+    for slot, row in zip(task.copies, gradients, strict=True):
+        nbytes = sum(gradient_bytes(x) for x in row if x is not None)
+        step.events.nbytes[int(members[slots.index(slot)])] = nbytes
+    return gradients, parameters, is_per_group
+
+
+#: Sums the gradients of a task, of each local copy, for the parameters of the first copy.
+SumCopies = Callable[
+    [PlannedTask, list[list[Tensor | None]], Sequence[nn.Parameter]], list[Tensor | None]
+]
+
+
+def _sum_copies(
+    task: PlannedTask, gradients: list[list[Tensor | None]], parameters: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    return sum_gradients(gradients, parameters, task.group)
+
+
 @torch.no_grad()
-def reduce_gradients(step: Step, task: PlannedTask) -> None:
+def reduce_gradients(step: Step, task: PlannedTask, sum_copies: SumCopies = _sum_copies) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, in all processes.
 
     The sums overwrite the gradients.
     """
-    is_per_group = bool(step.graph.reduction_groups[task.stage.index])
-    parameters_by_copy = [reduced_parameters(step, slot, task) for slot in task.copies]
-    gradients = [
-        step.gradients.per_microbatch_grads.pop((slot, task.microbatch))
-        if is_per_group
-        else [p.grad for p in parameters]
-        for slot, parameters in zip(task.copies, parameters_by_copy, strict=True)
-    ]
-    for gradient in (x for row in gradients for x in row if x is not None):
-        task.device.adopt(gradient, task.stream)  # computed on another stream
-    _record_bytes(step, task, gradients)
-    if task.slot in step.gradients.shards:  # each replica is in a process of its own
-        _scatter(step, task, gradients[0], parameters_by_copy[0], is_per_group=is_per_group)
-        return
-    sums = _sums(task, gradients, parameters_by_copy[0])
+    gradients, parameters_by_copy, is_per_group = local_gradients(step, task)
+    sums = sum_copies(task, gradients, parameters_by_copy[0])
     for number, (slot, parameters) in enumerate(zip(task.copies, parameters_by_copy, strict=True)):
         totals = sums if number == 0 else copy_sums(sums, gradients[number], parameters)
         if is_per_group:
@@ -146,44 +169,6 @@ def reduce_gradients(step: Step, task: PlannedTask) -> None:
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
-
-
-def _scatter(
-    step: Step,
-    task: PlannedTask,
-    gradients: list[Tensor | None],
-    parameters: Sequence[nn.Parameter],
-    *,
-    is_per_group: bool,
-) -> None:
-    """Sum the gradients of a stage whose replicas share them; its pieces get their part."""
-    assert task.group is not None
-    for parameter in () if is_per_group else parameters:
-        parameter.grad = None
-    is_first = task.slot not in step.gradients.scattered
-    step.gradients.scattered.add(task.slot)
-    step.gradients.shards[task.slot].reduce(gradients, task.group, adds=not is_first)
-
-
-def _sums(
-    task: PlannedTask, gradients: list[list[Tensor | None]], parameters: Sequence[nn.Parameter]
-) -> list[Tensor | None]:
-    """Return the sum of each parameter's gradients; of experts over the processes that have them.
-
-    ``gradients`` are those of each local copy, ``parameters`` those of the first copy.
-    """
-    experts = task.stage.expert_group if isinstance(task.stage, ExpertStage) else None
-    if experts is None:
-        return sum_gradients(gradients, parameters, task.group)
-    of_experts = {id(p) for p in shared_out(task.stage.module).values()}
-    sums: list[Tensor | None] = [None] * len(parameters)
-    for has_share, group in ((False, task.group), (True, experts.group)):
-        own = [k for k, p in enumerate(parameters) if (id(p) in of_experts) == has_share]
-        rows = [[copy[k] for k in own] for copy in gradients]
-        totals = sum_gradients(rows, [parameters[k] for k in own], group)
-        for k, total in zip(own, totals, strict=True):
-            sums[k] = total
-    return sums
 
 
 def copy_sums(
@@ -205,16 +190,6 @@ def copy_sums(
         else:
             copies.append(gradient.copy_(total))
     return copies
-
-
-def _record_bytes(step: Step, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
-    """Record the bytes of each local copy's gradients; a sparse gradient counts its rows."""
-    graph = step.graph
-    members = graph.collectives[int(graph.group[task.id])]
-    slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
-    for slot, row in zip(task.copies, gradients, strict=True):
-        member = int(members[slots.index(slot)])
-        step.events.nbytes[member] = sum(gradient_bytes(x) for x in row if x is not None)
 
 
 def gradient_bytes(gradient: Tensor) -> int:

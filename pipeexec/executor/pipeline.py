@@ -18,10 +18,15 @@ from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.accumulation import AccumulatingRunner, Accumulation
 from pipeexec.executor.evaluator import EvaluationMethods, Evaluator
+from pipeexec.executor.expert_layers import ExpertLayers
 from pipeexec.executor.grad_norm import GradNorm
 from pipeexec.executor.named_state import StateNames
-from pipeexec.executor.placed_model import PlacedModel, check_graph, check_timeout
+from pipeexec.executor.offload import Offload
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.sharded_embeddings import ShardedEmbeddings
+from pipeexec.executor.sharding import Sharding
 from pipeexec.executor.state_methods import StateMethods
+from pipeexec.executor.step_capture import CapturingRunner, CudaGraphs
 from pipeexec.executor.step_inputs import check_step_batch
 from pipeexec.executor.step_memory import MemoryMethods
 from pipeexec.executor.step_result import ProcessResult, StepResult, gathered_result, merge_results
@@ -42,8 +47,10 @@ from pipesim.errors import (
     check_list,
     check_numbers,
     check_type,
+    number,
 )
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import verify
 
 
 class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
@@ -196,10 +203,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         if processes is not None:
             check_type("processes", processes, Processes, "give the result of pipeexec.join")
         with guard_processes(processes):
-            check_timeout(timeout)
+            _check_timeout(timeout)
             check_flag("pin_threads", pin_threads)
             check_flag("cuda_graph", cuda_graph)
-            check_graph(graph)
+            _check_graph(graph)
             if cuda_graph and processes is not None:
                 raise ArgumentError(
                     "cuda_graph=True runs in one process: headers of messages between processes "
@@ -217,20 +224,27 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 pin_threads=pin_threads,
                 timeout=timeout,
                 processes=processes,
-                cuda_graph=cuda_graph,
                 batch_dims=batch_dims,
                 slice_dim=slice_dim,
                 is_split=facts is not None,
                 loss_reduction=loss.reduction,
                 parts=(
+                    CudaGraphs(cuda_graph),
+                    ShardedEmbeddings(),
+                    ExpertLayers(),
+                    Offload(),
+                    Sharding(),
                     Accumulation(),
-                    TiedParameters(tied, listed),
+                    TiedParameters(tied, listed, facts),
                     GradNorm(max_grad_norm, error_if_nonfinite, grad_scaler),
                 ),
             )
-            self._model.shard(graph)
             self.names = StateNames(self._model.modules, graph.n_stages, processes)
-            self._set_runner(StepRunner(graph, self._model, loss))
+            self._set_runner(self._new_runner(graph, loss))
+
+    def _new_runner(self, graph: TaskGraph, loss: LossFunction, n_steps: int = 0) -> StepRunner:
+        kind = CapturingRunner if self.cuda_graph else StepRunner
+        return kind(graph, self._model, loss, n_steps)
 
     def _set_runner(self, runner: StepRunner) -> None:
         """Take the runner of the pipeline's graph, and show its parts and those of the model."""
@@ -252,13 +266,13 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        check_timeout(seconds)
+        _check_timeout(seconds)
         self._runner.timeout = seconds
 
     @property
     def cuda_graph(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
-        return self._model.cuda_graph
+        return self._model.part(CudaGraphs).is_on
 
     @property
     def zero_grad(self) -> bool:
@@ -341,7 +355,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         ...     [p.step(x, x).peak_held for p in (pipeline, gpipe)]
         [(2, 1), (4, 4)]
         """
-        check_graph(graph)
+        _check_graph(graph)
         homes, new_homes = self._model.homes, graph.homes.tolist()
         if new_homes != homes[: len(new_homes)]:
             raise ArgumentError(
@@ -351,7 +365,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         runner = self._runner
         with self._model.locked_open("with_graph"), guard_processes(self.processes):
             self._model.check(graph)
-            new_runner = StepRunner(graph, self._model, runner.loss, runner.n_steps)
+            new_runner = self._new_runner(graph, runner.loss, runner.n_steps)
         new_runner.timeout = runner.timeout
         for stage, new_stage in zip(runner.stages, new_runner.stages, strict=False):
             new_stage.is_random, new_stage.modifies_input = stage.is_random, stage.modifies_input
@@ -442,7 +456,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         (4, (2, 1))
         """
         check_flag("accumulate", accumulate)
-        if accumulate and any(what != "none" for what in self._model.sharding):
+        if accumulate and any(kind != "none" for kind in self._model.part(Sharding).kinds):
             raise ArgumentError(
                 "accumulate=True, but the replicas share gradients and optimizer steps: gradients "
                 "are scattered in each step, and no share of them is kept; give one step more "
@@ -607,6 +621,25 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         words = [", ".join(d.name for d in self.devices), *self.notes]
         words += ["as a CUDA graph"] if self.cuda_graph else []
         return f"<Pipeline of {self.graph!r} on {'; '.join(words)}>"
+
+
+def _check_timeout(timeout: float | None) -> None:
+    """Raise unless a timeout is a positive number of seconds, or None."""
+    seconds = number(timeout)
+    if timeout is not None and (seconds is None or not 0 < seconds < float("inf")):
+        raise ArgumentError(
+            "timeout must be a positive number of seconds, or None to wait for ever, got "
+            f"{timeout!r}"
+        )
+
+
+def _check_graph(graph: TaskGraph) -> None:
+    """Raise unless a graph is a valid `TaskGraph`."""
+    if not isinstance(graph, TaskGraph):
+        raise ArgumentError(
+            f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
+        )
+    verify(graph)
 
 
 def _as_text(homes: list[list[int]]) -> str:

@@ -12,7 +12,7 @@ from pipeexec.devices.device import Device, RemoteDevice
 from pipeexec.devices.gpu_slices import Slice
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import add_to_group, mark_buckets
-from pipeexec.executor.op_handlers import HANDLERS, expert_handler
+from pipeexec.executor.op_handlers import HANDLERS
 from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
 from pipeexec.executor.remote_messages import RemoteParts
 from pipeexec.executor.step_part import StepPart
@@ -56,6 +56,8 @@ def plan(
         task = graph.task(index)
         slot = task.replica * graph.n_stages + task.stage
         sync = sync_plan.part(index)
+        special = (part.stage_handler(task, stages[slot]) for part in parts)
+        handler = next((x for x in special if x is not None), None) or handlers[task.op]
         planned_task = PlannedTask(
             id=index,
             stage=stages[slot],
@@ -69,7 +71,7 @@ def plan(
             stream=devices[task.device].stream(task.stream, blocks=bool(graph.group[index] >= 0)),
             waits=sync_plan.waits(index),
             source=_source(graph, index),
-            handler=_handler(task, sync, int(sync_plan.groups[task.stage]), handlers),
+            handler=_gathering(handler, task, sync, int(sync_plan.groups[task.stage])),
             sync=sync,
         )
         if remote_parts is not None:
@@ -174,11 +176,8 @@ class _SyncPlan:
         return tuple(needed.union(t for t in members if t < index).difference(backwards))
 
 
-def _handler(
-    task: Task, sync: ReplicaSync | None, group: int, handlers: Mapping[Op, Handler]
-) -> Handler:
-    """Return the handler of a task; for a backward, one that prepares its gradients' reduction."""
-    handler = expert_handler(task.op, task.part) or handlers[task.op]
+def _gathering(handler: Handler, task: Task, sync: ReplicaSync | None, group: int) -> Handler:
+    """Return the handler of a task; of a backward, one that prepares its gradients' reduction."""
     if sync is not None and sync.n_buckets_marked:
         return partial(mark_buckets, handler)
     if group and task.op in (Op.B, Op.I, Op.W):

@@ -50,7 +50,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.graph.verify import verify
-from pipesim.ops import RECVS, SENDS, Op, is_expert_exchange
+from pipesim.ops import OF_DEVICES, RECVS, SENDS, Op, is_expert_exchange
 
 #: Backend of exchanges of experts' tokens: gloo exchanges no tensors of GPUs.
 _EXCHANGE_BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -276,18 +276,12 @@ def _process_groups(
 def _group_key(task: Task) -> str:
     """Return the key of a collective's group, with one of its members.
 
-    There is one a stage, so that no stage waits for collectives of another; one for exchanges of
-    experts' tokens of a stage and path, which run beside its reductions; one for each group of tied
-    stages and replica; and one for the norm of all gradients. Gathers of parameters have one of
-    their own, as they are on another stream than reductions.
+    There is one a stage and operation, so that no stage waits for collectives of another, nor an
+    exchange or a gather for reductions, which are on another stream. Collectives of devices have
+    one a part, such as a group of tied stages.
     """
-    if is_expert_exchange(task.op, task.part):
-        return f"tokens {task.stage} of replica {task.replica}"
-    if task.op == Op.REDUCE_TIED:
-        return f"tied {task.part} of replica {task.replica}"
-    if task.op == Op.UNSHARD:
-        return f"parameters {task.stage}"
-    return "norm" if task.op == Op.GRAD_NORM else f"gradients {task.stage}"
+    number = task.part if task.op in OF_DEVICES else task.stage
+    return f"{task.op} {number} of replica {task.replica}"
 
 
 # Agreement of processes
@@ -317,17 +311,17 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     return processes.n_graphs
 
 
-def agree_on_weights(
-    modules: Sequence[nn.Module], n_stages: int, sharded: Sequence[int], processes: Processes
-) -> None:
+def agree_on_weights(modules: Sequence[nn.Module], graph: TaskGraph, processes: Processes) -> None:
     """Check that copies of a stage in different processes begin with the same weights.
 
-    Processes have different rows of ``sharded`` stages, which are not compared.
+    Processes have different rows of sharded stages, which are not compared.
     """
     rows = processes.share([_checksums(module) for module in modules])
-    for stage in sorted({*range(n_stages)}.difference(sharded)):
+    for stage in sorted({*range(graph.n_stages)}.difference(graph.sharded)):
         sums: dict[str, set[str]] = defaultdict(set)
-        for part, checksum in (x for row in rows for own in row[stage::n_stages] for x in own):
+        for part, checksum in (
+            x for row in rows for own in row[stage :: graph.n_stages] for x in own
+        ):
             sums[part].add(checksum)
         if any(len(different) > 1 for different in sums.values()):
             raise ArgumentError(

@@ -19,6 +19,7 @@ from pipeexec.executor.named_state import (
     prepared_states,
 )
 from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.sharding import Sharding, whole_optimizers
 from pipeexec.executor.tied_parameters import TiedParameters
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, check_flag
 
@@ -62,10 +63,10 @@ class StateMethods:
         ...     list(pipeline.state_dict())
         ['0.weight', '0.bias', '1.weight', '1.bias']
         """
-        with self._model.locked("state_dict"), self._model.whole_parameters():
+        sharding = self._model.part(Sharding)
+        with self._model.locked("state_dict"), sharding.whole_parameters():
             state = self.names.local_state()
-            frees = "parameters" in self._model.sharding
-            return copy.deepcopy(state) if frees else state
+            return copy.deepcopy(state) if "parameters" in sharding.kinds else state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and buffers into all stages and their copies; all processes must call it.
@@ -85,7 +86,7 @@ class StateMethods:
                 check_model_state(self.names, state, strict=check_flag("strict", strict))
                 values = tied.loaded_values(self.names, state)
             tied.check_loaded_values(values, self.processes)
-            with self._model.whole_parameters(changes=True):
+            with self._model.part(Sharding).whole_parameters(changes=True):
                 load_model_state(self.names, state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class StateMethods:
         [['0.weight', '0.bias', '1.weight', '1.bias']]
         """
         with self._model.locked("optimizer_state_dict"):
-            return optimizer_state(self.names, self._model.whole_optimizers())
+            return optimizer_state(self.names, whole_optimizers(self._model))
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of the optimizers of all stages; all processes must call this.
@@ -128,7 +129,7 @@ class StateMethods:
             As `optimizer_state_dict` returns it, of any number of stages.
         """
         with self._model.locked("load_optimizer_state_dict"):
-            optimizers = self._model.whole_optimizers()
+            optimizers = whole_optimizers(self._model)
             with raise_together(self.processes):
                 if not self._model.zero_grad:
                     raise ArgumentError(

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,16 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.cuda import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.device import Device
+from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_part import StepPart
+from pipeexec.executor.step_result import StepResult
+from pipeexec.executor.step_runner import StepRunner
 from pipeexec.nesting import leaves, mapped, tensors_in
 from pipeexec.stages.batches import Batch
+from pipeexec.stages.loss_function import LossFunction
+from pipeexec.stages.microbatches import are_microbatches
 from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
@@ -221,7 +228,6 @@ class StepCapture:
         *,
         zero_grad: bool,
     ) -> None:
-        check_can_capture(graph, devices, optimizers)
         self.n_stages, self.device = graph.n_stages, devices[0].torch_device
         self._recorder = Recorder(self.device)
         self.modules, self.stages, self.optimizers = modules, stages, optimizers
@@ -380,3 +386,69 @@ def _check_same_shape(name: str, static: Batch, batch: Batch) -> None:
 def _shape(x: object) -> str:
     """Return the shape of a tensor, and the value of anything else, which a graph repeats."""
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.60}"
+
+
+class CudaGraphs(StepPart):
+    """Whether steps are captured, with the captures of all graphs."""
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self.captures: WeakSet[StepCapture] = WeakSet()
+
+    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Raise `ArgumentError` unless steps can become CUDA graphs."""
+        if self.is_on:
+            check_can_capture(graph, model.devices, model.optimizers)
+
+    def close(self) -> None:
+        """Free captured steps with their memory."""
+        for capture in self.captures:
+            capture.drop()
+
+
+class CapturingRunner(StepRunner):
+    """Runs the steps of one graph eagerly, captures one, and replays it."""
+
+    def __init__(
+        self, graph: TaskGraph, model: PlacedModel, loss: LossFunction, n_steps: int = 0
+    ) -> None:
+        super().__init__(graph, model, loss, n_steps)
+        self.set_loss(loss)
+
+    def set_loss(self, loss: LossFunction) -> None:
+        """Take another loss function for the next steps; the captured step is dropped."""
+        super().set_loss(loss)
+        model = self.model
+        self.capture = StepCapture(
+            self.graph,
+            model.devices,
+            model.modules,
+            self.stages,
+            model.optimizers,
+            zero_grad=model.zero_grad,
+        )
+        model.part(CudaGraphs).captures.add(self.capture)
+
+    def step(self, inputs: Batch | None, targets: Any) -> StepResult:
+        """Run, capture or replay one training step; see `Pipeline.step`."""
+        self.model.check_batch_norms(self.shares.batch_size)
+        if inputs is None:  # an error: a captured step is of one process
+            return super().step(inputs, targets)
+        if are_microbatches(inputs, targets):
+            raise ArgumentError(
+                "inputs or targets are Microbatches, whose shapes may differ from step to step, "
+                "and cuda_graph=True repeats a step of one shape; leave cuda_graph out, or give "
+                "batches that are split evenly"
+            )
+        if (replayed := self.capture.replay(inputs, targets)) is not None:
+            self.n_steps += 1
+            return self.result(replayed)
+        return self.result(self.run(*self.capture.batch(inputs, targets), self.capture.walk))
+
+    def _complete_gradients(self, step: Step) -> None:
+        if step.inputs.loss.is_counted() and not self.has_optimizer_steps:
+            raise ExecutionError(
+                "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph has "
+                "none, and is captured as a CUDA graph; lower with step='flush'"
+            )
+        super()._complete_gradients(step)

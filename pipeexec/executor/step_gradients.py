@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.stages.restore import EarlierGradients
 from pipeexec.stages.stage import StageLike
 from pipeexec.stages.step_loss import StepLoss
@@ -40,10 +39,8 @@ class StepGradients:
         first copy.
     uncounted
         Ids of parameters whose gradients are those of a parameter of another stage.
-    shards
-        Shares of the parameters of stages, by slot, for those whose replicas share them.
-    scattered
-        Slots of these whose pieces have gradients of this step.
+    trained
+        Modules whose parameters optimizers step in place of those of stages, by slot.
     """
 
     stages: Sequence[StageLike]
@@ -57,13 +54,11 @@ class StepGradients:
     separate: set[int] = field(default_factory=set)
     counts: Mapping[int, bool] = field(default_factory=dict)
     uncounted: set[int] = field(default_factory=set)
-    shards: Mapping[int, StageShards] = field(default_factory=dict)
-    scattered: set[int] = field(default_factory=set)
+    trained: dict[int, nn.Module] = field(default_factory=dict)
 
-    def trained(self, slot: int) -> nn.Module:
-        """Return the module whose parameters the optimizer of a stage steps: its share, if any."""
-        shards = self.shards.get(slot)
-        return self.stages[slot].module if shards is None else shards.pieces
+    def trained_module(self, slot: int) -> nn.Module:
+        """Return the module whose parameters the optimizer of a stage steps."""
+        return self.trained.get(slot, self.stages[slot].module)
 
     def counted(self, slot: int, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
         """Yield the parameters of a stage whose gradients no other copy of it counts.
@@ -76,7 +71,7 @@ class StepGradients:
 
     def divide(self, slot: int, batch: int, loss: StepLoss) -> None:
         """Divide a stage's gradients of a mini-batch by the count of its loss."""
-        stage, trained = self.stages[slot], self.trained(slot)
+        stage, trained = self.stages[slot], self.trained_module(slot)
         if not loss.is_counted():
             return
         is_separate = self.optimizers[slot] is not None or (

@@ -14,6 +14,7 @@ from pipeexec.data_parallel.compiled_modules import is_compiled
 from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.nesting import Arguments, call_arguments, with_tensors
 from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches, to_devices
 from pipeexec.stages.loss_function import LossFunction
@@ -125,16 +126,16 @@ def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
         )
 
 
-def warn_of_untrained(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
+def warn_of_untrained(gradients: StepGradients) -> None:
     """Warn of local stages whose parameters are to be trained, and got no gradient in a step.
 
-    Left out are stages whose rows or parameters replicas share: a step may have no gradient there.
+    Left out are stages of separate gradients: a step may have none in this process.
     """
     has_gradient: dict[int, bool] = {}
-    for slot, stage in enumerate(stages):
-        number = slot % graph.n_stages
+    for slot, stage in enumerate(gradients.stages):
+        number = slot % gradients.n_stages
         trained = [p for p in stage.module.parameters() if p.requires_grad]
-        if trained and number not in graph.sharded:
+        if trained and slot not in gradients.separate:
             is_any = any(p.grad is not None for p in trained)
             has_gradient[number] = has_gradient.get(number, False) or is_any
     if numbers := [number for number, is_any in has_gradient.items() if not is_any]:
@@ -267,21 +268,21 @@ def split_inputs(
                 "'sum'; leave the weights out"
             )
         step_loss.output_shapes = LossShapes(shares.target_shapes(), has_weights=shares.has_weights)
-    arguments = None if is_split else _microbatch_arguments(inputs, graph, numbers, n_microbatches)
+    arguments = None if is_split else _microbatch_arguments(inputs, numbers, n_microbatches)
     return StepInputs(shares, microbatches, step_loss, number, arguments)
 
 
 def _microbatch_arguments(
-    inputs: Batch | None, graph: TaskGraph, numbers: Sequence[int], n_microbatches: int
+    inputs: Batch | None, numbers: Sequence[int], n_microbatches: int
 ) -> Sequence[Arguments] | None:
     """Return the arguments of the first stage for each micro-batch; None if they are tensors.
 
     ``numbers`` are those of this process's micro-batches; others have no arguments.
     """
     if not isinstance(inputs, Microbatches):
-        arguments = _nested_arguments(inputs, graph)
+        arguments = _nested_arguments(inputs)
         return None if arguments is None else [arguments] * n_microbatches
-    own = [_nested_arguments(x, graph) for x in inputs]
+    own = [_nested_arguments(x) for x in inputs]
     rows: list[Arguments] = [((), {})] * n_microbatches
     for number, arguments in zip(numbers, own, strict=True):
         if arguments is None:  # of one, so of all: they are nested alike
@@ -290,14 +291,9 @@ def _microbatch_arguments(
     return rows
 
 
-def _nested_arguments(inputs: Batch | None, graph: TaskGraph) -> Arguments | None:
+def _nested_arguments(inputs: Batch | None) -> Arguments | None:
     """Return the arguments of the first stage; None if they are tensors, all positional."""
     row = inputs if isinstance(inputs, tuple) else (inputs,)
     if inputs is None or all(isinstance(x, Tensor) for x in row):
         return None
-    if 0 in graph.sharded:
-        raise ArgumentError(
-            f"the first stage is sharded, and takes tensors of which the last one has the keys, "
-            f"got {type(inputs).__name__}; give a tuple of tensors"
-        )
     return call_arguments(inputs)

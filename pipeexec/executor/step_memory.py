@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +23,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from pipeexec.data_parallel.stage_shards import StageShards
 from pipeexec.executor.allocator_memory import Allocated, sample_tasks
 from pipeexec.executor.gradient_sync import last_microbatch_in_group, reduced_parameters
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.sharding import Sharding
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_result import StepResult
 from pipeexec.executor.step_runner import StepRunner
@@ -157,6 +159,8 @@ class ByteCounter:
         Number of tasks of the graph.
     meters
         Meters of activations, one a device; attached to the stages.
+    shards
+        Shares of the parameters of stages, by slot.
 
     Attributes
     ----------
@@ -165,8 +169,10 @@ class ByteCounter:
         ``(8, n_tasks)``.
     """
 
-    def __init__(self, n_tasks: int, meters: Sequence[ActivationMeter]) -> None:
-        self.meters = meters
+    def __init__(
+        self, n_tasks: int, meters: Sequence[ActivationMeter], shards: Mapping[int, StageShards]
+    ) -> None:
+        self.meters, self.shards = meters, shards
         self._locks = [threading.Lock() for _ in meters]  # of devices whose copies run beside
         self.columns = np.zeros((8, n_tasks))
         self.activations, self.gradients, self.buffers, self.parameters = (
@@ -226,7 +232,7 @@ class ByteCounter:
         self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
 
     def _gather(self, step: Step, task: PlannedTask, handler: Handler) -> None:
-        shards = step.gradients.shards.get(task.slot)
+        shards = self.shards.get(task.slot)
         tensors = [] if shards is None else shards.whole_tensors
         before = sum(x.untyped_storage().nbytes() for x in tensors)
         handler(step, task)
@@ -333,7 +339,7 @@ def count_task_bytes(
 ) -> tuple[ByteCounter, StepResult]:
     """Count the activations, gradients and buffers of a step, task by task."""
     meters = _activation_meters(runner, inputs, targets, runner.graph.n_devices)
-    nbytes = ByteCounter(len(runner.graph), meters)
+    nbytes = ByteCounter(len(runner.graph), meters, runner.model.part(Sharding).shards)
     tasks = [nbytes.wrap(task) for task in runner.tasks]
     homes = runner.graph.homes.ravel().tolist()
     with runner.preserved(), attach_meters(runner.stages, [meters[device] for device in homes]):
@@ -498,7 +504,7 @@ class MemoryMethods(ABC):
             nbytes, result = count_task_bytes(self._runner, self._checked(inputs), targets)
         one_gradient = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
-            if self._model.sharding[stage.index] != "parameters"
+            if self._model.part(Sharding).kinds[stage.index] != "parameters"
             else 0.0
             for stage in self.stages
         ]

@@ -2,33 +2,56 @@
 
 A pipeline is made::
 
-    check     may the graph be run?         each graph
-    agree     have all processes the same options?
-    place     take modules and optimizers
+    check           may the graph be run?
+    agree           have all processes the same options?
+    place           take modules and optimizers
 
-A step runs. After a failure, ``restore`` takes the place of ``after``::
+A graph is planned::
 
-    sync      values of parameters and of the batch; evaluations run this hook alone
-    before    gradients from before the step, options of stages
-    tasks     handlers; before_optimizer in each STEP
-    after     complete gradients; the last part first
-    result    fields of `StepResult`
+    make_stages     stages that run otherwise
+    handlers        functions that run tasks; stage_handler
+    prepare         stages and planned tasks
+
+A step runs. After a failure, ``restore`` takes the place of ``after`` and ``result``::
+
+    sync            values of parameters and of the batch; evaluations run this hook alone
+    before          gradients from before the step, options of stages
+    tasks           before_optimizer in each STEP
+    after           complete gradients; the last part first
+    result          fields of `StepResult`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
 
 from pipeexec.distributed.processes import Processes
+from pipeexec.stages.activations import ActivationCounter
+from pipeexec.stages.module_call import LossCall
+from pipeexec.stages.stage import StageLike
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task
 from pipesim.ops import Op
 
 if TYPE_CHECKING:  # they hold parts
     from pipeexec.executor.placed_model import PlacedModel
     from pipeexec.executor.planned_task import Handler, PlannedTask
     from pipeexec.executor.step import Step
+
+
+class StageArguments(NamedTuple):
+    """Arguments with which each stage is made; see `pipeexec.stages.stage.Stage`."""
+
+    module: nn.Module
+    stage: int
+    device: torch.device
+    counter: ActivationCounter
+    loss_fn: LossCall | None
 
 
 class StepPart:
@@ -39,18 +62,33 @@ class StepPart:
     ``step.state[part]``, as tasks of an abandoned step may still run in the next one.
     """
 
+    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Raise `ArgumentError` unless a graph can be run with this part."""
+
+    def agree(self, model: PlacedModel, processes: Processes) -> None:
+        """Check that every process has the same options."""
+
+    def place(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Take the modules and optimizers of a model; all processes call this."""
+
+    def make_stages(
+        self, graph: TaskGraph, arguments: Sequence[StageArguments], *, trains: bool
+    ) -> Mapping[int, StageLike]:
+        """Return the stages that are of another class, by slot; they train, or evaluate."""
+        return {}
+
     def handlers(self) -> Mapping[Op, Handler]:
         """Return the handlers of the operations of this part."""
         return {}
 
-    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
-        """Raise `ArgumentError` unless a graph can be run with this part."""
+    def stage_handler(self, task: Task, stage: StageLike) -> Handler | None:
+        """Return the handler of a task that this stage runs otherwise; None for others."""
+        return None
 
-    def agree(self, processes: Processes) -> None:
-        """Check that every process has the same options."""
-
-    def place(self, model: PlacedModel) -> None:
-        """Take the modules and optimizers of a model; all processes call this."""
+    def prepare(
+        self, graph: TaskGraph, stages: Sequence[StageLike], tasks: Sequence[PlannedTask]
+    ) -> None:
+        """Take the stages and planned tasks of a graph."""
 
     def sync(self, step: Step) -> None:
         """Prepare values for a step or an evaluation, before replicas take those of the first."""
@@ -75,3 +113,6 @@ class StepPart:
     def preserved(self) -> AbstractContextManager[None]:
         """Restore all that steps change in this part at the end of a block."""
         return nullcontext()
+
+    def close(self) -> None:
+        """Free memory, as no step follows."""

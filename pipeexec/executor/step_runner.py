@@ -11,23 +11,21 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
-from pipeexec.embedding.stage import check_keys
-from pipeexec.executor.devices_and_stages import MicrobatchLoss, make_stages
+from pipeexec.executor.devices_and_stages import MicrobatchLoss
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
-from pipeexec.executor.offload_waits import OffloadWaits
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.sharding import check_sharding
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_capture import StepCapture
 from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import (
     check_step_batch,
@@ -38,37 +36,35 @@ from pipeexec.executor.step_inputs import (
     warn_of_randomness,
     warn_of_untrained,
 )
+from pipeexec.executor.step_part import StageArguments
 from pipeexec.executor.step_reports import ProcessReports, raise_failure
 from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.experts.expert_shares import check_experts, shared_out
-from pipeexec.experts.stage import ExpertStage
-from pipeexec.nesting import Arguments, tensors_in
-from pipeexec.stages.activations import ActivationCounter, storages
+from pipeexec.nesting import Arguments
+from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.batches import Batch, warn_of_squares
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, are_microbatches
+from pipeexec.stages.module_call import WeightVersions
 from pipeexec.stages.restore import restore_afterwards
-from pipeexec.stages.sequence_slices import check_sliceable
 from pipeexec.stages.stage import Stage, StageLike
-from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
 
 def _divide_by_counts(step: Step, model: PlacedModel) -> None:
     """Divide the gradients of all local stages by the count of the loss, as STEP would."""
-    if model.cuda_graph or step.graph.n_batches > 1:
+    if step.graph.n_batches > 1:
         raise ExecutionError(
             "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
-            "has none, but several mini-batches, or is captured as a CUDA graph; lower "
-            "with step='flush'"
+            "has none, but several mini-batches; lower with step='flush'"
         )
     for slot in range(len(step.gradients.stages)):
         if not isinstance(model.modules[slot], RemoteStage):
             step.gradients.divide(slot, 0, step.inputs.loss)
 
 
-#: Issues the tasks of a step, and waits for them: `Step.walk`, or a capture as a CUDA graph.
+#: Issues the tasks of a step, and waits for them; `Step.walk` does.
 Walk = Callable[[Step, Sequence[PlannedTask]], None]
 
 
@@ -92,6 +88,8 @@ class StepRunner:
     """
 
     result_type: ClassVar[type[StepResult]] = StepResult
+    stage_type: ClassVar[type[Stage]] = Stage
+    loss_type: ClassVar[type[MicrobatchLoss]] = MicrobatchLoss
 
     #: Whether steps change gradients, and whether these are left for a later step.
     trains, leaves_gradients = True, False
@@ -99,86 +97,67 @@ class StepRunner:
     def __init__(
         self, graph: TaskGraph, model: PlacedModel, loss: LossFunction, n_steps: int = 0
     ) -> None:
-        check_sharding(graph, model.sharding, trains=self.trains)
-        if graph.n_slices > 1:
-            check_sliceable(model.modules, graph.n_stages, graph.n_slices)
-        # Before processes agree on the graph: none of them then waits for one that raised.
-        check_experts(model.modules, graph, cuda_graph=model.cuda_graph)
         self.graph, self.model, self.loss, self.n_steps = graph, model, loss, n_steps
         self.timeout = model.timeout
         devices, processes = model.devices, model.processes
         self.reports = None if processes is None else ProcessReports(graph, model, processes)
         self.shares = BatchShares(graph, devices)
-        self._has_optimizer_steps = bool((graph.op == Op.STEP).any())
+        self.has_optimizer_steps = bool((graph.op == Op.STEP).any())
         self.held = [ActivationCounter() for _ in devices]
-        self._microbatch_loss = MicrobatchLoss()
+        self._microbatch_loss = self.loss_type()
         self.stages = self._make_stages()
-        #: Slots, and parameters of experts, whose gradients are not those of the first copy.
-        self._separate = [
-            slot for slot in range(len(self.stages)) if slot % graph.n_stages in graph.sharded
-        ]
-        self._counts: dict[int, bool] = {}
-        counted: set[int] = set()
-        for stage in self.stages:
-            if isinstance(stage, ExpertStage):
-                group = stage.expert_group = model.expert_groups.get(stage.index)
-                if group is not None:
-                    is_first = group.is_first and stage.index not in counted
-                    experts = shared_out(stage.module).values()
-                    self._counts.update((id(parameter), is_first) for parameter in experts)
-                counted.add(stage.index)
-        self.parts = model.parts if self.trains else ()
         self.tasks = plan(graph, self.stages, devices, self.shares, model.parts, processes)
-        self._offload_waits = OffloadWaits(graph, self.tasks)
+        for part in model.parts:
+            part.prepare(graph, self.stages, self.tasks)
         warn_of_compiled(graph, self.stages)
         self._hosts = make_host_threads(graph, self.tasks, processes)
-        self.capture = self._make_capture()
+
+    def _modules(self) -> Sequence[nn.Module]:
+        """Return the modules of the stages, replica after replica."""
+        return self.model.modules
 
     def _make_stages(self) -> list[StageLike]:
-        model = self.model
-        return make_stages(
-            model.modules, self.graph, model.devices, self.held, self._microbatch_loss
-        )
-
-    def _make_capture(self) -> StepCapture | None:
-        model = self.model
-        if not model.cuda_graph:
-            return None
-        capture = StepCapture(
-            self.graph,
-            model.devices,
-            model.modules,
-            self.stages,
-            model.optimizers,
-            zero_grad=model.zero_grad,
-        )
-        model.captures.add(capture)
-        return capture
+        """Return the stages of all replicas, replica after replica."""
+        graph, devices, n = self.graph, self.model.devices, self.graph.n_stages
+        arguments = [
+            StageArguments(
+                module,
+                slot % n,
+                devices[home].torch_device,
+                self.held[home],
+                partial(self._microbatch_loss, slot // n) if slot % n == n - 1 else None,
+            )
+            for slot, (module, home) in enumerate(
+                zip(self._modules(), graph.homes.ravel().tolist(), strict=False)
+            )
+        ]
+        special: dict[int, StageLike] = {}
+        for part in self.model.parts:
+            special.update(part.make_stages(graph, arguments, trains=self.trains))
+        size, delayed = self.shares.batch_size, graph.weight_versions == "double_buffered"
+        return [
+            special[slot]
+            if slot in special
+            else self.stage_type(
+                *x,
+                WeightVersions(x.module, size, delayed) if graph.n_batches > 1 else None,
+                size,
+                graph.n_slices,
+            )
+            for slot, x in enumerate(arguments)
+        ]
 
     def set_loss(self, loss: LossFunction) -> None:
-        """Take another loss function for the next steps; captured steps are dropped."""
+        """Take another loss function for the next steps."""
         self.loss = loss
-        self.capture = self._make_capture()
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step; see `Pipeline.step`."""
-        self.model.check_batch_norms(self.graph.n_microbatches // self.graph.n_batches)
-        capture = self.capture
-        if capture is not None and are_microbatches(inputs, targets):
-            raise ArgumentError(
-                "inputs or targets are Microbatches, whose shapes may differ from step to step, "
-                "and cuda_graph=True repeats a step of one shape; leave cuda_graph out, or give "
-                "batches that are split evenly"
-            )
-        if capture is None or inputs is None:  # a captured step is of one process
-            step = self.run(inputs, targets, Step.walk)
-            return self.result(step, may_wait=self.model.processes is None)
-        if (replayed := capture.replay(inputs, targets)) is not None:
-            self.n_steps += 1
-            return self.result(replayed)
-        return self.result(self.run(*capture.batch(inputs, targets), capture.walk))
+        self.model.check_batch_norms(self.shares.batch_size)
+        step = self.run(inputs, targets)
+        return self.result(step, may_wait=self.model.processes is None)
 
-    def run(self, inputs: Batch | None, targets: Any, walk: Walk) -> Step:
+    def run(self, inputs: Batch | None, targets: Any, walk: Walk = Step.walk) -> Step:
         """Run a step, whose tasks ``walk`` issues; return it when it has ended."""
         step = self._start(inputs, targets)
         random_state = torch.get_rng_state()
@@ -188,13 +167,12 @@ class StepRunner:
             step.forget_errors()
             if self.reports is not None:
                 self.reports.keep_readings(step)
-        self._offload_waits.note_step(step)
         warn_of_randomness(self.stages, random_state)
         model = self.model
         if self.trains and not model.has_checked_gradients:
             model.has_checked_gradients = True
-            if not model.shards and self.graph.n_batches == 1:  # else they are taken meanwhile
-                warn_of_untrained(self.graph, self.stages)
+            if self.graph.n_batches == 1:  # else gradients are taken meanwhile
+                warn_of_untrained(step.gradients)
         warn_of_loss(step.inputs.loss, returns_count=self.loss.returns_count)
         return step
 
@@ -210,19 +188,19 @@ class StepRunner:
             "n_losses": step.inputs.loss.n_losses,
             "metric_sums": step.inputs.loss.metric_sums(),
         }
-        for feature in step.parts:
-            fields.update(feature.result(step))
-        readings, part = step.readings(), None
+        for part in step.parts:
+            fields.update(part.result(step))
+        readings, process_result = step.readings(), None
         if may_wait:
             return lazy_result(self.result_type, readings, fields)
         timeline = readings.timeline
         if self.reports is not None:
-            part = replace(step.process_result(), peak_held=held)
-            timeline = part.timeline
+            process_result = replace(step.process_result(), peak_held=held)
+            timeline = process_result.timeline
             self.reports.keep_timeline(timeline)
         return self.result_type(
             timeline=timeline,
-            part=part,
+            part=process_result,
             clock_error=step.clock_error,
             milestones=readings.milestone_shares,
             host_times=readings.host_times,
@@ -236,9 +214,7 @@ class StepRunner:
         try:
             with ExitStack() as stack:
                 stack.enter_context(restore_afterwards(self.model.modules, self.model.optimizers))
-                for shards in self.model.shards.values():
-                    stack.enter_context(shards.preserved())
-                for part in self.parts:
+                for part in self.model.parts:
                     stack.enter_context(part.preserved())
                 yield
         finally:
@@ -286,34 +262,19 @@ class StepRunner:
                 model.optimizers,
                 graph.n_stages,
                 are_left=self.leaves_gradients,
-                separate={*model.shards, *self._separate},
-                counts=self._counts,
-                shards=model.shards,
             ),
             timeout=self.timeout,
             processes=model.processes,
             hosts=self._hosts,
-            frees=self._offload_waits.by_task,
-            parts=self.parts,
+            parts=model.parts if self.trains else (),
         )
-        if 0 in graph.sharded:  # others get their keys from the stage before
-            check_keys(model.modules[:: graph.n_stages], step.inputs.microbatches)
         if self.reports is not None:
             if self.trains:  # an evaluation has agreed on shapes before
                 self.reports.shapes = self.shares.input_shapes()
             self.reports.start(step, self.tasks)
         self._prepare_modules(step)
         self._begin_stages(step.inputs.arguments)
-        self._keep_batch_on_devices(step)
         return step
-
-    def _keep_batch_on_devices(self, step: Step) -> None:
-        """Tell stages that offload activations which tensors are of the batch."""
-        offloading = [x for x in self.stages if isinstance(x, Stage) and x.offloaded]
-        if offloading:
-            batch = tensors_in((step.inputs.microbatches, step.inputs.loss.targets))
-            for stage in offloading:
-                stage.batch_storages = storages(batch)
 
     def _check(self, inputs: Batch | None, targets: Any) -> None:
         check_step_batch(inputs, targets, self.graph, self.model.devices)
@@ -326,8 +287,6 @@ class StepRunner:
         for part in self.model.parts:
             part.sync(step)
         sync_from_first(modules, graph.n_stages)
-        for shards in self.model.shards.values() if self.trains else ():
-            shards.pieces.zero_grad(set_to_none=True)
         for part in step.parts:
             part.before(step)
 
@@ -381,7 +340,7 @@ class StepRunner:
         """Assign reduced gradients, divide them by counts, and let parts complete them."""
         for slot in list(step.gradients.reduced):  # of graphs without STEP
             assign_reduced_gradients(step, slot)
-        are_divided = not self.trains or self.leaves_gradients or self._has_optimizer_steps
+        are_divided = not self.trains or self.leaves_gradients or self.has_optimizer_steps
         if not are_divided and step.inputs.loss.is_counted():
             _divide_by_counts(step, self.model)
         for part in reversed(step.parts):
@@ -390,7 +349,7 @@ class StepRunner:
     def _end(self, step: Step) -> None:
         """End a step; after a failure, parts restore what was before it."""
         self.n_steps += 1
-        for part in step.parts if step.has_stopped else ():
+        for part in reversed(step.parts) if step.has_stopped else ():
             part.restore(step)
         if step.abandoned or (step.failure is not None and self.reports is not None):
             for device in self.model.devices:

@@ -24,8 +24,14 @@ from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.sharding import sharding_argument
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StepPart
-from pipeexec.splitting.split_facts import TiedGroup, first_tied_stage, split_facts, tied_parameter
+from pipeexec.splitting.split_facts import (
+    SplitFacts,
+    TiedGroup,
+    first_tied_stage,
+    tied_parameter,
+)
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -44,8 +50,11 @@ class TiedParameters(StepPart):
         self,
         tied: Sequence[Sequence[tuple[int, str]]] | None,
         stages: Sequence[nn.Module | None],
+        facts: SplitFacts | None,
     ) -> None:
-        self.groups = _checked_groups(tied, stages)
+        if facts is not None and tied is not None:
+            raise ArgumentError("tied is for stages cut by hand; those of pipeexec.split know it")
+        self.groups = _checked_groups(tied, stages) if facts is None else facts.tied
         self._modules: Sequence[nn.Module] = ()
         self._adds_up = False
         self._versions: list[int] = []  # of copies that are equal
@@ -85,17 +94,17 @@ class TiedParameters(StepPart):
                 f"the graph adds gradients of the same stages twice (tied={list(graph.tied)!r}); "
                 f"one group is for all parameters that they share: lower with tied={summed!r}"
             )
-        if model.cuda_graph and graph.tied:
+        if graph.tied and model.part(CudaGraphs).is_on:
             raise ArgumentError(
                 "cuda_graph=True does not capture sums over tied stages; leave cuda_graph out, or "
                 "lower without tied"
             )
 
-    def agree(self, processes: Processes) -> None:
+    def agree(self, model: PlacedModel, processes: Processes) -> None:
         """Check that every process ties the same parameters."""
         processes.agree("tied", repr(self.groups))
 
-    def place(self, model: PlacedModel) -> None:
+    def place(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Check that copies begin equal, and are trained alike, so that they stay equal."""
         self._modules, self._adds_up = model.modules, not model.zero_grad
         if not self.groups:
@@ -249,12 +258,7 @@ class TiedParameters(StepPart):
 def _checked_groups(
     tied: Sequence[Sequence[tuple[int, str]]] | None, stages: Sequence[nn.Module | None]
 ) -> tuple[TiedGroup, ...]:
-    """Return the groups of tied parameters: those of split stages, or those that are given."""
-    facts = split_facts(stages)
-    if facts is not None:
-        if tied is not None:
-            raise ArgumentError("tied is for stages cut by hand; those of pipeexec.split know it")
-        return facts.tied
+    """Return the groups of tied parameters of stages that are cut by hand."""
     if tied is None and (index := first_tied_stage(stages)) is not None:
         raise ArgumentError(
             f"stage {index} has a stage of pipeexec.split inside, with a copy of a tied parameter, "

@@ -130,17 +130,18 @@ def check_experts(modules: Sequence[nn.Module], graph: TaskGraph, *, cuda_graph:
 
     Modules are those of all replicas; stages of other processes are a `RemoteStage`.
     """
-    lowered, g = layers_of_graph(graph), n_members(graph)
-    members = member_of_replica(graph)
+    lowered = layers_of_graph(graph)
     for slot, module in enumerate(modules):
-        if isinstance(module, RemoteStage):
-            continue
-        stage = slot % graph.n_stages
-        _check_layers(module, stage, lowered[stage])
-        if lowered[stage]:
-            _check_stage(module, stage, members[slot // graph.n_stages], g)
-    if any(lowered):
-        _check_options(graph, lowered, cuda_graph)
+        if not isinstance(module, RemoteStage):
+            _check_layers(module, slot % graph.n_stages, lowered[slot % graph.n_stages])
+    if not any(lowered):
+        return
+    g, members = n_members(graph), member_of_replica(graph)
+    for slot, module in enumerate(modules):
+        replica, stage = divmod(slot, graph.n_stages)
+        if lowered[stage] and not isinstance(module, RemoteStage):
+            _check_stage(module, stage, members[replica], g)
+    _check_options(graph, lowered, cuda_graph)
 
 
 def _check_layers(module: nn.Module, stage: int, n_lowered: int) -> None:

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from pipeexec.devices.device import Values
-from pipeexec.experts.expert_shares import ExpertGroup, stage_parts
+from pipeexec.experts.expert_shares import stage_parts
 from pipeexec.experts.layer import Experts, Routed, run_experts
 from pipeexec.nesting import with_tensors
 from pipeexec.stages.activations import ActivationCounter, CountedTensor
@@ -197,7 +197,6 @@ class ExpertStage(Stage):
         self.parts = stage_parts(module, index)
         self.member, self.n_members = member, n_members
         self.last = 2 * len(self.parts.layers)  # segment
-        self.expert_group: ExpertGroup | None = None  # None if all processes have all experts
         self._states: dict[int, MicrobatchState] = {}
 
     def own_experts(self, layer: Experts) -> range:

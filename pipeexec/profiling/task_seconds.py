@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
+from pipeexec.executor.sharding import Sharding
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
 from pipesim.analysis.measured_costs import microbatch_values, output_bytes, stage_seconds
@@ -308,7 +309,7 @@ def optimizer_bytes(pipeline: Pipeline) -> tuple[float, ...]:
     """Return the bytes of the optimizer state of each stage; shares of replicas are added up."""
     n = pipeline.graph.n_stages
     own = [float(_state_bytes(o)) for o in pipeline.optimizers]
-    sharding = pipeline._model.sharding
+    sharding = pipeline._model.part(Sharding).kinds
     sums = [sum(own[s::n]) if sharding[s] != "none" else own[s] for s in range(n)]
     return tuple(pipeline.total(sums))
 

@@ -30,7 +30,7 @@ from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.devices.streams import Stream
 from pipeexec.executor import op_handlers
 from pipeexec.executor.gradient_sync import reduce_gradients
-from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import StageError
 from pipesim.ops import Op
@@ -172,6 +172,12 @@ def test_buckets_are_complete_before_the_backward_is(schedule: str) -> None:
     assert bucket["part"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def reducing_by(handler: Handler) -> Any:
+    """Let pipelines that are made in a block reduce gradients by another handler."""
+    row = {Op.REDUCE_GRAD: op_handlers.for_all_members(handler)}
+    return mock.patch.dict(op_handlers.HANDLERS, row)  # type: ignore[arg-type]
+
+
 def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers: the backward waits in the middle until it is being reduced."""
     reducing, waited = threading.Event(), list[bool]()
@@ -190,8 +196,8 @@ def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
     model = nn.Sequential(first, Waits(), *others)
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=2)
     with (
+        reducing_by(reduce),
         px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline,
-        mock.patch.object(op_handlers, "reduce_gradients", reduce),
     ):
         pipeline.step(*data(2))
     assert waited == [True, True]
@@ -413,8 +419,8 @@ def test_gradients_that_wait_are_counted_as_they_are_predicted(
         reduce_gradients(run, task)
 
     with (
+        reducing_by(reduce if slow else reduce_gradients),
         px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd) as pipeline,
-        mock.patch.object(op_handlers, "reduce_gradients", reduce if slow else reduce_gradients),
     ):
         memory = pipeline.memory(x, y)
     size = stage_bytes(stages[0])

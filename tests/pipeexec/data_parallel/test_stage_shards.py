@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,25 +319,25 @@ def test_steps_are_needed(
 ) -> None:
     monkeypatch.setattr(sharding, "device_ranks", lambda *_: [0, 1])
     graph = lowered("1f1b", 1, 1, 2, shard_parameters="every", step=step)
+    model: Any = SimpleNamespace(devices=[], processes=None, zero_grad=has_optimizer)
     with pytest.raises(ArgumentError, match=f"shard_parameters, but {words}"):
-        sharding.make_shards(graph, [], [], [], None, has_optimizer=has_optimizer)
+        sharding.Sharding().check(graph, model)
 
 
 def test_graphs_of_other_shares() -> None:
-    """A pipeline trains graphs with its own sharding, and evaluates without a sharded optimizer."""
+    """A pipeline trains graphs with its own sharding."""
     none, zero_1, every, step = (
         lowered("1f1b", 1, 1, 2, **options)
         for options in ({}, ZERO_1, {"shard_parameters": "every"}, {"shard_parameters": "step"})
     )
-    sharding.check_sharding(every, sharding.sharding_of(step), trains=True)
-    sharding.check_sharding(none, sharding.sharding_of(zero_1), trains=False)
+    sharding.check_sharding(every, sharding.sharding_of(step))
     with pytest.raises(ArgumentError, match="shards nothing of stage 0, the pipeline the param"):
-        sharding.check_sharding(none, sharding.sharding_of(every), trains=True)
+        sharding.check_sharding(none, sharding.sharding_of(every))
     with pytest.raises(ArgumentError, match="shards the optimizer of stage 0, the pipeline nothi"):
-        sharding.check_sharding(zero_1, sharding.sharding_of(none), trains=True)
+        sharding.check_sharding(zero_1, sharding.sharding_of(none))
     buckets = lowered("1f1b", 1, 1, 2, grad_sync="bucketed", **ZERO_1)
     with pytest.raises(ArgumentError, match=r'stage 0 .* in buckets.*take grad_sync="last"'):
-        sharding.check_sharding(buckets, sharding.sharding_of(buckets), trains=True)
+        sharding.check_sharding(buckets, sharding.sharding_of(buckets))
 
 
 def accumulated_in_a_rank(processes: px.Processes) -> None:

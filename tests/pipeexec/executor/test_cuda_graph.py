@@ -23,7 +23,7 @@ import pipesim as ps
 from pipeexec.executor import step_capture
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_capture import check_can_capture, check_state
+from pipeexec.executor.step_capture import CudaGraphs, check_can_capture, check_state
 from pipesim.errors import ArgumentError, ExecutionError
 
 
@@ -303,10 +303,10 @@ def test_launch_is_nothing(captured: Make) -> None:
 
 
 def _launch_of(subject: px.Pipeline) -> float:
-    model = subject._model
-    model.cuda_graph, cuda_graph = False, model.cuda_graph  # calibration makes eager pipelines
+    part = subject._model.part(CudaGraphs)
+    part.is_on, is_on = False, part.is_on  # calibration makes eager pipelines
     calibration = sys.modules["pipeexec.profiling.calibration"].Calibration(subject, *data(8))
-    model.cuda_graph = cuda_graph
+    part.is_on = is_on
     calibration.warm_up(0)
     calibration.step()
     return float(calibration.result().costs.launch)

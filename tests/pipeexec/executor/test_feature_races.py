@@ -335,7 +335,7 @@ def not_kept(name: str) -> Mistake:
 
 def freed_by_offload(patch: pytest.MonkeyPatch) -> None:
     """Free what OFFLOAD copies when the host has issued it."""
-    patch.setattr("pipeexec.executor.op_handlers.outlasts_issue", lambda task: False)
+    patch.setattr("pipeexec.executor.offload.outlasts_issue", lambda task: False)
 
 
 #: Mistake, case, kind of finding, and an operator in it, which is one of the feature.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.make_devices import CpuDevice
-from pipeexec.executor.offload_waits import OffloadWaits
+from pipeexec.executor.offload import Offload, OffloadWaits
 from pipeexec.stages import stage as stage_module
 from pipeexec.stages.activations import SavedActivations, module_storages
 from pipesim.errors import ArgumentError, ExecutionError, StageError
@@ -333,7 +333,7 @@ def copies_of(m: int = 12) -> tuple[Any, OffloadWaits]:
     """Return a graph of one device, and the waits of its OFFLOADs."""
     graph = ps.lower(ps.schedule("gpipe", 1, m), offload="all")
     with px.Pipeline([nn.Linear(4, 4)], graph, [FakeGpu()], mse) as pipeline:
-        return graph, pipeline._runner._offload_waits
+        return graph, pipeline._model.part(Offload).waits[graph]
 
 
 @pytest.mark.parametrize(("copy", "places"), [(0.5, 2), (1.5, 3), (0.999, 2)])
@@ -362,7 +362,8 @@ def test_waits_for_copies_delay_nothing(
     assert lags() == [2] * n_copies
     link = ps.Network(host=ps.HostLink(latency=copy, bandwidth=1e30))
     costs = ps.Costs(forward=1.0, backward=2.0, activation_bytes=1.0, network=link)
-    step = SimpleNamespace(readings=lambda: SimpleNamespace(timeline=ps.simulate(graph, costs)))
+    timeline = ps.simulate(graph, costs)
+    step = SimpleNamespace(graph=graph, readings=lambda: SimpleNamespace(timeline=timeline))
     for _ in range(3):
         waits.note_step(step)
     assert len(lags()) == n_copies

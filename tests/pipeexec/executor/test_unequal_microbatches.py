@@ -25,6 +25,7 @@ from unequal import (
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor.step_capture import CapturingRunner
 from pipeexec.training.recorder import batch_counts
 from pipesim.errors import ArgumentError, LossWarning, PipeError
 from pipesim.ops import Op
@@ -437,7 +438,7 @@ def test_slices_refuse_them() -> None:
 
 def test_cuda_graphs_refuse_them() -> None:
     with pipeline(language_stages(2), lowered("1f1b", 2), token_loss) as subject:
-        subject._runner.capture = object()  # as with cuda_graph=True, which needs a GPU
+        subject._runner.__class__ = CapturingRunner  # as with cuda_graph=True, on a GPU
         with pytest.raises(ArgumentError, match=r"and cuda_graph=True repeats a step of one shape"):
             subject.step(*tokens())
 

@@ -1,4 +1,6 @@
-"""Which compute task waits for an OFFLOAD on a GPU, and takes the memory that it has copied.
+"""Activations of a micro-batch are copied to the host (OFFLOAD), and back for B (RELOAD).
+
+On a GPU, a compute task waits for an OFFLOAD, and takes the memory that it has copied.
 
 The host issues a whole step before a GPU has run much of it. Memory that OFFLOAD freed when the
 host issued it would wait for the copy, which torch's allocator looks at only while the host
@@ -18,13 +20,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_part import StepPart
+from pipeexec.nesting import tensors_in
+from pipeexec.stages.activations import storages
+from pipeexec.stages.stage import Stage, StageLike
 from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import LISTED, RECVS, Op
 from pipesim.simulation.simulate import predict_timeline
@@ -39,6 +48,68 @@ def outlasts_issue(task: PlannedTask) -> bool:
     return isinstance(task.device, CudaDevice) and task.stream != task.device.stream("compute")
 
 
+class Offload(StepPart):
+    """Activations that are on the host between forward and backward."""
+
+    def __init__(self) -> None:
+        self.waits: WeakKeyDictionary[TaskGraph, OffloadWaits] = WeakKeyDictionary()
+
+    def check(self, graph: TaskGraph, model: PlacedModel) -> None:
+        """Raise `ArgumentError` if a sharded stage is offloaded."""
+        for stage in np.intersect1d(graph.stage[graph.op == Op.OFFLOAD], graph.sharded)[:1]:
+            raise ArgumentError(
+                f"graph {graph.name!r} offloads activations of stage {stage}, which is sharded and "
+                "keeps none; lower without offload for it"
+            )
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers of copies to and from the host."""
+        return {Op.OFFLOAD: _offload, Op.RELOAD: _reload}
+
+    def prepare(
+        self, graph: TaskGraph, stages: Sequence[StageLike], tasks: Sequence[PlannedTask]
+    ) -> None:
+        """Tell each stage which of its micro-batches have an OFFLOAD."""
+        offloads = np.flatnonzero(graph.op == Op.OFFLOAD)
+        slots = graph.replica[offloads] * graph.n_stages + graph.stage[offloads]
+        for slot in np.unique(slots).tolist():
+            stage = stages[slot]
+            if isinstance(stage, Stage):
+                stage.offloaded = frozenset(graph.microbatch[offloads[slots == slot]].tolist())
+        if len(offloads):
+            self.waits[graph] = OffloadWaits(graph, tasks)
+
+    def before(self, step: Step) -> None:
+        """Tell stages which tensors are of the batch, and let compute tasks wait for copies."""
+        if step.graph not in self.waits:
+            return
+        step.frees = self.waits[step.graph].by_task
+        batch = storages(tensors_in((step.inputs.microbatches, step.inputs.loss.targets)))
+        for stage in step.gradients.stages:
+            if isinstance(stage, Stage) and stage.offloaded:
+                stage.batch_storages = batch
+
+    def after(self, step: Step) -> None:
+        """Choose the compute tasks anew once, after the first steps."""
+        if step.graph in self.waits:
+            self.waits[step.graph].note_step(step)
+
+
+def _offload(step: Step, task: PlannedTask) -> None:
+    """Copy activations to the host, and record their bytes; a copy that runs on needs them."""
+    assert isinstance(task.stage, Stage)
+    share = float(step.graph.offload_shares[task.stage.index])
+    moved = task.stage.offload(task.microbatch, share, task.device)
+    step.events.nbytes[task.id] = sum(data.nbytes for data in moved)
+    if outlasts_issue(task):
+        step.results[task.id] = moved
+
+
+def _reload(step: Step, task: PlannedTask) -> None:
+    assert isinstance(task.stage, Stage)
+    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device)
+
+
 class OffloadWaits:
     """Chooses the compute task that waits for each OFFLOAD of a GPU.
 
@@ -49,7 +120,6 @@ class OffloadWaits:
     """
 
     def __init__(self, graph: TaskGraph, tasks: Sequence[PlannedTask]) -> None:
-        self.graph = graph
         offloads = [t for t in tasks if graph.op[t.id] == Op.OFFLOAD and outlasts_issue(t)]
         computes = np.flatnonzero(graph.is_op(LISTED)) if offloads else np.empty(0, np.int64)
         by_device = {
@@ -79,7 +149,7 @@ class OffloadWaits:
         timeline = step.readings().timeline
         if not timeline.complete:
             return
-        free = predict_timeline(self.graph, _measured_costs(timeline))
+        free = predict_timeline(step.graph, _measured_costs(timeline))
         self.by_task = self._grouped({
             offload: next(t for t in later if free.start[t] >= free.end[offload])
             for offload, later in self._later.items()
